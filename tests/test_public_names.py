@@ -38,6 +38,8 @@ PUBLIC = [
     "plan",
     "plot_packed_tensors",
     "replay",
+    "run_recipe",
+    "script_arguments",
     "train",
     "tune",
 ]

@@ -32,6 +32,8 @@ _HOME = {
     "plot_packed_tensors": "ttrl.data.pictures.plot",
     "tune": "ttrl.launch.tune",
     "train": "ttrl.loop.start",
+    "script_arguments": "ttrl.cli.recipe_script",
+    "run_recipe": "ttrl.cli.recipe_script",
     "plan": "ttrl.loop.plan",
     "replay": "ttrl.replays.replay",
     "evaluate": "ttrl.evaluation.evaluate",
@@ -44,6 +46,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from ttrl.agents.task import agent_task
+    from ttrl.cli.recipe_script import run_recipe, script_arguments
     from ttrl.configs.recipe import GRPOConfig
     from ttrl.configs.run import TrainConfig
     from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results

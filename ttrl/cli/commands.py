@@ -22,6 +22,7 @@ from ttrl.text import harmless
 from ttrl.version import __version__
 
 SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
+    "train": (runs.add_train, "train a model: with a script, a recipe by its name, or a file of settings"),
     "doctor": (machine.add_doctor, "say whether this machine can run ttrl, and what to do if not"),
     "report": (runs.add_report, "write a run's report.html again and print where it is"),
     "view": (runs.add_view, "look at the packed rows that an iteration was trained on"),

@@ -1,6 +1,9 @@
-"""`ttrl report`, `ttrl view`, `ttrl replay` and `ttrl study`: what is done with the folder of a run."""
+"""`ttrl train`, and what is done with the folder of a run: `ttrl report`, `ttrl view`, `ttrl replay` and `ttrl study`."""
 
 import argparse
+import difflib
+import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +13,77 @@ from ttrl.system.console import say
 from ttrl.text import harmless
 
 _RUN = "a run folder, such as runs/sort_letters"
+_RECIPES = Path(__file__).parents[2] / "recipes"
+_TRAIN = """Train a model: with a script, with a recipe of ttrl, or by a file of settings. The same command continues a run.
+
+    ttrl train my_task.py --seed 1 --set lr=1e-5     a script, such as `ttrl tasks new` writes
+    ttrl train structured_output --iterations 4      a recipe by its name
+    ttrl train run.yaml --set lr=1e-5                a file of settings
+
+What follows a script or recipe goes to it: `ttrl train my_task.py --help` lists its options. A file of settings holds
+those of `ttrl config`, and two more:
+
+    tasks: structured_output                         a family of `ttrl eval`, FILE.py or FILE.py:NAME
+    validation_tasks: structured_output              the same, held out; may be left out"""
+
+
+def add_train(parser: argparse.ArgumentParser) -> None:
+    parser.description = _TRAIN
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("what", metavar="FILE.py|RECIPE|RUN.yaml")
+    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="--set NAME=VALUE …, --check; a script's own")
+    parser.set_defaults(run_command=run_train)
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Train by a file of settings, or become the script."""
+    if arguments.what.endswith((".yaml", ".yml")):
+        return _train_by_settings(Path(arguments.what), arguments.options)
+    script = _script(arguments.what)
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(script), *arguments.options])
+
+
+def _script(what: str) -> Path:
+    """Return the script that is named. Raises UserError where there is none."""
+    if what.endswith(".py"):
+        if not Path(what).is_file():
+            raise UserError(f"there is no file {what}; `ttrl tasks new {what}` writes one to start from")
+        if not re.search(r"__main__|\b(train|run_recipe)\(", Path(what).read_text(encoding="utf-8", errors="replace")):
+            raise UserError(
+                f"{what} trains nothing when it is run; end it with train(…) or run_recipe(…), as what `ttrl tasks new` writes, "
+                f"or name its tasks in a file of settings (tasks: {what})"
+            )
+        return Path(what)
+    recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.py"))}
+    name = what.replace("-", "_")
+    if name not in recipes:
+        near = difflib.get_close_matches(name, recipes, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(
+            f"there is no recipe {what!r}; {hint}Give a script (FILE.py), a file of settings (RUN.yaml) or one of "
+            f"{', '.join(recipes) or f'the recipes in a clone of ttrl: there are none in {_RECIPES}'}"
+        )
+    return recipes[name]
+
+
+def _train_by_settings(file: Path, options: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog=f"ttrl train {file}")
+    others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
+    parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
+    given = parser.parse_args(options)
+    from ttrl.cli.settings import read_run
+    from ttrl.loop.checks import checked
+    from ttrl.loop.start import train
+
+    config, tasks, validation_tasks, problems = read_run(file, given.set)
+    if given.check or problems:
+        checked(config, tasks, validation_tasks, problems=problems)
+        print(f"{len(tasks)} tasks, {len(validation_tasks)} held out; the settings are right")
+        return 0
+    train(config, tasks, validation_tasks)
+    return 0
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:

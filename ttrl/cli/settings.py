@@ -12,8 +12,11 @@ from ttrl.configs import GRPOConfig
 from ttrl.configs.recipe import OTHER_NAMES
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.errors import ConfigError, UserError
+from ttrl.evaluation.families import tasks_named
+from ttrl.tasks.task import Task
 
 _OF_RUN, _OF_RECIPE = TrainConfig.names(), GRPOConfig.names()
+_SPLITS = {"tasks": "train", "validation_tasks": "validation"}
 _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
 """Settings that config.yaml of a run holds as the machine decided them."""
 
@@ -25,12 +28,7 @@ def read_config(path: Path, settings: Sequence[str] = (), *, elsewhere: bool = F
     a run folder's config.yaml says of the one that it ran on. Raises UserError, ConfigError.
     """
     file = path / "config.yaml" if path.is_dir() else path
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"{file} cannot be read as a config: {error}") from error
-    if not isinstance(values, dict):
-        raise UserError(f"{file} holds a {type(values).__name__}; a config is a mapping of settings")
+    values = _read_mapping(file)
     changes, unknown = _changes(settings)
     if unknown:
         raise ConfigError("--set", unknown)
@@ -44,6 +42,17 @@ def read_config(path: Path, settings: Sequence[str] = (), *, elsewhere: bool = F
     return _of_recipe(_promised(file) | values | changes, file), None, True
 
 
+def _read_mapping(file: Path) -> dict[str, Any]:
+    """Read a YAML file of settings. Raises UserError."""
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"{file} cannot be read as a config: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds a {type(values).__name__}; a config is a mapping of settings")
+    return values
+
+
 def _promised(file: Path) -> dict[str, Any]:
     """Return what the first line of a file of recipe_configs/ says: "# 16 x 141 GB GPU in 2 machines; rows of up to 8192 …"."""
     with file.open(encoding="utf-8") as lines:
@@ -55,6 +64,27 @@ def _promised(file: Path) -> dict[str, Any]:
         nodes = int(gpus[2] or 1)
         found |= {"nproc_per_node": int(gpus[1]) // nodes} | ({"nnodes": nodes, "cluster": "auto"} if nodes > 1 else {})
     return found
+
+
+def read_run(path: Path, settings: Sequence[str]) -> tuple[TrainConfig, list[Task], list[Task], list[str]]:
+    """Read a run's settings and tasks; return (config, tasks, validation tasks, what is wrong with them, one line each).
+
+    settings: "KEY=VALUE", which prevail over the file's. Without `run` in the file, the run folder is runs/ and the file's name.
+    Raises UserError for a file that cannot be read, TaskError.
+    """
+    values = {"run": f"runs/{path.stem}"} | _read_mapping(path)
+    named = {key: values.pop(key, None) for key in ("tasks", "validation_tasks")}
+    changes, problems = _changes(settings)
+    config, found = TrainConfig.examine(_changed(values, changes))
+    tasks: dict[str, list[Task]] = {}
+    for key, name in named.items():
+        if name is not None and not isinstance(name, str):
+            problems.append(f"{key} is {name!r}; name a family of `ttrl eval`, FILE.py or FILE.py:NAME")
+            name = None
+        tasks[key] = [] if name is None else tasks_named(name, _SPLITS[key], seed=config.seed)
+    if named["tasks"] is None:
+        problems.append(f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as structured_output")
+    return config, tasks["tasks"], tasks["validation_tasks"], problems + found + config.absent()
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:

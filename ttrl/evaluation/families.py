@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.errors import UserError
+from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task
 
 GENERATED_BY_DEFAULT = 200
@@ -67,6 +68,8 @@ FAMILIES: dict[str, Family] = {
     "textarena": Family("textarena:get_textarena_tasks", "reward", example="TowerOfHanoi-v0"),
     "verifiers": Family("verifiers:get_verifiers_tasks", "reward", example="gsm8k-v1"),
 }
+_TRAINING_TASKS = 1024
+"""Tasks of generated families to train on."""
 _MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given
 _SPEC = re.compile(r"([A-Za-z0-9_-]+)(?::([^@=\s]+))?(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
 _GIVEN_ELSEWHERE = ("name", "server", "split", "n", "seed", "path")
@@ -138,3 +141,20 @@ class TaskSpec:
             return family.function(self.split, None, seed, **arguments)[:n]  # more of a split begin with the same ones
         except TypeError as error:
             raise UserError(f"{self}: {error}; is an option of the wrong type?") from error
+
+
+def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:
+    """Return the tasks that a run names: a family as in `TaskSpec.parse`, FILE.py or FILE.py:NAME.
+
+    split: "train" or "validation", where the name says no other; a function in a file is given it if it has such an argument.
+    Of a family that is generated, 1,024 tasks to train on and 200 held out. Raises UserError, TaskError.
+    """
+    if name.endswith(".py") or ".py:" in name:
+        return load_tasks(name, None, split=split)
+    spec = TaskSpec.parse(name)
+    if "@" not in name and (split == "train" or spec.split == "train"):
+        spec = dataclasses.replace(spec, split=split)
+    family = FAMILIES[spec.family]
+    loaded = spec.path is not None or family.data is not None
+    count = None if loaded or split != "train" else _TRAINING_TASKS
+    return spec.tasks(count, seed)

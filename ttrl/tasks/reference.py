@@ -100,27 +100,30 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
 _DEFAULT_NAMES = ("get_tasks", "tasks")
 
 
-def load_tasks(reference: str, n: int) -> list[Task]:
-    """Load the first `n` tasks of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (get_tasks, else tasks) is a list or a function.
+def load_tasks(reference: str, n: int | None, *, split: str | None = None) -> list[Task]:
+    """Load the first `n` tasks (None: all) of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (get_tasks, else tasks) is a list or a
+    function.
 
-    A function is called with n= where it takes that. Raises UserError, TaskError.
+    A function is called with n= and split= where it takes them. Raises UserError, TaskError.
     """
-    if n < 1:
+    if n is not None and n < 1:
         raise UserError(f"--n is {n}; ask for at least one task")
     found, module = load_reference(reference, "tasks try", _DEFAULT_NAMES)
     if reference.endswith(".py"):
         reference += ":" + next(name for name in _DEFAULT_NAMES if getattr(module, name, None) is found)
-    return tasks_of(found, reference, n)[:n]
+    return tasks_of(found, reference, n, split)[:n]
 
 
-def tasks_of(found: Any, name: str, n: int | None = None) -> list[Task]:
-    """Return the tasks of a list that is not empty, or of a function that makes one: with n= where it takes that.
+def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = None) -> list[Task]:
+    """Return the tasks of a list that is not empty, or of a function that makes one: with n= and split= where it takes them.
 
     Raises UserError.
     """
     if callable(found):
         try:
-            found = found(n=n) if n is not None and "n" in inspect.signature(found).parameters else found()
+            wanted = {"n": n, "split": split}
+            takes = inspect.signature(found).parameters
+            found = found(**{key: value for key, value in wanted.items() if value is not None and key in takes})
         except UserError:
             raise
         except Exception as error:

@@ -1,0 +1,112 @@
+"""`ttrl train`: a script, a recipe by its name, a file of settings; and the scaffold that it trains with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttrl import cli
+from ttrl.cli.try_tasks import write_template
+
+SETTINGS = """
+model: tiny
+iterations: 3
+tasks_per_iteration: 4
+samples_per_task: 2
+max_tokens: 8
+seq_len: 64
+training: {lr: 1.0e-4}
+tasks: TASKS
+validation_tasks: TASKS
+"""
+TASKS = """
+from ttrl import Task
+
+def get_tasks(split):
+    return [Task([{"role": "user", "content": f"{split} {n}"}], len, id=f"{split}/{n}") for n in range(6)]
+"""
+
+
+def ttrl(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ttrl.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list:
+    """Records what would be trained."""
+    seen: list = []
+    monkeypatch.setattr("ttrl.loop.start.train", lambda *given: seen.append(given))
+    return seen
+
+
+@pytest.mark.parametrize("asked", ["structured_output", "my_tasks.py"])
+def test_a_file_of_settings_names_its_tasks(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tasks.py").write_text(TASKS)
+    (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", asked))
+    assert cli.main(["train", "mine.yaml", "--set", "lr=1e-3", "seed=2"]) == 0
+    ((config, tasks, held_out),) = trained
+    assert (config.run, config.seed, config.iterations) == ("runs/mine", 2, 3)
+    assert config.recipe_settings["lr"] == 1e-3
+    if asked == "my_tasks.py":
+        assert [task.id for task in tasks] == [f"train/{n}" for n in range(6)]
+        assert [task.id for task in held_out] == [f"validation/{n}" for n in range(6)]
+    else:
+        assert (len(tasks), len(held_out)) == (1024, 200)
+        assert not {task.id for task in tasks} & {task.id for task in held_out}
+
+
+def test_every_mistake_of_a_file_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("model: tiny\niterations: 0\nlearning_rate: 1\n")
+    assert cli.main(["train", "mine.yaml", "--set", "zzz=1"]) == 2
+    said = capsys.readouterr().err
+    for text in ("names no tasks", "iterations is 0", "write training={'lr': …}", "'zzz' is a setting neither of a run nor"):
+        assert text in said
+    assert not trained
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("structured_outpt", "did you mean 'structured_output'?"),
+        ("nothing.py", "there is no file nothing.py; `ttrl tasks new nothing.py` writes one"),
+        ("nothing.yaml", "nothing.yaml cannot be read as a config"),
+        ("only_tasks.py", "only_tasks.py trains nothing when it is run"),
+    ],
+)
+def test_what_cannot_be_trained(what: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "only_tasks.py").write_text(TASKS)
+    ended = ttrl("train", what, cwd=tmp_path)
+    assert ended.returncode == 2
+    assert text in ended.stderr
+
+
+def test_a_recipe_by_its_name_takes_its_own_options(tmp_path: Path) -> None:
+    ended = ttrl("train", "sort-letters", "--check", "--set", "lr=1e-3", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)
+    ended = ttrl("train", "sort_letters", "--check", "--set", "learning=1", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "'learning' is a setting neither of a run nor of the recipe" in ended.stderr
+
+
+def test_the_scaffold_is_a_recipe(tmp_path: Path) -> None:
+    write_template(tmp_path / "my_task.py")
+    ended = ttrl("train", "my_task.py", "--model", "tiny", "--seed", "3", "--overfit", "4", "--check", cwd=tmp_path)
+    assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)
+    assert ended.stdout.startswith("4 tasks")
+
+
+def test_the_scaffold_can_be_swept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each run of a sweep is a command that the script understands."""
+    script = write_template(tmp_path / "my_task.py")
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text(f"recipe: {script}\nruns: {tmp_path}/runs\nseeds: [0, 1]\ngrid: {{lr: [1.0e-4, 1.0e-5]}}\n")
+    assert cli.main(["sweep", str(sweep), "--list"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    ended = subprocess.run([sys.executable, *command, "--check"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)
