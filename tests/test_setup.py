@@ -233,6 +233,7 @@ index-url = https://mirror.example/simple
 extra-index-url = https://user:secret@one.example/simple
     https://two.example/simple
 find-links = /wheels ~/more
+constraint = /etc/pip/caps.txt ~/mine.txt
 trusted-host = one.example
 timeout = 30
 [install]
@@ -262,6 +263,7 @@ def test_pips_configuration_becomes_uvs(install: ModuleType, tmp_path: Path, mon
         "UV_DEFAULT_INDEX": "https://other.example/simple",
         "UV_INDEX": "https://user:secret@one.example/simple https://two.example/simple",
         "UV_FIND_LINKS": "/wheels,/home/me/more",
+        "UV_CONSTRAINT": "/etc/pip/caps.txt /home/me/mine.txt",
         "UV_INSECURE_HOST": "one.example",
         "UV_HTTP_TIMEOUT": "45",
         "HTTP_PROXY": "http://proxy.example:3128",

@@ -54,6 +54,7 @@ UV_NAMES = {  # pip's settings → uv's variables (not options: an address may h
     "extra-index-url": ["UV_INDEX"],
     "find-links": ["UV_FIND_LINKS"],
     "trusted-host": ["UV_INSECURE_HOST"],
+    "constraint": ["UV_CONSTRAINT"],
     "cert": ["SSL_CERT_FILE"],
     "client-cert": ["SSL_CLIENT_CERT"],
     "proxy": ["HTTP_PROXY", "HTTPS_PROXY"],
@@ -66,7 +67,6 @@ UV_NAMES = {  # pip's settings → uv's variables (not options: an address may h
 COMPILE = "1" if sys.flags.dont_write_bytecode else "0"
 PIP_ALONE = {
     "config-settings",
-    "constraint",
     "keyring-provider",
     "no-binary",
     "no-index",
