@@ -109,7 +109,7 @@ HOUSE = {
     "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
     "plans": _room(
-        "run_folder costs data.packing server tasks ready_models configs records",
+        "run_folder costs data.packing training.models server tasks ready_models configs records",
         "torch transformers huggingface_hub numpy psutil",
     ),
     "report": _room("monitoring plans run_folder data.packing data.pictures configs records intervals", "jinja2 markupsafe"),

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 from jinja2.sandbox import SandboxedEnvironment
+from transformers import CONFIG_MAPPING
 
-from ttrl import Task, TrainConfig
+from ttrl import Task, TrainConfig, train
 from ttrl.cli import main
 from ttrl.cli.settings import read_config
 from ttrl.configs import GRPOConfig
@@ -370,7 +371,7 @@ def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch
 @pytest.mark.parametrize(
     ("text", "changes"),
     [
-        ("seq_len is 1024", {"seq_len": 1024, "max_tokens": 2048}),
+        ("seq_len is 1024", {"seq_len": 1024, "max_tokens": 1024}),
         ("more than the server's context", {"server": {"max_model_len": 512}, "max_tokens": 500}),
         ("rows are badly filled", {"tasks_per_iteration": 4, "samples_per_task": 2, "seq_len": 16_384, "nproc_per_node": 2}),
         ("processes will be idle", {"tasks_per_iteration": 4, "samples_per_task": 2, "nproc_per_node": 64}),
@@ -390,7 +391,7 @@ def test_too_few_tasks(world):
 
 
 def test_a_cache_without_room(big, monkeypatch):
-    made = plan(config_of(big, max_tokens=20_000, server={"kv_cache_memory_bytes": 2**30}))
+    made = plan(config_of(big, max_tokens=20_000, seq_len=32_768, server={"kv_cache_memory_bytes": 2**30}))
     assert warned("fewer than one sample", made)
 
 
@@ -501,11 +502,27 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
             plan(config_of(big, server={argument: value}))
     for name, value in (("num_attention_heads", 0), ("num_key_value_heads", "two"), ("vocab_size", -1)):
         (tmp_path / "config.json").write_text(json.dumps(QWEN | {name: value}))
-        with pytest.raises(ModelFolderError, match=f"{name} is {value!r}"):
+        with pytest.raises(ModelFolderError, match=rf"{name} is {value!r}|{name}'.* value {value!r}"):
             plan(config_of(tmp_path / "config.json"))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelFolderError, match="holds a list"):
         read_model_config(str(tmp_path))
+
+
+@pytest.mark.parametrize(("kind", "problem"), [("qwen3_5", "'qwen3_5'"), ("gpt_oss", "a mixture of experts")])
+def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(kind, problem, tmp_path, monkeypatch, capsys):
+    """By the plan, and by the run before anything is downloaded or started."""
+    folder = tmp_path / "model"
+    CONFIG_MAPPING[kind]().save_pretrained(folder)
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("x")
+    config = config_of(folder, run=str(tmp_path / "run"), tasks_per_iteration=1)
+    with pytest.raises(ModelFolderError, match=problem):
+        make_plan(config)
+    monkeypatch.setattr("ttrl.loop.train.local_model", lambda *_: pytest.fail("the model was fetched"))
+    with pytest.raises(ModelFolderError, match="its config asks for what ttrl does not compute"):
+        train(config, [Task([{"role": "user", "content": "x"}], len)])
+    assert not (tmp_path / "run").exists()
 
 
 def test_this_machine_is_measured(big, tmp_path, monkeypatch):

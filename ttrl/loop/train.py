@@ -29,8 +29,8 @@ from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.plans.choices import as_begun, choose, refuse
 from ttrl.plans.disk import check_disk
 from ttrl.plans.machine import gpus_here, host_here
-from ttrl.plans.planner import read_model_config
-from ttrl.ready_models import ready_model
+from ttrl.plans.planner import check_trainable, read_model_config
+from ttrl.ready_models import is_ready, ready_model
 from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.folder import RunFolder
@@ -77,6 +77,9 @@ def train(
         name: {"count": len(given), "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()}
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
     }
+    if not is_ready(config.model):
+        check_model_folder(config.model)
+        check_trainable(config.model)
     folder, console = RunFolder(config.run), Console(quiet=quiet)
     is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
     if is_here:

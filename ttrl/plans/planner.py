@@ -84,6 +84,7 @@ def make_plan(
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
     config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
+    check_trainable(config.model)
     model = read_model_config(config.model)
     decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
     machine = gpu_named(gpu) if gpu is not None else None
@@ -177,27 +178,22 @@ def write_plan(
         return None
 
 
+def check_trainable(model: str) -> None:
+    """Run the trainer's check of a model's architecture, which reads config.json alone.
+
+    model: a folder, the path of a config.json, or a name on the hub. Raises ModelFolderError with
+    everything in it that ttrl does not compute.
+    """
+    from ttrl.training.models.architecture import read_config  # loads transformers
+
+    file = config_file(model)
+    read_config(file.parent if file.name == "config.json" else file)
+
+
 def read_model_config(model: str) -> dict[str, Any]:
     """Read config.json of a model folder, or of a name on the hub; the file's own path will do as well. Raises
     ModelFolderError."""
-    path = Path(model)
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        if model.count("/") != 1 or model.startswith((".", "/")):
-            raise ModelFolderError(
-                f"{model}: there is no model folder or config.json there, and it is not a name of `ttrl models` or on the hub"
-            )
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        try:
-            offline = hub_is_out_of_reach()
-            path = Path(hf_hub_download(model, "config.json", local_files_only=offline))
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            why = NO_HUB if offline else error
-            raise ModelFolderError(
-                f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}"
-            ) from error
+    path = config_file(model)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -205,6 +201,30 @@ def read_model_config(model: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path} holds a {type(values).__name__}; a model's config.json holds an object")
     return values
+
+
+def config_file(model: str) -> Path:
+    """Return the path of a model's config.json, fetched from the hub where `model` is a name. Raises ModelFolderError."""
+    path = Path(model)
+    path = path / "config.json" if path.is_dir() else path
+    if path.is_file():
+        return path
+    if model.count("/") != 1 or model.startswith((".", "/")):
+        raise ModelFolderError(
+            f"{model}: there is no model folder or config.json there, and it is not a name of `ttrl models` or on the hub"
+        )
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    offline = False
+    try:
+        offline = hub_is_out_of_reach()
+        return Path(hf_hub_download(model, "config.json", local_files_only=offline))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        why = NO_HUB if offline else error
+        raise ModelFolderError(
+            f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}"
+        ) from error
 
 
 def iteration_folders(run: Path) -> list[Path]:

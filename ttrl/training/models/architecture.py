@@ -209,15 +209,20 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
 
 
 def read_config(folder: str | Path) -> PretrainedConfig:
-    """Read the config of a model folder; of one with a vision tower, that of its text part. Raises ModelFolderError where it is
-    missing or unreadable, or naming everything in it that our decoder does not compute."""
+    """Read the config of a model folder, or a config.json itself; of a model with a vision tower,
+    that of its text part.
+
+    Raises ModelFolderError where it is missing or unreadable, or with everything in it that our
+    decoder does not compute.
+    """
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
+    file = folder / "config.json" if folder.is_dir() else folder
+    if not file.is_file():
         raise ModelFolderError(f"{folder}: no config.json there; give a model folder in Hugging Face layout")
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ModelFolderError(f"{folder}/config.json cannot be read: {error}") from error
+        raise ModelFolderError(f"{file} cannot be read: {error}") from error
     if config.model_type in COMPOSITES:
         tied, config = config.tie_word_embeddings, config.get_text_config()
         config.tie_word_embeddings = tied
