@@ -133,7 +133,7 @@ HOUSE = {
     ),
     "cli": _room(
         "agents instruments evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks "
-        "tasks.temporal_clue tasks.zebra_grid ready_models tiny_model configs records",
+        "training.models tasks.temporal_clue tasks.zebra_grid ready_models tiny_model configs records",
         "openai tqdm yaml",
     ),
 }

@@ -12,6 +12,7 @@ from ttrl import cli
 from ttrl.cli import doctor
 from ttrl.cli.doctor import CheckResult
 from ttrl.system.memory import number_in
+from ttrl.tiny_model import make_tiny_model
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}
@@ -211,3 +212,14 @@ def test_wrong_usage_is_exit_code_two(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
     assert stopped.value.code == 2
+
+
+def test_a_model_that_is_trained_and_one_that_is_not(tmp_path: Path) -> None:
+    tiny = make_tiny_model(tmp_path / "tiny", layers=1, width=16, heads=2)
+    assert marks(doctor.check_model("smollm2-135m") + doctor.check_model(str(tiny))) == ["ok", "ok"]
+    config = json.loads((tiny / "config.json").read_text())
+    (tiny / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
+    (found,) = doctor.check_model(str(tiny))
+    assert (found.mark, "the model type 'gpt_oss'" in found.fact) == ("bad", True)
+    (found,) = doctor.check_model(str(tmp_path / "nothing"))
+    assert (found.mark, "does not exist" in found.fact) == ("bad", True)

@@ -50,6 +50,23 @@ def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list
     return [CheckResult("ok", "Python", f"{fact}, {sys.prefix}")]
 
 
+def check_model(model: str) -> list[CheckResult]:
+    """Say whether ttrl trains a model, as its config.json says, and whether its folder is complete."""
+    from ttrl.errors import ModelFolderError
+    from ttrl.plans.planner import check_trainable
+    from ttrl.ready_models import is_ready
+    from ttrl.server.model_folder import check_model
+
+    if is_ready(model):
+        return [CheckResult("ok", "model", f"{model} is one of `ttrl models`")]
+    try:
+        check_model(model)
+        check_trainable(model)
+    except ModelFolderError as error:
+        return [CheckResult("bad", "model", str(error), "`ttrl models` lists the families that ttrl trains")]
+    return [CheckResult("ok", "model", f"{model}: ttrl trains its architecture")]
+
+
 def read_tested_versions(path: Path = TESTED_VERSIONS) -> dict[str, str]:
     """Return the first part of the file, {project: version}: what ttrl imports itself."""
     first_part = path.read_text(encoding="utf-8").split("# --- Below")[0]

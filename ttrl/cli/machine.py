@@ -13,6 +13,8 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--certify", action="store_true", help=proof)
     out = "where the certificate is written, as .json and .html (./ttrl-certificate)"
     parser.add_argument("--out", type=Path, default=Path("ttrl-certificate"), metavar="FILE", help=out)
+    model = "also say whether ttrl can train this model: a folder, a name of `ttrl models` or on the hub"
+    parser.add_argument("--model", metavar="MODEL", help=model)
     parser.set_defaults(run_command=run_doctor)
 
 
@@ -22,6 +24,8 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     print("Looking at this machine (about 15 s) ...", file=sys.stderr, flush=True)
     checks = doctor.examine(Path.cwd())
+    if arguments.model is not None:
+        checks += doctor.check_model(arguments.model)
     print(doctor.render(checks))
     if any(check.mark == "bad" for check in checks):
         return 1

@@ -23,10 +23,14 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 def run_list(_: argparse.Namespace) -> int:
     from ttrl.ready_models import READY_MODELS
+    from ttrl.training.models.families import COMPOSITES, FAMILIES
 
     for name, model in READY_MODELS.items():
         print(f"{name:14}{model.about}\n{'':14}{model.licence}; {model.size}")
     print("\nA name works wherever a model folder does: --model smollm2-135m; `ttrl models get NAME` prints its folder.")
+    print(f"\nFolders and names on the hub are trained where their model_type is one of\n  {', '.join([*FAMILIES, *COMPOSITES])}")
+    print("Tested against transformers on CPU, all of them; on one H100, the trainer with ten of them, and a whole run with a")
+    print("tiny model. Several GPUs have not been tried. `ttrl doctor --model MODEL` says whether ttrl trains a model.")
     return 0
 
 
