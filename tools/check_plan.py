@@ -25,7 +25,7 @@ from ttrl.text import gib
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
 MACHINES_PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
-MACHINES = ((1, 24), (2, 24), (1, 80), (4, 80), (8, 80))
+MACHINES = ((1, 24), (2, 24), (1, 80), (2, 80), (4, 80), (8, 80))
 MODELS = {
     **{f"{size}B": f"qwen2.5_{size.lower()}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
     "70B": "llama3.3_70b",

@@ -241,7 +241,8 @@ def test_the_certificate_of_this_gpu():
 
 
 def test_the_plan_knows_the_gpu(record_property):
-    from ttrl.plans.machine import GPUS, gpus_here, this_machine
+    from ttrl.plans.gpus import SHEETS
+    from ttrl.plans.machine import gpus_here, this_machine
     from ttrl.training.timing import matmul_peak
 
     machine = this_machine(dataclasses.replace(_train_config(), device="cuda", dtype="bf16"), (4096, 4096))
@@ -250,7 +251,7 @@ def test_the_plan_knows_the_gpu(record_property):
     record_property("machine", f"{machine}, {measured / 1e12:.0f} TFLOP/s measured")
     if machine.source == "data sheet":
         assert 0 < measured < 1.1 * machine.matmul  # others may be using it, too
-        assert any(abs(machine.memory / memory - 1) < 0.15 for _, memory, _ in GPUS.values())
+        assert any(abs(machine.memory / sheet.memory - 1) < 0.15 for sheet in SHEETS)
 
 
 def _train_config():

@@ -10,6 +10,7 @@ from ttrl.loop import machine_use
 from ttrl.loop.machine_use import Look, MachineUse
 from ttrl.loop.timeline import Timeline
 from ttrl.system.console import clock
+from ttrl.system.gpus import visible_handles
 
 
 def test_looks_are_sorted_by_what_the_run_did():
@@ -87,7 +88,7 @@ def test_gpus_that_this_process_may_see(monkeypatch, visible, expected):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    with machine_use._visible_gpus() as gpus:
+    with visible_handles() as gpus:
         assert gpus == expected
         assert machine_use._look_at_gpu(0) == {"busy": 0.37, "memory": 5.0}
     assert over == [1]

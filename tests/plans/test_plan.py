@@ -542,9 +542,9 @@ def test_the_best_speed_that_was_ever_measured_counts(big, tmp_path, monkeypatch
     (name,) = json.loads(file.read_text())
     file.write_text(json.dumps({name: 1e17}))
     config = config_of(big, num_threads=torch.get_num_threads()).resolved(cuda=False)
-    plan_machine._matmul.cache_clear()
+    plan_machine.matmul_speed.cache_clear()
     assert plan_machine.this_machine(config, (32, 8)).matmul == 1e17
-    plan_machine._matmul.cache_clear()
+    plan_machine.matmul_speed.cache_clear()
     matmul_peak.cache_clear()
 
 

@@ -17,7 +17,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--completion-tokens", type=float, metavar="N", help="mean length of completions (a third of max_tokens)")
     parser.add_argument("--signal-share", type=float, metavar="S", help="share of the groups that are trained on (1)")
     parser.add_argument("--probe", action="store_true", help="start server and trainer, and measure a few iterations")
-    parser.add_argument("--gpu", metavar="NAME", help="plan for this GPU, by its data sheet: H100, 8xH100, A100-80GB, ...")
+    which = "plan for this GPU, by its data sheet: H100, 8xH100, 4090, A100-40GB, 2x24GB, ..."
+    parser.add_argument("--gpu", metavar="NAME", help=which)
     parser.add_argument("--price-per-hour", type=float, metavar="P", help="of the whole machine")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run_command=run_plan)

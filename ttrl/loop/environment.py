@@ -9,6 +9,7 @@ from typing import Any
 
 import psutil
 
+from ttrl.plans.machine import devices_here
 from ttrl.system import native_code
 from ttrl.version import __version__
 
@@ -36,9 +37,7 @@ def git_commit(folder: Path) -> str | None:
 
 def describe_environment() -> dict[str, Any]:
     """Return versions, hardware and git commit; names neither the machine nor its user."""
-    import torch  # here, so that asking only for a commit loads nothing
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = [gpu.name for gpu in devices_here()]
     return {
         "ttrl": __version__,
         "git_commit": git_commit(Path(__file__).parent),

@@ -5,10 +5,9 @@ The whole machine is looked at once a second, whoever uses it; of GPUs those tha
 
 import contextlib
 import math
-import os
 import statistics
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import pynvml
 
 from ttrl.loop.timeline import Timeline
 from ttrl.system.console import clock
+from ttrl.system.gpus import visible_handles
 
 SECONDS = 1.0
 """Between two looks."""
@@ -68,7 +68,7 @@ class MachineUse:
         return {kind: _means(kinds[kind]) for kind in ("sample", "train", "both", "other") if kind in kinds}
 
     def _watch(self) -> None:
-        with _visible_gpus() as gpus:
+        with visible_handles() as gpus:
             psutil.cpu_percent()  # the first call begins the measurement
             before = clock()
             while not self._over.wait(SECONDS):
@@ -91,33 +91,6 @@ def _means(looks: Sequence[Look]) -> dict[str, Any]:
     if watts := [gpu["watts"] for gpu in gpus if "watts" in gpu]:
         found["watts"] = math.fsum(watts)
     return found | ({"gpus": gpus} if gpus else {})
-
-
-@contextlib.contextmanager
-def _visible_gpus() -> Iterator[list[Any]]:
-    """Give the handles of the GPUs that CUDA_VISIBLE_DEVICES names, all where it is not set; none without NVIDIA's driver."""
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        yield []
-        return
-    try:
-        yield _handles(os.environ.get("CUDA_VISIBLE_DEVICES"))
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _handles(visible: str | None) -> list[Any]:
-    """Return handles in CUDA's order; a name that is none ends the list, as it does for CUDA."""
-    names = [str(n) for n in range(pynvml.nvmlDeviceGetCount())] if visible is None else visible.split(",")
-    found: list[Any] = []
-    for name in map(str.strip, names):
-        try:
-            by_index = name.isdecimal()
-            found.append(pynvml.nvmlDeviceGetHandleByIndex(int(name)) if by_index else pynvml.nvmlDeviceGetHandleByUUID(name))
-        except pynvml.NVMLError:
-            break
-    return found
 
 
 def _look_at_gpu(handle: Any) -> dict[str, float]:

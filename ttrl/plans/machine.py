@@ -1,8 +1,8 @@
-"""Describe what a plan is made for: this machine, measured in a moment, or a GPU by its data sheet."""
+"""Describe the machine of a plan: this one, measured in a moment, or a GPU by its data sheet."""
 
 import functools
+import json
 import os
-import re
 import time
 from dataclasses import dataclass
 
@@ -10,12 +10,20 @@ import psutil
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
+from ttrl.plans.gpus import sheet_of, sheets_named
+from ttrl.system.gpus import Gpu, in_child, visible_gpus
 from ttrl.system.memory import memory_bytes
 from ttrl.system.native_code import best_product, cpu_name
 
 _SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
 _ROUNDS = 8  # at least: other programs may be running too
 _OPERATIONS = 2e9  # of one product
+_MEASURE = """
+import json, sys
+from ttrl.plans.machine import matmul_speed
+product, dtype = json.loads(sys.argv[1])
+print(matmul_speed(tuple(product), "cuda", dtype, None))
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +35,7 @@ class Machine:
     memory: float
     """Bytes: of one GPU; on CPU, of the machine."""
     matmul: float
-    """FLOP/s of one trainer process's device in its largest matrix products: the best that was ever measured here."""
+    """FLOP/s of a trainer process's device in its largest products: the best ever measured."""
     bandwidth: float
     """Bytes/s of a device's memory."""
     source: str
@@ -38,41 +46,31 @@ class Machine:
     """Bytes of the machine's own memory, where its GPUs are here."""
 
 
-# Dense bf16 FLOP/s, bytes of memory, bytes/s: the makers' data sheets. Nothing reaches the first number; see plans/seconds.py.
-GPUS = {
-    "a10g": (70e12, 24e9, 600e9),
-    "a100-40gb": (312e12, 40e9, 1555e9),
-    "a100-80gb": (312e12, 80e9, 2039e9),
-    "b200": (2250e12, 192e9, 8000e9),
-    "h100": (989e12, 80e9, 3350e9),
-    "h200": (989e12, 141e9, 4800e9),
-    "l4": (121e12, 24e9, 300e9),
-    "l40s": (362e12, 48e9, 864e9),
-    "rtx3090": (71e12, 24e9, 936e9),
-    "rtx4090": (165e12, 24e9, 1008e9),
-    "rtx5090": (209e12, 32e9, 1792e9),
-}
 _CPU_BANDWIDTH = 20e9  # of two channels in use; assumed
 
 
 def gpu_named(name: str) -> Machine:
-    """Return a GPU by its data sheet, or several: "8xH100". Raises UserError for one that is not in the table."""
-    key = name.lower().replace(" ", "").replace("_", "-")
-    count = re.match(r"([1-9]\d*)x", key)
-    key = key[count.end() :] if count else key
-    if key not in GPUS:
-        raise UserError(f"gpu {name!r} is not known; known are {', '.join(GPUS)}")
-    flops, memory, bandwidth = GPUS[key]
-    return Machine(key.upper(), True, memory, flops, bandwidth, "data sheet", int(count[1]) if count else 1)
+    """Return a GPU by its data sheet, or several: "8xH100". Raises UserError for an unknown one."""
+    count, sheet = sheets_named(name)
+    figures = (sheet.memory, sheet.flops, sheet.bandwidth)
+    return Machine(sheet.name, True, *figures, "data sheet", count)
+
+
+def devices_here() -> list[Gpu]:
+    """Return this machine's GPUs, in CUDA's order; [] if PyTorch has no use for them.
+
+    Raises UserError for a driver that PyTorch cannot use.
+    """
+    import torch
+
+    if not torch.cuda.is_available():  # asks the driver for their number: no context
+        return []
+    return visible_gpus()
 
 
 def gpus_here() -> list[float]:
     """Return the bytes of each GPU of this machine."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    return [float(torch.cuda.get_device_properties(number).total_memory) for number in range(torch.cuda.device_count())]
+    return [gpu.memory for gpu in devices_here()]
 
 
 def host_here() -> float:
@@ -81,52 +79,72 @@ def host_here() -> float:
 
 
 def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
-    """Measure where the run will run, by its `device`; product: (width in, width out) of the model's largest matrix product.
+    """Measure the run's device, or look up the data sheet of the first GPU.
 
-    For CUDA the first GPU, by its data sheet where that is known. Raises UserError where the config wants a
-    GPU that is not here.
+    product: (width in, width out) of the model's largest matrix product. Raises UserError if the
+    config wants a GPU, and there is none.
     """
-    import torch
-
     if config.device == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError("the config's device is cuda, and this machine has none; name the GPU that it is for (--gpu H100)")
-        properties = torch.cuda.get_device_properties(0)
-        short = properties.name.lower().replace("nvidia", "").replace("geforce", "").replace(" ", "")
-        near = next((sheet for name, sheet in GPUS.items() if name.replace("-", "") in short.replace("-", "")), None)
-        gpus = gpus_here()
-        if near:  # a run plans beside servers that are starting: what it took of a GPU itself, they would miss
-            return Machine(properties.name, True, min(gpus), near[0], near[2], "data sheet", len(gpus), host_here())
-        matmul = _matmul(product, "cuda", config.dtype, None)
-        return Machine(properties.name, True, min(gpus), matmul, matmul / 250, "measured", len(gpus), host_here())
+        return _gpu_here(config.dtype, product)
     threads = config.num_threads or os.cpu_count() or 1
-    matmul = _matmul(product, "cpu", config.dtype, threads)
-    return Machine(f"{os.cpu_count()} CPU cores", False, float(psutil.virtual_memory().total), matmul, _CPU_BANDWIDTH, "measured")
+    speed = matmul_speed(product, "cpu", config.dtype, threads)
+    memory = float(psutil.virtual_memory().total)
+    return Machine(f"{os.cpu_count()} CPU cores", False, memory, speed, _CPU_BANDWIDTH, "measured")
+
+
+def _gpu_here(dtype: str, product: tuple[int, int]) -> Machine:
+    gpus = devices_here()
+    if not gpus:
+        raise UserError("device is cuda, and there is no GPU here; name one to plan for (--gpu H100)")
+    first = gpus[0]
+    sheet = sheet_of(first.name)
+    # A run plans while its servers start, and they would miss what a measurement takes of a GPU.
+    if sheet is None:
+        speed = float(in_child(_MEASURE, json.dumps([product, dtype])))
+        bandwidth = speed / 250
+        source = "measured"
+    else:
+        speed = sheet.flops
+        bandwidth = sheet.bandwidth
+        source = "data sheet"
+    memory = min(gpu.memory for gpu in gpus)
+    return Machine(first.name, True, memory, speed, bandwidth, source, len(gpus), host_here())
 
 
 @functools.cache
-def _matmul(product: tuple[int, int], device: str, dtype: str, threads: int | None) -> float:
-    """Return the FLOP/s of the fastest of several products, now or ever: see `best_product`."""
+def matmul_speed(product: tuple[int, int], device: str, dtype: str, threads: int | None) -> float:
+    """Return the FLOP/s of the fastest of several products, now or ever: see `best_product`.
+
+    On "cuda" this takes a context, so call it in a child process.
+    """
     import torch
 
     k, n = product
-    tokens = 4096 if device == "cuda" else int(max(16, min(2048, _OPERATIONS / (2 * k * n))))
+    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    if device == "cuda":
+        tokens = 4096
+        where = torch.cuda.get_device_name()
+    else:
+        tokens = int(max(16, min(2048, _OPERATIONS / (2 * k * n))))
+        where = f"{cpu_name()} {threads} threads {torch.backends.cpu.get_cpu_capability()}"
     before = torch.get_num_threads()
     if threads is not None:
         torch.set_num_threads(threads)
+    fastest = float("inf")
+    taken = 0.0
+    rounds = 0
     try:
-        kind = torch.bfloat16 if dtype == "bf16" else torch.float32
-        x, w = torch.ones(tokens, k, dtype=kind, device=device), torch.ones(k, n, dtype=kind, device=device)
-        fastest, taken, rounds = float("inf"), 0.0, 0
+        x = torch.ones(tokens, k, dtype=kind, device=device)
+        w = torch.ones(k, n, dtype=kind, device=device)
         while taken < _SECONDS or rounds < _ROUNDS:
             began = time.perf_counter()
             torch.mm(x, w)
             if device == "cuda":
                 torch.cuda.synchronize()
             elapsed = time.perf_counter() - began
-            fastest, taken, rounds = min(fastest, elapsed), taken + elapsed, rounds + 1
+            fastest = min(fastest, elapsed)
+            taken += elapsed
+            rounds += 1
     finally:
         torch.set_num_threads(before)
-    cpu = f"{cpu_name()} {threads} threads {torch.backends.cpu.get_cpu_capability()}"
-    where = torch.cuda.get_device_name() if device == "cuda" else cpu
     return best_product((tokens, k, n), str(kind), where, 2.0 * tokens * k * n / fastest)

@@ -76,7 +76,7 @@ def make_plan(
     """Plan a run of `config`, without running anything but a matrix product.
 
     probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: it is loaded where there are tasks. gpu:
-    see GPUS of `ttrl.plans.machine`. The other arguments are those of `ttrl.plan`.
+    a name or size as for `ttrl.plans.gpus.sheets_named`. The other arguments are those of `ttrl.plan`.
 
     Raises ConfigError, ModelFolderError, UserError.
     """
