@@ -169,7 +169,8 @@ def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shape))
     made = plan(dataclasses.replace(config, model=str(tmp_path)), gpu=for_gpu[1])
     assert not [warning for warning in made.warnings if "fit" in warning], str(made)
-    assert made.memory.peak < 0.9 * made.machine.memory
+    assert made.memory.trainer + made.memory.left_by_server < 0.9 * made.machine.memory
+    assert made.memory.peak < made.machine.memory  # of a server's budget, nothing is estimated
 
 
 def test_the_page_of_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:

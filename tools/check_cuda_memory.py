@@ -199,7 +199,7 @@ def estimated(model: dict[str, Any], config: GRPOConfig, positions: int, gpus: i
     """Return the estimate of the same."""
     estimate = training_memory(model, config, Workload(positions, continued=False), device="cuda", ranks=gpus)
     parts = estimate.moments["gradient"]
-    return sum(size for name, size in parts.items() if name not in ("context", "allocator's gaps"))
+    return sum(size for name, size in parts.items() if name not in ("context", "NCCL", "allocator's gaps"))
 
 
 def config_of(kind: str, chunks: int) -> GRPOConfig:

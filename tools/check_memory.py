@@ -97,7 +97,7 @@ CASES: dict[str, Case] = {
     "Gemma 2 (dense mask)": Case({"model_type": "gemma2", "head_dim": 64, **SMALL}, {}, length=1024),
 }
 
-NOT_ALLOCATED = ("context", "allocator's gaps")
+NOT_ALLOCATED = ("context", "NCCL", "allocator's gaps")
 ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
 FULL: dict[str, Any] = {"dtype": "bf16", "drift_rows": "first_update", "updates_per_iteration": 2}
 """Of all models on a GPU; two steps, the second of which is timed."""

@@ -1,7 +1,7 @@
 """`ttrl plan` against measurement: plans the tiny quickstart with a probe, runs it, and prints both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
-    python tools/check_plan.py --machines  # writes the tables of docs/machines.md anew, which a test compares with it
+    python tools/check_plan.py --machines  # prints the tables of docs/machines.md and writes them there; a test compares both
 
 Each line is planned / measured; memory is the highest resident size seen, over all processes of trainer or server. Exits with 1
 if the time of an iteration or the memory of trainer or server is further off than the tolerance. Needs an otherwise idle machine.
@@ -18,7 +18,8 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.loop.probe import ProcessMemory
-from ttrl.plans.choices import Choices, choose, value_of
+from ttrl.plans.choices import choose
+from ttrl.plans.open_settings import Choices, value_of
 from ttrl.report.plan import PlanOutcome, outcomes
 from ttrl.system.files import read_jsonl
 from ttrl.text import gib
@@ -62,7 +63,7 @@ def choices_for(name: str, count: int, gigabytes: int, training: dict[str, Any],
 
 
 def cell(made: Choices, prefix: str = "") -> str:
-    """A cell of the tables: what was chosen, or that it is refused, and the peak of the trainer."""
+    """A cell: what was chosen, or that it is refused; the trainer's peak, and what servers keep."""
     if made.problem is not None:
         return "refused"
     rows = value_of(made.config, "training.rows_per_microbatch")
@@ -71,10 +72,14 @@ def cell(made: Choices, prefix: str = "") -> str:
         parts.append(f"{made.config.processes_here} train")
     parts.append(f"{rows} row{'s' * (rows != 1)}")
     parts += ["recomputed"] * value_of(made.config, "training.activation_checkpointing")
+    parts += ["offloaded"] * value_of(made.config, "training.activation_offloading")
     parts += ["8-bit"] * (value_of(made.config, "training.optimizer") == "adamw_8bit")
     parallel = value_of(made.config, "server.tensor_parallel_size")
     parts += [f"TP {parallel}"] * (parallel > 1) + ["short context"] * (value_of(made.config, "server.max_model_len") is not None)
-    return f"{', '.join(parts)} ({made.trainer / 1e9:.0f}{', tight' * made.is_tight})"
+    peak = f"{made.trainer / 1e9:.0f}"
+    if made.kept:
+        peak += f" + {made.kept / 1e9:.1f}"
+    return f"{', '.join(parts)} ({peak}{', tight' * made.is_tight})"
 
 
 def tables() -> str:
@@ -120,10 +125,12 @@ def main() -> int:
     parser.add_argument("--run", type=Path, help="a run folder; by default a temporary one")
     parser.add_argument("--tolerance", type=float, default=0.25)
     parser.add_argument("--only-compare", action="store_true", help="compare an existing run, given with --run")
-    parser.add_argument("--machines", action="store_true", help="write the tables of docs/machines.md anew, and end")
+    parser.add_argument("--machines", action="store_true", help="print the tables of docs/machines.md, write them there, and end")
     arguments = parser.parse_args()
     if arguments.machines:
-        MACHINES_PAGE.write_text(page_with_tables(MACHINES_PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+        page = MACHINES_PAGE.read_text(encoding="utf-8")
+        MACHINES_PAGE.write_text(page_with_tables(page), encoding="utf-8")
+        print(tables())
         return 0
     with tempfile.TemporaryDirectory(prefix="ttrl-check-plan-") as temporary:
         run = arguments.run or Path(temporary, "run")

@@ -15,7 +15,7 @@ from ttrl.costs import memory
 from ttrl.costs.activations import Computation, layer_bytes
 from ttrl.costs.memory import HEAD_CHUNK, Workload, head_chunk
 from ttrl.costs.parameters import adapter_parameters, decoder_parameters
-from ttrl.costs.storage import iteration_bytes, server_memory, token_cache_bytes
+from ttrl.costs.storage import iteration_bytes
 from ttrl.errors import ModelFolderError
 from ttrl.training.kernels import logprobs
 from ttrl.training.models.decoder import build_decoder
@@ -339,7 +339,7 @@ def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
     assert check_cuda_memory.estimated(model, config, 2048, gpus) == pytest.approx(counted, rel=0.1)
 
 
-# Disk and server
+# Disk
 
 
 def test_what_an_iteration_leaves_on_disk():
@@ -350,10 +350,3 @@ def test_what_an_iteration_leaves_on_disk():
     alone = iteration_bytes(QWEN, recipe(lora_rank=4, lora_merge=False))
     assert alone == {"checkpoint": 4 * adapter, "state": 8 * adapter}
     assert iteration_bytes(QWEN, recipe(lora_rank=4))["checkpoint"] == 4 * (total + adapter)
-
-
-def test_what_the_server_holds():
-    assert token_cache_bytes(QWEN) == 2 * 28 * 4 * 128 * 2  # keys and values, layers, heads, dimension, bytes
-    one, four, eight = (server_memory(QWEN, 1000, tensor_parallel=parts) for parts in (1, 4, 8))
-    assert one["weights"] == 2 * QWEN["parameters"] and one["cache"] == 1000 * token_cache_bytes(QWEN)
-    assert four["cache"] == one["cache"] / 4 == eight["cache"]  # each of four heads is held twice

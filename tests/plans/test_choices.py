@@ -11,12 +11,14 @@ import yaml
 
 from ttrl import TrainConfig, plan
 from ttrl.configs import GRPOConfig
-from ttrl.costs.memory import Workload, training_memory
+from ttrl.costs.memory import Workload, left_parked, training_memory
+from ttrl.costs.server import beyond_budget, left_asleep, server_memory, token_cache_bytes
 from ttrl.errors import ConfigError
 from ttrl.loop.train import _chosen
-from ttrl.plans.choices import CHOSEN, IGNORE_VARIABLE, as_begun, choose, refuse, value_of
+from ttrl.plans.choices import IGNORE_VARIABLE, choose, refuse
 from ttrl.plans.machine import gpu_named
-from ttrl.plans.memory import host_needs, server_needs
+from ttrl.plans.memory import host_needs, serving_of, shares_memory
+from ttrl.plans.open_settings import CHOSEN, as_begun, value_of
 from ttrl.system.console import Console
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +51,8 @@ def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
         return
     config = made.config
     assert not config.problems() and choose(model, config, [memory] * count).reasons == {}
-    assert all(value_of(config, name) is not None for name in CHOSEN if name != "server.max_model_len")
+    now_and_then = {"server.max_model_len", "server.enable_nccl_comm_suspend"}
+    assert all(value_of(config, name) is not None for name in CHOSEN if name not in now_and_then)
     recipe = config.recipe_config({"dtype": "bf16", "device": "cuda"})
     assert not recipe.problems_here("cuda", config.processes, model)
     each = value_of(config, "server.tensor_parallel_size")
@@ -58,13 +61,24 @@ def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
         assert config.weight_sync == ("memory" if "training" not in WAYS[way] else "reload")
     assert config.processes_here <= count and config.servers_here * each <= count and config.servers_here >= 1
     trainer = training_memory(model, recipe, Workload(config.seq_len), device="cuda", ranks=config.processes).peak
-    assert trainer <= made.trainer <= memory
+    assert trainer <= made.trainer and made.trainer + made.kept <= 0.95 * memory
     allowed = value_of(config, "server.gpu_memory_utilization") * memory
-    parts, token = server_needs(model, config, cuda=True)
+    serving = serving_of(model, config, cuda=True, memory=memory)
     context = min(config.context or model["max_position_embeddings"], model["max_position_embeddings"])
-    assert sum(parts.values()) + max(context, config.seq_len) * token < allowed
-    if config.weight_sync == "reload" and config.placement == "colocated":
-        assert made.trainer + allowed < memory
+    needed = sum(server_memory(model, serving).values())
+    needed += max(context, config.seq_len) * token_cache_bytes(model, serving)
+    assert needed < 1.001 * allowed
+    beyond = sum(beyond_budget(serving).values())
+    if config.placement == "split":
+        assert made.kept == 0 and allowed + beyond <= 0.97 * memory
+    elif shares_memory(config, cuda=True):
+        assert made.kept >= beyond and made.trainer + allowed + beyond <= 0.97 * memory
+    else:
+        assert made.kept == sum(left_asleep(model, serving).values())
+        waiting = sum(left_parked(recipe, config.processes).values())
+        assert allowed + beyond + waiting <= 0.97 * memory
+    assert serving.sequences <= serving.step_tokens / 4
+    assert serving.suspends == (serving.tensor_parallel > 1 and config.server_sleeps)
 
 
 def test_the_plan_agrees(tmp_path):
@@ -107,6 +121,9 @@ def test_a_trainer_that_works_in_a_host_too_small_for_it_is_refused():
     assert re.search(r"cpu_offload needs .* GiB of the machine's own memory, which has 55\.9 GiB", small.problem)
     parked = choose(model, config_of(training={"lora_rank": 32}), [80 * GB], host=30 * GB)
     assert parked.problem is None  # read from files instead
+    waits = {"lora_rank": 32, "activation_offloading": True, "activation_checkpointing": True}
+    small = choose(model, config_of(training=waits), [80 * GB], host=30 * GB)
+    assert re.search(r"activation_offloading needs .* GiB of the machine's own memory", small.problem)
 
 
 def test_it_is_said_where_save_every_has_to_give_way(tmp_path, monkeypatch, capsys):
@@ -130,7 +147,8 @@ def test_what_the_host_of_gpus_holds():
     assert needs(cpu_offload=True)[0][there] == pytest.approx(16 * total, rel=0.01)
     lora, config = needs(lora_rank=8)
     assert "held out to servers" not in lora and lora[there] == pytest.approx(4 * total, rel=0.05)
-    assert lora["base of adapters, while servers sleep"] == 2 * total * config.servers_here
+    counts = 256 * 152_064 * (4 + 1 / 8)  # which a server's sampler has next to the weights
+    assert lora["base of adapters, while servers sleep"] == (2 * total + counts) * config.servers_here
     split = host_needs(MODELS["qwen2.5_7b"], dataclasses.replace(config, placement="split"), config.recipe_config({}))
     assert there not in split and split["programs"] == lora["programs"] > 0
 
@@ -163,10 +181,14 @@ SET = {
     "weight_sync": "restart",
     "training.rows_per_microbatch": 3,
     "training.activation_checkpointing": True,
+    "training.activation_offloading": True,
     "training.optimizer": "sgd",
     "server.tensor_parallel_size": 2,
     "server.gpu_memory_utilization": 0.6,
     "server.max_model_len": 5000,
+    "server.max_num_seqs": 33,
+    "server.max_num_batched_tokens": 3000,
+    "server.enable_nccl_comm_suspend": False,
 }
 
 
@@ -206,6 +228,148 @@ def test_servers_elsewhere_have_their_gpus_for_themselves(name, nnodes):
     assert made.config.resolved(cuda=True).trainer_memory == "keep"  # nobody needs the trainer's GPUs meanwhile
 
 
+@pytest.mark.parametrize(
+    ("name", "count", "size", "settings", "taken"),
+    [
+        ("qwen3_4b", 1, 25.4, {"lora_rank": 32, "lora_base_dtype": "fp32"}, 24.1),
+        ("qwen2.5_32b", 8, 85.0, {}, 84.1),
+    ],
+)
+def test_what_a_sleeping_server_keeps_counts_next_to_the_trainer(name, count, size, settings, taken):
+    """Both fitted by the trainer's figures, and would have run out of memory."""
+    row = {"qwen3_4b": 8192, "qwen2.5_32b": 16_384}[name]
+    rounded = {"optimizer": "adamw_8bit", "activation_checkpointing": True, "rows_per_microbatch": 1}
+    before = config_of(seq_len=row, training=settings | rounded | {"activation_offloading": False})
+    refused = choose(MODELS[name], before, [size * GB] * count, advise=False)
+    assert taken * GB <= refused.trainer and refused.trainer + refused.kept > size * GB
+    assert re.search(r"a sleeping server keeps .* GiB, .*; 5% must stay free", refused.problem)
+    assert "leave out " in choose(MODELS[name], before, [size * GB] * count).problem
+    made = choose(MODELS[name], config_of(seq_len=row, training=settings), [size * GB] * count)
+    assert made.problem is None and value_of(made.config, "training.activation_offloading")
+    assert made.kept > 1.2 * GB and made.trainer + made.kept <= 0.95 * size * GB
+    assert made.is_tight == (made.trainer + made.kept > 0.9 * size * GB)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"placement": "split"}, {"weight_sync": "restart"}, {"cluster": "auto"}],
+    ids=["split", "restart", "servers elsewhere"],
+)
+def test_servers_that_do_not_sleep_on_its_gpus_keep_nothing_of_them(settings):
+    made = choose(MODELS["qwen2.5_0.5b"], config_of(**settings), [80 * GB] * 2)
+    asleep = choose(MODELS["qwen2.5_0.5b"], config_of(), [80 * GB] * 2)
+    assert made.kept == 0 and asleep.kept > 1 * GB
+    assert made.problem is None is asleep.problem
+
+
+def test_a_waiting_trainer_keeps_a_context_and_nccls_buffers_from_servers():
+    def served(count, **settings):
+        config = config_of(**settings)
+        made = choose(MODELS["llama3.1_8b"], config, [24 * GB] * count)
+        return value_of(made.config, "server.gpu_memory_utilization") * 24 * GB
+
+    adapters = {"training": {"lora_rank": 32, "lora_base_dtype": "nf4"}}
+    alone, four = served(1, **adapters), served(4, **adapters)
+    once = served(4, **adapters, trainer="once")
+    assert alone - four >= 0.4 * GB  # two contexts, and the trainer's communicator
+    assert once == pytest.approx(0.85 * 24 * GB)
+
+
+def test_servers_on_several_gpus_give_nccls_buffers_back_to_sleep(monkeypatch):
+    def chosen(**settings):
+        made = choose(MODELS["qwen2.5_32b"], config_of(**settings), [80 * GB] * 8)
+        return made, value_of(made.config, "server.enable_nccl_comm_suspend")
+
+    made, value = chosen()
+    assert value_of(made.config, "server.tensor_parallel_size") == 2 and value is True
+    assert made.reasons["server.enable_nccl_comm_suspend"] == "sleeping servers free the buffers of NCCL"
+    against, value = chosen(server={"enable_nccl_comm_suspend": False})
+    assert value is False and against.kept - made.kept > 5 * GB
+    assert chosen(weight_sync="restart")[1] is None
+    monkeypatch.setattr("ttrl.plans.fitting.lacks_argument", lambda name: True)  # an older vLLM
+    older, value = chosen()
+    assert value is None and older.kept == against.kept
+
+
+def test_activations_wait_in_the_host_before_moments_are_rounded():
+    lora = {"training": {"lora_rank": 32, "lora_base_dtype": "bf16"}}
+    model, gpus = MODELS["qwen2.5_7b"], [24 * GB]
+    ample, small, unknown = (choose(model, config_of(**lora), gpus, host=h) for h in (200 * GB, 30 * GB, None))
+    for made in (ample, unknown):
+        assert made.problem is None
+        assert value_of(made.config, "training.activation_offloading") is True
+        assert value_of(made.config, "training.activation_checkpointing") is True
+        assert value_of(made.config, "training.optimizer") == "adamw"
+    assert value_of(small.config, "training.activation_offloading") is False
+    assert value_of(small.config, "training.optimizer") == "adamw_8bit"
+    there = host_needs(model, ample.config, ample.config.recipe_config({"dtype": "bf16"}))
+    assert there["trainer's activations"] == 28 * 2**26  # 4,096 inputs of a layer in fp32, rounded up
+    without = config_of(training=lora["training"] | {"activation_checkpointing": False})
+    given = choose(model, without, [80 * GB], host=200 * GB)
+    assert value_of(given.config, "training.activation_offloading") is False
+    given = config_of(training=lora["training"] | {"activation_offloading": False})
+    assert value_of(choose(model, given, gpus).config, "training.activation_offloading") is False
+    roomy = choose(model, config_of(**lora), [80 * GB])
+    assert value_of(roomy.config, "training.activation_offloading") is False
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "settings", "sequences", "tokens"),
+    [
+        ("qwen2.5_0.5b", 24, {"training": {"lora_rank": 32}}, 512, 4096),  # an iteration's samples
+        ("qwen2.5_1.5b", 80, {}, 512, 8192),
+        ("qwen2.5_1.5b", 80, {"tasks_per_iteration": 100}, 1024, 8192),  # vLLM's most
+        ("qwen2.5_1.5b", 80, {"tasks_per_iteration": 4}, 256, 8192),  # vLLM's fewest
+        ("qwen2.5_1.5b", 200, {}, 512, 16_384),
+        ("qwen2.5_1.5b", 80, {"server": {"max_num_batched_tokens": 1000}}, 250, 1000),
+        ("qwen2.5_1.5b", 80, {"server": {"max_num_seqs": 9000}}, 9000, 9000),  # vLLM wants as many
+        ("qwen2.5_1.5b", 80, {"server": {"max-num-seqs": 100}}, 100, 8192),
+        ("qwen2.5_1.5b", 80, {"server": {"enable_chunked_prefill": False}}, 512, None),
+    ],
+)
+def test_steps_of_servers_are_as_large_as_an_iteration_needs(name, size, settings, sequences, tokens):
+    made = choose(MODELS[name], config_of(**settings), [size * GB])
+    assert made.problem is None
+    assert value_of(made.config, "server.max_num_seqs") == sequences
+    assert value_of(made.config, "server.max_num_batched_tokens") == tokens
+    given = {name.replace("-", "_") for name in settings.get("server", {})}
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        is_chosen = name not in given and value_of(made.config, f"server.{name}") is not None
+        assert (f"server.{name}" in made.reasons) == is_chosen
+
+
+def test_a_cache_that_holds_fewer_samples_gets_fewer_sequences():
+    def sequences(**settings):
+        lora = {"training": {"lora_rank": 32, "lora_base_dtype": "bf16"}}
+        made = choose(MODELS["qwen2.5_7b"], config_of(**lora, **settings), [24 * GB])
+        return value_of(made.config, "server.max_num_seqs"), made
+
+    short, made = sequences(max_tokens=512)
+    long, _ = sequences(max_tokens=2048)
+    assert 64 <= long < short < 256
+    assert "no room for more of 371 tokens" in made.reasons["server.max_num_seqs"]
+    serving = serving_of(MODELS["qwen2.5_7b"], made.config, cuda=True, memory=24 * GB)
+    room = value_of(made.config, "server.gpu_memory_utilization") * 24 * GB
+    room -= sum(server_memory(MODELS["qwen2.5_7b"], serving).values())
+    assert short * 371 <= room / token_cache_bytes(MODELS["qwen2.5_7b"], serving) < (short + 16) * 371
+
+
+def test_what_is_chosen_for_servers_is_said_and_kept(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_32b"]))
+    made = plan(dataclasses.replace(config_of(), model=str(tmp_path)), gpu="8xH100")
+    for name in ("max_num_seqs", "max_num_batched_tokens", "enable_nccl_comm_suspend"):
+        assert f"server.{name}" in made.chosen and f"server.{name}: " in str(made)
+    assert "a sleeping server keeps" in " ".join(str(made).split())
+    assert made.memory.left_by_server > 1.2 * GB and made.memory.left_by_trainer > 2 * GB
+    assert made.memory.peak >= made.memory.trainer + made.memory.left_by_server
+    assert made.memory.peak >= made.memory.server + made.memory.left_by_trainer
+    assert made.memory.sequences <= 256
+    chosen = choose(MODELS["qwen2.5_32b"], config_of(), [80 * GB] * 8).config.resolved(cuda=True)
+    saved = yaml.safe_load(yaml.safe_dump(chosen.to_dict()))
+    assert saved["server"]["max_num_seqs"] == 256 and saved["server"]["enable_nccl_comm_suspend"]
+    assert saved["training"]["activation_offloading"] is False
+
+
 def test_a_context_for_which_the_cache_has_no_room_becomes_that_of_a_row():
     adapters = {"lora_rank": 32, "lora_base_dtype": "nf4"}
     made = choose(MODELS["llama3.1_8b"], config_of(training=adapters), [24 * GB])  # its context is of 131,072 tokens
@@ -220,12 +384,16 @@ def test_a_context_for_which_the_cache_has_no_room_becomes_that_of_a_row():
         ("qwen2.5_7b", 1, 24, {}, "lora_base_dtype: nf4"),
         ("qwen2.5_32b", 1, 80, {}, "8 such GPUs"),
         ("qwen2.5_14b", 1, 24, {}, "such GPUs with training.lora_rank"),
-        ("qwen2.5_1.5b", 1, 80, {"training": {"rows_per_microbatch": 64}}, "leave out training.rows_per_microbatch"),
+        ("qwen2.5_1.5b", 1, 80, {"training": {"rows_per_microbatch": 256}}, "leave out training.rows_per_microbatch"),
         ("qwen2.5_0.5b", 1, 80, {"nproc_per_node": 2}, "nproc_per_node is 2, but this machine has 1 GPU"),
         ("qwen2.5_0.5b", 1, 80, {"placement": "split"}, "none is left to serve"),
         ("qwen2.5_0.5b", 4, 80, {"placement": "split", "servers": 4}, "servers is 4"),
         ("qwen2.5_7b", 1, 80, {"training": {"lora_rank": 8}, "server": {"gpu_memory_utilization": 0.1}}, "a server needs"),
         ("qwen2.5_1.5b", 1, 24, {"weight_sync": "reload"}, "a server beside it"),
+        (
+            *("qwen2.5_0.5b", 1, 24, {"server": {"gpu_memory_utilization": 0.95}}),
+            r"gives a server 21\.2 GiB of 22\.4 GiB, and contexts and NCCL take 1\.49 GiB; set it to 0\.93",
+        ),
     ],
 )
 def test_what_cannot_fit_is_refused_with_what_would(name, count, size, settings, said, monkeypatch):
@@ -257,7 +425,7 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
     assert "chosen for 2 GPUs with 22.4 GiB" in capsys.readouterr().out
     before = yaml.safe_load((world.run / "config.yaml").read_text())
     assert (before["placement"], before["nproc_per_node"], before["weight_sync"]) == ("colocated", 2, "memory")
-    assert before["training"]["rows_per_microbatch"] == 64 and before["server"]["gpu_memory_utilization"] == 0.85
+    assert before["training"]["rows_per_microbatch"] == 64 and before["server"]["gpu_memory_utilization"] == 0.83
     assert world.recipes[0]["rows_per_microbatch"] == 64
     gpus[:] = [80 * GB] * 4
     world.train(device="cuda", iterations=2)

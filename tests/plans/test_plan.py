@@ -26,6 +26,7 @@ from ttrl.plans.lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import measured_in_run
 from ttrl.plans.planner import make_plan, read_model_config, write_plan
+from ttrl.plans.warnings import warnings_of
 from ttrl.report.plan import outcomes, plan_table
 from ttrl.system.files import read_jsonl
 from ttrl.text import gib
@@ -224,7 +225,8 @@ def test_the_servers_cache(big, monkeypatch):
     token = 2 * 28 * 4 * 128 * 4  # keys and values, layers, heads, dimension, bytes
     assert memory.cache_tokens == 7 * 2**30 // token
     gpu = plan(config_of(big, device="cuda", server={"gpu_memory_utilization": 0.5}), gpu="H100").memory
-    assert gpu.server == pytest.approx(40e9) and gpu.server_parts["weights"] == 2 * QWEN["parameters"]
+    assert gpu.server == pytest.approx(40e9 + 0.8e9)  # vLLM's budget, and a context
+    assert gpu.server_parts["weights"] == 2 * QWEN["parameters"]
     few = plan(config_of(big, device="cuda", server={"max_num_seqs": 3}), gpu="h100").memory
     assert few.sequences == 3
 
@@ -355,6 +357,40 @@ def test_what_does_not_fit_is_said_with_the_way_out(big):
     adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     small = plan(config_of(big, device="cuda", weight_sync="sleep", training=adapters), gpu="B200")
     assert not warned("does not fit", small)
+
+
+def test_what_one_leaves_on_a_gpu_for_the_other_counts(big):
+    config = config_of(big, device="cuda", weight_sync="sleep", training={"lora_rank": 8})
+    made = plan(config, gpu="H200")
+    memory, recipe = made.memory, config.recipe_config({})
+    rest = memory.available - memory.left_by_server
+    assert memory.left_by_server > 1e9 and memory.left_by_trainer == 0.8e9
+    once = plan(dataclasses.replace(config, trainer="once"), gpu="H200").memory
+    stops = plan(dataclasses.replace(config, weight_sync="restart"), gpu="H200").memory
+    assert (once.left_by_trainer, stops.left_by_server) == (0, 0)
+
+    def said(**changes):
+        other = dataclasses.replace(memory, **changes)
+        given = (made.machine, made.disk, made.seconds, None)
+        return " ".join(warnings_of(QWEN, config, recipe, made.work, other, *given))
+
+    assert "does not fit: the trainer (" not in said(trainer=0.9 * rest)
+    assert "nearly full" in said(trainer=0.95 * rest)
+    assert "and a sleeping server need more than" in said(trainer=rest + 1e6)
+    assert "and a waiting trainer need more than" in said(server=memory.available - 1e6)
+    assert memory.peak >= memory.trainer + memory.left_by_server
+
+
+def test_activations_that_wait_in_the_host_take_time(big):
+    adapters = {"lora_rank": 8, "activation_checkpointing": True}
+    there, here = (
+        plan(config_of(big, device="cuda", training=adapters | {"activation_offloading": yes}), gpu="H200")
+        for yes in (True, False)
+    )
+    slower = there.flops.training * 4 / 3 * (1 / 0.9 - 1) / (0.35 * 989e12)
+    seconds = [one.seconds.phases["train"].seconds for one in (there, here)]
+    assert seconds[0] - seconds[1] > 0.99 * slower > 0
+    assert there.memory.host["trainer's activations"] > 0 and "trainer's activations" not in here.memory.host
 
 
 def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch):

@@ -83,6 +83,13 @@ def is_argument(name: str) -> bool:
     return root is not None and name in _fields(root)
 
 
+def lacks_argument(name: str) -> bool:
+    """Return whether a vLLM is installed that has no argument of this name."""
+    root = _installed()
+    known = _fields(root) if root is not None else {}
+    return bool(known) and name not in known
+
+
 def _installed() -> Path | None:
     spec = importlib.util.find_spec("vllm")
     return Path(spec.origin).parent if spec is not None and spec.origin else None

@@ -13,13 +13,15 @@ The estimate is the highest of them. On the CPU it is a process's resident memor
 another 10 to 35% between tensors of less than 32 MB (`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576 is set in the
 environment, which costs some 5% of the CPU time.
 
-On CUDA it is the memory of one device, with an allowance for the context and the allocator's gaps: on an H100 within 5% of what
-was allocated, in ten settings of models of 0.5B and 1.5B (docs/training.md).
+On CUDA it is the memory of one device, with an allowance for the context, the allocator's gaps and, where several GPUs work
+together, NCCL's buffers: on an H100 within 5% of what was allocated, in ten settings of models of 0.5B and 1.5B
+(docs/training.md).
 
 Letters: D width, V vocabulary, N trained positions of a microbatch, n of a chunk.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,13 +47,18 @@ HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
 """Positions of a chunk of the head, where num_output_chunks is None; as in `ttrl.training.kernels.logprobs`."""
 LORA_RANK = 16
 """The rank that `savings` suggests."""
+CUDA_CONTEXT = 0.8e9
+"""Bytes of a process on a GPU besides its tensors: the context, and the code of kernels; on an H100."""
+NCCL_BUFFERS = 1.75e9
+"""Bytes of a communicator on each of its GPUs: 2,440 MiB with two GPUs less 774 MiB with one
+(NVIDIA-NeMo/RL issue 223); others report 1.6 GB (NVIDIA/nccl issue 864) and 1 GiB (vLLM pull request
+51485)."""
 
 _FP32, _BF16 = 4, 2
 _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, and that one's of its own
 _SHARD = 5e9  # of a checkpoint's files
 _WHOLE_STATE = 8e9  # an optimizer's state up to this size is written by one of several processes, a larger one by all
 _RUNTIME = 40e6  # kernels and their workspaces, from the first pass on
-_CUDA_CONTEXT = 0.8e9  # on an H100
 _CUDA_GAPS = 0.06  # of all that is allocated; on an H100 2 to 11%
 
 
@@ -150,6 +157,29 @@ def savings(
         found[f"seq_len: {half}"] = now - training_memory(model, config, smaller, device=device, ranks=ranks).peak
     worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0.01 * now}
     return dict(sorted(worth.items(), key=lambda pair: -pair[1]))
+
+
+def left_parked(config: TrainingConfig, ranks: int) -> Parts:
+    """Return the bytes of a GPU that a trainer's process keeps when its tensors have left, by part.
+
+    Processes with different rows have a communicator, and those of `tensor_parallel` another.
+    """
+    communicators = int(ranks > 1) + int(config.tensor_parallel > 1)
+    return {"context": CUDA_CONTEXT, "NCCL": NCCL_BUFFERS * communicators}
+
+
+def offloaded_bytes(model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, ranks: int = 1) -> float:
+    """Return the bytes of a process's activations in the host's memory (`activation_offloading`).
+
+    PyTorch takes pinned memory in powers of two. Arguments as for `training_memory`, on CUDA.
+    """
+    if not config.activation_offloading:
+        return 0.0
+    stay = dataclasses.replace(config, activation_offloading=False)
+    decoder = decoder_parameters(model)
+    kept, _ = _Training(decoder, stay, workload, True, ranks)._activations()
+    layers = decoder.shape.layers
+    return layers * 2.0 ** math.ceil(math.log2(kept / layers))
 
 
 def head_chunk(config: TrainingConfig, positions: float, device: Device) -> float:
@@ -411,7 +441,9 @@ class _Training:
     def _finished(self, parts: Parts) -> Parts:
         """Add what is held besides the recipe's own tensors, and leave out empty parts."""
         if self.cuda:
-            parts = parts | {"context": _CUDA_CONTEXT, "allocator's gaps": sum(parts.values()) * _CUDA_GAPS}
+            gaps = sum(parts.values()) * _CUDA_GAPS
+            left = left_parked(self.settings, self.ranks)
+            parts = parts | {"allocator's gaps": gaps} | left
         else:
             rows = 2 * self.workload.rows * self.workload.row_length * PACKED_POSITION_BYTES
             parts = parts | {"rows": rows, "runtime": _RUNTIME}

@@ -26,9 +26,10 @@ from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
 from ttrl.monitoring.summary import overfits, summary_lines
-from ttrl.plans.choices import as_begun, choose, refuse
+from ttrl.plans.choices import choose, refuse
 from ttrl.plans.disk import check_disk
 from ttrl.plans.machine import gpus_here, host_here
+from ttrl.plans.open_settings import as_begun
 from ttrl.plans.planner import check_trainable, read_model_config
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.report.page import leave_report
@@ -180,7 +181,10 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
     if "save_every" in choices.reasons:
         console.line(f"note: save_every is 1, {choices.reasons['save_every']}")
     if choices.is_tight:
-        console.line(f"note: nearly full: the trainer needs about {gib(choices.trainer)}, which is good to about 10%")
+        needs = f"the trainer needs about {gib(choices.trainer)}, which is good to about 10%"
+        if choices.kept:
+            needs += f", and servers keep {gib(choices.kept)}"
+        console.line(f"note: nearly full: {needs}")
     return choices.config
 
 

@@ -7,8 +7,24 @@ from typing import Any
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.costs.memory import IMPORTS, Device, Workload, savings, training_memory
-from ttrl.costs.storage import server_memory
+from ttrl.costs.memory import (
+    IMPORTS,
+    Device,
+    Parts,
+    Workload,
+    left_parked,
+    offloaded_bytes,
+    savings,
+    training_memory,
+)
+from ttrl.costs.server import (
+    Serving,
+    beyond_budget,
+    left_asleep,
+    sampler_bytes,
+    server_memory,
+    token_cache_bytes,
+)
 from ttrl.errors import UserError
 from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
@@ -16,14 +32,15 @@ from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 
 PARKED, SLEEPING = "trainer's weights and moments", "base of adapters, while servers sleep"
 """Parts of `host_needs`."""
+_OFFLOADED = "trainer's activations"
 _GIB = 2**30
 _HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured
 _SERVER_IMPORTS = 1.35e9  # resident memory of vLLM's processes without model and cache, on CPU
 _GPU_PROGRAM = 3e9  # of the host's memory, for a process that computes on a GPU; assumed
 _GPU_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
-_GPU_SEQUENCES = {True: 1024, False: 256}  # vLLM's default of max_num_seqs: with 70 GB and more, with less
-_CPU_SEQUENCES = 128  # the same on CPU
-_GPU_STEP_TOKENS, _CPU_STEP_TOKENS = 8192, 2048  # vLLM's default of max_num_batched_tokens
+_VLLM_BATCHES = ((160 * _GIB, 1024, 16_384), (70 * _GIB, 1024, 8192), (0, 256, 2048))
+"""vLLM's defaults: bytes of a GPU from which on it takes so many sequences, and tokens, in a step."""
+_CPU_SEQUENCES, _CPU_STEP_TOKENS = 128, 2048  # the same on CPU
 _SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -57,12 +74,19 @@ class PlannedMemory:
     """On CUDA, what a run holds in the memory of the GPUs' host, by part."""
     host_available: float | None = None
     """Memory of that host, where it is this machine."""
+    left_by_server: float = 0.0
+    """Bytes of a GPU that a sleeping server keeps while the trainer works."""
+    left_by_trainer: float = 0.0
+    """Bytes of a GPU that a waiting trainer keeps while the server works."""
 
     @property
     def peak(self) -> float:
         """Return the highest sum of all that share the memory."""
-        trainers, servers = self.trainer * self.beside[0], self.server * self.beside[1]
-        return trainers + servers if self.together else max(trainers, servers)
+        trainers = self.trainer * self.beside[0]
+        servers = self.server * self.beside[1]
+        if self.together:
+            return trainers + servers
+        return max(trainers + self.left_by_server, servers + self.left_by_trainer)
 
 
 def memory_of(
@@ -97,7 +121,10 @@ def memory_of(
     held_out = _held_out(model, config, machine.cuda) if with_server else 0.0
     if held_out and not machine.cuda:  # else in the memory of the GPUs' host
         parts["held out to servers"] = held_out / config.processes_here
-    tokens, server_parts = _server(model, config, machine) if with_server else (0, {})
+    serving = serving_of(model, config, cuda=machine.cuda, memory=machine.memory)
+    tokens, server_parts = _server(model, config, serving, machine) if with_server else (0, {})
+    together = with_server and shares_memory(config, cuda=machine.cuda)
+    takes_turns = with_server and machine.cuda and not together
     length = max(1.0, work.prompt_mean + work.completion_mean)
     return PlannedMemory(
         trainer=sum(parts.values()),
@@ -106,14 +133,16 @@ def memory_of(
         server=sum(server_parts.values()),
         server_parts=server_parts,
         cache_tokens=tokens,
-        sequences=min(int(tokens / length), _most_sequences(model, config, machine), max(1, work.samples)),
+        sequences=min(int(tokens / length), serving.sequences, max(1, work.samples)),
         beside=(1, min(1, config.servers_here)) if machine.cuda else (config.processes_here, config.servers_here),
-        together=with_server and shares_memory(config, cuda=machine.cuda),
+        together=together,
         available=machine.memory,
         savings=savings(model, recipe, workload, device=device, ranks=ranks),
         held_out=held_out,
         host=host_needs(model, config, recipe) if with_server and machine.cuda else {},
         host_available=machine.host,
+        left_by_server=sum(server_leaves(model, config, serving).values()) if takes_turns else 0.0,
+        left_by_trainer=sum(trainer_leaves(config, recipe).values()) if takes_turns else 0.0,
     )
 
 
@@ -137,7 +166,10 @@ def host_needs(model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig
         "held out to servers": _held_out(model, config, True),
     }
     if config.server_sleeps and config.gives_adapters:  # each server's own: see `ttrl.server.weights.sleep`
-        parts[SLEEPING] = _weights(model, config, True) * config.servers_here
+        counts = sampler_bytes(model, serving_of(model, config, cuda=True))
+        parts[SLEEPING] = (_weights(model, config, True) + counts) * config.servers_here
+    offloaded = offloaded_bytes(model, recipe, Workload(config.seq_len), ranks=ranks)
+    parts[_OFFLOADED] = offloaded * config.processes_here
     parts["programs"] = _GPU_PROGRAM * (config.processes_here + serving)
     return {name: size for name, size in parts.items() if size}
 
@@ -148,12 +180,29 @@ def parks(config: TrainConfig, recipe: GRPOConfig, *, cuda: bool) -> bool:
     return stays_up and config.resolved_trainer_memory("cuda") == "free"
 
 
+def server_leaves(model: Mapping[str, Any], config: TrainConfig, serving: Serving) -> Parts:
+    """Return the bytes of a GPU that a server keeps while the trainer works, by part.
+
+    Only one that sleeps keeps any: one that is stopped is gone, and `placement` "split" shares no GPU.
+    """
+    shares = config.placement != "split" and config.servers_here > 0
+    return left_asleep(model, serving) if shares and config.server_sleeps else {}
+
+
+def trainer_leaves(config: TrainConfig, recipe: GRPOConfig) -> Parts:
+    """Return the bytes of a GPU that a resident trainer keeps while the servers on it work, by part."""
+    shares = config.placement != "split" and config.servers_here > 0
+    if not shares or config.trainer != "resident":
+        return {}
+    return left_parked(recipe, max(1, config.processes // recipe.tensor_parallel))
+
+
 def _held_out(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
     return _weights(model, config, cuda) if config.hands_over else 0.0
 
 
 def _weights(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
-    return server_memory(model, 0, dtype=_dtype(config, cuda))["weights"]
+    return server_memory(model, Serving(dtype=_dtype(config, cuda)))["weights"]
 
 
 def _dtype(config: TrainConfig, cuda: bool) -> str:
@@ -189,20 +238,32 @@ def _number(config: TrainConfig, name: str, default: float) -> float:
     return number
 
 
-def _most_sequences(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> int:
-    on_cpu = cpu_batch(model, config.server).get("max-num-seqs", _CPU_SEQUENCES)
-    default = _GPU_SEQUENCES[machine.memory >= 70 * _GIB] if machine.cuda else on_cpu
-    return int(_number(config, "max_num_seqs", default))
+def vllm_batch(memory: float) -> tuple[int, int]:
+    """Return vLLM's own max_num_seqs and max_num_batched_tokens for a GPU with so many bytes.
+
+    For an A100, which is no faster with more tokens in a step, vLLM takes its smallest whatever the memory.
+    """
+    return next((seqs, tokens) for least, seqs, tokens in _VLLM_BATCHES if memory >= least)
 
 
-def server_needs(model: Mapping[str, Any], config: TrainConfig, *, cuda: bool) -> tuple[dict[str, float], float]:
-    """Return what one of a server's processes holds besides its cache, by part, and the bytes of a token in that."""
-    parallel = max(1, int(_number(config, "tensor_parallel_size", 1)))
-    on_cpu = cpu_batch(model, config.server).get("max-num-batched-tokens", _CPU_STEP_TOKENS)
-    step_tokens = int(_number(config, "max_num_batched_tokens", _GPU_STEP_TOKENS if cuda else on_cpu))
-    dtype = _dtype(config, cuda)
-    parts = server_memory(model, 0, dtype=dtype, tensor_parallel=parallel, step_tokens=step_tokens)
-    return parts, server_memory(model, 1, dtype=dtype, tensor_parallel=parallel)["cache"]
+def serving_of(model: Mapping[str, Any], config: TrainConfig, *, cuda: bool, memory: float = 0.0) -> Serving:
+    """Return how the config's servers compute. memory: bytes of a GPU. Raises UserError."""
+    if cuda:
+        sequences, step_tokens = vllm_batch(memory)
+    else:
+        on_cpu = cpu_batch(model, config.server)
+        sequences = on_cpu.get("max-num-seqs", _CPU_SEQUENCES)
+        step_tokens = on_cpu.get("max-num-batched-tokens", _CPU_STEP_TOKENS)
+    return Serving(
+        dtype=_dtype(config, cuda),
+        tensor_parallel=max(1, int(_number(config, "tensor_parallel_size", 1))),
+        stages=max(1, int(_number(config, "pipeline_parallel_size", 1))),
+        step_tokens=int(_number(config, "max_num_batched_tokens", step_tokens)),
+        sequences=int(_number(config, "max_num_seqs", sequences)),
+        adapters=config.gives_adapters,
+        eager=argument(config, "enforce_eager", False) is True,
+        suspends=argument(config, "enable_nccl_comm_suspend", False) is True,
+    )
 
 
 def given_memory(config: TrainConfig, memory: float) -> float | None:
@@ -211,16 +272,19 @@ def given_memory(config: TrainConfig, memory: float) -> float | None:
     return None if share is None else memory * _number(config, "gpu_memory_utilization", share)
 
 
-def _server(model: Mapping[str, Any], config: TrainConfig, machine: Machine) -> tuple[int, dict[str, float]]:
+def _server(model: Mapping[str, Any], config: TrainConfig, serving: Serving, machine: Machine) -> tuple[int, dict[str, float]]:
     """Return how many tokens its KV cache has room for, and what it holds, by part."""
-    parts, each = server_needs(model, config, cuda=machine.cuda)
+    parts = server_memory(model, serving, cuda=machine.cuda)
     if machine.cuda:
         allowed = given_memory(config, machine.memory)
-        room = (machine.memory * _GPU_SHARE if allowed is None else allowed) - parts["weights"] - parts["activations"]
+        room = (machine.memory * _GPU_SHARE if allowed is None else allowed) - sum(parts.values())
+        parts |= beyond_budget(serving)
     else:
         parts["program"] = _SERVER_IMPORTS
         room = cpu_cache_bytes()
     if argument(config, "kv_cache_memory_bytes", None) is not None:
         room = _number(config, "kv_cache_memory_bytes", room)
     room = max(0.0, room)
-    return int(room / each), {**parts, "cache": room}  # it takes all of it at its start, and writes to it
+    # It takes all of its cache when it starts, and writes to it.
+    tokens = int(room / token_cache_bytes(model, serving))
+    return tokens, {name: size for name, size in parts.items() if size} | {"cache": room}

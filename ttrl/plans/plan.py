@@ -180,6 +180,10 @@ def _memory(plan: Plan) -> list[str]:
         lines += _row("server", f"{gib(memory.server)}{seen} ({parts})")
         lines += _row("cache", f"room for {si_spaced(memory.cache_tokens)} tokens; {memory.sequences:,} samples at the same time")
         both = "both at the same time" if memory.together else "one after the other"
+        if memory.left_by_server:
+            both += f", a sleeping server keeps {gib(memory.left_by_server)}"
+        if memory.left_by_trainer:
+            both += f", a waiting trainer {gib(memory.left_by_trainer)}"
         lines += _row("in all", f"{gib(memory.peak)} ({both}) of {gib(memory.available)}")
     else:
         lines += _row("in all", f"{gib(memory.peak)} of {gib(memory.available)}")

@@ -20,13 +20,14 @@ from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
-from ttrl.plans.choices import Choices, choose, value_of
+from ttrl.plans.choices import choose
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
 from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, at_their_longest, run_lengths, task_lengths
 from ttrl.plans.machine import Machine, gpu_named, gpus_here, host_here, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
 from ttrl.plans.memory import argument, memory_of
+from ttrl.plans.open_settings import Choices, value_of
 from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of

@@ -24,6 +24,7 @@ _BANDWIDTH_SHARE = 0.6
 _SECONDS_OF_TOKEN = 1 / 7000  # of the server's own work for a sampled token, on CPU
 _SECONDS_OF_STEP = {False: 0.004, True: 0.008}  # of one step of the server, whatever the batch
 _SECONDS_OF_UPDATE = 0.01
+_OFFLOADING_SPEED = 0.9  # of a trainer whose activations wait in the host's memory; on an H100
 _DISK = 1e9  # bytes/s of checkpoints, gathered, written and synced
 _HELD_OUT = {False: 1e9, True: 4e9}  # bytes/s of a process that copies and hashes weights; CUDA's host: four threads, assumed
 # Bytes/s of weights that a server loads, compares and proves with the canary. CPU: 4 to 6 s at 0.5 GB, from memory while files
@@ -93,6 +94,8 @@ def rough_seconds(
     state. adapter_numbers: of a token, see `ttrl.costs.flops`."""
     speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
     again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
+    if recipe.activation_offloading:
+        again /= _OFFLOADING_SPEED
     saved = disk_bytes / _DISK
     train = (flops.training * again + flops.prepass) / speed + work.optimizer_steps * _SECONDS_OF_UPDATE
     passed = adapter_numbers * work.row_tokens * again * (2 if recipe.dtype == "bf16" else 4)

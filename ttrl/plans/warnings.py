@@ -44,11 +44,17 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
     found = []
     where = "of the GPU" if machine.cuda else "of this machine"
     if memory.peak > memory.available:
+        trainer = memory.trainer + memory.left_by_server
+        server = memory.server + memory.left_by_trainer
         who = f"the trainer ({gib(memory.trainer)}) needs"
         if memory.together:
             who = f"trainer ({gib(memory.trainer)}) and server ({gib(memory.server)}) together need"
-        elif memory.server > memory.trainer:
+        elif server > trainer:
             who = f"the server ({gib(memory.server)}) needs"
+            if memory.left_by_trainer:
+                who = f"the server ({gib(memory.server)}) and a waiting trainer need"
+        elif memory.left_by_server:
+            who = f"the trainer ({gib(memory.trainer)}) and a sleeping server need"
         ways = [f"{name} saves {gib(saved)}" for name, saved in memory.savings.items()]
         if machine.cuda and memory.server_parts and (memory.together or memory.server > memory.available):
             ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
@@ -60,8 +66,13 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
             ways.append("trainer_memory: free gives the trainer's memory to the server while that works")
         found.append(f"does not fit: {who} more than the {gib(memory.available)} {where}; " + "; ".join(ways))
     # A server by itself takes as much of a GPU as it is told to, which is no estimate.
-    elif (memory.peak if memory.together else memory.trainer * memory.beside[0]) > _NEARLY_FULL * memory.available:
-        found.append(f"nearly full: {gib(memory.peak)} of the {gib(memory.available)} {where}; the estimate is good to about 10%")
+    else:
+        taken = memory.trainer * memory.beside[0] + memory.left_by_server
+        if memory.together:
+            taken = memory.peak
+        if taken > _NEARLY_FULL * memory.available:
+            room = f"{gib(taken)} of the {gib(memory.available)} {where}"
+            found.append(f"nearly full: {room}; the estimate is good to about 10%")
     if memory.host_available is not None and sum(memory.host.values()) > memory.host_available:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
         found.append(

@@ -29,6 +29,7 @@ MAY_CHANGE = {
     "servers", "joined_servers", "adapters", "trainer", "trainer_memory", "trainer_restarts",
     "cluster", "join_timeout", "start_timeout", "training.collective_timeout", "training.sampler_rows",
     "loggers", "drift", "drift_limits", "server.gpu_memory_utilization", "server.max_num_seqs",
+    "server.max_num_batched_tokens", "server.enable_nccl_comm_suspend", "training.activation_offloading",
     "sampling_workers", "rdzv_endpoint", "joined_key_file", "joined_run",  # the last three are gone
 }  # fmt: skip
 # What another machine brings along by itself. It changes no more than the rounding of sums, so it is said, not refused.

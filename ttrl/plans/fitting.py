@@ -1,0 +1,437 @@
+"""Choose settings with which a trainer and its servers fit into GPUs that are given out.
+
+What one leaves on a GPU for the other is counted, and a share of the GPU stays free: the estimates
+of `ttrl.costs` are good to about 10%.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.configs.recipe import model_settings
+from ttrl.configs.run import TrainConfig
+from ttrl.configs.vllm_arguments import lacks_argument
+from ttrl.costs.memory import Workload, training_memory
+from ttrl.costs.parameters import model_shape
+from ttrl.costs.server import Serving, beyond_budget, server_memory, token_cache_bytes
+from ttrl.plans.lengths import PROMPT_TOKENS, Assumptions, completion_mean
+from ttrl.plans.memory import (
+    argument,
+    given_memory,
+    host_needs,
+    server_leaves,
+    serving_of,
+    shares_memory,
+    trainer_leaves,
+)
+from ttrl.plans.open_settings import FULL, LADDER, Choices, recipe_of, value_of, with_values
+from ttrl.text import counted, gib
+
+_MOST = 0.95
+"""Of a GPU that trainer and server may fill at all. On an H100, gaps between tensors took 2 to 11%
+of their bytes; estimates have 6%."""
+_IN_TURN = 0.85  # of a GPU for a server that takes turns with a trainer
+_SERVED = 0.97  # of a GPU for a server, which measures what it takes, and all else on it
+_BESIDE = 0.35  # of a GPU for a server that stays while the trainer works, if there is room
+_SAMPLES = 4  # of the length of a row that a server's cache has room for at least
+_VLLM_SEQUENCES = 256  # of a step: the fewest that vLLM takes by itself on a GPU
+_MOST_SEQUENCES = 1024  # the most that it does
+_FEWEST_SEQUENCES = 64
+_SMALL_STEP = 4096  # tokens of a step on GPUs below 70 GiB; vLLM takes 2,048 by itself
+_FEWEST_TOKENS = 2048
+_MOST_POSITIONS = 32_768  # of a microbatch: more is hardly faster
+_IN_HOST = ("cpu_offload", "optimizer_on_cpu", "activation_offloading")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Processes and what they share, before anything is known of memory."""
+
+    values: Mapping[str, Any]
+    serving: int
+    """GPUs for servers."""
+    reasons: Mapping[str, str]
+    from_files: tuple[str, str]
+    """What `weight_sync` is where weights do not go through memory, and why."""
+
+
+@dataclass(frozen=True)
+class _Server:
+    """What a server takes of each of its GPUs."""
+
+    serving: Serving
+    needed: float
+    """Bytes of its budget with which it can work."""
+    length: int | None
+    """The context, if the model's own is too long."""
+
+
+class Fit:
+    """Chooses what a config leaves open besides, for GPUs that are given out."""
+
+    def __init__(
+        self,
+        model: Mapping[str, Any],
+        config: TrainConfig,
+        placed: Placed,
+        memory: float,
+        count: int,
+        host: float | None,
+    ) -> None:
+        """Take over the choice of GPUs. memory: bytes of each; host: of the machine's own."""
+        self.model = model
+        self.given = config
+        self.placed = placed
+        self.memory = memory
+        self.count = count
+        self.host = host
+        self.values: dict[str, Any] = {}
+        self.reasons: dict[str, str] = {}
+        for name, value in placed.values.items():
+            self._add(name, value, placed.reasons[name])
+        config = self.config
+        self.base = recipe_of(config)
+        self.own = serving_of(model, config, cuda=True, memory=memory)
+        self.fixed = given_memory(config, memory)
+        """Bytes that the config gives to a server."""
+        self.together = shares_memory(config, cuda=True)
+        self.waiting = sum(trainer_leaves(config, self.base).values())
+        """Bytes of a GPU that the trainer keeps while servers work."""
+        longest = model_settings(model).get("max_position_embeddings")
+        self.context = int(longest or config.seq_len)
+        self.sample = PROMPT_TOKENS + completion_mean(config, Assumptions())
+        """Tokens of a sample and its prompt, assumed."""
+
+    @property
+    def config(self) -> TrainConfig:
+        """Return the config with what has been chosen so far."""
+        return with_values(self.given, self.values)
+
+    def choices(self) -> Choices:
+        """Choose what the config leaves open, and say what does not fit."""
+        takes_the_rest = self.together and self.fixed is None
+        server = self._servers(0.5 if takes_the_rest else 1.0)
+        served = self._alone(server.serving)
+        if not takes_the_rest:
+            server = self._sequences(server, served)
+        kept = self._kept(server)
+        wanted = kept
+        if takes_the_rest and kept:
+            wanted = max(kept, _BESIDE * self.memory)
+        peak = self._training(kept, wanted)
+        if takes_the_rest:
+            beyond = sum(beyond_budget(server.serving).values())
+            served = self._share(peak + beyond, FULL)
+            server = self._sequences(server, served)
+        if self.config.servers:
+            why = "what the trainer leaves" if self.together else "nobody else needs it meanwhile"
+            text = f"{gib(served)} of {gib(self.memory)}: {why}"
+            self._add("server.gpu_memory_utilization", round(served / self.memory, 2), text)
+        self._read_files_if_need_be()
+        config = self.config
+        gpus = server.serving.tensor_parallel * server.serving.stages
+        problem = _missing(config, self.placed.serving, self.count, gpus)
+        if problem is not None:
+            return Choices(config, self.reasons, memory=self.memory, problem=problem)
+        needed = server.needed if config.servers_here else 0.0
+        problem = self._problem(server, peak, kept, served)
+        return Choices(config, self.reasons, peak, kept, needed, self.memory, problem)
+
+    def _add(self, name: str, value: Any, why: str) -> None:
+        """Choose a setting, unless the config has set it."""
+        if value_of(self.given, name) is None:
+            self.values[name] = value
+            self.reasons[name] = why
+
+    # The servers
+
+    def _share(self, taken: float, most: float) -> float:
+        """Return the bytes for a server, in hundredths of a GPU of which others have `taken`."""
+        left = math.floor(100 * (_SERVED - taken / self.memory)) / 100
+        return self.memory * max(0.05, min(most, left))
+
+    def _alone(self, serving: Serving) -> float:
+        """Return the bytes for a server while no trainer works on its GPUs."""
+        if self.fixed is not None:
+            return self.fixed
+        most = FULL if self.config.placement == "split" else _IN_TURN
+        return self._share(self.waiting + sum(beyond_budget(serving).values()), most)
+
+    def _servers(self, part: float) -> _Server:
+        """Choose the servers, and how they compute.
+
+        part: of the memory that they would have without a trainer.
+        """
+        server = self._spread(part)
+        serving = server.serving
+        each = serving.tensor_parallel * serving.stages
+        servers = self.config.servers
+        if servers is None:
+            servers = max(1, self.placed.serving // each)
+        if not servers:
+            return server
+        room = f"{gib(server.needed)} of each GPU for weights, steps and cache at least"
+        self._add("server.tensor_parallel_size", serving.tensor_parallel, room)
+        there = counted(self.placed.serving, "GPU")
+        self._add("servers", servers, f"{there} for servers, {each} for each")
+        if server.length is not None:
+            why = "the length of a row: the cache has no room for the model's whole context"
+            self._add("server.max_model_len", server.length, why)
+        if _has_chunks(self.given):
+            wide = gib(server_memory(self.model, serving)["activations"])
+            why = f"tokens of a step, whose widest activations take {wide}"
+            self._add("server.max_num_batched_tokens", serving.step_tokens, why)
+        if serving.suspends:
+            why = "sleeping servers free the buffers of NCCL"
+            self._add("server.enable_nccl_comm_suspend", True, why)
+        return server
+
+    def _spread(self, part: float) -> _Server:
+        """Find the fewest GPUs that hold a server, with a busy one's cache, or else a small one.
+
+        Smaller steps are better than a context that is shorter than the model's, and this is better
+        than more GPUs.
+        """
+        small = _SAMPLES * min(self.context, self.given.seq_len)
+        busy = max(small, math.ceil(_FEWEST_SEQUENCES * self.sample))
+        tried = []
+        for cache, parallel in itertools.product((busy, small), self._sizes()):
+            found = []
+            for tokens in self._steps():
+                found += self._needs(parallel, tokens, cache)
+            found.sort(key=lambda one: one.length is not None)
+            tried += found
+            for one in found:
+                if one.needed <= part * self._alone(one.serving):
+                    return one
+        return min(tried, key=lambda one: one.needed)
+
+    def _sizes(self) -> list[int]:
+        """Return over how many GPUs a server's layers may be spread, ascending."""
+        if argument(self.given, "tensor_parallel_size", None) is not None:
+            return [self.own.tensor_parallel]
+        most = self.placed.serving // max(1, self.config.servers or 1)
+        heads = model_shape(self.model).heads
+        return [n for n in (1, 2, 4, 8, 16) if n <= most and heads % n == 0] or [1]
+
+    def _steps(self) -> list[int]:
+        """Return how many tokens a step may have, descending."""
+        if not _has_chunks(self.given) or argument(self.given, "max_num_batched_tokens", None):
+            return [self.own.step_tokens]
+        fewest = _FEWEST_TOKENS
+        if argument(self.given, "max_num_seqs", None) is not None:
+            fewest = max(fewest, self.own.sequences)  # vLLM refuses fewer tokens than sequences
+        most = max(_SMALL_STEP, self.own.step_tokens)
+        steps = [most // divisor for divisor in (1, 2, 4, 8)]
+        return [tokens for tokens in steps if tokens >= fewest] or [fewest]
+
+    def _needs(self, parallel: int, step_tokens: int, cache: int) -> list[_Server]:
+        """Return what a server needs with the model's whole context, and with a shorter one.
+
+        cache: tokens that its cache has room for at least.
+        """
+        sequences = self.own.sequences
+        if argument(self.given, "max_num_seqs", None) is None:
+            sequences = min(_FEWEST_SEQUENCES, step_tokens)
+        serving = dataclasses.replace(
+            self.own,
+            tensor_parallel=parallel,
+            step_tokens=step_tokens,
+            sequences=sequences,
+            suspends=self._suspends(parallel * self.own.stages),
+        )
+        fixed = sum(server_memory(self.model, serving).values())
+        token = token_cache_bytes(self.model, serving)
+        length = self.given.context or self.context
+        whole = _Server(serving, fixed + max(cache, length) * token, None)
+        if self.given.context:
+            return [whole]
+        row = min(self.context, self.given.seq_len + 1)
+        return [whole, _Server(serving, fixed + max(cache, row) * token, row)]
+
+    def _suspends(self, gpus: int) -> bool:
+        """Return whether servers on so many GPUs each free NCCL's buffers to sleep."""
+        name = "enable_nccl_comm_suspend"
+        if argument(self.given, name, None) is not None:
+            return self.own.suspends
+        return gpus > 1 and self.config.server_sleeps and not lacks_argument(name)
+
+    def _sequences(self, server: _Server, budget: float) -> _Server:
+        """Choose how many sequences a step has: an iteration's, if the cache has room for them."""
+        config = self.config
+        if argument(config, "max_num_seqs", None) is not None or not config.servers:
+            return server
+        serving = server.serving
+        samples = config.tasks_per_iteration * config.samples_per_task
+        samples = math.ceil(samples / config.servers_in_all)
+        most = min(_MOST_SEQUENCES, serving.step_tokens // 4)  # which leaves prompts room in a step
+        wanted = min(most, max(_VLLM_SEQUENCES, 8 * math.ceil(samples / 8)))
+        token = token_cache_bytes(self.model, serving)
+        for sequences in range(wanted, min(_FEWEST_SEQUENCES, wanted) - 1, -8):
+            serving = dataclasses.replace(serving, sequences=sequences)
+            room = budget - sum(server_memory(self.model, serving).values())
+            if room >= sequences * self.sample * token:
+                break
+        if serving.sequences == wanted:
+            why = f"of a step; an iteration has {counted(samples, 'sample')} for a server"
+        else:
+            long = f"{self.sample:,.0f} tokens"
+            why = f"of a step; the cache has no room for more of {long} (assumed)"
+        self._add("server.max_num_seqs", serving.sequences, f"sequences {why}")
+        return dataclasses.replace(server, serving=serving)
+
+    def _kept(self, server: _Server) -> float:
+        """Return the bytes of a GPU that servers keep while the trainer works."""
+        if not self.config.servers_here:
+            return 0.0
+        if not self.together:
+            return sum(server_leaves(self.model, self.config, server.serving).values())
+        budget = server.needed if self.fixed is None else self.fixed
+        return budget + sum(beyond_budget(server.serving).values())
+
+    # The trainer
+
+    def _training(self, kept: float, wanted: float) -> float:
+        """Choose the trainer's settings that cost least and fit, or else need least.
+
+        kept, wanted: bytes of a GPU that servers must and should have meanwhile. Returns the peak.
+        """
+        ranks = max(1, self.config.processes // self.base.tensor_parallel)
+        workload = Workload(row_length=self.given.seq_len, rows=16)
+        found = []
+        for settings in self._ladder():
+            recipe = dataclasses.replace(self.base, **settings)
+            peak = training_memory(self.model, recipe, workload, device="cuda", ranks=ranks).peak
+            found.append((peak, settings))
+            if peak + wanted <= FULL * self.memory:
+                break
+        peak, settings = found[-1]
+        if peak + wanted > FULL * self.memory:
+            tight = [one for one in found if one[0] + kept <= _MOST * self.memory]
+            if tight:  # of those with the same result, the one with most room for an error
+                optimizer = tight[0][1]["optimizer"]
+                found = [one for one in tight if one[1]["optimizer"] == optimizer]
+            peak, settings = min(found, key=lambda one: one[0])
+        why = f"{gib(peak)} of {gib(self.memory)} at the trainer's peak"
+        if kept:
+            why += f", next to {gib(kept)} of servers"
+        for name, value in settings.items():
+            self._add(f"training.{name}", value, why)
+        return peak
+
+    def _ladder(self) -> Iterator[dict[str, Any]]:
+        """Yield the trainer's settings in the order of what they cost.
+
+        What changes no result comes before moments in 8 bits.
+        """
+        base = self.base
+        given = {name: x for name, x in self.given.recipe_settings.items() if name in LADDER}
+        optimizers = ["adamw"]
+        if not (base.optimizer_on_cpu or base.cpu_offload):
+            optimizers.append("adamw_8bit")
+        ways = [(False, False), (True, False)]
+        if base.checkpoint_every == 1 and base.checkpoint_keeps == "nothing":
+            ways.append((True, True))
+        rows = [n for n in (64, 32, 16, 8, 4, 2) if n * self.given.seq_len <= _MOST_POSITIONS]
+        seen = []
+        for optimizer, way, number in itertools.product(optimizers, ways, [*rows, 1]):
+            settings = dict(zip(LADDER, (optimizer, *way, number), strict=True)) | given
+            if settings not in seen and self._may_offload(settings):
+                seen.append(settings)
+                yield settings
+
+    def _may_offload(self, settings: Mapping[str, Any]) -> bool:
+        """Return whether activations may be where `settings` want them.
+
+        The host needs room for them, and recomputation keeps them few enough to go there and back.
+        """
+        if not settings["activation_offloading"] or self.base.activation_offloading:
+            return True
+        if not settings["activation_checkpointing"]:
+            return False
+        if self.host is None:
+            return True
+        config = with_values(self.config, {f"training.{name}": x for name, x in settings.items()})
+        if value_of(self.given, "weight_sync") is None:  # files take less of it than memory
+            config = dataclasses.replace(config, weight_sync=self.placed.from_files[0])
+        return self._held_in_host(config) <= self.host
+
+    # What does not fit
+
+    def _held_in_host(self, config: TrainConfig) -> float:
+        return sum(host_needs(self.model, config, recipe_of(config)).values())
+
+    def _read_files_if_need_be(self) -> None:
+        """Choose files for the servers if the host's memory has no room for the weights."""
+        if self.host is None or self.values.get("weight_sync") != "memory":
+            return
+        held = self._held_in_host(self.config)
+        if held <= self.host:
+            return
+        sync, meanwhile = self.placed.from_files
+        have = f"the machine's {gib(self.host)} of memory"
+        room = f"without files, {gib(held)} of {have} would be needed"
+        self.values["weight_sync"] = sync
+        self.reasons["weight_sync"] = f"{meanwhile}; {room}"
+        every = self.given.save_every
+        if every > 1:
+            why = f"not {every}, as servers read the files of each iteration: {room}"
+            self.values["save_every"] = 1
+            self.reasons["save_every"] = why
+
+    def _problem(self, server: _Server, peak: float, kept: float, served: float) -> str | None:
+        """Say what does not fit; None if everything does."""
+        config = self.config
+        whole = gib(self.memory)
+        if peak + kept > _MOST * self.memory:
+            who = f"the trainer needs {gib(peak)} of each GPU"
+            if kept:
+                other = "a server beside it" if self.together else "a sleeping server keeps"
+                who += f", and {other} {gib(kept)}"
+            spare = f"{1 - _MOST:.0%} must stay free, for gaps between tensors"
+            return f"does not fit: {who}, which has {whole}; {spare}"
+        if config.servers_here and server.needed > served:
+            parallel = f"tensor_parallel_size {server.serving.tensor_parallel}"
+            what = f"{gib(server.needed)} of each GPU for weights and cache ({parallel})"
+            return f"does not fit: a server needs {what}, and can have {gib(served)} of {whole}"
+        others = self.waiting + sum(beyond_budget(server.serving).values())
+        if config.servers_here and not self.together and served + others > self.memory:
+            budget = f"gpu_memory_utilization gives a server {gib(served)} of {whole}"
+            lower = math.floor(100 * (1 - others / self.memory)) / 100
+            way = f"set it to {lower:g} at most"
+            return f"does not fit: {budget}, and contexts and NCCL take {gib(others)}; {way}"
+        there = [name for name in _IN_HOST if config.recipe_settings.get(name)]
+        if self.host is not None and there:
+            # The trainer cannot do without. What only waits there can be read from files instead.
+            held = self._held_in_host(config)
+            if held > self.host:
+                room = f"the machine's own memory, which has {gib(self.host)}"
+                return f"does not fit: {there[0]} needs {gib(held)} of {room}"
+        return None
+
+
+def _missing(config: TrainConfig, serving: int, count: int, each: int) -> str | None:
+    """Say which GPUs are not there. each: GPUs of a server."""
+    there = counted(count, "GPU")
+    processes = config.processes_here
+    servers = config.servers_here
+    if processes > count:
+        has = f"this machine has {there}; each process needs one of its own"
+        return f"nproc_per_node is {processes}, but {has}"
+    if config.placement == "split" and processes >= count and servers:
+        none = f"of {there} none is left to serve"
+        return f"placement is 'split' with nproc_per_node {processes}, but {none}"
+    if servers * each > serving:
+        few = f"of {there} {serving} can serve; ask for fewer"
+        return f"servers is {servers}, with {each} GPUs each, but {few}"
+    return None
+
+
+def _has_chunks(config: TrainConfig) -> bool:
+    """Return whether servers may divide a prompt; else a step has to have room for all of it."""
+    words = {name.replace("-", "_") for name in config.server}
+    off = argument(config, "enable_chunked_prefill", True) is False
+    return not off and "no_enable_chunked_prefill" not in words

@@ -1,0 +1,98 @@
+"""Name the settings about GPUs that a run may leave open, and read and write their values."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.configs import GRPOConfig
+from ttrl.configs.run import TrainConfig
+from ttrl.plans.memory import argument
+
+LADDER = (
+    "optimizer",
+    "activation_checkpointing",
+    "activation_offloading",
+    "rows_per_microbatch",
+)
+"""The trainer's, the one that costs most first."""
+CHOSEN = (
+    *("placement", "nproc_per_node", "servers", "weight_sync"),
+    *(f"training.{name}" for name in reversed(LADDER)),
+    *("server.tensor_parallel_size", "server.gpu_memory_utilization", "server.max_model_len"),
+    *("server.max_num_seqs", "server.max_num_batched_tokens", "server.enable_nccl_comm_suspend"),
+)
+"""All of them."""
+FULL = 0.9
+"""Of a GPU that trainer and server may fill by estimates that are good to about 10%."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """A config without gaps, why it was chosen, and what it needs."""
+
+    config: TrainConfig
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """By setting that was chosen, such as "training.rows_per_microbatch"."""
+    trainer: float = 0.0
+    """Peak of one GPU in bytes, while it trains full rows."""
+    kept: float = 0.0
+    """Bytes of one GPU that servers keep meanwhile: all of theirs, or what sleep leaves."""
+    server: float = 0.0
+    """Bytes of one GPU that a server can work with; it takes all of `gpu_memory_utilization`."""
+    memory: float = 0.0
+    """Bytes of one GPU."""
+    problem: str | None = None
+    """Why it cannot run, and what would."""
+
+    @property
+    def is_tight(self) -> bool:
+        """Return whether the trainer's estimate leaves little room for its error."""
+        return self.trainer + self.kept > FULL * self.memory
+
+    def summary(self) -> str:
+        """Return what was chosen, in a line; "" where nothing was."""
+        parts = []
+        for name in CHOSEN:
+            if name in self.reasons:
+                value = str(value_of(self.config, name)).lower()
+                parts.append(f"{name.rpartition('.')[2]} {value}")
+        return ", ".join(parts)
+
+
+def value_of(config: TrainConfig, name: str) -> Any:
+    """Return a setting by its name in CHOSEN; None where it is left open."""
+    group, _, key = name.rpartition(".")
+    if group == "server":
+        return argument(config, key, None)
+    if group:
+        return config.recipe_settings.get(key)
+    value = getattr(config, key)
+    return None if value == "auto" else value
+
+
+def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
+    """Return a config with other values, by names such as "training.rows_per_microbatch"."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        group, _, key = name.rpartition(".")
+        if group:
+            changes[group] = {**changes.get(group, getattr(config, group)), key: value}
+        else:
+            changes[key] = value
+    return dataclasses.replace(config, **changes)
+
+
+def as_begun(config: TrainConfig, saved: Mapping[str, Any]) -> TrainConfig:
+    """Return the config of a run that is continued, with gaps filled out of its config.yaml."""
+    known = {name: value for name, value in saved.items() if name in vars(config)}
+    before, _ = TrainConfig.examine(known)
+    missing = {name: value_of(before, name) for name in CHOSEN if value_of(config, name) is None}
+    found = {name: value for name, value in missing.items() if value is not None}
+    return with_values(config, found)
+
+
+def recipe_of(config: TrainConfig) -> GRPOConfig:
+    """Return the recipe's config as it will be on a GPU."""
+    dtype = "bf16" if config.dtype == "auto" else config.dtype
+    return config.recipe_config({"dtype": dtype})
