@@ -7,12 +7,19 @@ from support.tiny_models import random_samples
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.kernels.attention import attend, attention_plan, dense_attend
 
-LIMIT = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 6e-3, torch.float64: 1e-13}
 """Of ‖difference‖/‖exact‖. bf16 rounds inputs of the products within, too: 2⁻⁹ each."""
 
 
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(8, torch.float32), (64, torch.bfloat16), (128, torch.float32), (256, torch.bfloat16)]
+    ("width", "dtype"),
+    [
+        (8, torch.float32),
+        (64, torch.bfloat16),
+        (128, torch.float32),
+        (256, torch.bfloat16),
+        (64, torch.float64),
+    ],
 )
 @pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (30, 1.5)])
 def test_forward_and_backward(window, soft_cap, width, dtype):

@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.attention_trees import siblings, tensors, trees, with_gradients
 
+from ttrl.data.packing import masks
 from ttrl.data.packing.masks import dense_mask
+from ttrl.training.kernels import attention
 from ttrl.training.kernels.attention import attend, attend_trees, attention_plan, dense_attend, flex_attend
 from ttrl.training.kernels.split_attention import Gathered, Span, split_plan
 
@@ -113,6 +115,24 @@ def test_windows_and_soft_caps_are_exact(window, soft_cap):
     expected = with_gradients(probabilities @ v.repeat_interleave(2, dim=1), inputs, groups >= 0)
     for one, other in zip(ours, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("soft_cap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
+def test_float64_on_a_gpu_is_exact(monkeypatch, soft_cap, window, heads):
+    """A GPU's values cannot be looked at, and FlexAttention adds up in fp32, whatever it is given."""
+    ids = trees(7, rows=2, seq_len=50)
+    real = ids[0] >= 0
+    inputs = tensors(2, 50, torch.float64, heads=heads[0], kv_heads=heads[1])
+    how = {"scale": 0.4, "soft_cap": soft_cap, "window": window}
+    expected = with_gradients(attend(*inputs, attention_plan(*ids, torch.float64), **how), inputs, real)
+    for place in (attention, masks):
+        monkeypatch.setattr(place, "free_to_look", lambda device: False)
+    monkeypatch.setattr(attention, "compiled_flex", lambda: pytest.fail("FlexAttention in float64"))
+    found = with_gradients(attend(*inputs, attention_plan(*ids, torch.float64), **how), inputs, real)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def test_the_fast_way_has_no_mask_and_a_window_that_holds_all_is_none():

@@ -5,6 +5,7 @@ its own group and of its group's ancestors (`ttrl.data.packing.masks`). What fol
 microbatch, in an `AttentionPlan`; then the device and the kind of scores decide how attention is computed:
 
     CUDA   FlexAttention with a block mask built straight from the ids, always compiled
+    CUDA, float64   the exact fallback, a head at a time: FlexAttention adds up in fp32 at most
     CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own kernel where it can be compiled
            (`ttrl.training.kernels.native_attention`)
     CPU, soft cap or sliding window   the exact fallback: a dense mask, quadratic in T
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from ttrl.data.packing.masks import DEFAULT_BLOCK_SIZE, block_mask, dense_mask, free_to_look, mask_rule, subtree_ends
 from ttrl.errors import UserError
@@ -150,6 +152,8 @@ def attend(
     if torch.is_autocast_enabled(device):  # as PyTorch's own attention does
         lower = torch.get_autocast_dtype(device)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(lower), k_BKTE.to(lower), v_BKTE.to(lower)
+    if plan.split is None and q_BHTE.dtype is torch.float64:
+        return dense_attend_by_head(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window)
     if plan.split is None:
         return flex_attend(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window)
     if soft_cap is None and window is None:
@@ -162,10 +166,49 @@ def dense_attend(
 ) -> Tensor:
     """Compute attention with a dense mask: the exact fallback, against which the other ways are tested. Memory is quadratic in
     T."""
+    return _masked_attend(q_BHTE, k_BKTE, v_BKTE, plan.dense(window), scale, soft_cap)
+
+
+@never_compiled
+def dense_attend_by_head(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
+) -> Tensor:
+    """Compute the same for one row and key/value head at a time, and again in the backward pass:
+    besides the mask, the scores of one of them are the most that is held."""
+    mask = plan.dense(window)
+    how = (scale, soft_cap)
+    rows = []
+    for row in range(len(q_BHTE)):
+        queries = q_BHTE[row : row + 1].chunk(k_BKTE.shape[1], dim=1)
+        keys = k_BKTE[row : row + 1].split(1, dim=1)
+        values = v_BKTE[row : row + 1].split(1, dim=1)
+        heads = []
+        for q, k, v in zip(queries, keys, values, strict=True):
+            inputs = (q, k, v, mask[row : row + 1], *how)
+            heads.append(checkpoint(_masked_attend, *inputs, use_reentrant=False))
+        rows.append(torch.cat(heads, dim=1))
+    return torch.cat(rows)
+
+
+def _masked_attend(
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    mask_B1TT: Tensor,
+    scale: float,
+    soft_cap: float | None,
+) -> Tensor:
     repeats = q_BHTE.shape[1] // k_BKTE.shape[1]
     if repeats > 1:  # enable_gqa leaves the fused CPU kernel
-        k_BKTE, v_BKTE = k_BKTE.repeat_interleave(repeats, dim=1), v_BKTE.repeat_interleave(repeats, dim=1)
-    mask = plan.dense(window).to(q_BHTE.dtype)
+        k_BKTE = k_BKTE.repeat_interleave(repeats, dim=1)
+        v_BKTE = v_BKTE.repeat_interleave(repeats, dim=1)
+    mask = mask_B1TT.to(q_BHTE.dtype)
     if soft_cap is None:
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, scale=scale)
     wide = torch.promote_types(q_BHTE.dtype, torch.float32)
