@@ -10,6 +10,7 @@ import check_invariance
 import check_parity
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from support.tiny_models import save_packs
 
@@ -17,6 +18,7 @@ from ttrl import grpo_recipe, sft_recipe
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import TrainerMemoryError
 from ttrl.instruments.certificate import certify
+from ttrl.instruments.study import study
 from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks, ranks
@@ -99,12 +101,14 @@ def chain(model_folder, tmp_path):
             values |= {"device": "cuda", "lr": 0.01, "eps": 1e-3, "updates_per_iteration": 2, "rows_per_microbatch": 1}
             values |= {"reference_model": str(model_folder(family))} if settings.get("kl_coefficient") else {}
             values |= {"lora_base": str(model_folder(family))} if "lora_rank" in settings else {}
-            config = GRPOConfig.parse(values | {"measure_peak": False} | start | settings, "test")
+            values |= {"measure_peak": False} | start | settings
+            config = GRPOConfig.parse(values, "test")
             if residence is None:
                 with ranks(config) as here:
                     grpo_recipe.train(config, here)
             else:
                 grpo_recipe.train(config, residence._here, residence)
+            (output / "grpo.yaml").write_text(yaml.safe_dump(values))
             folders.append(output)
             start = {"model": str(output / "checkpoint"), "state": str(output / "state")}
         return folders
@@ -193,6 +197,19 @@ def test_weights_are_held_out_from_the_gpu(chain):
             part = held[name][tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
             assert hashlib.sha256(part.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == digest
     assert len(told) == 2 * ITERATIONS
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 1e-3), ("fp64", 1e-5)])
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "lora_base_dtype": "bf16"}], ids=str)
+def test_a_study_is_that_of_the_cpu(settings, dtype, tolerance, chain):
+    folder = chain("run", dtype="bf16", updates_per_iteration=1, **settings)[-1]
+    how = {"sequences": 16, "factors": [1.0], "dtype": dtype}
+    gpu, cpu = (study(folder / "checkpoint", device=device, **how) for device in ("cuda", "cpu"))
+    assert (gpu["device"], cpu["device"]) == ("cuda", "cpu")
+    for name in ("slope", "half_cosine"):
+        assert gpu[name] == pytest.approx(cpu[name], rel=tolerance)
+    entropies = (found["entropy"]["rao_blackwell"]["value"] for found in (gpu, cpu))
+    assert next(entropies) == pytest.approx(next(entropies), rel=tolerance)
 
 
 def test_what_a_step_says_of_itself(chain, record_property):

@@ -5,17 +5,21 @@ import itertools
 import json
 import math
 import re
+import shutil
 import sys
+from collections import Counter
 
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from support.tiny_models import random_samples
 from support.training_steps import ALONE
 
 from ttrl import grpo_recipe
 from ttrl.cli import main
 from ttrl.configs import GRPOConfig
+from ttrl.data.packing import masks
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
@@ -23,24 +27,84 @@ from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.study import study
 from ttrl.instruments.study_report import draw_tokens
 from ttrl.instruments.study_run import draw_noise
+from ttrl.training import batches
+from ttrl.training.kernels import attention, logprobs
+from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.policy.loading import load_policy
+from ttrl.training.policy.lora import is_adapter, plain
+
+
+def samples_of(number):
+    samples = random_samples(number, (3, 5, 8, 4), 6)
+    return [dataclasses.replace(one, sample=place % 6) for place, one in enumerate(samples)]
+
+
+def train(folder, number, model, state=None, **settings):
+    """Train an iteration, as a run does; return its checkpoint."""
+    iteration = folder / f"{number:04d}"
+    iteration.mkdir(parents=True)
+    pack = iteration / "packed.safetensors"
+    packed_tensors_from_tokenized_results(samples_of(number), seq_len=48, pad_id=0).save(pack)
+    values = {"model": str(model), "packed": str(pack), "output_dir": str(iteration)}
+    values |= {"state": None if state is None else str(state), "device": "cpu", "lr": 1e-3}
+    values |= {"iteration": number, **settings}
+    (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
+    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
+    return iteration / "checkpoint"
+
+
+def two_iterations(folder, model, **settings):
+    """Two iterations, each with its grpo.yaml; the checkpoint of the second."""
+    settings = {"weight_decay": 0.1, "objective": "reinforce", **settings}
+    first = train(folder, 1, model, **settings)
+    return train(folder, 2, first, first.parent / "state", **settings)
+
+
+def changed(checkpoint, folder, **settings):
+    """The same iteration with other settings in its grpo.yaml."""
+    values = yaml.safe_load((checkpoint.parent / "grpo.yaml").read_text()) | settings
+    (folder / "grpo.yaml").write_text(yaml.safe_dump(values))
+    (folder / "checkpoint").symlink_to(checkpoint)
+    return folder / "checkpoint"
 
 
 @pytest.fixture(scope="module")
 def run(model_folder, tmp_path_factory):
-    """Two iterations, each with its grpo.yaml; the checkpoint of the second."""
-    folder, model, state = tmp_path_factory.mktemp("run"), str(model_folder()), None
-    for number in (1, 2):
-        iteration = folder / f"{number:04d}"
-        iteration.mkdir()
-        samples = [dataclasses.replace(one, sample=n % 6) for n, one in enumerate(random_samples(number, (3, 5, 8, 4), 6))]
-        packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(iteration / "packed.safetensors")
-        values = {"model": model, "packed": str(iteration / "packed.safetensors"), "output_dir": str(iteration), "state": state}
-        values |= {"device": "cpu", "lr": 1e-3, "weight_decay": 0.1, "iteration": number, "objective": "reinforce"}
-        (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
-        grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
-        model, state = str(iteration / "checkpoint"), str(iteration / "state")
-    return iteration / "checkpoint"
+    return two_iterations(tmp_path_factory.mktemp("run"), model_folder())
+
+
+@pytest.fixture(scope="module")
+def run_in_bf16(model_folder, tmp_path_factory):
+    return two_iterations(tmp_path_factory.mktemp("bf16"), model_folder(), dtype="bf16")
+
+
+def entropy_by_transformers(model, times, number):
+    """The mean over drawn answers of Σ_k H_k, without any code of ours. times: by place in `samples_of`."""
+    total = 0.0
+    with torch.no_grad():
+        for place, count in times.items():
+            one = samples_of(number)[place]
+            ids = torch.tensor([one.token_ids])
+            logits = model(ids).logits[0, one.prompt_length - 1 : -1]
+            logp = torch.log_softmax(logits, dim=-1)
+            total -= count * float((logp.exp() * logp).sum())
+    return total / times.total()
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The answers that studies drew: how often, by place in `samples_of`."""
+    every, own = [], module.draw
+
+    def draw_and_remember(packed, *rest):
+        times = own(packed, *rest)
+        places = {(f"g{place // 6}", place % 6): place for place in range(24)}
+        found = {places[packed.samples[n].task_id, packed.samples[n].sample]: c for n, c in times.items()}
+        every.append(Counter(found))
+        return times
+
+    monkeypatch.setattr(module, "draw", draw_and_remember)
+    return every
 
 
 def test_the_vector_by_hand_is_the_true_step_and_the_checkpoint(run):
@@ -74,15 +138,8 @@ def test_the_response_follows_its_first_and_second_order(run):
 @pytest.fixture(scope="module")
 def two_steps(run, tmp_path_factory):
     """A run whose iteration takes two optimizer steps, from where the other run ended; its objective looks at the start."""
-    iteration = tmp_path_factory.mktemp("two") / "iterations" / "0003"
-    iteration.mkdir(parents=True)
-    samples = [dataclasses.replace(one, sample=n % 6) for n, one in enumerate(random_samples(5, (3, 5, 8, 4), 6))]
-    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(iteration / "packed.safetensors")
-    values = {"model": str(run), "packed": str(iteration / "packed.safetensors"), "output_dir": str(iteration)}
-    values |= {"state": str(run.parent / "state"), "device": "cpu", "lr": 1e-3, "iteration": 3, "updates_per_iteration": 2}
-    (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
-    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
-    return iteration / "checkpoint"
+    folder = tmp_path_factory.mktemp("two") / "iterations"
+    return train(folder, 3, run, run.parent / "state", updates_per_iteration=2)
 
 
 def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_steps):
@@ -101,21 +158,135 @@ def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_
 
 def test_adapters_alone_are_studied_where_they_alone_are_trained(model_folder, tmp_path):
     """The second step of an iteration, so that both of an adapter's matrices have a gradient."""
-    samples = [dataclasses.replace(one, sample=n % 6) for n, one in enumerate(random_samples(2, (3, 5, 8, 4), 6))]
-    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(tmp_path / "packed.safetensors")
-    values = {"model": str(model_folder()), "packed": str(tmp_path / "packed.safetensors"), "output_dir": str(tmp_path)}
-    values |= {"device": "cpu", "lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values))
-    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
-    found = study(tmp_path / "checkpoint", sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
+    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    checkpoint = train(tmp_path, 2, model_folder(), **settings)
+    found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
     assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-4)
     errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("fp64", 1e-9)])
+def test_the_entropy_of_a_run_in_bf16_is_that_of_transformers(run_in_bf16, drawn, float64_reference, dtype, tolerance):
+    """bf16 is off by 1.5e-3 here."""
+    found = study(run_in_bf16, sequences=64, factors=[1.0], dtype=dtype)
+    start = run_in_bf16.parent.parent / "0001" / "checkpoint"
+    expected = entropy_by_transformers(float64_reference(start), drawn[0], number=2)
+    assert found["entropy"]["rao_blackwell"]["value"] == pytest.approx(expected, rel=tolerance)
+    assert (found["dtype"], found["run_dtype"], found["device"]) == (dtype, "bf16", "cpu")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp64"])
+def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tmp_path, dtype):
+    """Files are the same, so everything is but what is about the run: its mismatch, its distance to the checkpoint."""
+    how = {"sequences": 16, "factors": [1.0], "dtype": dtype, "kernel": 5}
+    found = study(run_in_bf16, **how)
+    other = study(changed(run_in_bf16, tmp_path, dtype="fp32"), **how)
+    assert found["step"].pop("checkpoint_distance") < 1e-5 < other["step"].pop("checkpoint_distance")
+    rounding, own = found.pop("mismatch")["rounding"], other.pop("mismatch")
+    assert 1e-4 < rounding["rms"] < 0.1 and ("rounding" in own) == (dtype == "fp64")
+    assert (found.pop("run_dtype"), other.pop("run_dtype")) == ("bf16", "fp32")
+    del found["checkpoint"], other["checkpoint"]
+    assert found == other
+
+
+def test_a_later_step_in_bf16_starts_where_the_run_was(run_in_bf16, tmp_path):
+    """Its objective looks at the start of the iteration: log-probabilities there are those of the study's dtype, too."""
+    state = run_in_bf16.parent / "state"
+    checkpoint = train(tmp_path, 3, run_in_bf16, state, updates_per_iteration=2, dtype="bf16")
+    found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
+    assert found["step"]["cosine"] > 0.9999 and found["step"]["checkpoint_distance"] < 1e-5
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_a_base_of_few_bits_is_studied_as_it_is(model_folder, tmp_path, drawn, float64_reference, base):
+    """Its numbers stay those of the run, and what is computed with them is not rounded."""
+    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "lora_base_dtype": base, "dtype": "bf16"}
+    checkpoint = train(tmp_path, 2, model_folder(), **settings)
+    found = study(checkpoint, sequences=32, factors=[0.02, 0.04], dtype="fp64")
+    policy = load_policy(module._config_of(checkpoint, str(tmp_path), None), ALONE)
+    parameters = policy.parameters_by_name()
+    held = {name: plain(p).float() for name, p in parameters.items() if not is_adapter(name)}
+    held = to_hugging_face_names(held, policy.decoder.config)
+    folder = shutil.copytree(model_folder(), tmp_path / "held")
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    # Adapters begin at 0, so the base is the policy.
+    expected = entropy_by_transformers(float64_reference(folder), drawn[0], number=2)
+    assert found["entropy"]["rao_blackwell"]["value"] == pytest.approx(expected, rel=1e-9)
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
+def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_asked_for(run, tmp_path):
+    again = changed(run, tmp_path, activation_checkpointing=True)
+    how = {"sequences": 16, "factors": [1.0], "dtype": "fp64", "kernel": 4}
+    found, kept = (study(one, **how) for one in (again, run))
+    for name in ("slope", "curvature"):
+        assert found[name] == pytest.approx(kept[name], rel=1e-12)
+    assert found["kernel"]["adamw"] == pytest.approx(kept["kernel"]["adamw"], rel=1e-9)
+
+
+def test_the_policy_that_sampled_leaves_nothing_behind(model_folder, tmp_path):
+    """The adapter that is put back after it is not that from which the iteration's second step starts."""
+    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    first = train(tmp_path, 1, model_folder(), **settings)
+    second = train(tmp_path, 2, first, first.parent / "state", **settings)
+    third = train(tmp_path, 3, second, second.parent / "state", **settings)
+    (tmp_path / "other").mkdir()
+    lagging = changed(third, tmp_path / "other", sampler_model=str(first), sampler_version=1)
+    found, alone = (study(one, sequences=16, factors=[1.0], kernel=4, update=2) for one in (lagging, third))
+    assert "lag" in found.pop("mismatch") and "lag" not in alone.pop("mismatch")
+    del found["checkpoint"], alone["checkpoint"]
+    assert found == alone
+
+
+def test_dropout_is_no_part_of_the_entropy(model_folder, tmp_path):
+    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    checkpoint = train(tmp_path, 2, model_folder(), lora_dropout=0.5, **settings)
+    found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
+def test_float64_on_a_gpu_is_exact(run_in_bf16, monkeypatch):
+    """Where values cannot be looked at, as on a GPU, FlexAttention computes; it has no float64, so that this must not ask it."""
+    how = {"sequences": 16, "factors": [0.5], "dtype": "fp64"}
+    expected = study(run_in_bf16, **how)
+
+    def in_bf16(q, *rest):
+        assert q.dtype is torch.bfloat16  # and the CPU has no FlexAttention with a gradient
+        return attention.dense_attend(q, *rest)
+
+    monkeypatch.setattr(attention, "flex_attend", in_bf16)
+    for place in (attention, batches, logprobs, masks):
+        monkeypatch.setattr(place, "free_to_look", lambda device: False)
+    found = study(run_in_bf16, **how)
+    for name in ("slope", "curvature", "half_cosine"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-9)
+    assert found["sweep"][0] == pytest.approx(expected["sweep"][0], rel=1e-6)
+
+
+def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys):
+    gpu = {"device": "cuda", "cpu_offload": True, "compile": True, "activation_offloading": True, "num_threads": 64}
+    made_there = changed(run, tmp_path, **gpu)
+    arguments = ["study", str(made_there), "--sequences", "16", "--factors", "1", "--output", str(tmp_path / "study")]
+    assert main(arguments) == 2
+    assert "--device cpu" in capsys.readouterr().err
+    assert main([*arguments, "--device", "cuda"]) == 2
+    assert "PyTorch sees no GPU" in capsys.readouterr().err
+    assert main([*arguments, "--device", "cpu"]) == 0
+    assert "Computed in fp32 on the CPU; the run trained in fp32" in capsys.readouterr().out
+    found = json.loads((tmp_path / "study" / "study.json").read_text())
+    assert found["device"] == "cpu"
+    own = study(run, sequences=16, factors=[1.0])
+    assert found["slope"] == pytest.approx(own["slope"], rel=1e-5)
+
+
 def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tmp_path):
     """With KL over the vocabulary, a step holds the reference's hidden states at its labels: a half has those of its own."""
-    config = module._config_of(run, str(tmp_path))
+    config = module._config_of(run, str(tmp_path), None)
     reference = {"reference_model": str(model_folder()), "kl_coefficient": 0.1, "kl_estimator": "full", "rows_per_microbatch": 1}
     study_of = module._Study(dataclasses.replace(config, **reference), ALONE, 0, "fp32", 0)
     samples, _ = halves(study_of.step.rows, torch.Generator().manual_seed(0))
@@ -150,12 +321,12 @@ def test_the_noise_of_a_run_is_drawn(tmp_path):
 
 def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):
     token = {"before": "$x^{ \\frac", "text": "\x1b\u4e2d$", "covariance": -0.5}
-    found = {"covariance": {"mean": 0.1, "tokens": [token]}, "mismatch": {}}
+    found = {"covariance": {"mean": 0.1, "tokens": [token]}, "mismatch": {}, "run_dtype": "fp32"}
     assert draw_tokens(found, tmp_path / "tokens.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path):
-    config = dataclasses.replace(module._config_of(run, str(tmp_path)), state=None)
+    config = dataclasses.replace(module._config_of(run, str(tmp_path), None), state=None)
     policy = load_policy(config, ALONE).double()
     policy.compute_dtype = torch.float64
     packed = PackedTensors.load(config.packed)
@@ -197,7 +368,7 @@ def test_the_command(run, tmp_path, capsys):
     assert "true step: cosine" in said and "Entropy of an answer" in said and "ESS" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
-    assert "Cov(log π, A)" in said and "Trainer − sampler, rest" in said and "Fisher kernel of 9 tokens (adamw)" in said
+    assert "Cov(log π, A)" in said and "Trainer in fp32 − sampler, rest" in said and "Fisher kernel of 9 tokens (adamw)" in said
     assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
     assert all((tmp_path / "study" / f"{name}.png").is_file() for name in ("kernel", "position", "tokens"))
     answers = found["kernel"]["sequences"]

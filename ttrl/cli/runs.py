@@ -165,7 +165,10 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=256, metavar="N", help="answers on which the entropy is measured (256)")
     factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
-    parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help="fp64 sees small steps that fp32 rounds away")
+    dtype = "of the study, whatever the run's is; fp64 sees small steps that fp32 rounds away (fp32)"
+    parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help=dtype)
+    device = "where to compute (the run's); cpu also studies runs that were made on a GPU"
+    parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     kernel = "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: none); of a checkpoint"
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
@@ -197,7 +200,7 @@ def run_study(arguments: argparse.Namespace) -> int:
         raise UserError(f"what is studied is drawn with matplotlib ({error}); pip install matplotlib") from error
     from ttrl.report.page import leave_report
 
-    options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "seed")}
+    options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "device", "seed")}
     if is_run:
         say(study_run.row_text(None))
         every = study_run.study_run(arguments.path, **options, seen=lambda row: say(study_run.row_text(row)))

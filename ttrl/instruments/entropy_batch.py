@@ -3,12 +3,13 @@
 Shapes: S sequences of the batch, T labels of the longest of a microbatch.
 """
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.rnn import pad_sequence
 
@@ -110,13 +111,23 @@ class EntropyBatch:
 
     def gradient(self, parameters: Mapping[str, Tensor]) -> Vector:
         """Return an unbiased estimate of ∇H at `parameters`."""
-        leaves = {name: value.detach().clone().requires_grad_() for name, value in parameters.items()}
-        total, done = int(self.times.sum()), 0
-        for tables, start, baseline in zip(self._tables(leaves, grad=True), self._start, self._baselines, strict=True):
-            values, _ = importance_entropy(*tables, start, baseline)
-            ((values * self.times[done : done + len(values)]).sum() / total).backward()
-            done += len(values)
-        return {name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for name, leaf in leaves.items()}
+        owners = self._policy.parameters_by_name()
+        total = int(self.times.sum())
+        done = 0
+        self._policy.zero_grad()
+        with _standing_at(owners, parameters):
+            tables = self._tables(None, grad=True)
+            for pair, start, baseline in zip(tables, self._start, self._baselines, strict=True):
+                values, _ = importance_entropy(*pair, start, baseline)
+                times = self.times[done : done + len(values)]
+                ((values * times).sum() / total).backward()
+                done += len(values)
+        gradients = {}
+        for name, value in parameters.items():
+            found = owners[name].grad
+            gradients[name] = torch.zeros_like(value) if found is None else found
+        self._policy.zero_grad()
+        return gradients
 
     def _tables(self, parameters: Mapping[str, Tensor] | None, grad: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities and entropies [S, T] of each microbatch."""
@@ -126,3 +137,20 @@ class EntropyBatch:
             out = functional_call(self._policy, named, (*policy_inputs(batch), options))
             samples = batch["sample_ids"].flatten()[batch["trained"]]
             yield by_sequence(out.logprobs, samples)[0], by_sequence(out.entropy, samples)[0]
+
+
+@contextlib.contextmanager
+def _standing_at(
+    owners: Mapping[str, nn.Parameter],
+    values: Mapping[str, Tensor],
+) -> Iterator[None]:
+    """Let parameters hold other values inside the block. Unlike `functional_call`, this covers the
+    backward pass, in which checkpointed layers are computed again."""
+    before = {name: owners[name].data for name in values}
+    for name, value in values.items():
+        owners[name].data = value
+    try:
+        yield
+    finally:
+        for name, own in before.items():
+            owners[name].data = own

@@ -18,12 +18,20 @@ Where an iteration takes several steps, those before the one that is studied are
 are weighed by the policy that sampled them, the iteration's first.
 
 vᵀ∇²H v is the difference of two gradients at θ ± εv: the kernels of head and attention have no second derivative of their own.
+
+A run may have trained in bf16, whose rounding hides small effects. So the study has a dtype of
+its own, fp32 or fp64, for all of the above. Three things stay in the run's dtype: the steps before
+the one that is studied, the distance to the checkpoint, which the run wrote, and `mismatch`, which
+asks how exactly the run computed.
+
 For one process; adapters alone where the run trains adapters. Never run on a GPU.
 """
 
+import contextlib
 import dataclasses
+import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,12 +57,18 @@ from ttrl.training.optimizer.state import state_tensors
 from ttrl.training.parallel.distributed import Ranks, derived_generator, ranks
 from ttrl.training.parallel.gradients import clip_gradients
 from ttrl.training.policy.adapters import as_policy_of
+from ttrl.training.policy.lora import adapted
 from ttrl.training.policy.policy import HeadOptions
+from ttrl.training.policy.value_head import ValueHead
 from ttrl.training.prepass import Prepass
 from ttrl.training.resident import Trained, load_trained
 from ttrl.training.step import GradientStep, StepResult
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
+
+StudyDtype = Literal["fp32", "fp64"]
+_DTYPES: dict[StudyDtype, torch.dtype] = {"fp32": torch.float32, "fp64": torch.float64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 PROJECTED = 4096
 """Numbers that a token's gradient is projected to, where …"""
@@ -71,23 +85,29 @@ def study(
     *,
     sequences: int = 256,
     factors: Sequence[float] = FACTORS,
-    dtype: Literal["fp32", "fp64"] = "fp32",
+    dtype: StudyDtype = "fp32",
+    device: Literal["cpu", "cuda"] | None = None,
     seed: int = 0,
     kernel: int = 0,
     update: int = 1,
 ) -> dict[str, Any]:
-    """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1. sequences: of the entropy batch.
-    dtype: of all but the optimizer's own step; in fp32, small steps are lost in rounding. kernel: tokens of the Fisher kernel.
+    """Study an optimizer step of the iteration that made `checkpoint`: number `update`, from 1.
 
-    Returns what study.json holds. Raises RunFolderError where something that the iteration started from is gone, ConfigError for
-    an optimizer that is not plain AdamW."""
+    sequences: of the entropy batch. dtype: in fp32, small steps are lost in rounding. device: None
+    takes the run's. kernel: tokens of the Fisher kernel.
+
+    Returns what study.json holds. Raises RunFolderError where something that the iteration started
+    from is gone, ConfigError for an optimizer that is not plain AdamW and for a device that is not
+    there.
+    """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
-        config = _config_of(Path(checkpoint), scratch)
+        config = _config_of(Path(checkpoint), scratch, device)
         with ranks(config) as here:
-            return _Study(config, here, seed, dtype, update - 1).run(Path(checkpoint), sequences, factors, kernel)
+            found = _Study(config, here, seed, dtype, update - 1)
+            return found.run(Path(checkpoint), sequences, factors, kernel)
 
 
-def _config_of(checkpoint: Path, scratch: str) -> GRPOConfig:
+def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | None) -> GRPOConfig:
     path = checkpoint.parent / "grpo.yaml"
     if not path.is_file():
         raise RunFolderError(
@@ -102,40 +122,99 @@ def _config_of(checkpoint: Path, scratch: str) -> GRPOConfig:
                 f"{name} of {path} is gone: {value}; a run keeps the states of its last two iterations, and the checkpoints that "
                 "keep_checkpoints says: study one of those, from the folder that the run was started in"
             )
-    if config.optimizer != "adamw" or config.optimizer_in_backward or config.optimizer_on_cpu or config.tensor_parallel > 1:
-        raise ConfigError(str(path), ["only plain AdamW in one process can be studied (optimizer, tensor_parallel)"])
-    return dataclasses.replace(config, output_dir=scratch, sampler_rows=0, follow=None)
+    problems = []
+    plain = config.optimizer == "adamw" and config.tensor_parallel == 1
+    if not plain or config.optimizer_in_backward or config.optimizer_on_cpu:
+        only = "only plain AdamW in one process can be studied"
+        problems.append(f"{only} (optimizer, tensor_parallel)")
+    if (device or config.device) == "cuda" and not torch.cuda.is_available():
+        whose = "that of the run" if device is None else "--device"
+        what = f"the device is 'cuda' ({whose}), and PyTorch sees no GPU here"
+        problems.append(f"{what}; --device cpu studies the run on the CPU")
+    if problems:
+        raise ConfigError(str(path), problems)
+    own: dict[str, Any] = {"output_dir": scratch, "sampler_rows": 0, "follow": None}
+    own |= {"cpu_offload": False, "compile": False}  # neither changes what is computed
+    if device is not None and device != config.device:
+        own |= {"device": device, "num_threads": None}
+    if own.get("device") == "cpu":
+        own["activation_offloading"] = False
+    return dataclasses.replace(config, **own)
 
 
 class _Study:
-    """The policy before the step, its optimizer's state, and the pack. number: of the step in its iteration, from 0."""
+    """The policy before the step, its optimizer's state, and the pack. number: of the step in its
+    iteration, from 0."""
 
-    def __init__(self, config: GRPOConfig, here: Ranks, seed: int, dtype: str, number: int) -> None:
-        self.config, self.here, self.seed, self.dtype = config, here, seed, dtype
+    def __init__(
+        self,
+        config: GRPOConfig,
+        here: Ranks,
+        seed: int,
+        dtype: StudyDtype,
+        number: int,
+    ) -> None:
+        self.config = config
+        self.here = here
+        self.seed = seed
+        self.dtype = _DTYPES[dtype]
         self.packed = PackedTensors.load(config.packed)
         self.trained: Trained = load_trained(config, here)
         self.policy = self.trained.policy
         check_pack(self.packed, self.policy, config.model)
-        self.names = {name: p for name, p in self.policy.parameters_by_name().items() if p.requires_grad}
-        self.start = self.origin = self._copies()
-        """Where the step starts from, and the iteration: the policy that sampled."""
-        seed_of = config.seed, config.iteration
-        self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, self.policy.decoder.config)
-        self.number, self.step = number, self.steps[number]
-        self.objective, values = objective_from(config), self.trained.values
+        everything = self.policy.parameters_by_name()
+        self.names = {name: p for name, p in everything.items() if p.requires_grad}
+        self.origin = self._copies()
+        """Where the iteration starts from: the policy that sampled."""
+        seed_of = (config.seed, config.iteration)
+        model = self.policy.decoder.config
+        self.steps = updates(self.packed, config.updates_per_iteration, seed_of, here, model)
+        self.number = number
+        self.step = self.steps[number]
+        self.objective = objective_from(config)
+        values = self.trained.values
         self.head = None if values is None else values.head
-        before = self.trained.stepper.global_step
-        self.prepass = Prepass(self.policy, self.packed, self.steps, self.objective, config, here, before, self.head)
-        self.prepass.run()
+        self.first_step = self.trained.stepper.global_step
+        self._pass_before(self.head)
         for earlier in range(number):
             self.prepass.choose(earlier)
             self._take(self.steps[earlier])
+        self.start = self._copies() if number else self.origin
+        """Where the step starts from."""
         self.prepass.choose(number)
-        if number:
-            self.start = self._copies()
         self.moments = {name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)}
+        self.taken = max(int(self.moments[f"{name}.step"]) for name in self.names)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
+
+    @property
+    def _as_trained(self) -> bool:
+        """Whether the policy computes in the dtype that the study wants, as it was loaded."""
+        held_in = {p.dtype for p in self.policy.parameters()}
+        return self.policy.compute_dtype == self.dtype and held_in == {self.dtype}
+
+    def _pass_before(self, head: ValueHead | None) -> None:
+        """Make the passes that precede the iteration's first step, of the policy as it is. Without
+        a head, values stay those that were measured last."""
+        config = self.config
+        inputs = (self.policy, self.packed, self.steps, self.objective, config, self.here)
+        self.prepass = Prepass(*inputs, self.first_step, head)
+        self.prepass.run()
+
+    def _widen(self) -> None:
+        """Compute in the study's dtype from here on, from where the iteration starts."""
+        self.policy.widen(self.dtype)
+        if self.head is not None:
+            self.head.to(self.dtype)
+        for state in self._optimizer.state.values():
+            for name in state.keys() & {"exp_avg", "exp_avg_sq"}:  # there is none at first
+                state[name] = state[name].to(self.dtype)
+        self.origin = {name: tensor.to(self.dtype) for name, tensor in self.origin.items()}
+        self.start = {name: tensor.to(self.dtype) for name, tensor in self.start.items()}
+        self._put(self.origin)
+        self._pass_before(None)  # earlier steps have moved the head
+        self._put(self.start)
+        self.prepass.choose(self.number)
 
     def _copies(self) -> Vector:
         return {name: p.detach().clone() for name, p in self.names.items()}
@@ -163,28 +242,51 @@ class _Study:
         return optimizer
 
     def run(self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int) -> dict[str, Any]:
-        vector, dtype = self._update(self.step).whole(), self.dtype
-        found: dict[str, Any] = {"checkpoint": str(checkpoint), "global_step": self.trained.stepper.global_step + 1}
-        found |= {"update": self.number + 1, "updates": len(self.steps)}
-        found |= {"lr": self.eta, "dtype": dtype, "step": self._step(vector, checkpoint)}
+        found: dict[str, Any] = {
+            "checkpoint": str(checkpoint),
+            "global_step": self.trained.stepper.global_step + 1,
+            "update": self.number + 1,
+            "updates": len(self.steps),
+            "lr": self.eta,
+            "device": self.here.device.type,
+            "dtype": _NAMES[self.dtype],
+            "run_dtype": self.config.dtype,
+        }
+        as_run = self._logprobs()
+        own = self._own_logprobs()
+        gradients = None
+        distance = None
+        if self.number + 1 == len(self.steps) and self.config.lora_rank is None:
+            gradients = self._gradients(self.step)
+            distance = self._distance(checkpoint)
+        exact = None
+        if not self._as_trained:
+            self._widen()
+            exact = self._logprobs()
+            gradients = None
+
+        whole = self._update(self.step, gradients).whole()
+        del gradients
+        found["step"] = self._step(whole)
+        if distance is not None:
+            found["step"]["checkpoint_distance"] = distance
         entropy_half, update_half = halves(self.step.rows, derived_generator(self.seed, "study"))
         half = self._update(self._part(update_half))
-        found["half_cosine"] = agreement(half.whole(), vector).cosine
-        del vector  # of the model's size
-        logprobs, own = self._logprobs(), self._own_logprobs()
-        found["covariance"] = covariance_outliers(self.step.rows, logprobs, decoder_of(self.config.model))
-        if dtype == "fp64":
-            self.policy.double()
-            self.policy.compute_dtype = torch.float64
-            self.origin = {name: tensor.double() for name, tensor in self.origin.items()}
-            self.start = {name: tensor.double() for name, tensor in self.start.items()}
-        exact = self._logprobs() if dtype == "fp64" else None
-        sampled = self.step.rows.logprobs[self.step.rows.labels != IGNORE_LABEL]
-        found["mismatch"] = mismatch(sampled, logprobs, own_N=own, exact_N=exact)
+        found["half_cosine"] = agreement(half.whole(), whole).cosine
+        del whole  # of the model's size
+        rows = self.step.rows
+        logprobs = as_run if exact is None else exact
+        decode = decoder_of(self.config.model)
+        found["covariance"] = covariance_outliers(rows, logprobs, decode)
+        sampled = rows.logprobs[rows.labels != IGNORE_LABEL]
+        found["mismatch"] = mismatch(sampled, as_run, own_N=own, exact_N=exact)
+        for layer in adapted(self.policy).values():
+            layer.dropout = 0.0  # what follows is about the policy that samples
         if kernel:
             found["kernel"] = self._kernel(kernel)
         later = [one for step in self.steps[self.number + 1 :] for one in step.rows.samples]
-        unseen = {(one.task_id, one.sample) for one in (*later, *(self.step.rows.samples[place] for place in entropy_half))}
+        measured = [*later, *(rows.samples[place] for place in entropy_half)]
+        unseen = {(one.task_id, one.sample) for one in measured}
         among = [place for place, one in enumerate(self.packed.samples) if (one.task_id, one.sample) in unseen]
         times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
         self._put(self.origin)
@@ -203,39 +305,60 @@ class _Study:
         hidden = [states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)]
         return dataclasses.replace(self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden)
 
-    def _update(self, step: Step) -> Update:
-        """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient."""
+    def _update(self, step: Step, gradients: Vector | None = None) -> Update:
+        """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
+        `gradients` where they are known, and still there."""
+        gradients = self._gradients(step) if gradients is None else gradients
         config = self.config
+        betas = (config.beta1, config.beta2)
+        settings = AdamW(*betas, config.eps, config.weight_decay, self.taken + 1)
+        return adamw_update(self.start, gradients, self.moments, settings, self.dtype)
+
+    def _gradients(self, step: Step) -> Vector:
+        """Return copies of the clipped gradient, which stays with the parameters."""
         self.policy.zero_grad()
         self._accumulate(step)
-        clip_gradients(self.policy.parameters(), config.max_grad_norm)
-        gradients = {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
-        taken = max(int(value) for name, value in self.moments.items() if name.endswith(".step"))
-        settings = AdamW(config.beta1, config.beta2, config.eps, config.weight_decay, taken + 1)
-        dtype = torch.float64 if self.dtype == "fp64" else torch.float32
-        return adamw_update(self.start, gradients, self.moments, settings, dtype)
+        clip_gradients(self.policy.parameters(), self.config.max_grad_norm)
+        return {name: p.grad.clone() for name, p in self.names.items() if p.grad is not None}
 
-    @torch.no_grad()
-    def _step(self, vector: Vector, checkpoint: Path) -> dict[str, Any]:
-        """Take the optimizer's own step with the gradient that is there, compare, and take it back."""
+    @contextlib.contextmanager
+    def _stepped(self) -> Iterator[None]:
+        """Take the optimizer's own step with the gradient that is there, and take it back."""
         self.trained.stepper.begin(self.scale)
         self._optimizer.step()
-
-        def moved_by(before: Vector) -> Vector:
-            """(Where the parameters are - `before`) / η, in the vector's dtype."""
-            return {
-                name: ((self.names[name].double() - before[name].double()) / self.eta).to(v.dtype) for name, v in vector.items()
-            }
-
-        true = moved_by(self.start)
-        facts: dict[str, Any] = vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
-        if self.number + 1 == len(self.steps) and self.config.lora_rank is None:
-            after = {name: p.detach().clone() for name, p in self.names.items()}
-            self.policy.load_folder(checkpoint)
-            apart = moved_by(after)
-            facts["checkpoint_distance"] = (inner(apart, apart) / inner(true, true)) ** 0.5
+        yield
         self._put(self.start)
-        return facts
+        if not self.taken:
+            self._optimizer.state.clear()
+            return
+        for name, p in self.names.items():
+            for part, tensor in self._optimizer.state[p].items():
+                tensor.copy_(self.moments[f"{name}.{part}"].reshape(tensor.shape))
+
+    def _moved_by(self, before: Vector) -> Vector:
+        """Return (where the parameters are - `before`) / η."""
+        moved_by = {}
+        for name, p in self.names.items():
+            difference = p.detach().double() - before[name].double()
+            moved_by[name] = (difference / self.eta).to(self.dtype)
+        return moved_by
+
+    @torch.no_grad()
+    def _step(self, vector: Vector) -> dict[str, Any]:
+        """Compare the vector with the optimizer's own step."""
+        with self._stepped():
+            true = self._moved_by(self.start)
+        return vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
+
+    def _distance(self, checkpoint: Path) -> float:
+        """Return how far the checkpoint is from where the step with the gradient that is there
+        leads, over the step's length."""
+        with torch.no_grad(), self._stepped():
+            true = self._moved_by(self.start)
+            after = self._copies()
+            self.policy.load_folder(checkpoint)
+            apart = self._moved_by(after)
+        return math.sqrt(inner(apart, apart) / inner(true, true))
 
     @torch.no_grad()
     def _logprobs(self) -> Tensor:
@@ -251,16 +374,17 @@ class _Study:
         if folder is None or not Path(folder).exists():
             return None
         with as_policy_of(self.policy, self.config, folder):
-            return self._logprobs()
+            found = self._logprobs()
+        self._put(self.start)  # what is put back may be what the iteration started from
+        return found
 
     def _kernel(self, count: int) -> dict[str, Any]:
         """Return what the kernel of the step's first `count` tokens says of their entropy, for SGD and, once there are moments,
         with AdamW's preconditioner; and the last of these as cosines, by "sequence" of each token. "sequences": cosines of whole
         answers, with the "task" of each."""
-        taken = max(int(value) for name, value in self.moments.items() if name.endswith(".step"))
         kinds: dict[str, Vector | None] = {"sgd": None}
-        if taken:
-            correction, eps = 1 - self.config.beta2**taken, self.config.eps
+        if self.taken:
+            correction, eps = 1 - self.config.beta2**self.taken, self.config.eps
             kinds["adamw"] = {n: 1 / ((self.moments[f"{n}.exp_avg_sq"] / correction).sqrt() + eps) for n in self.names}
         size = sum(p.numel() for p in self.names.values())
         projection = Projection(self.names, PROJECTED, self.seed) if count * size > MOST_WHOLE else None

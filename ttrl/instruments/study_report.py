@@ -16,6 +16,7 @@ def study_text(found: Mapping[str, Any]) -> str:
     """Say what was found, for a terminal."""
     step, entropy, parts, regime = found["step"], found["entropy"], found["parts"], found["linear_regime"]
     lines = [
+        how_computed(found),
         f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the true step: cosine "
         f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
         f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± {entropy['rao_blackwell']['error']:.4f} nats "
@@ -35,9 +36,11 @@ def study_text(found: Mapping[str, Any]) -> str:
     if regime:
         within = f"from {regime[0] / found['lr']:.3g} to {regime[1] / found['lr']:.3g} learning rates"
     lines += ["", f"The first order is within 10% of what was measured {within}.", "", *outliers_text(found["covariance"]), ""]
+    trainer = f"Trainer in {found['run_dtype']}"
     for name, part in found["mismatch"].items():
         share = f", {part['share']:.0%} of its variance" if "share" in part and name != "whole" else ""
-        lines.append(f"Trainer − sampler, {name}: mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats{share}")
+        sizes = f"mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats"
+        lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
     if kernel := found.get("kernel"):
         for kind in ("sgd", "adamw"):
             if kind in kernel:
@@ -47,6 +50,12 @@ def study_text(found: Mapping[str, Any]) -> str:
                     f"themselves + {one['others']:.4g} from others"
                 )
     return "\n".join(lines)
+
+
+def how_computed(found: Mapping[str, Any]) -> str:
+    """Say in which dtype and on which device a study computed."""
+    device = {"cpu": "the CPU", "cuda": "a GPU"}[found["device"]]
+    return f"Computed in {found['dtype']} on {device}; the run trained in {found['run_dtype']}."
 
 
 def _where_entropy_is(by_position: Sequence[float]) -> str:
@@ -135,7 +144,8 @@ def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
     left.set(title=f"(log π − mean)·(A − mean); the mean is {found['covariance']['mean']:.3g}")
     names = list(found["mismatch"])
     others[0].bar(names, [found["mismatch"][name]["rms"] for name in names])
-    others[0].set(title="trainer − sampler", ylabel="rms of log π, nats")
+    trainer = f"trainer in {found['run_dtype']}"
+    others[0].set(title=f"{trainer} − sampler", ylabel="rms of log π, nats")
     if kinds:
         for part, shift in (("own", -0.2), ("others", 0.2)):
             places = [place + shift for place in range(len(kinds))]

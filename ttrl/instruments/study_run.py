@@ -12,7 +12,8 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 
 from ttrl.errors import RunFolderError
-from ttrl.instruments.study import study
+from ttrl.instruments.study import StudyDtype, study
+from ttrl.instruments.study_report import how_computed
 from ttrl.system.files import read_jsonl, write_json
 
 LINEAR = 0.5
@@ -23,7 +24,8 @@ def study_run(
     run: str | Path,
     *,
     sequences: int = 256,
-    dtype: Literal["fp32", "fp64"] = "fp32",
+    dtype: StudyDtype = "fp32",
+    device: Literal["cpu", "cuda"] | None = None,
     seed: int = 0,
     seen: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
@@ -33,19 +35,22 @@ def study_run(
     "is_linear"), "gone", the iterations whose start is no longer there, and what `signs` says. Raises RunFolderError where no
     iteration can be studied.
     """
+    how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
+    computed: dict[str, Any] = {}
     why = f"{run} has no iteration that was trained"
     for number, checkpoint in _iterations(Path(run)):
         update, updates = 1, 1
         while update <= updates:
             try:
-                found = study(checkpoint, sequences=sequences, factors=(1.0,), dtype=dtype, seed=seed, update=update)
+                found = study(checkpoint, factors=(1.0,), update=update, **how)
             except RunFolderError as error:
                 gone.append(number)
                 why = str(error)
                 break
             update, updates = update + 1, found["updates"]
+            computed = {name: found[name] for name in ("device", "dtype", "run_dtype")}
             (here,) = found["sweep"]
             row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
             row |= {"entropy": found["entropy"]["rao_blackwell"], "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"])}
@@ -53,7 +58,7 @@ def study_run(
             seen(steps[-1])
     if not steps:
         raise RunFolderError(why)
-    return {"run": str(run), "dtype": dtype, "steps": steps, "gone": gone, **signs(steps)}
+    return {"run": str(run), **computed, "steps": steps, "gone": gone, **signs(steps)}
 
 
 def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
@@ -83,11 +88,11 @@ def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 
 def last_words(found: Mapping[str, Any]) -> str:
-    """Say how often the first order had the right sign."""
-    text = (
-        f"The first order has the sign of what was measured in {found['right']} of {len(found['steps'])} steps; in "
-        f"{found['linear_right']} of the {found['linear']} whose second order is at most half of the first."
-    )
+    """Say how it was computed, and how often the first order had the right sign."""
+    text = how_computed(found) + "\n"
+    text += f"The first order has the sign of what was measured in {found['right']} of "
+    text += f"{len(found['steps'])} steps; in {found['linear_right']} of the {found['linear']} "
+    text += "whose second order is at most half of the first."
     if found["gone"]:
         which = ", ".join(map(str, found["gone"]))
         text += f"\nNot there any more: what iterations {which} started from (keep_checkpoints says how many a run keeps)."

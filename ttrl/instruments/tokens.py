@@ -9,7 +9,7 @@ act on (objectives "clip_cov" and "kl_cov").
 
     d = lag + rounding + rest
     lag       trainer's under the weights that are trained, minus trainer's under those that sampled
-    rounding  trainer's in the dtype that it trains in, minus the same in float64
+    rounding  trainer's in the dtype that it trains in, minus the same in a wider one
     rest      what is left: the server's own rounding, of about the size of the trainer's, and whatever is wrong
 
 so Cov(part, d)/Var(d) are shares that add up to 1.
@@ -64,7 +64,7 @@ def mismatch(
     sampler_N: Tensor, trainer_N: Tensor, *, own_N: Tensor | None = None, exact_N: Tensor | None = None
 ) -> dict[str, dict[str, float]]:
     """Split trainer - sampler into its parts; each with "mean" (of |part|), "rms" and "share". own: the trainer's under the
-    weights that sampled, where these are others; exact: `trainer_N` in float64. A part that is not known stays in the rest.
+    weights that sampled, where these are others; exact: `trainer_N` in a wider dtype. A part that is not known stays in the rest.
     Tokens that the sampler gave no log-probability are left out; empty where that is all of them."""
     known = torch.isfinite(sampler_N) & torch.isfinite(trainer_N)
     if not known.any():

@@ -239,13 +239,15 @@ def row_signals(
     """Return "start_logprobs" [R, T] of all labels under the policy as it is, NaN elsewhere; with a value head also "old_values"
     [R, T] of the positions that predict them, 0 elsewhere. A collective if the policy is sharded."""
     labelled = step.rows.labels != IGNORE
-    result = {"start_logprobs": torch.full(labelled.shape, torch.nan)}
+    result: dict[str, Tensor] = {}
     logprobs, values = [], []
     for batch in step.microbatches(config, device):
         out = policy(*policy_inputs(batch), HeadOptions(value_head=value_head, trained=batch["trained"]))
-        logprobs.append(out.logprobs.float().cpu())
+        logprobs.append(out.logprobs.cpu())
         values += [out.values.float().cpu()] if out.values is not None else []
-    result["start_logprobs"][labelled] = torch.cat(logprobs)  # both in row-major order
+    found = torch.cat(logprobs)
+    result["start_logprobs"] = torch.full(labelled.shape, torch.nan, dtype=found.dtype)
+    result["start_logprobs"][labelled] = found  # both in row-major order
     if value_head is not None:
         result["old_values"] = torch.zeros(labelled.shape)
         result["old_values"][labelled] = torch.cat(values)

@@ -25,7 +25,7 @@ from ttrl.training.models.decoder import Decoder
 from ttrl.training.models.weights import check_weights, iter_weights
 from ttrl.training.parallel.host_memory import HostMemory
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
-from ttrl.training.policy.lora import AdaptedLinear, plain
+from ttrl.training.policy.lora import AdaptedLinear, adapted, plain
 from ttrl.training.policy.value_head import ValueHead
 
 logger = logging.getLogger("ttrl.training")
@@ -207,6 +207,16 @@ class Policy(nn.Module):
                 memory.let_go()
 
         return put_back
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Hold all parameters in `dtype`, fp32 or wider, and compute in it. The numbers stay as
+        they are, those of 4 bits too. For policies that are not sharded."""
+        for layer in adapted(self).values():
+            numbers = plain(layer.weight)
+            if numbers is not layer.weight:
+                layer.weight = nn.Parameter(numbers, requires_grad=False)
+        self.to(dtype)
+        self.compute_dtype = dtype
 
     def load_folder(self, folder: str | Path) -> None:
         """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part. Raises
