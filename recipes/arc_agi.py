@@ -9,13 +9,13 @@ settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.arc_agi import get_arc_agi_tasks
 
+MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
 if __name__ == "__main__":
-    arguments = script_arguments(
-        __doc__, run="runs/arc_agi", iterations=100, model="Qwen/Qwen2.5-7B-Instruct", data="", presets=REPORT_PRESETS
-    )
+    arguments = script_arguments(__doc__, run="runs/arc_agi", iterations=100, model=MODEL, data="")
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -8,13 +8,13 @@ Reward: the share of groups that are exactly right. The settings are for one GPU
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
+MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
 if __name__ == "__main__":
-    arguments = script_arguments(
-        __doc__, run="runs/nyt_connections", iterations=60, model="Qwen/Qwen2.5-7B-Instruct", data="", presets=REPORT_PRESETS
-    )
+    arguments = script_arguments(__doc__, run="runs/nyt_connections", iterations=60, model=MODEL, data="")
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -11,13 +11,13 @@ Reward: the share of right answers. Settings for eight GPUs with 80 GB; they hav
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
+MODEL = "Qwen/Qwen2.5-14B-Instruct"
+
 if __name__ == "__main__":
-    arguments = script_arguments(
-        __doc__, run="runs/temporal_clue", iterations=100, model="Qwen/Qwen2.5-14B-Instruct", data="", presets=REPORT_PRESETS
-    )
+    arguments = script_arguments(__doc__, run="runs/temporal_clue", iterations=100, model=MODEL, data="")
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -8,13 +8,13 @@ settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import REPORT_PRESETS, run_recipe, script_arguments
+from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 
+MODEL = "Qwen/Qwen2.5-7B-Instruct"
+
 if __name__ == "__main__":
-    arguments = script_arguments(
-        __doc__, run="runs/zebra_grid", iterations=100, model="Qwen/Qwen2.5-7B-Instruct", presets=REPORT_PRESETS
-    )
+    arguments = script_arguments(__doc__, run="runs/zebra_grid", iterations=100, model=MODEL)
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -206,29 +206,17 @@ def test_data_without_a_default_must_be_given(monkeypatch: pytest.MonkeyPatch, c
 
 
 @pytest.mark.parametrize("name", ["temporal_clue", "zebra_grid", "nyt_connections", "arc_agi"])
-@pytest.mark.parametrize("preset", ["036", "038", "044", "049"])
-def test_experiments_of_the_report_by_their_names(
-    name: str, preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_experiments_of_the_report_have_no_names_yet(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what is known of them; a setting of its own prevails."""
-    seen: list[TrainConfig] = []
-
-    def checked(config: TrainConfig, *others: object, problems: list[str], **more: object) -> None:
-        assert not problems
-        seen.append(config)
-
-    monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--preset", preset]
+    """What was known of four of them was the same for all, and was of others."""
+    arguments = ["--check", "--run", str(tmp_path / "run"), "--preset", "036"]
     if name in DATA:
         DATA[name](tmp_path)
         arguments += ["--data", str(tmp_path)]
-    run(name, monkeypatch, *arguments)
-    run(name, monkeypatch, *arguments, "--set", "early_stop=null")
-    assert [config.early_stop for config in seen] == [{"alpha": 0.992, "threshold": -3.0}, None]
-    assert all(config.sample_files and config.problems() == [] for config in seen)
     with pytest.raises(SystemExit):
-        run(name, monkeypatch, *arguments, "--preset", "050")
-    assert "'036', '038', '044', '049'" in capsys.readouterr().err
+        run(name, monkeypatch, *arguments)
+    assert "unrecognized arguments: --preset 036" in capsys.readouterr().err
 
 
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
@@ -247,15 +235,62 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     monkeypatch.setattr("ttrl.cli.recipe_script.tune", lambda *given, **named: None)
     monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
     arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path), "--model", "", "--overfit", "5"]
-    run("chess_moves", monkeypatch, *arguments, "--set", "tasks_per_iteration=9")
+    run("chess_moves", monkeypatch, *arguments, "--preset", "rookworld", "--set", "tasks_per_iteration=5")
     config, tasks, validation_tasks = seen
     assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
     assert (config.validation_temperature, config.validation_samples, config.stop_at) == (0.0, 1, None)
+    assert config.validate_every == 1
     examples = map(json.loads, (tmp_path / "run/warm_start/examples.jsonl").read_text().splitlines())
     assert {one["messages"][0]["content"] for one in examples} == {task.messages[0]["content"] for task in tasks}
     assert "held-out" not in (out := capsys.readouterr().out) and "of the 5 tasks that it was trained on" in out
     with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
         run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
+
+
+def test_overfitting_refuses_what_it_would_have_to_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at once, before the recipe makes anything; what a preset says is no contradiction."""
+    wrong = [
+        "tasks_per_iteration=32",
+        "validation_samples=8",
+        "stop_at=0.9",
+        "curriculum=true",
+        "validation_temperature=0",
+        "lrr=1",
+    ]
+    with pytest.raises(ConfigError) as caught:
+        run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "5", "--set", *wrong)
+    assert caught.value.problems == [
+        "--overfit 5 means curriculum=false, and --set says curriculum=true; leave one out",
+        "--overfit 5 means stop_at=null, and --set says stop_at=0.9; leave one out",
+        "--overfit 5 means tasks_per_iteration=5, and --set says tasks_per_iteration=32; leave one out",
+        "--overfit 5 means validation_samples=1, and --set says validation_samples=8; leave one out",
+        "'lrr' is a setting neither of a run nor of the recipe; did you mean 'lr'?",
+    ]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "setting", "said"),
+    [
+        (["--iterations", "9"], "iterations=8", "--iterations is 9, and --set says iterations=8; leave one out"),
+        (["--cluster", "auto"], "cluster=h:1", "--cluster is auto, and --set says cluster=h:1; leave one out"),
+        ([], "seed=3", "--set seed=3: write --seed instead, as the recipe itself uses it, too"),
+        ([], "model=m", "--set model=m: write --model instead, as the recipe itself uses it, too"),
+        ([], "run=r", "--set run=r: write --run instead, as the recipe itself uses it, too"),
+        (["--seed", "3"], "seed=3", None),
+        ([], "iterations=8", None),
+    ],
+)
+def test_a_setting_that_an_option_contradicts_is_refused(
+    option: list[str], setting: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--check", "--run", str(tmp_path), *option, "--set", setting]
+    if said is None:
+        run("countdown", monkeypatch, *arguments, "--model", "tiny")
+        return
+    with pytest.raises(ConfigError) as caught:
+        run("countdown", monkeypatch, *arguments)
+    assert caught.value.problems == [said]
 
 
 def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,11 +317,9 @@ def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         "--level",
         "0",
         "2",
-        "--set",
-        "level_up_at=0.5",
-        "curriculum=true",
     ]
-    for more in ([], ["--overfit", "2060"], ["--tiny"]):
+    levels_up = ["--set", "level_up_at=0.5", "curriculum=true"]
+    for more in (levels_up, ["--overfit", "2060"], ["--tiny", *levels_up]):
         run("reasoning_puzzles", monkeypatch, *arguments, *more)
     (whole, levels), (overfit, none), (_, tiny) = seen
     assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (True, 0.5, 2048, 2048)

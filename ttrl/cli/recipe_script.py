@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrl.cli.settings import with_settings
+from ttrl.cli.settings import settings_in, with_settings
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import TaskError, TtrlError, UserError
+from ttrl.errors import ConfigError, TaskError, TtrlError, UserError
 from ttrl.launch.tune import tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
@@ -35,11 +35,9 @@ from ttrl.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
-REPORT_PRESETS: dict[str, dict[str, Any]] = {
-    name: {"early_stop": {"alpha": 0.992, "threshold": -3.0}, "sample_files": True} for name in ("036", "038", "044", "049")
-}
-"""What is known of these experiments of the report that the project was created from, and sets them apart from its others. Which
-task each of them was on, its model, sizes and learning rate are not known here: those are the recipe's."""
+_BY_OPTION = ("run", "seed", "model")
+"""Settings that recipes read as well, so that --set would change them for the run alone."""
+_ALSO_OPTIONS = ("iterations", "weight_sync", "cluster", "nproc_per_node")
 _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
@@ -61,6 +59,7 @@ def script_arguments(
     """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model ("" where
     the recipe makes one of its own); with `data`, also data ("" for data that has no default); with `presets`, settings of an
     experiment by its name, over which single ones given with --set prevail; `options` adds more.
+    Raises ConfigError where --set contradicts another option.
 
     `run` of what it returns is absolute; where the recipe has a model that is not its own, it has `tiny`.
     """
@@ -85,9 +84,8 @@ def script_arguments(
         parser.add_argument(
             "--data", default=data or None, required=not data, help=f"a file, a folder, or a data set's name on the hub{shown}"
         )
-    parser.add_argument(
-        "--overfit", type=int, metavar="N", help="the first N tasks in each iteration, validated greedily on these same tasks"
-    )
+    same = "the first N tasks in each iteration, asked again greedily after each step"
+    parser.add_argument("--overfit", type=int, metavar="N", help=same)
     if presets:
         parser.add_argument("--preset", choices=presets, help="with the settings of an experiment; see docs/tasks.md")
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
@@ -97,6 +95,8 @@ def script_arguments(
     if options is not None:
         options(parser)
     arguments = parser.parse_args()
+    if problems := _contradictions(arguments, parser):
+        raise ConfigError("arguments", problems)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
     arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set
     if arguments.cluster is not None:
@@ -104,6 +104,50 @@ def script_arguments(
     arguments.run = arguments.run.absolute()
     print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments
+
+
+def _contradictions(
+    arguments: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+) -> list[str]:
+    """Return where --set says other than another option, and with it what --set misspells."""
+    given, misspelled = settings_in(arguments.set)
+    found = []
+    meant = {} if arguments.overfit is None else _overfit_settings(arguments.overfit)
+    for name in given.keys() & meant.keys():
+        if given[name] != meant[name]:
+            why = f"--overfit {arguments.overfit} means {_written(name, meant[name])}"
+            found.append(f"{why}, and --set says {_written(name, given[name])}; leave one out")
+    for name in given.keys() & vars(arguments).keys():
+        own = getattr(arguments, name)
+        option = f"--{name.replace('_', '-')}"
+        if str(own) == str(given[name]):
+            continue
+        if name in _BY_OPTION:
+            why = "the recipe itself uses it, too"
+            found.append(f"--set {_written(name, given[name])}: write {option} instead, as {why}")
+        elif name in _ALSO_OPTIONS and own != parser.get_default(name):
+            both = f"{option} is {own}, and --set says {_written(name, given[name])}"
+            found.append(f"{both}; leave one out")
+    return [*sorted(found), *misspelled] if found else []
+
+
+def _written(name: str, value: Any) -> str:
+    return f"{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+
+
+def _overfit_settings(count: int) -> dict[str, Any]:
+    """Return what --overfit means: no other tasks, and greedy answers to them after each step."""
+    return {
+        "tasks_per_iteration": count,
+        "dynamic_sampling": None,
+        "max_extra_tasks": None,
+        "curriculum": False,
+        "validate_every": 1,
+        "validation_samples": 1,
+        "validation_temperature": 0.0,
+        "stop_at": None,
+    }
 
 
 def supervised_start(
@@ -185,11 +229,10 @@ def run_recipe(
     if count is not None and not 1 <= count <= len(tasks):
         problems.append(f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to {len(tasks)}")
     elif count is not None:
-        greedy: dict[str, Any] = {"validation_samples": 1, "validation_temperature": 0.0, "stop_at": None}
-        tasks = validation_tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
-        whole: dict[str, Any] = {"tasks_per_iteration": count, "dynamic_sampling": None, "max_extra_tasks": None}
-        whole["curriculum"] = False
-        config, what = dataclasses.replace(config, **greedy, **whole), f"{what}, of the {count} tasks that it was trained on"
+        tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
+        validation_tasks = tasks
+        config = dataclasses.replace(config, **_overfit_settings(count))
+        what = f"{what}, of the {count} tasks that it was trained on"
     if arguments.check or problems:
         checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments), problems=problems)
         if not tasks or not validation_tasks:

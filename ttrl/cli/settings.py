@@ -29,7 +29,7 @@ def read_config(path: Path, settings: Sequence[str] = (), *, elsewhere: bool = F
     """
     file = path / "config.yaml" if path.is_dir() else path
     values = _read_mapping(file)
-    changes, unknown = _changes(settings)
+    changes, unknown = settings_in(settings)
     if unknown:
         raise ConfigError("--set", unknown)
     if "iterations" in values or "tasks_per_iteration" in values:
@@ -74,7 +74,7 @@ def read_run(path: Path, settings: Sequence[str]) -> tuple[TrainConfig, list[Tas
     """
     values = {"run": f"runs/{path.stem}"} | _read_mapping(path)
     named = {key: values.pop(key, None) for key in ("tasks", "validation_tasks")}
-    changes, problems = _changes(settings)
+    changes, problems = settings_in(settings)
     config, found = TrainConfig.examine(_changed(values, changes))
     tasks: dict[str, list[Task]] = {}
     for key, name in named.items():
@@ -90,16 +90,16 @@ def read_run(path: Path, settings: Sequence[str]) -> tuple[TrainConfig, list[Tas
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:
     """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and what is wrong with the result, one
     line each."""
-    changes, unknown = _changes(settings)
+    changes, unknown = settings_in(settings)
     config, found = TrainConfig.examine(_changed(config.to_dict(), changes))
     return config, unknown + found
 
 
-def _changes(settings: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings that there are, and a problem for each text that is none."""
+def settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings in "KEY=VALUE" texts, and a problem for each text that is none."""
     changes: dict[str, Any] = {}
     unknown: list[str] = []
-    for text in settings:
+    for text in texts:
         try:
             changes.update([_setting(text)])
         except UserError as error:
