@@ -373,6 +373,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
             {
                 **{"tasks_per_iteration": 32, "samples_per_task": 8, "lr": 2e-6, "updates_per_iteration": 1},
                 **{"advantages": "mean", "aggregation": "constant", "gradient_noise": True, "validation_samples": 8},
+                **{"validate_every": 8, "keep_checkpoints": 65},
             },
             "r1",
         ),

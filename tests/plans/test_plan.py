@@ -22,6 +22,7 @@ from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
 from ttrl.plans import lengths, planner
 from ttrl.plans import machine as plan_machine
+from ttrl.plans.disk import _others_at_most
 from ttrl.plans.lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import measured_in_run
@@ -29,7 +30,7 @@ from ttrl.plans.planner import make_plan, read_model_config, write_plan
 from ttrl.plans.warnings import warnings_of
 from ttrl.report.plan import outcomes, plan_table
 from ttrl.system.files import read_jsonl
-from ttrl.text import gib
+from ttrl.text import gib, si_spaced
 from ttrl.training.counts import work_counts
 from ttrl.training.timing import matmul_peak
 
@@ -244,6 +245,24 @@ def test_time_and_money(big):
     starts = sum(part.seconds for part in seconds.start.values())
     assert seconds.run == pytest.approx(starts + seconds.phases["validate"].seconds + 10 * seconds.iteration)
     assert made.price == pytest.approx(seconds.run / 3600 * 3.0) and plan(config_of(big)).price is None
+
+
+def test_validation_is_counted_as_often_as_it_is_made(big):
+    """Eight samples of 200 problems are six times what an iteration trains on."""
+    asked = [Task([{"role": "user", "content": str(n)}], float) for n in range(200)]
+    sizes = {"iterations": 64, "tasks_per_iteration": 32, "samples_per_task": 8, "validation_samples": 8}
+    always, seldom = (plan(config_of(big, validate_every=n, **sizes), validation_tasks=asked) for n in (1, 8))
+    said, more = (" ".join(str(made).split()) for made in (seldom, always))
+    assert "1,600 samples after every 8 iterations, 9 times with the start: 14,400 of the run's 30,784 samples" in said
+    assert "1,600 samples after each iteration, 65 times with the start: 104,000 of the run's 120,384 samples" in more
+    assert f"a validation {si_spaced(seldom.flops.validation)}FLOP" in said
+    assert "a share of what every 8 iterations take" in said and "a share of" not in more
+    assert warned("1,600 in a validation, and 256 in an iteration, with validate_every 1; validate_every: 25 makes", always)
+    assert not warned("more held-out samples", seldom)
+    written = 64 * 40 * seldom.work.validation_tokens
+    assert always.disk["logs"] - seldom.disk["logs"] == pytest.approx(written * 7 / 8)
+    logs = [_others_at_most(config_of(big, validate_every=n, **sizes), 200) for n in (1, 8)]
+    assert logs[0] - logs[1] == pytest.approx(1600 * 1024 * 40 * 7 / 8)
 
 
 def test_what_goes_between_gpus_and_their_host_takes_time(big):

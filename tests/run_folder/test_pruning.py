@@ -47,6 +47,14 @@ def test_newest_best_and_every_nth(tmp_path):
     assert there == [0, 4, 7, 8, 9]
 
 
+def test_one_more_than_there_are_iterations_keeps_all_and_the_start(tmp_path):
+    """So that each step can be studied from where it began, the first one too."""
+    folder = folder_of(tmp_path, [True] * 7)
+    kept = kept_of(folder, rows(*[0.5] * 7), config(tmp_path, keep_checkpoints=7), 6)
+    assert kept.checkpoints == set(range(7)) and set(range(1, 7)) <= kept.states
+    assert 0 not in kept_of(folder, rows(*[0.5] * 7), config(tmp_path, keep_checkpoints=6), 6).checkpoints
+
+
 def test_the_best_are_policies_not_iterations(tmp_path):
     """Iterations that trained nothing have the policy before; of equals the newest counts, and it counts once."""
     folder = folder_of(tmp_path, [True, True, False, True])

@@ -37,6 +37,7 @@ class Plan:
     machine: Machine
     processes: int
     iterations: int
+    validate_every: int
     prompts_from: str
     completions_from: str
     signal_from: str
@@ -55,6 +56,12 @@ class Plan:
     chosen: Mapping[str, str] = field(default_factory=dict)
     """What the config leaves open, by setting: the value chosen for these GPUs, and why."""
     warnings: list[str] = field(default_factory=list)
+
+    @property
+    def validations(self) -> int:
+        """Return how often the held-out tasks are asked: of the first, the last and every
+        `validate_every`-th policy."""
+        return 1 + -(-self.iterations // self.validate_every)
 
     @property
     def price(self) -> float | None:
@@ -159,11 +166,27 @@ def _iteration(plan: Plan) -> list[str]:
         )
     lines += _row("optimizer steps", f"{work.optimizer_steps} in {work.microbatches} microbatch{'es' * (work.microbatches != 1)}")
     if work.validation_samples:
-        lines += _row("held out", f"{work.validation_samples:,} samples")
+        lines += _row("held out", _held_out(plan))
     parts = [f"training {si_spaced(flops.training)}FLOP"]
     parts += [f"passes before it {si_spaced(flops.prepass)}FLOP"] if flops.prepass else []
     parts += [f"sampling {si_spaced(flops.sampling)}FLOP"] if plan.with_server else []
+    if work.validation_samples:
+        parts.append(f"a validation {si_spaced(flops.validation)}FLOP")
     return lines + _row("arithmetic", ", ".join(parts))
+
+
+def _held_out(plan: Plan) -> str:
+    """Say what validation adds to what the whole run samples."""
+    work = plan.work
+    every = "each iteration"
+    if plan.validate_every > 1:
+        every = f"every {plan.validate_every} iterations"
+    held_out = plan.validations * work.validation_samples
+    sampled = held_out + plan.iterations * work.samples
+    return (
+        f"{work.validation_samples:,} samples after {every}, {plan.validations} times with the "
+        f"start: {held_out:,} of the run's {sampled:,} samples"
+    )
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -209,10 +232,12 @@ def _time(plan: Plan) -> list[str]:
         for name, phase in seconds.phases.items():
             if name == "validate" and not plan.work.validation_samples:
                 continue
-            waits = (
-                "; files that are still being written" if name == "other" and phase.seconds > 1 and plan.memory.held_out else ""
-            )
-            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {_SOURCES[phase.source]}{waits}")
+            note = ""
+            if name == "other" and phase.seconds > 1 and plan.memory.held_out:
+                note = "; files that are still being written"
+            if name == "validate" and plan.validate_every > 1:
+                note = f"; a share of what every {plan.validate_every} iterations take"
+            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {_SOURCES[phase.source]}{note}")
         together = sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
         how = "   some of them at the same time" if together else ""
         return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]

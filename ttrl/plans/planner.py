@@ -138,6 +138,7 @@ def make_plan(
         machine=machine,
         processes=config.processes,
         iterations=config.iterations,
+        validate_every=config.validate_every,
         prompts_from=lengths.prompts_from,
         completions_from=lengths.completions_from,
         signal_from=lengths.signal_from,
@@ -296,7 +297,8 @@ def _task_counts(run: Path | None) -> dict[str, int]:
 
 def _disk(config: TrainConfig, each: Mapping[str, float], work: Work, here: bool) -> dict[str, float]:
     """Return Plan.disk: what the rules of pruning keep, and the rollouts and rows of all iterations."""
-    sampled = (work.completion_tokens + work.validation_tokens) * SAMPLED_TOKEN_BYTES
+    validated = work.validation_tokens / config.validate_every
+    sampled = (work.completion_tokens + validated) * SAMPLED_TOKEN_BYTES
     others = sampled + work.rows * work.seq_len * PACKED_POSITION_BYTES
     free = free_bytes(config.run or ".") if here else None
     needs = needs_after(config, 0, [0, 0], (each["checkpoint"], each["state"]), others, free)

@@ -29,7 +29,7 @@ def warnings_of(
 ) -> list[str]:
     """Say what is wrong with a plan, a line each."""
     found = [*_cache(config, work, memory), *_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
-    found += _files(config, memory, disk, seconds)
+    found += _files(config, memory, disk, seconds) + _held_out(config, work)
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
             f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are {tasks}; lower tasks_per_iteration"
@@ -142,6 +142,18 @@ def _files(config: TrainConfig, memory: PlannedMemory, disk: Mapping[str, float]
         f"files hold up every iteration: {gib(disk['checkpoint'] + disk['state'])} are written beside the next one's sampling, "
         f"which waits for them for {waiting.seconds:.0f} s; save_every: {fewer} leaves {waiting.seconds / 5:.0f} s, and a run "
         f"that is killed trains up to {fewer - 1} iterations again, without sampling again"
+    ]
+
+
+def _held_out(config: TrainConfig, work: Work) -> list[str]:
+    held_out = work.validation_samples
+    if held_out <= config.validate_every * work.samples:
+        return []
+    often = -(-4 * held_out // work.samples)
+    return [
+        f"more held-out samples than others: {held_out:,} in a validation, and {work.samples:,} in an "
+        f"iteration, with validate_every {config.validate_every}; validate_every: {often} makes them a "
+        "quarter of these"
     ]
 
 
