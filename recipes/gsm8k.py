@@ -10,11 +10,13 @@ The settings of a study of entropy and gradient noise: on-policy, rewards minus 
 is kept for the end: `ttrl eval CHECKPOINT --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they
 have not been run.
 
---preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem for pass@1 and pass@8 (52 to
-65% pass@1 in its 64 steps). The rank is not known to us. Held-out problems are asked every eighth step: 1,600 samples, where a
-step trains on 256. It begins with supervised training on worked answers, until 95% of the held-out answers have the format; a
-model that follows it already is left as it is. What the study measured: gradient noise in train.jsonl and the report, all else by
-`ttrl study`, of one checkpoint or of the whole run, for which the adapters and optimizer states of all steps are kept.
+--preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem
+for pass@1 and pass@8 (52 to 65% pass@1 in its 64 steps). The rank is not known to us. Held-out
+problems are asked every eighth step: 1,600 samples, and a step trains on 256. It begins with
+supervised training on worked answers, until 95% of the held-out answers have the format; a model
+that follows it already is left as it is. What the study measured: gradient noise in train.jsonl and
+the report, all else by `ttrl study`, of one checkpoint or of the whole run. For that, the adapters
+and optimizer states of all steps are kept.
 
 --preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy answers, 0 of 320 samples). Three
 solved problems before each question, as turns that all questions share, show it how an answer looks (`#### 18`): 0.61 of its
@@ -65,7 +67,7 @@ if __name__ == "__main__":
         tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked)
         held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
     if arguments.preset == "entropy-study":
-        config.keep_checkpoints = max(3, arguments.iterations + 1)  # with the one that it starts from
+        config.keep_checkpoints = max(3, arguments.iterations + 1)  # the start counts, too
         from ttrl.cli.arms import Supervised, supervised_first  # loads PyTorch
 
         examples = gsm8k_examples(seed=arguments.seed, path=arguments.data, style="r1")

@@ -14,7 +14,13 @@ from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/nyt_connections", iterations=60, model=MODEL, data="")
+    arguments = script_arguments(
+        __doc__,
+        run="runs/nyt_connections",
+        iterations=60,
+        model=MODEL,
+        data="",
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -11,7 +11,8 @@ advantages are rewards minus the mean of their group; without KL; ratios are not
 on with worked answers to questions of the same kind, until it has taken as many FLOPs as RL did, everything counted that RL
 computes: prompts, answers, forward and backward passes. The report, RUN/compare.html, says which of the two is better on the same
 held-out tasks, how sure that is, and how they got there, over FLOPs, answer tokens and time. A further arm is RL with other
-settings; it needs as many FLOPs as RL, or all arms are compared where it ended.
+settings; it needs as many FLOPs as RL, or all arms are compared where it ended. Supervised training uses the dtype and GPUs of
+RL, and settings and memory of all arms are checked before the first one starts.
 
 The settings for GSM8K are those of the experiment as far as they are known: learning rates, batch of SFT and questions of an
 iteration are ours. 420 iterations are one pass over the questions. They have not been run. Ctrl-C whenever you like; the same

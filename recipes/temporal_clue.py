@@ -17,7 +17,13 @@ from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 MODEL = "Qwen/Qwen2.5-14B-Instruct"
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/temporal_clue", iterations=100, model=MODEL, data="")
+    arguments = script_arguments(
+        __doc__,
+        run="runs/temporal_clue",
+        iterations=100,
+        model=MODEL,
+        data="",
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

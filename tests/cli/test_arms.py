@@ -20,12 +20,14 @@ from ttrl.cli import arms
 from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_first, supervised_run
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
+from ttrl.plans.supervised import Hardware
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks
 
+QWEN = json.loads((Path(__file__).parents[1] / "architectures.json").read_text())["qwen2.5_7b"]
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
 EXAMPLES = sort_letters_examples(16)
@@ -61,7 +63,8 @@ def world(address, answers, monkeypatch):
     """What was trained and asked, in order."""
     done, (said, exact), threads = [], answers, torch.get_num_threads()
 
-    def tune_here(config, path, *, recipe, pbar_desc):
+    def tune_here(config, path, *, recipe, nproc_per_node, pbar_desc):
+        assert nproc_per_node == 1
         done.append(("train", Path(config["output_dir"]).parent.parent.name, config.get("steps"), config.get("flops")))
         config = SFTConfig.parse(yaml.safe_load(yaml.safe_dump(config)), "test")
         sft_recipe.train(config, Ranks(0, 1, torch.device("cpu")))
@@ -177,7 +180,7 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
     assert (last / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
 
 
-def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path):
+def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path, capsys):
     """Unless it is only looked at; with what is wrong said before anything is trained; the same command finds it there again."""
     config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
@@ -185,6 +188,11 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     for looked in ("check", "plan", "tiny"):
         arguments = given(tmp_path, **{"tiny": False, looked: True})
         assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
+    assert "start: 1 process in fp32, each with up to" in capsys.readouterr().out
+    for looked in ({"check": True}, {}):
+        wrong = dataclasses.replace(start, settings={"batch_size": 0})
+        with pytest.raises(ConfigError, match="start: batch_size is 0"):
+            supervised_first(given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong)
     with pytest.raises(ConfigError, match="max_tokens is 0"):
         supervised_first(given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start)
     assert not world and not (tmp_path / "run").exists()
@@ -195,12 +203,97 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
     assert supervised_first(arguments, config, TASKS, HELD_OUT, start) == first and len(world) == trained
 
 
+@pytest.fixture
+def gpus(world, monkeypatch):
+    """Two of them, as far as arms are concerned: what was started in how many processes, with which settings."""
+    started = []
+
+    def tune_there(config, path, *, recipe, nproc_per_node, pbar_desc):
+        started.append((Path(config["output_dir"]).parent.parent.name, nproc_per_node, config))
+        for name in ("checkpoint", "state"):
+            (Path(config["output_dir"]) / name).mkdir(parents=True)
+        shutil.copytree(config["model"], Path(config["output_dir"]) / "checkpoint", dirs_exist_ok=True)
+        step = {"global_step": 1, "flops": 4e6, "trained_tokens": 1, "row_tokens": 1, "padding_tokens": 0, "logical_tokens": 1}
+        step |= {"lr": 1e-3, "seconds": 1.0, "flops_by_part": {"training": 4e6}}
+        (Path(config["output_dir"]) / "train.jsonl").write_text(json.dumps(step) + "\n")
+
+    def of(config):
+        return Hardware([80e9, 80e9], 1e12)
+
+    here = TrainConfig.resolved
+    monkeypatch.setattr(TrainConfig, "resolved", lambda config, cuda: here(config, True))  # so does `train` there
+    monkeypatch.setattr(arms, "tune", tune_there)
+    monkeypatch.setattr(Hardware, "of", of)
+    return started
+
+
+def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, model, tmp_path):
+    """Before the run and next to it; the same command finds what was chosen."""
+    arguments = given(tmp_path, seeds=1, set=["optimizer=adamw_8bit", "weight_decay=0.1"])
+    config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, tasks_per_iteration=4, max_tokens=9)
+    right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
+    start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1}, marks=[2], stop_at=right + 0.01)
+    sft = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1})
+    for _ in range(2):
+        run_arms(arguments, config, TASKS, HELD_OUT, start=start, sft=sft, sets={})
+    assert [name for name, _, _ in gpus] == ["start", "SFT-0", "SFT-0"]
+    assert {processes for _, processes, _ in gpus} == {2}
+    first, second, _ = (settings for _, _, settings in gpus)
+    for settings in (first, second):
+        assert settings["dtype"] == "bf16" and settings["rows_per_microbatch"] == 64
+        assert settings["activation_checkpointing"] is False
+    assert (first["optimizer"], second["optimizer"]) == ("adamw", "adamw_8bit")
+    assert "weight_decay" not in first and second["weight_decay"] == 0.1
+    assert RunFolder(tmp_path / "run" / "SFT-0").config()["nproc_per_node"] == 2
+
+
+def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(world, gpus, tmp_path, monkeypatch):
+    """RL trains adapters, which fit; the start trains all weights of 7 billion."""
+    big = tmp_path / "big"
+    big.mkdir()
+    (big / "config.json").write_text(json.dumps(QWEN))
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
+    with pytest.raises(ConfigError) as caught:
+        run(given(tmp_path, set=["lora_rank=32"]), big)
+    (problem,) = caught.value.problems
+    assert problem.startswith("start: does not fit: the trainer needs") and "; or 2 such GPUs" in problem
+    assert "TTRL_IGNORE_MEMORY=1" in problem
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([24e9], 1e12))
+    with pytest.raises(ConfigError) as caught:
+        run(given(tmp_path, arm=[["wide", "lora_rank=8"]]), big)
+    said = [problem.split(":")[0] for problem in caught.value.problems]
+    assert said == ["RL", "wide", "start", "SFT"]
+    assert not world and not gpus and not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_a_start_is_told_before_it_begins(world, gpus, model, tmp_path, monkeypatch):
+    config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
+    start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64}, marks=[2])
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([0.5e9], 1e12))
+    with pytest.raises(ConfigError) as caught:
+        supervised_first(given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["RL", "start"]
+    monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
+    monkeypatch.setattr(arms, "supervised_run", lambda run, settings, *more, **others: settings["data"])
+    assert supervised_first(given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start).model.endswith("examples.jsonl")
+    assert not world and not gpus
+
+
+def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(arms, "run_recipe", lambda *given: "the run's plan")
+    monkeypatch.setattr(arms, "_sft_plan", lambda run: "")
+    said = run(given(tmp_path, plan=True), model)
+    assert said.startswith("the run's plan\n\nSupervised training\n  start: 2 processes in bf16, each with up to")
+    assert "\n  SFT: 2 processes in bf16" in said and not gpus
+
+
 def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
     for others, error, said in (
         ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: give another name"),
         ({"arm": [["a/b"]]}, UserError, "--arm a/b: give another name"),
         ({"arm": [["x", "learning_rte=1"]]}, ConfigError, "--arm x: 'learning_rte' is a setting neither"),
         ({"set": ["max_tokens=0"]}, ConfigError, "max_tokens is 0"),
+        ({"set": ["weight_decay=-1"]}, ConfigError, "training: weight_decay is -1.0.*\\n.*SFT: weight_decay is -1.0"),
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
     ):
         with pytest.raises(error, match=said):

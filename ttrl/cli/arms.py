@@ -10,6 +10,9 @@ Each of them is a run folder, so the same call goes on wherever it was interrupt
 it, at whose end the held-out tasks are asked. The pieces of SFT end where the FLOPs of its steps, B·3f each (B: tokens of a
 step, f: FLOPs of a token's forward pass), are nearest to what RL had spent after some of its iterations, on reading prompts,
 writing answers, passes before its updates, and forward and backward passes: N = ΣF / (B·3f) steps in all, within half a step.
+
+Supervised training takes over the run's dtype and GPUs (`ttrl.plans.supervised`). Settings and
+memory of all arms are checked before the first one starts.
 """
 
 import argparse
@@ -23,15 +26,24 @@ from typing import Any, Literal
 
 from ttrl.cli.recipe_script import run_recipe
 from ttrl.cli.settings import with_settings
-from ttrl.configs import SFTConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.errors import UserError
+from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
 from ttrl.evaluation.evaluate import EvalConfig, checked_sets, evaluate
 from ttrl.evaluation.results import read_result
 from ttrl.launch.tune import SFT_RECIPE, tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
+from ttrl.plans.choices import as_begun, choose
+from ttrl.plans.supervised import (
+    ArmsPlan,
+    Hardware,
+    fit_supervised,
+    setting_problems,
+    sft_settings,
+    shape_of,
+    start_settings,
+)
 from ttrl.report.comparison import RunComparison, compare_runs, spent
 from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.metrics import metrics_row
@@ -43,8 +55,6 @@ from ttrl.tasks.task import Task
 from ttrl.text import counted, percent, si_spaced
 
 RL, SFT = "RL", "SFT"
-_NOT_SHARED = frozenset({"lr", "lr_schedule", "warmup_steps", "total_steps"})
-"""Settings of RL that say nothing of SFT."""
 
 Sets = str | Mapping[str, Sequence[Task]]
 """Held-out sets as `evaluate` takes them: families as text, or tasks by name."""
@@ -110,10 +120,16 @@ def run_arms(
     if arguments.seeds < 1 or arguments.points < 1 or arguments.overfit is not None:
         raise UserError("--seeds and --points must be at least 1, and --overfit leaves no held-out tasks to compare arms on")
     config = dataclasses.replace(config, run=str(Path(arguments.run, f"{RL}-{arguments.seed}")))
+    problems += setting_problems("start", start_settings(config, start.settings, cuda=False))
+    problems += setting_problems(SFT, sft_settings(config, sft.settings))
     checked(config, tasks, held_out, model=False, problems=problems)
-    if arguments.check or arguments.plan:
+    if arguments.check:
+        return run_recipe(arguments, config, tasks, held_out, "")
+    planned = _planned(arguments, named, start, sft)
+    if arguments.plan:
         said = run_recipe(arguments, config, tasks, held_out, "")
-        return said + (_sft_plan(Path(config.run)) if arguments.plan else "")
+        return f"{said}{_sft_plan(Path(config.run))}\n\n{planned}"
+    _check(planned)
     sets = sets if arguments.sets is None else arguments.sets
     if sets:
         checked_sets(EvalConfig(model=config.model, tasks=sets, n=arguments.sets_n, pbar=False))
@@ -130,10 +146,15 @@ def _run_arms(
     sft: Supervised,
     sets: Sets,
 ) -> str:
-    run, config = Path(arguments.run), named[RL]
-    asked = HeldOut(held_out, config.validation_metric, _how(config))
-    model = _start(run / "start", config, start, dataclasses.replace(asked, metric=start.metric))
+    run = Path(arguments.run)
+    config = named[RL]
+    hardware = Hardware.of(config)
+    how = _how(_served(config, hardware))
+    asked = HeldOut(held_out, config.validation_metric, how)
+    of_start = dataclasses.replace(asked, metric=start.metric)
+    model = _start(run / "start", config, start, of_start, hardware)
     sampled = {"n": arguments.sets_n, "max_tokens": config.max_tokens}
+    sampled |= {name: how[name] for name in ("dtype", "max_model_len", "server_args")}
     _ask_sets(model, sets, sampled, run / "start" / "sets.json")
     write_jsonl(run / "examples.jsonl", [dict(one) for one in sft.examples])
     folders: list[tuple[str, Path]] = []
@@ -146,7 +167,8 @@ def _run_arms(
             folders.append((name, folder))
             if name == RL:
                 folders.append((SFT, run / f"{SFT}-{seed}"))
-                checkpoint = _same_flops(folder, folders[-1][1], run / "examples.jsonl", sft, asked, arguments.points)
+                given = (sft, asked, arguments.points, settings, hardware)
+                checkpoint = _same_flops(folder, folders[-1][1], *given)
                 _ask_sets(checkpoint, sets, sampled, folders[-1][1] / "sets.json")
         compared = _compared(folders, sets)
         page = compared.write_html(run / "compare.html")
@@ -169,42 +191,127 @@ def _how(config: TrainConfig) -> dict[str, Any]:
 def supervised_first(
     arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], held_out: Sequence[Task], start: Supervised
 ) -> TrainConfig:
-    """Return the run's config with the model that supervised training makes first, in RUN/start; as it is where nothing is
-    trained (--check, --plan) or tried out alone (--tiny). Raises what `run_recipe` and `supervised_run` raise."""
-    if arguments.check or arguments.plan or arguments.tiny:
+    """Return the run's config with the model that supervised training makes first, in RUN/start.
+
+    With --check, --plan and --tiny nothing is trained, and the config stays as it is; a plan says
+    what that training takes. Raises what `run_recipe` and `supervised_run` raise.
+    """
+    if arguments.tiny:
         return config
     own, problems = with_settings(config, arguments.set)
-    checked(own, tasks, held_out, problems=problems)
-    with Console().interruptible(f"the same command continues {arguments.run}"):
-        model = _start(Path(arguments.run) / "start", own, start, HeldOut(held_out, start.metric, _how(own)))
+    wrong = setting_problems("start", start_settings(own, start.settings, cuda=False))
+    if wrong or not (arguments.check or arguments.plan):
+        checked(own, tasks, held_out, model=not arguments.check, problems=problems + wrong)
+    if arguments.check or problems:
+        return config
+    planned = _planned(arguments, {RL: own}, start, None)
+    if arguments.plan:
+        print(f"{planned}\n")
+        return config
+    _check(planned)
+    hardware = Hardware.of(own)
+    asked = HeldOut(held_out, start.metric, _how(_served(own, hardware)))
+    run = Path(arguments.run)
+    with Console().interruptible(f"the same command continues {run}"):
+        model = _start(run / "start", own, start, asked, hardware)
     return dataclasses.replace(config, model=str(model))
 
 
-def _start(run: Path, config: TrainConfig, start: Supervised, asked: HeldOut) -> Path:
+def _planned(
+    arguments: argparse.Namespace,
+    named: Mapping[str, TrainConfig],
+    start: Supervised,
+    sft: Supervised | None,
+) -> ArmsPlan:
+    """Plan the arms of the first seed, those that were begun with the settings of then."""
+    run = Path(arguments.run)
+    config = named[RL]
+    hardware = Hardware.of(config)
+    model = shape_of(config)
+    runs = {}
+    for name, settings in named.items():
+        if settings.cluster is None:  # else its machines decide, once the run is there
+            folder = run if sft is None else run / f"{name}-{arguments.seed}"
+            begun = as_begun(settings, RunFolder(folder).config())
+            runs[name] = choose(model, begun, hardware.gpus, host=hardware.host)
+    first = start_settings(config, start.settings, cuda=hardware.cuda)
+    supervised = {"start": fit_supervised(first, config, hardware, run / "start")}
+    if sft is not None:
+        rl = runs[RL].config if RL in runs else config
+        settings = sft_settings(rl.resolved(hardware.cuda), sft.settings)
+        folder = run / f"{SFT}-{arguments.seed}"
+        supervised[SFT] = fit_supervised(settings, config, hardware, folder)
+    return ArmsPlan(runs, supervised)
+
+
+def _check(planned: ArmsPlan) -> None:
+    """Refuse what does not fit. Raises ConfigError with the problems of all arms."""
+    problems = planned.problems()
+    if problems:
+        raise ConfigError("arms", problems)
+    for note in planned.notes():
+        Console().line(f"note: {note}")
+
+
+def _served(config: TrainConfig, hardware: Hardware) -> TrainConfig:
+    """Return the config with what is chosen of its servers on GPUs."""
+    if not hardware.cuda or config.cluster is not None:
+        return config
+    made = choose(shape_of(config), config, hardware.gpus, host=hardware.host, advise=False)
+    return made.config.resolved(cuda=True)
+
+
+def _start(
+    run: Path,
+    config: TrainConfig,
+    start: Supervised,
+    asked: HeldOut,
+    hardware: Hardware,
+) -> Path:
     """Train the model that a run starts from, unless it is good enough as it is; return its folder."""
     from ttrl.loop.train import local_model  # loads PyTorch
 
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
-    own = {"model": str(local_model(config.model)), "data": str(run / "examples.jsonl"), "seed": config.seed}
-    return supervised_run(run, own | dict(start.settings), asked, by="steps", marks=start.marks, stop_at=start.stop_at)
+    settings = start_settings(config, start.settings, cuda=hardware.cuda)
+    settings["model"] = str(local_model(config.model))
+    settings["data"] = str(run / "examples.jsonl")
+    fitted = fit_supervised(settings, config, hardware, run)
+    return supervised_run(
+        run,
+        fitted.settings,
+        asked,
+        by="steps",
+        marks=start.marks,
+        stop_at=start.stop_at,
+        processes=fitted.processes,
+    )
 
 
-def _same_flops(rl: Path, run: Path, data: Path, sft: Supervised, asked: HeldOut, points: int) -> Path:
-    """Train on as many FLOPs as the run `rl` took, from the model that it started from; return the checkpoint."""
-    config = read_mapping(rl / "config.yaml")
-    shared = {field.name for field in dataclasses.fields(SFTConfig)} - _NOT_SHARED
-    settings = {name: value for name, value in config["training"].items() if name in shared}
-    settings |= {name: config[name] for name in ("model", "seed", "device", "dtype", "num_threads")}
-    settings["context"] = (config.get("server") or {}).get("max_model_len")
+def _same_flops(
+    rl: Path,
+    run: Path,
+    sft: Supervised,
+    asked: HeldOut,
+    points: int,
+    config: TrainConfig,
+    hardware: Hardware,
+) -> Path:
+    """Train on as many FLOPs as the run `rl` took, from the model that it started from; return the
+    checkpoint. config: the run's as it was given."""
+    made, _ = TrainConfig.examine(read_mapping(rl / "config.yaml"))
+    settings = sft_settings(made, sft.settings)
+    settings["data"] = str(run.parent / "examples.jsonl")
+    fitted = fit_supervised(settings, config, hardware, run)
     flops = spent(read_run(rl))["flops"]
     chosen = sorted({round((len(flops) - 1) * point / points) for point in range(1, points + 1)} - {0})
     return supervised_run(
         run,
-        settings | {"data": str(data)} | dict(sft.settings),
-        dataclasses.replace(asked, how={**asked.how, "dtype": config["dtype"]}),
+        fitted.settings,
+        dataclasses.replace(asked, how={**asked.how, "dtype": made.dtype}),
         by="flops",
         marks=[value for place in chosen if (value := flops[place]) is not None],
         before=RunFolder(rl).iteration(0),
+        processes=fitted.processes,
     )
 
 
@@ -217,11 +324,13 @@ def supervised_run(
     marks: Sequence[float],
     stop_at: float | None = None,
     before: IterationFolder | None = None,
+    processes: int = 1,
 ) -> Path:
     """Train up to each mark, counted from the start, and ask the held-out tasks there and before; end where their metric reaches
     `stop_at`. The same call goes on where it was interrupted. Returns the folder of the last model.
 
     settings: of SFTConfig. before: another run's iteration, whose answers of the model that training starts from are taken over.
+    processes: on this machine, one for each GPU.
     """
     folder = RunFolder(run)
     with folder.locked():
@@ -229,7 +338,10 @@ def supervised_run(
         folder.clean()
         own = {"run": str(run), "seed": settings["seed"], "model": settings["model"], "validation_metric": asked.metric}
         training = {name: value for name, value in settings.items() if name not in own}
-        folder.remember_config(own | {"by": by, "marks": list(marks), "training": training})
+        remembered = own | {"by": by, "marks": list(marks), "training": training}
+        if processes > 1:
+            remembered["nproc_per_node"] = processes
+        folder.remember_config(remembered)
         rows = {row["iteration"]: row for row in folder.metrics()}
         path = "validation_reward" if asked.metric == "reward" else f"validation.{asked.metric}"
         checkpoint = Path(settings["model"])
@@ -237,7 +349,8 @@ def supervised_run(
             if place not in rows:
                 if place:
                     left = mark - sum(number(row, f"train.{by}") or 0.0 for row in rows.values())
-                    _train_on(folder, place, {**settings, by: round(left) if by == "steps" else left})
+                    piece = {**settings, by: round(left) if by == "steps" else left}
+                    _train_on(folder, place, piece, processes)
                 rows[place] = _finish(folder, place, checkpoint, asked, before, rows.get(place - 1))
             checkpoint = folder.checkpoint(place) if place else checkpoint
             row = rows[place]
@@ -251,7 +364,12 @@ def supervised_run(
     return checkpoint
 
 
-def _train_on(folder: RunFolder, place: int, settings: Mapping[str, Any]) -> None:
+def _train_on(
+    folder: RunFolder,
+    place: int,
+    settings: Mapping[str, Any],
+    processes: int,
+) -> None:
     """Train the next piece, from model and state of the one before."""
     iteration, state = folder.iteration(place), folder.state(place - 1)
     if iteration.marker("train") is not None:
@@ -260,7 +378,13 @@ def _train_on(folder: RunFolder, place: int, settings: Mapping[str, Any]) -> Non
     if state is not None:
         config |= {"model": str(folder.checkpoint(place - 1)), "state": str(state)}
     began = clock()
-    tune(config, iteration.path / "sft.yaml", recipe=SFT_RECIPE, pbar_desc=f"{folder.path.name}: supervised training, {place}")
+    tune(
+        config,
+        iteration.path / "sft.yaml",
+        recipe=SFT_RECIPE,
+        nproc_per_node=processes,
+        pbar_desc=f"{folder.path.name}: supervised training, {place}",
+    )
     facts = {"seconds": clock() - began, "trained": True, "steps": read_jsonl(iteration.path / "train.jsonl")}
     iteration.mark("train", ["train.jsonl", "checkpoint", "state"], facts)
 

@@ -165,7 +165,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=int, default=256, metavar="N", help="answers on which the entropy is measured (256)")
     factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
-    dtype = "of the study, whatever the run's is; fp64 sees small steps that fp32 rounds away (fp32)"
+    dtype = "of the study, not of the run; fp64 sees small steps that fp32 rounds away (fp32)"
     parser.add_argument("--dtype", choices=("fp32", "fp64"), default="fp32", help=dtype)
     device = "where to compute (the run's); cpu also studies runs that were made on a GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)

@@ -63,9 +63,12 @@ def covariance_outliers(
 def mismatch(
     sampler_N: Tensor, trainer_N: Tensor, *, own_N: Tensor | None = None, exact_N: Tensor | None = None
 ) -> dict[str, dict[str, float]]:
-    """Split trainer - sampler into its parts; each with "mean" (of |part|), "rms" and "share". own: the trainer's under the
-    weights that sampled, where these are others; exact: `trainer_N` in a wider dtype. A part that is not known stays in the rest.
-    Tokens that the sampler gave no log-probability are left out; empty where that is all of them."""
+    """Split trainer - sampler into its parts; each with "mean" (of |part|), "rms" and "share".
+
+    own: the trainer's under the weights that sampled, if these are others. exact: `trainer_N` in a
+    wider dtype. A part that is not known stays in the rest. Tokens without a log-probability of the
+    sampler are left out; the result is empty if that is all of them.
+    """
     known = torch.isfinite(sampler_N) & torch.isfinite(trainer_N)
     if not known.any():
         return {}

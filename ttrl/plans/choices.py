@@ -63,15 +63,20 @@ def choose(
 
 def refuse(choices: Choices) -> None:
     """Raise ConfigError for what cannot run, unless the user has said that it shall be tried."""
-    problem = choices.problem
-    if problem is None:
-        return
-    if choices.trainer:  # it is about memory
-        if os.environ.get(IGNORE_VARIABLE, "") not in ("", "0"):
-            return
-        unconfirmed = "no GPU has confirmed these estimates"
-        problem += f" ({IGNORE_VARIABLE}=1 tries it all the same: {unconfirmed})"
-    raise ConfigError("TrainConfig", [problem])
+    if problems := refused(choices):
+        raise ConfigError("TrainConfig", problems)
+
+
+def refused(choices: Choices) -> list[str]:
+    """Return what `refuse` would raise an error for, one line each."""
+    if choices.problem is None:
+        return []
+    if not choices.trainer:  # it is not about memory
+        return [choices.problem]
+    if os.environ.get(IGNORE_VARIABLE, "") not in ("", "0"):
+        return []
+    unconfirmed = "no GPU has confirmed these estimates"
+    return [f"{choices.problem} ({IGNORE_VARIABLE}=1 tries it all the same: {unconfirmed})"]
 
 
 def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> Iterator[Placed]:

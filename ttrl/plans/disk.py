@@ -138,7 +138,8 @@ def _others_at_most(config: TrainConfig, validation_tasks: int) -> float:
     sampled = tasks * config.samples_per_task * config.max_tokens
     if config.tokens_per_iteration is not None:
         sampled = min(sampled, config.tokens_per_iteration + config.samples_per_task * config.max_tokens)
-    validated = validation_tasks * config.validation_samples * config.max_tokens / config.validate_every
+    held_out = validation_tasks * config.validation_samples / config.validate_every
+    validated = held_out * config.max_tokens
     cached = _CACHED_TOKEN_BYTES if any("://" not in place or place.startswith("file:") for place in config.cache) else 0
     each = SAMPLED_TOKEN_BYTES + cached
     return float(sampled * (each + PACKED_POSITION_BYTES) + validated * each)

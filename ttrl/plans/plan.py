@@ -237,7 +237,8 @@ def _time(plan: Plan) -> list[str]:
                 note = "; files that are still being written"
             if name == "validate" and plan.validate_every > 1:
                 note = f"; a share of what every {plan.validate_every} iterations take"
-            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {_SOURCES[phase.source]}{note}")
+            source = _SOURCES[phase.source] + note
+            lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {source}")
         together = sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
         how = "   some of them at the same time" if together else ""
         return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]

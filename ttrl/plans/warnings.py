@@ -150,10 +150,10 @@ def _held_out(config: TrainConfig, work: Work) -> list[str]:
     if held_out <= config.validate_every * work.samples:
         return []
     often = -(-4 * held_out // work.samples)
+    sizes = f"{held_out:,} in a validation, and {work.samples:,} in an iteration"
     return [
-        f"more held-out samples than others: {held_out:,} in a validation, and {work.samples:,} in an "
-        f"iteration, with validate_every {config.validate_every}; validate_every: {often} makes them a "
-        "quarter of these"
+        f"more held-out samples than others: {sizes}, with validate_every {config.validate_every}; "
+        f"validate_every: {often} makes them a quarter of these"
     ]
 
 

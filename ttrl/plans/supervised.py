@@ -1,0 +1,235 @@
+"""Choose how supervised training before or next to a run uses its machine, and say whether it fits.
+
+It takes over the run's device, dtype and GPUs. The planner sees it as a run without servers. So
+`ttrl.plans.choices` decides about processes and memory settings here as well, with the same
+figures. On a CPU nothing is chosen, and memory is estimated.
+"""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrl.configs import GRPOConfig, SFTConfig
+from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
+from ttrl.costs.memory import IMPORTS, Workload, training_memory
+from ttrl.errors import complaints
+from ttrl.plans.choices import choose, refused
+from ttrl.plans.machine import gpus_here, host_here
+from ttrl.plans.open_settings import Choices
+from ttrl.plans.planner import read_model_config
+from ttrl.ready_models import ready_model
+from ttrl.run_folder.folder import RunFolder
+from ttrl.text import gib
+
+_CHOSEN = ("rows_per_microbatch", "activation_checkpointing", "optimizer")
+_SHARED = (GRPOConfig.names() & SFTConfig.names()) - set(SET_BY_THE_LOOP)
+_NOT_OF_SFT = frozenset({"lr", "lr_schedule", "warmup_steps", "total_steps"})
+_OF_THE_MACHINE = (
+    "activation_checkpointing",
+    "activation_offloading",
+    "checkpoint_every",
+    "checkpoint_keeps",
+    "collective_timeout",
+    "cpu_offload",
+    "reshard_after_forward",
+    "tensor_parallel",
+)
+"""Settings of a run that its start takes over: they change no more than rounding."""
+_MORE_GPUS = (2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run computes on, in bytes."""
+
+    gpus: Sequence[float]
+    """Memory of each GPU; none: a CPU."""
+    host: float
+    """Memory of the machine."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Hardware":
+        gpus = [] if config.device == "cpu" else gpus_here()
+        return cls(gpus, host_here())
+
+    @property
+    def cuda(self) -> bool:
+        return bool(self.gpus)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Supervised training as it will be started."""
+
+    settings: dict[str, Any]
+    """Of SFTConfig."""
+    processes: int
+    choices: Choices
+    """Its memory, and the problem if it does not fit."""
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.choices.config.device == "cpu"
+
+    def __str__(self) -> str:
+        dtype = self.settings.get("dtype", "fp32")
+        of = f"{gib(self.choices.trainer)} of {gib(self.choices.memory)}"
+        return f"{_processes(self.processes)} in {dtype}, each with up to {of}"
+
+
+def start_settings(config: TrainConfig, own: Mapping[str, Any], *, cuda: bool) -> dict[str, Any]:
+    """Return the settings of supervised training before a run: the run's device, dtype and memory
+    settings if they differ from SFTConfig's defaults, then `own`."""
+    given: dict[str, Any] = {"device": config.device, "context": config.context}
+    given["dtype"] = config.dtype
+    if config.dtype == "auto":
+        given["dtype"] = "bf16" if cuda else "fp32"
+    if config.processes_here > 1 and not cuda:
+        cores = os.cpu_count() or 1
+        given["num_threads"] = config.num_threads or max(1, cores // config.processes_here)
+    plain = {field.name: field.default for field in dataclasses.fields(SFTConfig)}
+    settings = {name: value for name, value in given.items() if value != plain[name]}
+    training = config.recipe_settings
+    settings |= {name: training[name] for name in _OF_THE_MACHINE if name in training}
+    return {"model": config.model, "seed": config.seed, **settings, **own}
+
+
+def sft_settings(config: TrainConfig, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of supervised training that is compared with a run: those of the run's
+    trainer except for the learning rate, then `own`."""
+    shared = SFTConfig.names() - _NOT_OF_SFT
+    training = config.recipe_settings
+    settings = {name: training[name] for name in training if name in shared}
+    for name in ("model", "seed", "device", "dtype", "num_threads"):
+        settings[name] = getattr(config, name)
+    settings["context"] = config.server.get("max_model_len")
+    return {**settings, **own}
+
+
+def setting_problems(name: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with supervised training's settings, one line each after `name`."""
+    values = {**settings, "data": "", "output_dir": "", "steps": 1}
+    if values.get("dtype") == "auto":
+        values["dtype"] = SFTConfig.dtype
+    _, found = SFTConfig.examine(values)
+    return [f"{name}: {problem}" for problem in found]
+
+
+def fit_supervised(
+    settings: Mapping[str, Any],
+    config: TrainConfig,
+    hardware: Hardware,
+    run: Path | None = None,
+) -> Fitted:
+    """Choose for the GPUs what the run's config leaves open, or take what was chosen when `run`,
+    the folder of this training, was begun.
+
+    settings: of SFTConfig. Its rows of a microbatch count on CPUs only: nobody who wrote them knew
+    the GPU. Raises ConfigError and ModelFolderError.
+    """
+    settings = dict(settings)
+    processes = config.nproc_per_node
+    if hardware.cuda:
+        settings.pop("rows_per_microbatch", None)
+        if "activation_checkpointing" not in config.recipe_settings:
+            settings.pop("activation_checkpointing", None)
+        saved = {} if run is None else RunFolder(run).config()
+        if saved:
+            known = saved["training"]
+            settings |= {name: known[name] for name in _CHOSEN if name in known}
+            processes = saved.get("nproc_per_node", 1)
+    trainer = TrainConfig(
+        run="",
+        model=str(settings["model"]),
+        iterations=1,
+        device="cuda" if hardware.cuda else "cpu",
+        dtype=settings.get("dtype", SFTConfig.dtype),
+        seq_len=settings.get("seq_len", SFTConfig.seq_len),
+        nproc_per_node=processes,
+        servers=0,
+        training={name: settings[name] for name in settings if name in _SHARED},
+    )
+    model = shape_of(trainer)
+    if not hardware.cuda:
+        return Fitted(settings, trainer.processes_here, _on_cpu(model, trainer, hardware.host))
+    choices = _on_gpus(model, trainer, hardware)
+    made = choices.config
+    settings |= {name: made.recipe_settings[name] for name in _CHOSEN}
+    return Fitted(settings, made.processes_here, choices)
+
+
+def shape_of(config: TrainConfig) -> dict[str, Any]:
+    """Return config.json of a run's model."""
+    return read_model_config(str(ready_model(config.model) or config.model))
+
+
+@dataclass(frozen=True)
+class ArmsPlan:
+    """What all arms need of the machine, by their names."""
+
+    runs: Mapping[str, Choices]
+    supervised: Mapping[str, Fitted]
+
+    def problems(self) -> list[str]:
+        """Return what cannot run, one line each, unless the user wants to try it all the same."""
+        every = dict(self.runs)
+        every |= {name: one.choices for name, one in self.supervised.items() if not one.on_cpu}
+        return [f"{name}: {why}" for name, choices in every.items() for why in refused(choices)]
+
+    def notes(self) -> list[str]:
+        """Return what may not fit a CPU's memory, one line each: a run does not refuse that either."""
+        fitted = {name: one for name, one in self.supervised.items() if one.on_cpu}
+        return [f"{name}: {one.choices.problem}" for name, one in fitted.items() if one.choices.problem]
+
+    def __str__(self) -> str:
+        lines = ["Supervised training"]
+        for name, fitted in self.supervised.items():
+            lines.append(f"  {name}: {fitted}")
+            if fitted.choices.problem is not None:
+                lines.append(f"! {name} {fitted.choices.problem}")
+        return "\n".join(lines)
+
+
+def _on_cpu(model: Mapping[str, Any], trainer: TrainConfig, host: float) -> Choices:
+    recipe = trainer.recipe_config({"dtype": trainer.dtype})
+    processes = trainer.processes_here
+    ranks = max(1, processes // recipe.tensor_parallel)
+    workload = Workload(row_length=trainer.seq_len, rows=16)
+    peak = training_memory(model, recipe, workload, ranks=ranks).peak + IMPORTS
+    problem = None
+    if peak * processes > host:
+        who = f"{_processes(processes)}, each with up to {gib(peak)}"
+        problem = f"does not fit: {who}, and this machine has {gib(host)}"
+    return Choices(trainer, trainer=peak, memory=host, problem=problem)
+
+
+def _on_gpus(model: Mapping[str, Any], trainer: TrainConfig, hardware: Hardware) -> Choices:
+    def made(config: TrainConfig, gpus: Sequence[float]) -> Choices:
+        return choose(model, config, gpus, host=hardware.host, advise=False)
+
+    choices = made(trainer, hardware.gpus)
+    if choices.problem is None:
+        return choices
+    ways = []
+    offloaded = {**trainer.recipe_settings, "cpu_offload": True}
+    slow = dataclasses.replace(trainer, training=offloaded)
+    allowed = not complaints(lambda: slow.recipe_config({}))
+    if allowed and made(slow, hardware.gpus).problem is None:
+        ways.append("cpu_offload: true (slow)")
+    on_all = dataclasses.replace(trainer, nproc_per_node=None)
+    for count in _MORE_GPUS:
+        more = [min(hardware.gpus)] * count
+        if count > len(hardware.gpus) and made(on_all, more).problem is None:
+            ways.append(f"{count} such GPUs")
+            break
+    if not ways:
+        return choices
+    problem = f"{choices.problem}; what would fit: {'; or '.join(ways)}"
+    return dataclasses.replace(choices, problem=problem)
+
+
+def _processes(count: int) -> str:
+    return f"{count} process{'es' * (count != 1)}"
