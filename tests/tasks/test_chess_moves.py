@@ -22,6 +22,8 @@ MATE = "6k1/5ppp/8/8/8/8/5PPP/1R1R2K1 w - - 0 1"
         ("<answer>f1b5</answer>", 1.0),
         ("<answer>F1B5</answer>", 1.0),
         ("<answer>f1-b5</answer>", 1.0),
+        ("<answer>f1‑b5</answer>", 1.0),
+        ("<answer>\u200bf1–b5\u2060</answer>", 1.0),
         ("<answer>Bb5</answer>", 1.0),
         ("<answer>Bb5!</answer>", 1.0),
         ("<answer>3. Bb5</answer>", 1.0),

@@ -20,6 +20,7 @@ from ttrl.tasks.countdown import CountdownGrader, evaluate, get_countdown_tasks
         ("<answer>" + "(" * 39 + "(1+2)*5-5" + ")" * 39 + "</answer>", 1.0),
         ("<answer>(1 + 2) * 5 - 5 = 10</answer>", 1.0),
         ("<answer>(1 + 2) × 5 − 5</answer>", 1.0),
+        ("<answer>\u2060(1 + 2)\u200b * 5 – 5</answer>", 1.0),
         ("<answer>((1 + 2) * (5)) - 5</answer>", 1.0),
         ("<answer>[(1 + 2) * 5] - 5</answer>", 1.0),
         ("<answer>-5 + (2 + 1) * 5</answer>", 1.0),

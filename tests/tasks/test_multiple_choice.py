@@ -172,6 +172,43 @@ def test_options_that_are_letters_or_alike():
     assert read_choice("same", ("same", "same")) is None
 
 
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ("Answer:\n\nAnswer: B", 1),
+        ("**Answer:**\n\n**Answer:** B", 1),
+        ("The answer is:\r\n\r\nAnswer: (B)", 1),
+        ("Answer: B\n\nAnswer:", 1),  # cut off, or announced once more
+        ("Answer: B\n\n**Answer:**\n\nAnswer:\n", 1),
+        ("Answer: B\n\nThe answer is: ", 1),
+        ("Answer: B\n\n<answer></answer>", None),
+        ("Answer:", None),
+        ("Answer:\n\nAnswer:", None),
+        ("Answer: B\n\nAnswer: none", None),
+    ],
+)
+def test_marks_behind_which_nothing_follows(content, place):
+    assert read_choice(content, CHOICES) == place
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [
+        ("Answer: Hund's rule", 0),
+        ("Hund’s rule", 0),
+        ("Answer: co-op", 1),
+        ("Answer: CO\u2010OP", 1),
+        ("Answer: Re\u0301sume\u0301", 2),
+        ("Answer: Resume", None),
+        ("Answer: \u200bC", 2),
+        ("\ufeffC", 2),
+        ("Answer\u200b: C", 2),
+    ],
+)
+def test_typography_does_not_matter(content, place):
+    assert read_choice(content, ("Hund’s rule", "co‑op", "Résumé")) == place
+
+
 def test_long_replies(grade_long_replies):
     grade_long_replies(MultipleChoiceGrader(1, CHOICES), "B, ", "B or C ", "Answer: ", "(", "B) ")
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import unicodedata
 
 import pytest
 
@@ -84,6 +85,37 @@ def ends(content: str, is_liberal: bool) -> int:
     if content.endswith("</think>"):
         return 0
     return len((content.removesuffix("```") if is_liberal else content).rstrip())
+
+
+TYPOGRAPHY = (("CAFÉ", "‘N’", "CO-OP", "WAIT…"), *GROUPS[1:])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: unicodedata.normalize("NFD", text),
+        lambda text: text.replace("‘N’", "'N'"),
+        lambda text: text.replace("‘N’", "’N’"),
+        lambda text: text.replace("-", "\u2011"),
+        lambda text: text.replace("-", "–"),
+        lambda text: text.replace("…", "..."),
+        lambda text: "\n".join("\u200b" + line for line in text.split("\n")),
+        lambda text: text.replace(", ", ", \u200b") + "\n\u200b\n",
+        lambda text: "\ufeff" + text.replace("CAFÉ", "CA\u00adFÉ").replace(" ", "\u00a0"),
+        lambda text: text.replace("É", "E\u0301\ufe0f"),
+    ],
+)
+@pytest.mark.parametrize("liberal", [False, True])
+def test_typography_does_not_matter(reply, change, liberal):
+    """In the reply as in the data: an accent in two characters, other quotes and hyphens, invisible characters."""
+    text = ConnectionsGrader(TYPOGRAPHY).reference()
+    assert ConnectionsGrader(TYPOGRAPHY, liberal)(reply(change(text)))[0] == 1.0
+    groups = tuple(tuple(change(word).strip() for word in group) for group in TYPOGRAPHY)
+    assert ConnectionsGrader(groups, liberal)(reply(text))[0] == 1.0
+
+
+def test_accents_do_matter(reply):
+    assert ConnectionsGrader(TYPOGRAPHY)(reply(ConnectionsGrader(TYPOGRAPHY).reference().replace("É", "E")))[0] == 0.75
 
 
 def test_words_with_odd_characters(reply):

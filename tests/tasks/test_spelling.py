@@ -16,6 +16,8 @@ from ttrl.tasks.spelling import SpellingGrader, get_spelling_tasks
         ("p.l.u.m.", 1.0),
         ("P - L - U - M", 1.0),
         ("p – l – u – m", 1.0),
+        ("p‐l‒u―m", 1.0),
+        ("\u200bp-\u200bl-u-m\ufeff", 1.0),
         ("**p-l-u-m**", 1.0),
         ("`p-l-u-m`", 1.0),
         ("```\np-l-u-m\n```", 1.0),
@@ -64,6 +66,14 @@ def test_grader(reply, content, reward):
     got, metrics = SpellingGrader("plum", partial_credit=1.0)(reply(content))
     assert (got, metrics) == (pytest.approx(reward), {"exact": float(reward == 1.0)})
     assert SpellingGrader("plum")(reply(content))[0] == float(reward == 1.0)
+
+
+def test_letters_with_accents(reply, tmp_path):
+    assert SpellingGrader("thé")(reply("t-h-e\u0301"))[0] == 1.0
+    assert SpellingGrader("thé")(reply("t-h-e"))[0] == 0.0
+    (tmp_path / "words.txt").write_text("\n".join(f"cafe\u0301{chr(97 + i)}" for i in range(26)))
+    (task,) = get_spelling_tasks(n=1, path=tmp_path / "words.txt")
+    assert task.grader(reply(task.grader.reference()))[0] == 1.0
 
 
 def test_long_replies(grade_long_replies):

@@ -33,6 +33,7 @@ def reply(text):
         ('{"name": "Ada", "age": 36, "city": "Paris", "job": null}', 0.1 + 0.45 * 3 / 4, 0.1 + 0.45 * 3 / 4),
         ('{"name": "Ada", "age": 36, "city": null}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
         ('{"name": "Ada", "age": 36.0, "city": "Paris"}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
+        ('{"name": "Ada\u200b", "age": 36, "city": "Paris"}', 0.55, 1.0),
         ('{"Name": "Ada", "Age": 36, "City": "Paris"}', 0.1, 0.1),
         ("{}", 0.1, 0.1),
         ('{"name": "Ada", "name": "Ada", "age": 36, "city": "Paris"}', 0.0, 0.0),

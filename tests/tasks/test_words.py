@@ -3,11 +3,22 @@
 import hashlib
 import random
 import re
+import unicodedata
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ttrl.errors import UserError
-from ttrl.tasks.words import LONGEST, SHORTEST, get_words, in_validation, pick
+from ttrl.tasks.words import (
+    LONGEST,
+    SHORTEST,
+    as_typed,
+    comparable,
+    get_words,
+    in_validation,
+    pick,
+)
 
 
 def test_thousands_of_words_of_every_length():
@@ -58,3 +69,18 @@ def test_split_share():
     assert 0.087 < share < 0.113  # 0.1, six standard deviations
     share = sum(in_validation(str(i), one_in=2) for i in range(20_000)) / 20_000
     assert 0.478 < share < 0.522
+
+
+@given(st.text())
+def test_property_of_typed_text(text):
+    """Typing it once more changes nothing, nor does taking its accents apart; its lines stay."""
+    typed = as_typed(text)
+    assert as_typed(typed) == typed
+    for form in ("NFC", "NFD"):
+        assert as_typed(unicodedata.normalize(form, text)) == typed
+    assert typed.count("\n") == text.count("\n")
+
+
+def test_words_that_are_compared():
+    assert comparable(" ‘Rock‑N‑Roll’\u200b\u00a0 CAFE\u0301…") == "'rock-n-roll' café..."
+    assert comparable("résumé") != comparable("resume")

@@ -18,6 +18,7 @@ from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, read_text, select, text_field
 from ttrl.tasks.task import Choice, Task, question, solved
+from ttrl.tasks.words import as_typed
 
 try:
     import chess
@@ -123,7 +124,7 @@ class ChessGrader:
 
 def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
     """Return the legal move that a text is, in coordinates or algebraic notation; None for anything else."""
-    text = text.translate(_FIGURES).replace("\\", "").strip(" \t\r\n*_`\"'.,;:()[]$!?")
+    text = as_typed(text.translate(_FIGURES)).replace("\\", "").strip(" \t\r\n*_`\"'.,;:()[]$!?")
     if len(text) > _LONGEST:
         return None
     parts = [part for part in text.split() if not part.rstrip(".").isdigit()]  # 1. e4

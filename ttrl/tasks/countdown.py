@@ -18,7 +18,7 @@ from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_digits, find_boxed, find_tagged, latest, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
 from ttrl.tasks.task import Choice, Task, question
-from ttrl.tasks.words import in_validation, pick
+from ttrl.tasks.words import as_typed, in_validation, pick
 
 LONGEST = 300
 """Characters of an expression."""
@@ -75,7 +75,7 @@ def read_expression(text: str) -> str:
         part = text[max(text.rfind("\n") + 1, len(text) - 2 * LONGEST) :]
     part = part.replace("\\times", "*").replace("\\cdot", "*").replace("\\div", "/").replace("\\left", "").replace("\\right", "")
     part = part.replace("\\(", "").replace("\\)", "").replace("\\[", "").replace("\\]", "")
-    part = ascii_digits(part).translate(_OPERATORS).strip(" \t\r\n`$.")
+    part = ascii_digits(as_typed(part)).translate(_OPERATORS).strip(" \t\r\n`$.")
     bold = next((mark for mark in ("**", "__") if part.startswith(mark) and part.endswith(mark)), "")
     return part.removeprefix(bold).removesuffix(bold)
 

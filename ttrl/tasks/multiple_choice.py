@@ -11,6 +11,7 @@ from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, latest, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, is_file, list_field, load_rows, select, text_field
 from ttrl.tasks.task import Choice, Task, question
+from ttrl.tasks.words import as_typed, comparable
 
 LETTERS = "ABCDEFGHIJ"
 Style = Literal["letter", "reasoning", "r1"]
@@ -22,6 +23,7 @@ INSTRUCTIONS: dict[str, str] = {
 }
 
 _MARKS = ("answer is", "answer:", "answer is:", "answer =")
+_AROUND_MARKS = " \t\r\n*_`~#>"
 _LONGEST = 400
 """Characters of an answer that are looked at."""
 _FULL_WIDTH = (
@@ -72,7 +74,7 @@ class MultipleChoiceGrader:
 
 def read_choice(text: str, choices: Sequence[str]) -> int | None:
     """Return the place of the option that a reply chooses; None where it chooses none, or several."""
-    text = after_thinking(text).translate(_FULL_WIDTH)
+    text = as_typed(after_thinking(text)).translate(_FULL_WIDTH)
     part = _marked(text)
     if part is not None:
         return _option(part, choices)
@@ -108,8 +110,24 @@ def _is_listed(line: str, letter: str, option: str) -> bool:
 
 
 def _marked(text: str) -> str | None:
+    text = text[: _end_of_answers(text)]
     marked = (find_after(text, mark, skip=_OPENING, most=_LONGEST) for mark in _MARKS)  # the letter may stand on the next line
     return latest(text, find_tagged(text), find_boxed(text), *marked)
+
+
+def _end_of_answers(text: str) -> int:
+    """Return where a text ends without marks at its end: with nothing behind them they are no answer,
+    as in a reply that was cut off there."""
+    lower = ascii_lower(text)
+    end = before = len(text)
+    while True:
+        while end and text[end - 1] in _AROUND_MARKS:
+            end -= 1
+        mark = next((mark for mark in _MARKS if lower.endswith(mark, 0, end)), None)
+        if mark is None:
+            return before
+        end -= len(mark)
+        before = end
 
 
 def _option(text: str, choices: Sequence[str]) -> int | None:
@@ -153,7 +171,7 @@ def _is_another(match: "re.Match[str]", rest: str, choices: Sequence[str], place
 
 
 def _plain(text: str) -> str:
-    return " ".join(ascii_lower(text).split()).strip(" .*_`\"'")
+    return comparable(text).strip(" .*_`\"'")
 
 
 def get_mmlu_tasks(

@@ -16,7 +16,7 @@ from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, field, from_json, load_rows, select
 from ttrl.tasks.task import Choice, Task, question
-from ttrl.tasks.words import in_validation
+from ttrl.tasks.words import as_typed, comparable, in_validation
 from ttrl.text import short
 
 GROUPS = SIZE = 4
@@ -30,7 +30,7 @@ _PROMPT = (
     "separated by commas, and nothing else on these lines."
 )
 _NUMBERING = re.compile(r"(?:[-*•–+]|(?:group )?[0-9]{1,2}[.):])\s", re.IGNORECASE)
-_AROUND = " \t\r*_`~\"'“”‘’«»[].;"
+_AROUND = " \t\r*_`~\"'«»[].;"
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,13 @@ class ConnectionsPuzzle:
 
 @dataclass(frozen=True)
 class ConnectionsGrader:
-    """Share of the four groups that are exactly right, in the last four lines of the reply that are not empty, after any
-    thinking.
+    """Share of the four groups that are exactly right, in the last four lines of the reply that are
+    not empty, after any thinking.
 
-    A line is a group's four words, separated by commas, in any order and case; a group that is given twice counts once.
-    liberal: numbering, bullets, quotes, bold and italic marks, what stands in parentheses (the group's theme, say), code
-    fences, and a full stop at the end are forgiven.
+    A line is a group's four words, separated by commas, in any order; a group given twice counts
+    once. Words are compared as `ttrl.tasks.words.comparable` writes them.
+    liberal: forgives numbering, bullets, quotes, bold and italic marks, parentheses (with the
+    group's theme, say), code fences, and a full stop at the end.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -72,9 +73,9 @@ class ConnectionsGrader:
 
     def _share(self, answer: str, liberal: bool) -> float:
         """Return the share of the groups that are given."""
-        clean = _clean if liberal else str
-        wanted = {_group([clean(word) for word in group]) for group in self.groups}
-        given = {_group(line) for line in read_lines(answer, liberal=liberal)}
+        clean = _clean if liberal else comparable
+        wanted = {tuple(sorted(map(clean, group))) for group in self.groups}
+        given = {tuple(sorted(line)) for line in read_lines(answer, liberal=liberal)}
         return len(given & wanted) / len(wanted)
 
     def reference(self) -> str:
@@ -82,8 +83,8 @@ class ConnectionsGrader:
 
 
 def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
-    """Return the last four lines that are not empty, each cut at its commas, and cleaned where `liberal`."""
-    lines = [line for line in text.split("\n") if _counts(line, liberal)]
+    """Return the words of the last four lines that are not empty, as `comparable` writes them."""
+    lines = [line for line in as_typed(text).split("\n") if _counts(line, liberal)]
     cut = []
     for line in lines[-GROUPS:]:
         if len(line) > 2000:
@@ -91,13 +92,14 @@ def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
         if liberal:
             line = _without_parentheses(line).strip()
             line = _NUMBERING.sub("", line.lstrip("*_` "), count=1) if _NUMBERING.match(line.lstrip("*_` ")) else line
-        words = line.replace("，", ",").replace("、", ",").split(",")
-        cut.append([word.strip(_AROUND) if liberal else word.strip() for word in words])
+        words = map(comparable, line.replace("，", ",").replace("、", ",").split(","))
+        cut.append([word.strip(_AROUND) for word in words] if liberal else list(words))
     return cut
 
 
 def _counts(line: str, liberal: bool) -> bool:
-    return bool(line.strip()) and not (liberal and line.strip().startswith("```"))
+    line = as_typed(line).strip()
+    return bool(line) and not (liberal and line.startswith("```"))
 
 
 def _end(text: str, liberal: bool) -> int:
@@ -112,7 +114,7 @@ def _end(text: str, liberal: bool) -> int:
 
 def _clean(word: str) -> str:
     """Return a word of the puzzle as the liberal grader reads it: "U.S." → "U.S"."""
-    return _without_parentheses(word).strip().strip(_AROUND)
+    return comparable(_without_parentheses(word)).strip(_AROUND)
 
 
 def _without_parentheses(line: str) -> str:
@@ -126,10 +128,6 @@ def _without_parentheses(line: str) -> str:
         elif not depth:
             kept.append(character)
     return "".join(kept)
-
-
-def _group(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(sorted(" ".join(word.casefold().split()).replace("’", "'") for word in words))
 
 
 def get_nyt_connections_tasks(
@@ -236,7 +234,8 @@ def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
         groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
     except (RowError, ValueError, TypeError) as error:
         raise TaskError(f"{place}: {error}") from None
-    if [len(group) for group in groups] != [SIZE] * GROUPS or len({word.casefold() for group in groups for word in group}) != 16:
+    distinct = {comparable(word) for group in groups for word in group}
+    if [len(group) for group in groups] != [SIZE] * GROUPS or len(distinct) != SIZE * GROUPS:
         raise TaskError(f"{place}: groups {short(groups, 160)}; there must be {GROUPS} groups of {SIZE} words, no word twice")
     return ConnectionsPuzzle(name, groups)
 

@@ -12,11 +12,11 @@ from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, find_tagged, last_line, latest, reply_text
 from ttrl.tasks.datasets import Source, check_count, check_name, check_share, read_text
 from ttrl.tasks.task import Choice, Task, question
-from ttrl.tasks.words import get_words, in_validation, pick
+from ttrl.tasks.words import as_typed, get_words, in_validation, pick
 
 LONGEST = 64
 _ASKED = "Spell {}, letter by letter, with hyphens between."
-_SEPARATORS = "-–—‐‑,.;:/|_*`\"'“”!+→[](){}"
+_SEPARATORS = "-,.;:/|_*`\"'!+→[](){}"
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ def read_letters(text: str) -> list[str]:
     text = (last_line(text) if part is None else part).rpartition(":")[2]
     if len(text) > 8 * LONGEST:
         return []
+    text = as_typed(text).lower()
     for separator in _SEPARATORS:
         text = text.replace(separator, " ")
-    pieces = text.lower().split()
+    pieces = text.split()
     return pieces if all(len(piece) == 1 and piece.isalpha() for piece in pieces) else []
 
 
@@ -97,5 +98,5 @@ def _pick(split: str, n: int, seed: int, path: Source | None, min_length: int, m
 
 def _read_words(path: Path, min_length: int, max_length: int) -> list[str]:
     """Read the words of a file, in lower case, each once. Raises TaskError."""
-    words = dict.fromkeys(line.strip() for line in read_text(path).lower().split("\n"))
+    words = dict.fromkeys(map(str.strip, as_typed(read_text(path)).lower().split("\n")))
     return [word for word in words if min_length <= len(word) <= max_length and word.isalpha()]

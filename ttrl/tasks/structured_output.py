@@ -14,7 +14,7 @@ from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
 from ttrl.tasks.task import Choice, Task, question
-from ttrl.tasks.words import in_validation, pick
+from ttrl.tasks.words import comparable, in_validation, pick
 
 LONGEST = 2000
 """Characters of a reply that is read."""
@@ -118,7 +118,7 @@ class StructuredOutputGrader:
 
 def _is_same(found: object, expected: str | int, lenient: bool) -> bool:
     if lenient and isinstance(found, str | int) and not isinstance(found, bool):
-        return str(found).strip().casefold() == str(expected).casefold()
+        return comparable(str(found)) == comparable(str(expected))
     return type(found) is type(expected) and found == expected
 
 

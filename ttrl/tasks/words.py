@@ -1,11 +1,13 @@
-"""Words that look English, made from syllables: thousands without a word list from elsewhere, the same everywhere for ever.
+"""Words: how graders compare them, and thousands that look English, made from syllables.
 
-Only `random()` is drawn from, the one method of Python's generator whose sequence is promised not to change between versions.
+The generated words are the same in every version of Python: they draw from `random()` only, whose
+sequence is promised not to change.
 """
 
 import functools
 import hashlib
 import random
+import unicodedata
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -22,6 +24,38 @@ _ONSETS = """b b d d f f g h j k l l m m n p p r r s s t t t v w y z
     bl br ch cl cr dr fl fr gl gr pl pr sm sn sp st str th tr""".split()  # noqa: SIM905 - a table, not forty string literals
 _NUCLEI = "a a a e e e e i i i o o o u u ai ea ee ie oa oo ou".split()  # noqa: SIM905
 _CODAS = "l l m n n n r r r s sh nd ng nt ll rm rt rry sk st th mp".split()  # noqa: SIM905
+
+
+# Soft hyphens, joiners, marks of the writing direction, variation selectors.
+_INVISIBLE = (
+    "\u00ad\u034f\u061c\u180e\u200b\u200c\u200d\u200e\u200f\u202a\u202b\u202c\u202d\u202e"
+    "\u2060\u2061\u2062\u2063\u2064\u2066\u2067\u2068\u2069\ufe0e\ufe0f\ufeff"
+)
+_TYPED = str.maketrans(
+    {
+        **dict.fromkeys(_INVISIBLE, ""),
+        **dict.fromkeys("‐‑‒–—―−﹘﹣－", "-"),
+        **dict.fromkeys("‘’‚‛′ʹʻʼ´＇", "'"),
+        **dict.fromkeys("“”„‟″〝〞＂", '"'),
+        "…": "...",
+    }
+)
+
+
+def as_typed(text: str) -> str:
+    """Write a text as a keyboard would: accents composed (NFC), ASCII quotes and hyphens, no
+    invisible characters.
+
+    Models and data files differ in all of these for one and the same word. Lines and spaces stay.
+    """
+    if text.isascii():
+        return text
+    return unicodedata.normalize("NFC", text).translate(_TYPED)
+
+
+def comparable(text: str) -> str:
+    """Write a word so that it equals its other spellings: `as_typed`, case-folded, single spaces."""
+    return " ".join(as_typed(text).casefold().split())
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:

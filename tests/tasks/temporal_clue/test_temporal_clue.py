@@ -70,7 +70,8 @@ def tool():
         ("B. Miss Violet\nA. Fire Iron\nD. 11:30 PM\nC. Tea Room", 0),
         ("A. Fräulein Violett\nB. 鉄\nC. двадцать\nD. Salon de thé", 0),
         ('{"A": "Miss Violet", "B": "Fire Iron"}', 0),
-        ("A. Miss Violet\u200b\nE. Tea Room\nZ. Tea Room", 0),
+        ("A. Miss Violet\u200b\nE. Tea Room\nZ. Tea Room", 1),  # nobody sees a space of no width
+        (RIGHT.replace("\n", "\n\u200b").replace("Tea Room", "Tea\u2060 Room\ufeff"), 4),
         ("A. " + "Miss Violet " * 40, 0),
         ("", 0),
         (None, 0),
@@ -82,6 +83,12 @@ def test_grades(content, right, reply):
     reward, metrics = TemporalClueGrader(SOLUTION)(reply(content))
     assert reward == right / 4 == metrics["accuracy"]
     assert metrics["solved"] == (right == 4)
+
+
+def test_typography_of_a_name_does_not_matter(reply):
+    grader = TemporalClueGrader({"A": "Señor O’Hara", "B": "Co‑op"})
+    assert grader(reply("A. Sen\u0303or O'Hara\nB. co-op"))[0] == 1.0
+    assert grader(reply("A. Senor O'Hara\nB. coop"))[0] == 0.0
 
 
 def test_power_and_share_of_answered(reply):

@@ -77,6 +77,13 @@ def test_grades(content, right, reply):
     assert metrics["solved"] == (right == 6)
 
 
+def test_typography_of_a_cell_does_not_matter(reply):
+    grader = ZebraGridGrader(["House", "Name"], [["1", "Zoë O’Hara"], ["2", "Jean‑Luc"]])
+    table = "| House | Name |\n|---|---|\n| 1 | Zoe\u0308 O'Hara |\n| \u200b2 | Jean-Luc\u200b |"
+    assert grader(reply(table))[0] == 1.0
+    assert grader(reply(table.replace("\u0308", "")))[0] == 0.5
+
+
 def test_long_replies_take_linear_time(grade_long_replies):
     pieces = ("|", "| ", "|-", "|-|\n", "| a | b |\n", RIGHT + "\n", "|---|\n|\n", "| 1 |\n\n")
     grade_long_replies(ZebraGridGrader(HEADER, ROWS), *pieces)

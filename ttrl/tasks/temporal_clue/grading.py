@@ -1,9 +1,10 @@
 """The grader of temporal-clue: reads the lettered answer lines of a reply.
 
-An answer line is a letter, a full stop (or `)` or `:`) and a value: `A. Miss Violet`. Forgiven is what is not part of an answer:
-upper and lower case, `<answer>` tags, bold, italics, code and quotation marks, list marks before it, white space, punctuation
-after it, and how a time of the clock is written (`1:00 am` is `01:00 AM`). For each letter the last such line after any thinking
-counts, right or wrong.
+An answer line is a letter, a full stop (or `)` or `:`) and a value: `A. Miss Violet`. The grader
+forgives upper and lower case, `<answer>` tags, bold, italics, code and quotation marks, list marks
+before the letter, white space, punctuation after the value, the way in which a word is typed
+(`ttrl.tasks.words.comparable`), and the way in which a time is written (`1:00 am` is `01:00 AM`).
+For each letter the last such line after any thinking counts, right or wrong.
 """
 
 import re
@@ -15,9 +16,10 @@ from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.task import Choice
+from ttrl.tasks.words import as_typed, comparable
 
-_MARKS = " \t*_`~\"'“”‘’«»"
-_BEFORE = _MARKS + "#>-+•·–—([|"
+_MARKS = " \t*_`~\"'«»"
+_BEFORE = _MARKS + "#>-+•·([|"
 _AFTER = _MARKS + ".,;:!?|\\)]"
 _LONGEST_VALUE = 200  # characters of a line that can be an answer; no name is near it
 # Anchored at both ends of a short text and without neighbours that match the same: linear time.
@@ -39,7 +41,7 @@ def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
         line = whole.strip()
         if not line or len(line) > _LONGEST_VALUE:
             continue
-        text = unicodedata.normalize("NFKC", line).lstrip(_BEFORE)
+        text = as_typed(unicodedata.normalize("NFKC", line)).lstrip(_BEFORE)
         letter = text[:1].upper()
         if not ("A" <= letter <= "Z"):
             continue
@@ -52,7 +54,7 @@ def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
 
 def normalise(value: str) -> str:
     """Return what two ways of writing an answer have in common: "**01:00 A.M.**" and "1:00 am" → "1:00 am"."""
-    text = " ".join(unicodedata.normalize("NFKC", value).casefold().split()).lstrip(_BEFORE).rstrip(_AFTER)
+    text = comparable(unicodedata.normalize("NFKC", value)).lstrip(_BEFORE).rstrip(_AFTER)
     if match := _TIME.fullmatch(text):
         return f"{int(match[1])}:{match[2]} {match[3]}m"
     return text

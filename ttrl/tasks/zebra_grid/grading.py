@@ -1,8 +1,10 @@
 """The grader of zebra-grid: reads the last markdown table of a reply, after any thinking, with a row for each house.
 
-A table is lines with `|`, one after the other: a heading, a line of dashes (which may be missing), a row for each house. Spaces,
-the bars at the ends, bold, and upper or lower case do not matter. Columns are told by their headings where all of these are
-there, otherwise by their order; rows by their house numbers where these are 1, 2, ... in any order, otherwise by their order.
+A table is lines with `|`, one after the other: a heading, a line of dashes (which may be missing),
+a row for each house. Spaces, the bars at the ends, bold, upper and lower case do not matter, nor
+does the way in which a word is typed (`ttrl.tasks.words.comparable`). The headings tell the columns
+apart if all of them are there, otherwise their order does; house numbers do so for the rows if they
+are 1, 2, ... in any order, otherwise their order does.
 """
 
 import unicodedata
@@ -13,8 +15,9 @@ from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.task import Choice
+from ttrl.tasks.words import comparable
 
-_MARKS = " \t*_`~\"'“”‘’.,;"
+_MARKS = " \t*_`~\"'.,;"
 _LONGEST_LINE = 2000  # characters; a row of a grid has less than 200
 
 Table = list[list[str]]
@@ -41,7 +44,7 @@ def _cells(line: str) -> list[str]:
 
 
 def _normalise(cell: str) -> str:
-    return " ".join(unicodedata.normalize("NFKC", cell).casefold().split()).strip(_MARKS)
+    return comparable(unicodedata.normalize("NFKC", cell)).strip(_MARKS)
 
 
 def _is_rule(cells: list[str]) -> bool:
