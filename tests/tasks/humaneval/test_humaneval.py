@@ -8,7 +8,8 @@ import pytest
 
 from ttrl.errors import TaskError
 from ttrl.tasks.humaneval import sandbox
-from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row, read_code
+from ttrl.tasks.humaneval.code_blocks import read_code
+from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row
 
 WHY_NOT = sandbox.why_not()
 needs_sandbox = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))

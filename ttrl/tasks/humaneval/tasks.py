@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.answers import reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, load_rows, select, text_field
+from ttrl.tasks.humaneval.code_blocks import defines, read_code
 from ttrl.tasks.humaneval.sandbox import SandboxLimits, SandboxOutcome, run_sandboxed, why_not
 from ttrl.tasks.task import Choice, Task, question
 
 _PROMPT = (
     "Complete this Python function. Reply with the whole function, its imports included, in one code block.\n\n"
     "```python\n{prompt}```"
+)
+_FUTURE = re.compile(
+    r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^)]{0,500}\)|[^\n\\]*(?:\\\r?\n[^\n\\]*)*)",
+    re.MULTILINE,
 )
 LONGEST = 100_000
 """Characters of a program that is run; longer replies fail."""
@@ -35,10 +40,11 @@ class HumanEvalProblem:
 
 @dataclass(frozen=True)
 class HumanEvalGrader:
-    """1.0 if the problem's tests pass with the reply's function, in a sandbox; else 0. Takes about 0.2 s of a core.
+    """1.0 if the problem's tests pass with the reply's function, in a sandbox; else 0. Takes about
+    0.2 s of a core.
 
-    The program is the last code block that defines the function, else the last block, else the whole reply, after any thinking;
-    code that does not define the function is taken to continue the prompt. Raises GraderError where the machine has no sandbox.
+    `ttrl.tasks.humaneval.code_blocks` finds the program in the reply; code that does not define the
+    function is taken to continue the prompt. Raises GraderError on a machine without a sandbox.
     """
 
     problem: HumanEvalProblem
@@ -61,35 +67,19 @@ class HumanEvalGrader:
         return f"```python\n{self.problem.prompt}{self.problem.solution}```"
 
 
-def read_code(text: str, entry_point: str) -> str:
-    """Return the program in a reply. A block without an end goes to the end of the reply."""
-    text = after_thinking(text)
-    pieces = text.split("```")
-    blocks = [piece.partition("\n")[2] if _is_language(piece) else piece for piece in pieces[1::2]]
-    for block in reversed(blocks):
-        if _defines(block, entry_point):
-            return block
-    return blocks[-1] if blocks else text
-
-
-def _is_language(block: str) -> bool:
-    """Return whether a block's first line names its language ("python"), or is empty."""
-    first = block.partition("\n")[0].strip()
-    return "\n" in block and (not first or first.isalnum())
-
-
-def _defines(code: str, entry_point: str) -> bool:
-    return re.search(rf"^(?:async )?def {re.escape(entry_point)}\b", code, re.MULTILINE) is not None
-
-
 def program(problem: HumanEvalProblem, code: str) -> str:
-    """Return what is run: the reply's function, after what precedes it in the prompt, and the tests."""
-    if _defines(code, problem.entry_point):
-        start = re.search(rf"^def {re.escape(problem.entry_point)}\b", problem.prompt, re.MULTILINE)
-        code = problem.prompt[: start.start() if start else 0] + code
-    else:
-        code = problem.prompt + code
-    return f"{code}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
+    """Return what is run: the reply's function, after what precedes it in the prompt, and the tests.
+
+    Imports from `__future__` go first: Python takes them nowhere else.
+    """
+    before = problem.prompt
+    if defines(code, problem.entry_point):
+        start = re.search(rf"^def {re.escape(problem.entry_point)}\b", before, re.MULTILINE)
+        before = before[: start.start()] if start is not None else ""
+    code = before + code
+    future = "".join(f"{found}\n" for found in _FUTURE.findall(code))
+    code = _FUTURE.sub("", code)
+    return f"{future}{code}\n\n{problem.test}\n\ncheck({problem.entry_point})\n"
 
 
 def get_humaneval_tasks(
@@ -120,7 +110,7 @@ def parse_row(row: Row) -> HumanEvalProblem:
     """Read a row as `get_humaneval_tasks` describes it. Raises RowError."""
     names = ("task_id", "prompt", "entry_point", "test", "canonical_solution")
     problem = HumanEvalProblem(*(text_field(row, name) for name in names))
-    if not problem.entry_point.isidentifier() or not _defines(problem.prompt, problem.entry_point):
+    if not problem.entry_point.isidentifier() or not defines(problem.prompt, problem.entry_point):
         raise RowError(f"entry_point {problem.entry_point!r:.80} is not defined in the prompt")
     if not problem.test.count("def check("):
         raise RowError("test has no function check")
