@@ -4,10 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tasks.humaneval.test_humaneval import FUNCTION, PROBLEM, run_here
 from ttrl.tasks.humaneval.code_blocks import read_code
-from ttrl.tasks.humaneval.tasks import HumanEvalGrader
+from ttrl.tasks.humaneval.sandbox import SandboxOutcome
+from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem
 
+PROMPT = 'from typing import List\n\n\ndef add(a: int, b: int) -> int:\n    """Sum."""\n'
+TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
+PROBLEM = HumanEvalProblem("x/1", PROMPT, "add", TEST, "    return a + b\n")
+FUNCTION = "def add(a, b):\n    return a + b"
 LINES = FUNCTION.split("\n")
 DOCSTRING = '''def add(a, b):
   """Add two numbers.
@@ -17,6 +21,15 @@ DOCSTRING = '''def add(a, b):
 {}```
   """
   return a + b'''
+
+
+def run_here(source, limits):
+    """Run a program without a sandbox: these are ours."""
+    try:
+        exec(source, {"__name__": "__main__"})
+    except Exception as error:  # noqa: BLE001 - of any program
+        return SandboxOutcome(False, type(error).__name__)
+    return SandboxOutcome(True)
 
 
 def indented(text, by):
@@ -125,23 +138,9 @@ def test_property_every_reply_is_read(text):
     assert set("".join(code.split())) <= set("".join(text.split()))
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "```python\n'''\n",
-        "```\n",
-        "~~~markdown\n",
-        "   ```x\n'''\n```\n",
-        "```python\n\"\"\" '''\n",
-        "'\"",
-        '"\\',
-        "```a```",
-        "from __future__ import (",
-        "````markdown\n```python\n",
-        "1. ```python\n",
-        "\t",
-    ],
-)
-def test_long_replies(grade_long_replies, piece):
+def test_long_replies(grade_long_replies):
+    pieces = ["```python\n'''\n", "```\n", "~~~markdown\n", "   ```x\n'''\n```\n", "'\"", '"\\', "```a```"]
+    pieces += ["```python\n\"\"\" '''\n", "````markdown\n```python\n", "1. ```python\n", "\t"]
+    pieces += ["from __future__ import ("]
     grader = HumanEvalGrader(PROBLEM, run=lambda source, limits: run_here("", limits))
-    grade_long_replies(grader, piece)
+    grade_long_replies(grader, *pieces)

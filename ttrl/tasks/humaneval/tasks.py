@@ -68,7 +68,7 @@ class HumanEvalGrader:
 
 
 def program(problem: HumanEvalProblem, code: str) -> str:
-    """Return what is run: the reply's function, after what precedes it in the prompt, and the tests.
+    """Return what is run: the reply's function, after the prompt's lines before it, and the tests.
 
     Imports from `__future__` go first: Python takes them nowhere else.
     """
