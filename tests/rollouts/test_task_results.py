@@ -338,6 +338,38 @@ def test_empty_content_can_be_graded(kit):
     assert results.samples[1].text == ""
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_content_in_parts_is_its_text(kit, streamed):
+    """As LiteLLM passes answers on, and Mistral's server writes them."""
+
+    def parts(*texts):
+        return [{"type": "text", "text": text} for text in texts]
+
+    def behaviour(body, attempt):
+        if not streamed:
+            thought = {"type": "thinking", "thinking": parts("Hm.")}
+            message = {"role": "assistant", "content": [thought, *parts("Hel", "lo")]}
+            return kit.completion([kit.choice(0, "Hello", message=message | {"reasoning": parts("I ", "say")})])
+        events = [{"delta": {"role": "assistant", "content": [], "reasoning": parts("I say")}}]
+        events += [{"delta": {"content": parts("H", "el")}}, {"delta": {"content": "lo"}}]
+        events += [{"delta": {"content": parts("")}, "finish_reason": "stop"}]
+        lines = [json.dumps({"id": "c", "choices": [{"index": 0, **event}]}) for event in events]
+        data = "".join(f"data: {line}\n\n" for line in [*lines, "[DONE]"])
+        return kit.Reply(data.encode(), headers={"content-type": "text/event-stream"})
+
+    def grader(choice):
+        return float((choice.message.content, choice.message.reasoning) == ("Hello", "I say"))
+
+    seen = []
+    watch = {"on_chunk": lambda chunk, completion: seen.append(completion.choices[0].message.content)}
+    params = {"logprobs": False}
+    options = {"token_ids": False, "params": params, **(watch if streamed else {})}
+    results, _ = kit.run(behaviour, [task("x", grader)], n=1, **options)
+    assert (results.samples[0].text, results.samples[0].error) == ("Hello", None)
+    assert results[0].rewards == [1.0]
+    assert seen == (["", "Hel", "Hello", "Hello"] if streamed else [])
+
+
 def test_other_providers_without_ids(kit):
     def behaviour(body, attempt):
         assert "return_token_ids" not in body

@@ -165,6 +165,25 @@ def test_null_content_is_empty_where_no_tool_is_called(kit):
     assert openai_choice(answer(with_tool)).message.content is None
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ([{"text": "a"}, "b"], "ab"),
+        ([{"type": "output_text", "text": "a"}], "a"),
+        ([{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text", "text": "a"}], "a"),
+        ([{"type": "thinking", "text": "no"}, {"type": "text", "text": None}, None, 3], ""),
+        ([], ""),
+        ({"type": "text", "text": "a"}, ""),  # no list of parts
+    ],
+)
+def test_content_in_parts(kit, content, text):
+    given = answer(kit.choice(0, "ab", message={"role": "assistant", "content": content}))
+    assert read(given).text == text
+    if isinstance(content, list):
+        assert openai_choice(given).message.content == text
+
+
 def test_the_choice_of_a_sample(kit):
     sample = read(answer(kit.choice(2, "ab")))
     sample.sample, sample.logprobs = 2, [-0.5, math.nan, 0.0]

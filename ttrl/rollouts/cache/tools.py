@@ -19,7 +19,7 @@ from obstore.store import ObjectStore
 
 from ttrl.errors import UserError
 from ttrl.rollouts.cache.entries import MOST_BYTES, DamagedEntry, Entry, decode_entry, split_key
-from ttrl.rollouts.client.wire import loads
+from ttrl.rollouts.client.wire import loads, text_of
 from ttrl.system.files import atomic_file
 from ttrl.system.object_store import Store, TooLarge, get_bytes, reason
 
@@ -233,7 +233,7 @@ def _line(name: str, entry: Entry) -> bytes:
         "written": about.written.isoformat(),
         "model": about.model,
         "request": loads(entry.request),
-        "text": message.get("content"),
+        "text": text_of(message.get("content")),
         "tool_calls": message.get("tool_calls") or None,
         "finish_reason": choice.get("finish_reason"),
         "prompt_token_ids": about.prompt_token_ids,

@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from ttrl.rollouts.client.tool_calls import LiveFunction, LiveToolCall, add_part
 from ttrl.rollouts.client.wire import (
+    TEXTS,
     Answer,
     Chunk,
     ChunkChoice,
     Delta,
-    FunctionDelta,
     TokenLogprob,
-    ToolCallDelta,
     Usage,
     count_entries,
     decoded_logprobs,
@@ -92,9 +92,6 @@ def _joined(lists: list[msgspec.Raw]) -> bytes:
     return b",".join(inside for inside in insides if inside)
 
 
-_TEXTS = ("content", "refusal", "reasoning", "reasoning_content")
-
-
 class LiveMessage:
     """What the model has said so far, under the names of openai's ChatCompletionMessage."""
 
@@ -103,8 +100,8 @@ class LiveMessage:
         self._content: list[str] = []
         self._texts: dict[str, list[str]] = {"content": self._content}
         """Pieces of the texts that have begun; those of each are joined when somebody looks."""
-        self.tool_calls: list[ToolCallDelta] | None = None
-        self.function_call: FunctionDelta | None = None
+        self.tool_calls: list[LiveToolCall] | None = None
+        self.function_call: LiveFunction | None = None
 
     def add(self, delta: Delta) -> None:
         if delta.content is not None:
@@ -118,32 +115,16 @@ class LiveMessage:
         if delta.reasoning_content is not None:
             self._texts.setdefault("reasoning_content", []).append(delta.reasoning_content)
         if delta.tool_calls:
+            self.tool_calls = self.tool_calls or []
             for part in delta.tool_calls:
-                self._add_tool_call(part)
+                add_part(self.tool_calls, part)
         if delta.function_call is not None:
-            if self.function_call is None:
-                self.function_call = FunctionDelta("", "")
-            _extend(self.function_call, delta.function_call)
-
-    def _add_tool_call(self, part: ToolCallDelta) -> None:
-        """Add a part to its call: parts share its index; where a server gives none, a part with an id begins a new one."""
-        calls = self.tool_calls = self.tool_calls or []
-        if part.index is not None:
-            known = next((call for call in calls if call.index == part.index), None)
-        else:
-            known = calls[-1] if calls and part.id in (None, "", calls[-1].id) else None
-        if known is None:
-            index = part.index if part.index is not None else len(calls)
-            known = ToolCallDelta(index=index, function=FunctionDelta("", ""), type="function")
-            calls.append(known)
-            calls.sort(key=lambda call: call.index or 0)
-        known.id, known.type = known.id or part.id, part.type or known.type
-        if part.function is not None and known.function is not None:
-            _extend(known.function, part.function)
+            self.function_call = self.function_call or LiveFunction()
+            self.function_call.add(delta.function_call)
 
     def __getattr__(self, name: str) -> str | None:
         """Return one of the texts; None where nothing of it has come, not even an empty string."""
-        if name not in _TEXTS:
+        if name not in TEXTS:
             raise AttributeError(name)
         pieces = self._texts.get(name)
         if not pieces:
@@ -155,18 +136,13 @@ class LiveMessage:
     def json(self) -> dict[str, Any]:
         """Return it as a server that does not stream would have sent it."""
         message: dict[str, Any] = {"role": self.role, **{name: getattr(self, name) for name in self._texts}}
-        if calls := self.tool_calls:
-            message["tool_calls"] = [{"id": c.id, "type": c.type, "function": msgspec.to_builtins(c.function)} for c in calls]
+        if self.tool_calls:
+            message["tool_calls"] = [call.json() for call in self.tool_calls]
         if self.function_call is not None:
-            message["function_call"] = msgspec.to_builtins(self.function_call)
+            message["function_call"] = self.function_call.json()
         if not message["content"] and (self.tool_calls or self.function_call):
             message["content"] = None
         return message
-
-
-def _extend(function: FunctionDelta, part: FunctionDelta) -> None:
-    function.name = (function.name or "") + (part.name or "")
-    function.arguments = (function.arguments or "") + (part.arguments or "")
 
 
 class LiveChoice:

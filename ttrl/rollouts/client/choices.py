@@ -14,7 +14,7 @@ from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogp
 
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.records import Sample
-from ttrl.rollouts.client.wire import Answer, is_ids
+from ttrl.rollouts.client.wire import Answer, as_texts, is_ids, text_of
 from ttrl.text import is_number
 
 UNKNOWN_LOGPROB = -9999.0
@@ -38,7 +38,7 @@ class _Entries(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    content: str | None = None
+    content: str | list[Any] | None = None
 
 
 class _Read(msgspec.Struct):
@@ -65,7 +65,7 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
     read = _read(answer, place)
     if read.message is None:
         raise ServerError(f"{place}: the server returned a choice without a message")
-    sample.text = writable(read.message.content or "")
+    sample.text = writable(text_of(read.message.content) or "")
     sample.finish_reason, sample.prefix_cached = read.finish_reason, answer.cached_tokens
     values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
     if values and min(values) <= UNKNOWN_LOGPROB:
@@ -111,11 +111,13 @@ def _read(answer: Answer, place: str) -> _Read:
         pass
     choice = _json(answer, place)  # NaN, halves of surrogate pairs, and whatever is not of the type that it should be
     message, logprobs, ids = choice.get("message"), choice.get("logprobs"), choice.get("token_ids")
-    content = message.get("content") if isinstance(message, dict) else None
+    content = text_of(message.get("content")) if isinstance(message, dict) else None
+    if not isinstance(content, str):
+        content = None
     reason = choice.get("finish_reason")
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
     return _Read(
-        message=_Message(content if isinstance(content, str) else None) if isinstance(message, dict) else None,
+        message=_Message(content) if isinstance(message, dict) else None,
         finish_reason=reason if isinstance(reason, str) else None,
         logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()]) if isinstance(logprobs, dict) else None,
         token_ids=ids if is_ids(ids) else None,
@@ -200,9 +202,11 @@ _parts_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def openai_choice(answer: Answer, index: int | None = None) -> Choice:
-    """Build the choice as the openai client would, with every field that the server sent; its logprobs on first access.
+    """Build the choice as the openai client would, with every field that the server sent; its
+    logprobs on first access.
 
-    Content that is null, where no tool is called, is "", so that a grader may say choice.message.content.strip().
+    Content is a text, so that a grader may say choice.message.content.strip(): content in parts is
+    joined, and null is "" if no tool is called.
     index: replaces the one in the answer.
     """
     try:
@@ -216,6 +220,7 @@ def openai_choice(answer: Answer, index: int | None = None) -> Choice:
         fields["index"] = index
     message = fields.get("message")
     if isinstance(message, dict):
+        as_texts(message)
         if message.get("content") is None and not message.get("tool_calls"):
             message["content"] = ""
         fields["message"] = _model(ChatCompletionMessage, message)

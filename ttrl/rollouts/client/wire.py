@@ -15,10 +15,15 @@ from ttrl.text import is_number, one_line
 
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
+_TEXT_PARTS = ("text", "output_text", "refusal", "reasoning_text", "summary_text")
 _TOKEN_BYTES, _SHOWN_BYTES = 2048, 512  # of a token in a chunk of its own, and of a log-probability; vLLM writes 400 and 130
 _UNREADABLE = (ValueError, RecursionError)  # of JSON: the second where it is nested too deeply
 _MORE_CHOICES = 64  # than were asked for
 _LONGEST = 2**17  # tokens, where a request does not say
+
+
+TEXTS = ("content", "refusal", "reasoning", "reasoning_content")
+"""What of a message is text."""
 
 
 class Answer(msgspec.Struct):
@@ -155,6 +160,28 @@ def decoded_chunk(data: bytes, place: str) -> Chunk:
     return chunk
 
 
+def text_of(content: Any) -> Any:
+    """Return the text of content in parts, [{"type": "text", "text": …}, …]; other content as it is.
+
+    Parts of an answer follow each other with nothing between them.
+    """
+    if not isinstance(content, list):
+        return content
+    texts = []
+    for part in content:
+        if isinstance(part, dict) and part.get("type", "text") in _TEXT_PARTS:
+            part = part.get("text")
+        if isinstance(part, str):
+            texts.append(part)
+    return "".join(texts)
+
+
+def as_texts(message: Any) -> None:
+    """Join the texts of a message that a server sent in parts, as LiteLLM and Mistral do."""
+    if isinstance(message, dict):
+        message.update({name: text_of(message[name]) for name in TEXTS if name in message})
+
+
 def _leniently(data: bytes, place: str) -> Chunk:
     try:
         obj = json.loads(data)
@@ -162,6 +189,8 @@ def _leniently(data: bytes, place: str) -> Chunk:
             raise ValueError(f"{type(obj).__name__} instead of an object")
         error = obj.pop("error", None)
         choices = obj.get("choices") or []
+        for choice in choices:
+            as_texts(choice.get("delta"))
         raws = [json.dumps(choice.pop("logprobs", None)).encode() for choice in choices]
         chunk = msgspec.convert(obj, Chunk, strict=False)
         for choice, raw in zip(chunk.choices or (), raws, strict=True):
