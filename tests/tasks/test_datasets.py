@@ -72,7 +72,7 @@ def test_other_shapes_of_json(tmp_path):
         ("x.json", "{", r"x\.json: not JSON"),
         ("x.csv", "question,choices,answer\na,[],1\nb,[\n", "row 2: it has not as many columns"),
         ("x.csv", "question,choices,answer\na,x,1\n", "row 1: choices is 'x'; .* written as JSON"),
-        ("x.csv", "question,answer\n" + "a" * 200_000 + ",1\n", "cannot be read"),
+        ("x.csv", 'question,choices,answer\na,[],1\nb,[],"2\nc,[],3\n', "cannot be read: unexpected end"),
         ("x.parquet", "no parquet", r"x\.parquet: cannot be read"),
         ("x.txt", "a", "files ending in .jsonl"),
     ],
@@ -83,6 +83,12 @@ def test_damaged_files(tmp_path, name, content, words):
     (tmp_path / name).write_text(content, encoding="utf-8")
     with pytest.raises(TaskError, match=words):
         load_rows(tmp_path / name, parse)
+
+
+def test_long_fields_of_csv(tmp_path):
+    rows = [{**ROWS[0], "question": "q" * size} for size in (200_000, 1, 2_000_000)]
+    path = write(tmp_path / "x.csv", rows)
+    assert [len(question) for question, _, _ in load_rows(path, parse)] == [200_000, 1, 2_000_000]
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
@@ -103,6 +109,39 @@ def test_no_such_split_in_a_folder(tmp_path):
     write(tmp_path / "train.jsonl", ROWS)
     with pytest.raises(TaskError, match=r"no file dev\.jsonl or val\.jsonl .*there are \['train\.jsonl'\]"):
         load_rows(tmp_path, parse, splits=("dev", "val"))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("inner", ["", "data", "main"])
+def test_parts_of_a_split(tmp_path, suffix, inner):
+    """As copies of a data set on the hub have them, in the folder itself or in one of its own."""
+    folder = tmp_path / inner
+    folder.mkdir(exist_ok=True)
+    for number, row in enumerate(ROWS):
+        write(folder / f"train-{number:05}-of-00003.{suffix}", [row])
+    write(folder / f"test-00000-of-00001-0123456789abcdef.{suffix}", ROWS[:1])
+    found = load_rows(tmp_path, parse, splits=("train",), config="main")
+    assert found == PARSED
+    assert found.places[2].startswith(f"{folder}/train-00002-of-00003.{suffix}, ")
+    assert load_rows(tmp_path, parse, splits=("test",), config="main") == PARSED[:1]
+    with pytest.raises(TaskError, match=r"no file dev\.jsonl"):
+        load_rows(tmp_path, parse, splits=("dev",), config="main")
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["train-00000-of-00003", "train-00002-of-00003"], "train has the parts 0, 2; its names say 0-2"),
+        (["train-00000-of-00001", "train-00001-of-00001"], "train has the parts 0-1; its names say 0"),
+        (["train-00000-of-00001", "train-00000-of-00002"], "parts of several sets lie together"),
+        (["train-00000-of-00001-aa", "train-00000-of-00001-bb"], "parts of several sets lie together"),
+    ],
+)
+def test_parts_that_make_no_whole(tmp_path, names, words):
+    for name in names:
+        write(tmp_path / f"{name}.jsonl", ROWS)
+    with pytest.raises(TaskError, match=words):
+        load_rows(tmp_path, parse, splits=("train",))
 
 
 @pytest.fixture
@@ -157,6 +196,76 @@ def test_the_hub(hub):
         load_rows("a/b", refuse, splits=("train",), config="main")
 
 
+def test_places_stay_with_their_rows(tmp_path):
+    rows = load_rows(write(tmp_path / "x.jsonl", ROWS), parse).where(lambda row: row[2] != 1)
+    assert (rows, rows.places) == (PARSED[::2], [f"{tmp_path}/x.jsonl, line 1", f"{tmp_path}/x.jsonl, line 3"])
+
+
+def test_a_question_is_asked_once_and_other_answers_are_named(tmp_path, caplog):
+    """In verl#3065 a training file held each question a hundred times, some with several answers."""
+    rows = [{**ROWS[0], "answer": answer} for answer in (7, 7, 8)] + [ROWS[1], {**ROWS[1], "choices": []}]
+    found = load_rows(write(tmp_path / "x.jsonl", rows), parse)
+
+    def chosen(rows, **options):
+        return select(rows, lambda row: row[0], "test", None, 0, "sums", held_out=False, **options)
+
+    assert sorted(chosen(found, answer=lambda row: row[2])) == sorted([found[0], found[3]])
+    assert caplog.messages == [
+        "sums: 3 rows left out, each a question that came before; 1 with another answer than the first, "
+        f"which is kept: {tmp_path}/x.jsonl, line 3: 8 against {tmp_path}/x.jsonl, line 1: 7"
+    ]
+    caplog.clear()
+    assert len(chosen(found[:2])) == 1  # a list without places
+    assert caplog.messages == ["sums: 1 row left out, each a question that came before"]
+    caplog.clear()
+    many = [("q", number) for number in range(9)]
+    assert chosen(many) == [("q", 0)]
+    assert caplog.text.endswith("row 6: ('q', 5) against row 1: ('q', 0); and 3 more\n")
+    caplog.clear()
+    assert len(chosen(many, question=lambda row: row)) == 9 and not caplog.messages
+
+
+CONNECTIONS = [["a", "b", "c", "d"], ["e", "f", "g", "h"], ["i", "j", "k", "l"], ["m", "n", "o", "p"]]
+SWAPPED = [["e", "b", "c", "d"], ["a", "f", "g", "h"], *CONNECTIONS[2:]]
+PAIR = {"input": [[1]], "output": [[2]]}
+OTHER = {"input": [[1]], "output": [[3]]}
+TABLE = {"header": ["House", "Name"], "rows": [["1", "Ada"], ["2", "Ben"]]}
+OTHER_TABLE = {"header": ["House", "Name"], "rows": [["1", "Ben"], ["2", "Ada"]]}
+HUMANEVAL = {"prompt": "def f():\n", "entry_point": "f", "canonical_solution": "    pass"}
+START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
+
+
+@pytest.mark.parametrize(
+    ("function", "row", "other"),
+    [
+        ("gsm8k:get_gsm8k_tasks", {"question": "1 + 1?", "answer": "#### 2"}, {"answer": "#### 3"}),
+        ("multiple_choice:get_mmlu_tasks", {"question": "Q?", "choices": ["a", "b"], "answer": 0}, {"answer": 1}),
+        ("multiple_choice:get_arc_tasks", {"question": "Q?", "choices": ["a", "b"], "answer": 0}, {"answer": 1}),
+        ("arc_agi:get_arc_agi_tasks", {"train": [PAIR], "test": [PAIR]}, {"test": [OTHER]}),
+        ("nyt_connections:get_nyt_connections_tasks", {"answers": CONNECTIONS}, {"answers": SWAPPED}),
+        ("chess_moves:get_chess_tasks", {"fen": START, "best_move_uci": "e2e4"}, {"best_move_uci": "d2d4"}),
+        ("humaneval:get_humaneval_tasks", {**HUMANEVAL, "test": "def check(f): 1"}, {"test": "def check(f): 0"}),
+        ("temporal_clue:get_temporal_clue_tasks", {"prompt": "?", "solution": {"A": "x"}}, {"solution": {"A": "y"}}),
+        ("zebra_grid:get_zebra_grid_tasks", {"puzzle": "?", "solution": TABLE}, {"solution": OTHER_TABLE}),
+    ],
+)
+def test_families_ask_a_question_once(tmp_path, caplog, monkeypatch, function, row, other):
+    """Also under other names, and with the words of a puzzle in another order."""
+    module, _, name = function.partition(":")
+    family = pytest.importorskip(f"ttrl.tasks.{module}")
+    if module == "humaneval":
+        monkeypatch.setattr("ttrl.tasks.humaneval.tasks.why_not", lambda: None)
+    rows = [{**row, **change, "id": str(i), "task_id": f"t/{i}"} for i, change in enumerate([{}, {}, other])]
+    path = write(tmp_path / "x.jsonl", rows)
+    splits = ["test"] if module in ("multiple_choice", "humaneval") else ["train", "validation"]
+    splits = ["train", "validation", "test"] if module == "nyt_connections" else splits
+    tasks = [task for split in splits for task in getattr(family, name)(split, None, path=path)]
+    assert len(tasks) == 1
+    assert "2 rows left out, each a question that came before; 1 with another answer" in caplog.text
+    for place in ("line 1", "line 3") if module != "nyt_connections" else ("game 0", "game 2"):
+        assert f"{path}, {place}: " in caplog.text
+
+
 def test_no_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(TaskError, match=r"need the package datasets: pip install 'ttrl\[tasks\]'"):
@@ -176,3 +285,5 @@ def test_select():
     assert chosen("validation", 5, seed=3) == validation[:5]
     assert sorted(chosen("test", held_out=False)) == sorted(rows)
     assert train[:3] == ["751", "867", "469"]  # the same in every version
+    rows += rows[:500]
+    assert chosen("train") == train and chosen("validation") == validation

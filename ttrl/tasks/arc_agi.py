@@ -179,10 +179,20 @@ def get_arc_agi_tasks(
     if unknown:
         raise TaskError(f"augment has {unknown}; give a list of any of {', '.join(AUGMENTATIONS)}")
     names = ("evaluation", "test") if split == "test" else ("training", "train")
-    puzzles = load_rows(path, parse_row, splits=names)
+    rows = load_rows(path, parse_row, splits=names)
     if max_cells is not None:
-        puzzles = [puzzle for puzzle in puzzles if puzzle.cells() <= max_cells]
-    puzzles = select(puzzles, lambda p: p.id, split, n, seed, "arc_agi", held_out=split != "test")
+        rows = rows.where(lambda puzzle: puzzle.cells() <= max_cells)
+    puzzles = select(
+        rows,
+        lambda puzzle: puzzle.id,
+        split,
+        n,
+        seed,
+        "arc_agi",
+        held_out=split != "test",
+        question=lambda puzzle: (puzzle.train, tuple(pair.input for pair in puzzle.test)),
+        answer=lambda puzzle: [pair.output for pair in puzzle.test],
+    )
     if augment and split == "train":
         puzzles = [augmented(puzzle, random.Random(f"arc_agi {seed} {puzzle.id}"), augment) for puzzle in puzzles]
     graders = [ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit) for puzzle in puzzles]

@@ -16,7 +16,18 @@ from typing import Any, Literal, Protocol
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, last_line, latest, reply_text
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, read_text, select, text_field
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Rows,
+    Source,
+    check_name,
+    check_share,
+    load_rows,
+    read_text,
+    select,
+    text_field,
+)
 from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import as_typed
 
@@ -194,8 +205,18 @@ def get_chess_tasks(
         positions = read_epd(source)
     else:
         rows = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
-        positions = [row for row in rows if row is not None]
-    chosen = select(positions, _key, split, n, seed, "chess", held_out=split != "test")
+        positions = rows.where(lambda row: row is not None)
+    chosen = select(
+        positions,
+        _key,
+        split,
+        n,
+        seed,
+        "chess",
+        held_out=split != "test",
+        question=lambda position: position.fen,
+        answer=lambda position: position.best,
+    )
     return [
         Task(
             question(write_prompt(position.fen, style)),
@@ -217,18 +238,19 @@ def write_prompt(fen: str, style: Style) -> str:
     return _PLAIN.format(fen=fen, side="White" if fen.split()[1] == "w" else "Black")
 
 
-def read_epd(path: Path) -> list[Position]:
+def read_epd(path: Path) -> Rows[Position]:
     """Read every position of a test suite. Raises TaskError, naming the line."""
-    positions = []
+    positions, places = [], []
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 positions.append(parse_epd(line, f"{path.stem}-{number}"))
             except (RowError, ValueError) as error:
                 raise TaskError(f"{path}, line {number}: {error}") from None
+            places.append(f"{path}, line {number}")
     if not positions:
         raise TaskError(f"{path}: no positions")
-    return positions
+    return Rows(positions, places)
 
 
 def parse_epd(line: str, name: str) -> Position:

@@ -1,32 +1,40 @@
 """Rows of a data set: from files of one's own, or from the Hugging Face hub; and which of them belong to a split.
 
-ttrl ships no data of others. A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder with one file for each split
-(`train.jsonl`, `test.parquet`; or a folder of json files, one row each), or the id of a data set on the hub, which is loaded
-through the package `datasets` (the `tasks` extra) and kept in its own cache.
+ttrl ships no data of others. A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder
+with one file for each split (`train.jsonl`, `test.parquet`; or a split's parts,
+`train-00000-of-00002.parquet`; or a folder of json files, one row each), or the id of a data set on
+the hub, which the package `datasets` (the `tasks` extra) loads and keeps in its own cache.
 """
 
 import contextlib
 import csv
+import glob
 import hashlib
 import importlib
+import itertools
 import json
+import logging
 import os
 import re
 import socket
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from ttrl.errors import TaskError
 from ttrl.tasks.words import in_validation
-from ttrl.text import short
+from ttrl.text import counted, one_line, short, spans
 
 T = TypeVar("T")
 Row: TypeAlias = dict[str, Any]
 Source: TypeAlias = str | os.PathLike[str]
 
+_log = logging.getLogger(__name__)
+_LONGEST_FIELD = 2**31 - 1
+"""Bytes of a field in CSV; Python's own limit, 131,072, is below the length of some prompts."""
+_SHOWN_CONFLICTS = 5
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 
 
@@ -34,17 +42,40 @@ class RowError(ValueError):
     """An error in one row, which becomes a TaskError that names file and row."""
 
 
-def load_rows(source: Source, parse: Callable[[Row], T], *, splits: Sequence[str] = (), config: str | None = None) -> list[T]:
+class Rows(list[T]):
+    """Parsed rows, and where each of them stands: "data/test.jsonl, line 51"."""
+
+    def __init__(self, rows: Iterable[T], places: Iterable[str]) -> None:
+        super().__init__(rows)
+        self.places = list(places)
+        assert len(self) == len(self.places)
+
+    def where(self, belongs: Callable[[T], bool]) -> "Rows[T]":
+        """Return the rows of which this is true."""
+        kept = [number for number, row in enumerate(self) if belongs(row)]
+        return Rows([self[number] for number in kept], [self.places[number] for number in kept])
+
+
+def load_rows(
+    source: Source,
+    parse: Callable[[Row], T],
+    *,
+    splits: Sequence[str] = (),
+    config: str | None = None,
+) -> Rows[T]:
     """Load every row, as `parse` makes it of the row's fields.
 
-    splits: names that the split has in folders and on the hub, tried in this order; a single file is read whole.
-    config: the hub's configuration ("main"). `parse` raises RowError, which names no place, for rows that are not as they should
-    be; the TaskError that comes of it names file and row.
+    splits: names that the split has in folders and on the hub, tried in this order; a single file
+        is read whole.
+    config: the hub's configuration ("main"), in a folder one of its folders.
+    `parse` raises RowError, without a place, for rows that are not as they should be; the TaskError
+    made of it names file and row.
 
-    Raises TaskError: no such file, of a kind that is not read, damaged, without rows; no such split; no package for it.
+    Raises TaskError: no such file, of a kind that is not read, damaged, without rows; no such
+    split; no package for it.
     """
     where, rows = _open(source, splits, config)
-    parsed = []
+    parsed, places = [], []
     for place, row in rows:
         if not isinstance(row, dict):
             raise TaskError(f"{place}: {short(row, 120)}; a row is an object with named fields")
@@ -52,9 +83,10 @@ def load_rows(source: Source, parse: Callable[[Row], T], *, splits: Sequence[str
             parsed.append(parse(row))
         except RowError as error:
             raise TaskError(f"{place}: {error}") from None
+        places.append(place)
     if not parsed:
         raise TaskError(f"{where}: no rows")
-    return parsed
+    return Rows(parsed, places)
 
 
 def field(row: Row, *names: str) -> Any:
@@ -89,24 +121,82 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def select(
-    rows: Sequence[T], key: Callable[[T], str], split: str, n: int | None, seed: int, what: str, *, held_out: bool
-) -> list[T]:
-    """Return `n` rows of a split (None: all), each once: for "train" in an order given by the seed, else always the same.
+def _answer_of(row: Any) -> object:
+    return getattr(row, "answer", row)
 
-    key: what tells rows apart. held_out: train and validation are the same file, of which one row in ten, by a hash of its key,
-    is for validation. More rows of the same split and seed begin with the same ones. Raises TaskError when there are not enough.
+
+def select(
+    rows: Sequence[T],
+    key: Callable[[T], str],
+    split: str,
+    n: int | None,
+    seed: int,
+    what: str,
+    *,
+    held_out: bool,
+    question: Callable[[T], Hashable] | None = None,
+    answer: Callable[[T], object] = _answer_of,
+) -> list[T]:
+    """Return `n` rows of a split (None: all), no question twice: for "train" in an order given by
+    the seed, else always the same. More rows of the same split and seed begin with the same ones.
+
+    key: names a row; its hash decides about split and order.
+    held_out: train and validation are the same file, of which one row in ten is for validation.
+    question, answer: see `without_repeats`; a row's question is its key unless given.
+
+    Raises TaskError if there are not enough.
     """
     check_count(n, "one, or None for all", may_be_none=True)
-    keys = [key(row) for row in rows]
-    chosen = [
-        (name, row) for name, row in zip(keys, rows) if not held_out or in_validation(f"{what} {name}") == (split == "validation")
-    ]
+    chosen = []
+    for row in without_repeats(rows, question or key, answer, what):
+        name = key(row)
+        if not held_out or in_validation(f"{what} {name}") == (split == "validation"):
+            chosen.append((name, row))
     order = f"{what} {split} {seed if split == 'train' else ''} "
     chosen.sort(key=lambda item: hashlib.sha256((order + item[0]).encode("utf-8", "surrogatepass")).digest())
     if n is not None and len(chosen) < n:
         raise TaskError(f"{n} tasks of {what}, split {split}: there are {len(chosen)} rows; ask for fewer, or n=None for all")
     return [row for _, row in chosen[:n]]
+
+
+def without_repeats(
+    rows: Sequence[T],
+    question: Callable[[T], Hashable],
+    answer: Callable[[T], object],
+    what: str,
+) -> Rows[T]:
+    """Return the first row of each question, and log how many others there were.
+
+    A question that is asked twice counts twice in a mean, and makes its interval too narrow.
+    `question` says what makes two rows the same question. If their answers differ, the warning
+    names both rows and both answers.
+    """
+    named = rows
+    if not isinstance(named, Rows):
+        named = Rows(rows, [f"row {number}" for number in range(1, len(rows) + 1)])
+    first: dict[Hashable, int] = {}
+    conflicts = []
+
+    def said(number: int) -> str:
+        return f"{named.places[number]}: {one_line(str(answer(named[number])), 60)}"
+
+    for number, row in enumerate(named):
+        kept = first.setdefault(question(row), number)
+        if kept == number:
+            continue
+        if answer(row) != answer(named[kept]):
+            conflicts.append(f"{said(number)} against {said(kept)}")
+    repeats = len(named) - len(first)
+    if repeats:
+        text = f"{what}: {counted(repeats, 'row')} left out, each a question that came before"
+        if conflicts:
+            more = len(conflicts) - _SHOWN_CONFLICTS
+            text += f"; {len(conflicts)} with another answer than the first, which is kept: "
+            text += "; ".join(conflicts[:_SHOWN_CONFLICTS])
+            text += f"; and {more} more" if more > 0 else ""
+        _log.warning("%s", text)
+    kept_rows = list(first.values())
+    return Rows([named[number] for number in kept_rows], [named.places[n] for n in kept_rows])
 
 
 def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
@@ -146,34 +236,72 @@ def is_file(path: Source) -> bool:
 def _open(source: Source, splits: Sequence[str], config: str | None) -> tuple[str, Iterable[tuple[str, Any]]]:
     """Return (name of the source, (place, row) of each row)."""
     path = Path(source).expanduser()
+    parts = [path]
     if path.is_dir():
-        path = _in_folder(path, splits)
+        parts = _in_folder(path, splits, config)
+        path = parts[0]
         if path.is_dir():
             return str(path), _one_each(path)
     if path.is_file():
         if path.suffix not in SUFFIXES:
             raise TaskError(f"{path}: files ending in {', '.join(SUFFIXES)} are read")
-        return str(path), _READERS[path.suffix](path)
+        return str(path), itertools.chain.from_iterable(map(_READERS[path.suffix], parts))
     text = os.fspath(source)
     if not isinstance(source, str) or path.suffix in SUFFIXES or text.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(text):
         raise TaskError(f"{path}: no such file or folder, and no id of a data set on the Hugging Face hub (owner/name)")
     return _from_hub(text, splits, config)
 
 
-def _in_folder(folder: Path, splits: Sequence[str]) -> Path:
+def _in_folder(folder: Path, splits: Sequence[str], config: str | None) -> list[Path]:
+    """Return the file of the first of these splits that is there, or all of its parts, or its
+    folder.
+
+    Copies of a data set on the hub have them in the folder `data`, or in one for each
+    configuration.
+    """
+    inner = ("", "data", config or "")
     for split in splits:
-        for suffix in SUFFIXES:
-            if (folder / (split + suffix)).is_file():
-                return folder / (split + suffix)
+        for place in [folder / name for name in dict.fromkeys(inner)]:
+            for suffix in SUFFIXES:
+                if (place / (split + suffix)).is_file():
+                    return [place / (split + suffix)]
+            parts = _parts(place, split)
+            if parts:
+                return parts
         if (folder / split).is_dir():
-            return folder / split
+            return [folder / split]
     if not splits and any(folder.glob("*.json")):
-        return folder
+        return [folder]
     there = sorted(path.name for path in folder.iterdir())
     raise TaskError(
         f"{folder}: no file {' or '.join(split + '.jsonl' for split in splits) or '*.json'} (or {', '.join(SUFFIXES[1:])}); "
         f"there are {short(there, 120)}. Name the file itself, or rename it"
     )
+
+
+def _parts(folder: Path, split: str) -> list[Path]:
+    """Return the parts of a split, train-00000-of-00002.parquet, in order; [] if there are none.
+
+    Raises TaskError if some are missing, or parts of two sets lie together.
+    """
+    parts = []
+    for path in sorted(folder.glob(f"{glob.escape(split)}-*-of-*")):
+        match = _PART.fullmatch(path.name, len(split))
+        if match is not None:
+            parts.append((int(match[1]), int(match[2]), path))
+    if not parts:
+        return []
+    parts.sort()
+    counts = {count for _, count, _ in parts}
+    numbers = [number for number, _, _ in parts]
+    is_one_kind = len({path.suffix for *_, path in parts}) == 1
+    if len(counts) > 1 or not is_one_kind or len(set(numbers)) < len(numbers):
+        names = short([path.name for *_, path in parts], 160)
+        raise TaskError(f"{folder}: parts of several sets lie together: {names}; keep those of one")
+    (count,) = counts
+    if numbers != list(range(count)):
+        raise TaskError(f"{folder}: {split} has the parts {spans(numbers)}; its names say {spans(range(count))}")
+    return [path for *_, path in parts]
 
 
 def read_text(path: Path) -> str:
@@ -209,9 +337,11 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(_LONGEST_FIELD)  # of the process; nothing relies on Python's lower one
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
-            for place, row in _numbered(str(path), csv.DictReader(file)):
+            # strict: else a field whose quotation mark is missing takes in the rest of the file
+            for place, row in _numbered(str(path), csv.DictReader(file, strict=True)):
                 if None in row or None in row.values():
                     raise TaskError(f"{place}: it has not as many columns as the first line has names")
                 yield place, row
@@ -239,6 +369,8 @@ _READERS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
     ".parquet": _parquet,
 }
 SUFFIXES = tuple(_READERS)
+# train-00000-of-00002.parquet, or with a hash before the suffix, as older copies from the hub have.
+_PART = re.compile(rf"-([0-9]+)-of-([0-9]+)(?:-[0-9a-f]+)?(?:{'|'.join(map(re.escape, SUFFIXES))})")
 
 
 def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,18 @@ from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, latest, reply_text
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, is_file, list_field, load_rows, select, text_field
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Rows,
+    Source,
+    check_name,
+    is_file,
+    list_field,
+    load_rows,
+    select,
+    text_field,
+)
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, comparable
 
@@ -231,8 +242,17 @@ def _tasks(
     there = {subject for subject, _ in rows}
     if missing := [subject for subject in subjects if subject not in there]:
         raise TaskError(f"{what}: no questions of {', '.join(missing)}; there are {', '.join(sorted(map(str, there)))}")
-    questions = [one for subject, one in rows if not subjects or subject in subjects]
-    chosen = select(questions, _key, split, n, seed, what, held_out=is_file(path) and split != "test")
+    asked = rows.where(lambda row: not subjects or row[0] in subjects)
+    chosen = select(
+        Rows([one for _, one in asked], asked.places),
+        _key,
+        split,
+        n,
+        seed,
+        what,
+        held_out=is_file(path) and split != "test",
+        answer=lambda one: LETTERS[one.answer],
+    )
     names = [f"{what}/{one.id}" if one.id else "" for one in chosen]
     return [
         Task(question(write_prompt(one, style)), MultipleChoiceGrader(one.answer, one.choices), id=name)

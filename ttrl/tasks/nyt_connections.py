@@ -14,7 +14,18 @@ from typing import Any, Literal
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, reply_text
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, field, from_json, load_rows, select
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Rows,
+    Source,
+    check_name,
+    field,
+    from_json,
+    load_rows,
+    select,
+    without_repeats,
+)
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, comparable, in_validation
 from ttrl.text import short
@@ -150,8 +161,18 @@ def get_nyt_connections_tasks(
     """
     check_name("split", split, ("train", "validation", "test"), _NAME)
     rows = load_rows(path, lambda row: row, splits=("train",))
-    puzzles = list({_key(puzzle): puzzle for puzzle in read_puzzles(rows, str(path))}.values())  # some files hold puzzles twice
-    chosen = select([puzzle for puzzle in puzzles if _split_of(puzzle) == split], _key, split, n, seed, _NAME, held_out=False)
+    puzzles = read_puzzles(rows, str(path))
+    places = [f"{path}, game {puzzle.id}" for puzzle in puzzles]
+    distinct = without_repeats(Rows(puzzles, places), _words_of, _groups_of, _NAME)
+    chosen = select(
+        distinct.where(lambda puzzle: _split_of(puzzle) == split),
+        _key,
+        split,
+        n,
+        seed,
+        _NAME,
+        held_out=False,
+    )
     return [
         Task(question(write_prompt(puzzle)), ConnectionsGrader(puzzle.groups, liberal), id=f"nyt-connections/{puzzle.id}")
         for puzzle in chosen
@@ -160,6 +181,14 @@ def get_nyt_connections_tasks(
 
 def _key(puzzle: ConnectionsPuzzle) -> str:
     return "/".join(sorted(puzzle.words()))
+
+
+def _words_of(puzzle: ConnectionsPuzzle) -> frozenset[str]:
+    return frozenset(map(comparable, puzzle.words()))
+
+
+def _groups_of(puzzle: ConnectionsPuzzle) -> list[list[str]]:
+    return sorted(sorted(map(comparable, group)) for group in puzzle.groups)
 
 
 def _split_of(puzzle: ConnectionsPuzzle) -> str:

@@ -96,7 +96,17 @@ def get_humaneval_tasks(
     "entry_point", "test", "canonical_solution". Raises TaskError, also where this machine has no sandbox; it tries.
     """
     check_name("split", split, ("test",), "humaneval")
-    problems = select(load_rows(path, parse_row, splits=("test",)), lambda p: p.id, split, n, seed, "humaneval", held_out=False)
+    problems = select(
+        load_rows(path, parse_row, splits=("test",)),
+        lambda problem: problem.id,
+        split,
+        n,
+        seed,
+        "humaneval",
+        held_out=False,
+        question=lambda problem: problem.prompt,
+        answer=lambda problem: problem.test,
+    )
     reason = why_not()
     if reason is not None:
         raise TaskError(reason)

@@ -5,7 +5,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, from_json, is_file, load_rows, puzzle_seeds, select, text_field
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Rows,
+    Source,
+    check_name,
+    from_json,
+    is_file,
+    load_rows,
+    puzzle_seeds,
+    select,
+    text_field,
+)
 from ttrl.tasks.task import Task, question
 from ttrl.tasks.temporal_clue.generator import Scope, make_puzzle
 from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
@@ -23,7 +35,7 @@ class TemporalCluePuzzle:
     num_clues: int | None = None
 
 
-def load_puzzles(source: Source, *, splits: tuple[str, ...] = ()) -> list[TemporalCluePuzzle]:
+def load_puzzles(source: Source, *, splits: tuple[str, ...] = ()) -> Rows[TemporalCluePuzzle]:
     """Load the puzzles of a file with the fields prompt, solution (letters and values) and, if known, num_clues.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row.
@@ -54,8 +66,16 @@ def get_temporal_clue_tasks(
         if size is not None or scope != "answers":
             raise TaskError("size and scope are of puzzles that are made here; a file of puzzles (path) has its own")
         names = ("train",) if split == "train" else ("validation", "val")
-        puzzles = load_puzzles(path, splits=names)
-        puzzles = select(puzzles, lambda puzzle: puzzle.prompt, split, n, seed, "temporal-clue", held_out=is_file(path))
+        puzzles = select(
+            load_puzzles(path, splits=names),
+            lambda puzzle: puzzle.prompt,
+            split,
+            n,
+            seed,
+            "temporal-clue",
+            held_out=is_file(path),
+            answer=lambda puzzle: puzzle.solution,
+        )
     else:
         held_out = split == "validation"
         puzzles = [_parse(make_puzzle(one, size, scope, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]

@@ -4,7 +4,18 @@ import os
 from typing import Literal, NamedTuple
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, from_json, load_rows, puzzle_seeds, select, text_field
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Rows,
+    Source,
+    check_name,
+    from_json,
+    load_rows,
+    puzzle_seeds,
+    select,
+    text_field,
+)
 from ttrl.tasks.task import Task, question
 from ttrl.tasks.zebra_grid.generator import make_puzzle
 from ttrl.tasks.zebra_grid.grading import ZebraGridGrader
@@ -20,7 +31,12 @@ class ZebraPuzzle(NamedTuple):
     rows: tuple[tuple[str, ...], ...]
 
 
-def load_puzzles(source: Source, *, splits: tuple[str, ...] = (), config: str | None = None) -> list[ZebraPuzzle]:
+def load_puzzles(
+    source: Source,
+    *,
+    splits: tuple[str, ...] = (),
+    config: str | None = None,
+) -> Rows[ZebraPuzzle]:
     """Load the puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and rows.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution is hidden (`___`).
@@ -52,8 +68,16 @@ def get_zebra_grid_tasks(
         in_folder = os.path.isdir(os.path.expanduser(path))
         # The published set has one split, named test.
         names = ("test", "train") if not in_folder else (("train",) if split == "train" else ("validation", "val"))
-        puzzles = load_puzzles(path, splits=names, config=config)
-        puzzles = select(puzzles, lambda puzzle: puzzle.text, split, n, seed, "zebra-grid", held_out=not in_folder)
+        puzzles = select(
+            load_puzzles(path, splits=names, config=config),
+            lambda puzzle: puzzle.text,
+            split,
+            n,
+            seed,
+            "zebra-grid",
+            held_out=not in_folder,
+            answer=lambda puzzle: (puzzle.header, puzzle.rows),
+        )
     else:
         held_out = split == "validation"
         puzzles = [_parse(make_puzzle(one, houses, attributes, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
