@@ -96,6 +96,29 @@ def test_several_samples_and_pass_at_k(address: str) -> None:
     assert _Counter.bodies[0]["temperature"] == 1.0
 
 
+def test_repeated_tasks_are_one_task_with_more_samples(address: str, tmp_path: Path) -> None:
+    """A list that holds each question 32 times says no more of other questions than one of each."""
+    words, often = ["tree", "banana", "plum"], ["tree", "banana", "plum"] * 32
+    paths = {name: [tmp_path / f"{name}{count}.json" for count in (1, 32)] for name in ("careful", "careless")}
+    for name, (few, many) in paths.items():
+        once = evaluate(address, {"x": [asked(word) for word in words]}, name=name, output=few, pbar=False)
+        repeated = evaluate(address, {"x": [asked(word) for word in often]}, name=name, output=many, pbar=False)
+        one, other = once["x"], repeated["x"]
+        assert (other.num_tasks, other.num_repeats, other.accuracy.num_tasks) == (96, 93, 3)
+        assert other.accuracy.mean == pytest.approx(one.accuracy.mean)
+        assert other.accuracy.high - other.accuracy.low > 0.9 * (one.accuracy.high - one.accuracy.low)
+        assert other.metrics["exact"] == other.accuracy == other.reward
+        assert "93 of 96 tasks repeat another" in repeated.table() and "repeat" not in once.table()
+    few, many = (compare(*(files[place] for files in paths.values())).sets[0] for place in (0, 1))
+    assert (few.num_shared, many.num_shared, many.num_others) == (3, 3, 0)
+    assert few.difference.mean == pytest.approx(many.difference.mean) == pytest.approx(-1 / 3)
+    assert many.difference.high - many.difference.low > 0.8 * (few.difference.high - few.difference.low)
+    # Tasks that begin with the same words are others: rollouts, whose ids tell them apart.
+    alike = [Task([{"role": "user", "content": "How many e are in tree?"}], lambda choice: 1.0, id=f"game {i}") for i in range(4)]
+    games = evaluate(address, {"x": alike}, pbar=False)["x"]
+    assert (games.num_repeats, games.accuracy.num_tasks) == (0, 4)
+
+
 def test_the_cache_goes_on_where_it_was(address: str, tmp_path: Path) -> None:
     tasks = [asked(word) for word in ("tree", "leave", "plum")]
     options = {"cache": tmp_path / "cache", "weights_digest": "w", "pbar": False}

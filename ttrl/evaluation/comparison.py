@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.evaluation.results import aligned, read_result
+from ttrl.evaluation.results import aligned, pooled_by_task, read_result
 from ttrl.intervals import Difference, difference_over_seeds
 from ttrl.text import flat, percent
 
@@ -149,11 +149,14 @@ def _compared(
     """Compare a set in the evaluations of one or several seeds."""
     firsts, seconds = ([_by_key(result["tasks"]) for result in side] for side in (one, other))
     runs = [*firsts, *seconds]
-    keys = [key for key in runs[0] if all(key in run for run in runs)]
-    graded = [key for key in keys if all(run[key] for run in runs)]
-    sides = (firsts, seconds)
-    means = [statistics.fmean(statistics.fmean(run[key]) for run in side for key in graded) for side in sides if graded]
-    first, second = ([[run[key] for key in keys] for run in side] for side in sides)
+    shared = [key for key in runs[0] if all(key in run for run in runs)]
+    first, second = ([_pooled(run, shared) for run in side] for side in (firsts, seconds))
+    tasks = range(len(first[0]))
+    graded = [task for task in tasks if all(run[task] for run in (*first, *second))]
+    means = []
+    if graded:
+        for side in (first, second):
+            means.append(statistics.fmean(statistics.fmean(run[k]) for run in side for k in graded))
     return SetComparison(
         name=name,
         score=str(one[0]["score"]),
@@ -161,9 +164,15 @@ def _compared(
         second=means[1] if means else None,
         difference=difference_over_seeds(first, second, confidence),
         num_shared=len(graded),
-        num_others=len(set().union(*runs)) - len(keys),
-        num_ungraded=len(keys) - len(graded),
+        num_others=len(set().union(*runs)) - len(shared),
+        num_ungraded=len(tasks) - len(graded),
     )
+
+
+def _pooled(run: Mapping[Key, list[float]], keys: Sequence[Key]) -> list[list[float]]:
+    """Return the scores of each task, pooled with those of its repeats."""
+    rows = [{"id": task_id, "digest": digest} for task_id, digest, _ in keys]
+    return pooled_by_task(rows, [run[key] for key in keys])
 
 
 def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:

@@ -5,10 +5,10 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ttrl.errors import UserError
 from ttrl.intervals import Estimate, estimate_mean, pass_at_k
@@ -18,6 +18,7 @@ from ttrl.system.files import write_text
 from ttrl.tasks.task import Task
 from ttrl.text import percent, si
 
+T = TypeVar("T")
 FORMAT = 1
 """Of the JSON; raised when a reader of older files would misread it."""
 
@@ -36,6 +37,8 @@ class SetResult:
     pass_at: dict[int, Estimate]
     """By k: the chance that at least one of k samples is right (its score is 1), and its interval over tasks."""
     num_tasks: int
+    num_repeats: int
+    """Tasks with the id and messages of an earlier one; estimates pool the samples of both."""
     num_samples: int
     num_failed: int
     """Samples without a grade: the request or the grader failed. They are left out of the means."""
@@ -60,7 +63,8 @@ class SetResult:
     @property
     def accuracy_if_failed_are_wrong(self) -> float | None:
         """Return the mean with 0 for every sample that failed: the other end of what failures may hide."""
-        means = [statistics.fmean(score or 0.0 for score in row["scores"]) for row in self.tasks if row["scores"]]
+        pooled = pooled_by_task(self.tasks, [row["scores"] for row in self.tasks])
+        means = [statistics.fmean(score or 0.0 for score in scores) for scores in pooled if scores]
         return statistics.fmean(means) if means else None
 
     @classmethod
@@ -81,8 +85,10 @@ class SetResult:
             {"id": task.id, "digest": messages_digest(task), "scores": [_score(sample, score) for sample in result.samples]}
             for task, result in zip(tasks, results, strict=True)
         ]
-        scores = [[score for score in row["scores"] if score is not None] for row in rows]
-        graded = [result.graded for result in results]
+        graded = pooled_by_task(rows, [result.graded for result in results])
+        known = [[score for score in row["scores"] if score is not None] for row in rows]
+        scores = pooled_by_task(rows, known)
+        rewards = pooled_by_task(rows, [result.rewards for result in results])
         names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.scores)
         metrics = {
             metric: estimate_mean([[s.metrics[metric] for s in group if metric in s.metrics] for group in graded], confidence)
@@ -94,10 +100,11 @@ class SetResult:
             score=score,
             samples_per_task=samples_per_task,
             accuracy=estimate_mean(scores, confidence),
-            reward=estimate_mean([result.rewards for result in results], confidence),
+            reward=estimate_mean(rewards, confidence),
             metrics=metrics,
             pass_at=passed,
             num_tasks=stats.num_tasks,
+            num_repeats=len(rows) - len(scores),
             num_samples=stats.num_samples,
             num_failed=sum(score is None for row in rows for score in row["scores"]),
             failures=dict(stats.exceptions),
@@ -171,6 +178,11 @@ class EvalResult:
             others = {name: estimate for name, estimate in one.metrics.items() if name != one.score}
             if others:
                 lines.append(f"{one.name}: " + ", ".join(f"{name} {_with_interval(one)}" for name, one in others.items()))
+            if one.num_repeats:
+                lines.append(
+                    f"{one.name}: {one.num_repeats} of {one.num_tasks} tasks repeat another; each "
+                    "counts once, with all of its samples"
+                )
             if one.num_failed:
                 commonest = list(one.failures.items())[:3]
                 reasons = "; ".join(f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest)
@@ -184,6 +196,20 @@ class EvalResult:
                     "with a higher limit the model might do better"
                 )
         return "\n".join(lines)
+
+
+def pooled_by_task(
+    rows: Sequence[Mapping[str, Any]],
+    values: Sequence[Sequence[T]],
+) -> list[list[T]]:
+    """Join the values of rows with the same id and digest of the messages, which are one task.
+
+    A task that is asked twice resembles itself: two tasks would make an interval too narrow.
+    """
+    pooled: dict[tuple[str, str], list[T]] = {}
+    for row, own in zip(rows, values, strict=True):
+        pooled.setdefault((row["id"], row["digest"]), []).extend(own)
+    return list(pooled.values())
 
 
 def messages_digest(task: Task) -> str:
