@@ -56,6 +56,18 @@ def test_bad_lines_are_named(line, error, match, model, tmp_path):
         sft_recipe.read_examples(config(model, tmp_path, lines))
 
 
+def test_a_damaged_last_line_is_named_with_and_without_a_newline(model, tmp_path):
+    """A data file that was cut off is no log whose last line may be torn: what it lost is missed."""
+    whole = json.dumps(conversation("a?", "A"))
+    settings = config(model, tmp_path, [whole])
+    for end in ("", "\n"):
+        (tmp_path / "data.jsonl").write_text(f"{whole}\n{whole[:-9]}{end}")
+        with pytest.raises(ConfigError, match=r"(?s)data\.jsonl.*line 2: not JSON"):
+            sft_recipe.read_examples(settings)
+    (tmp_path / "data.jsonl").write_text(f"{whole}\n{whole}")
+    assert len(sft_recipe.read_examples(settings)[0]) == 2
+
+
 def test_a_missing_model_or_file_is_named(model, tmp_path):
     with pytest.raises(ModelFolderError, match=r"no config\.json there"):
         sft_recipe.read_examples(config("runs/nowhere", tmp_path, ["{}"]))  # not looked up on the hub

@@ -23,6 +23,9 @@ ADAPTER_SETTINGS = "ttrl_adapter.json"
 """In that folder: which base it belongs to, and how."""
 PROMPT = "prompt"
 """The role of a message that is the whole prompt, as text or token ids: the model goes on with it, without a chat template."""
+LARGEST_REWARD = 1e12
+"""Of either sign. Larger ones leave float32 once they are squared and summed over a model's
+parameters: the gradient's norm would be infinite, and the clipped gradient 0."""
 ANSWER_END = "answer_end"
 """A metric in which graders say where the last answer ends, in characters of the reply's content, for `surprise_until`."""
 

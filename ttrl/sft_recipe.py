@@ -133,7 +133,7 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
     read_config(config.model)  # says what is wrong with a folder; the tokenizer would ask the hub for it
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
-        rows = read_jsonl(config.data)
+        rows = read_jsonl(config.data, appended=False)
     except OSError as error:
         raise ModelFolderError(f"{config.model}: the tokenizer cannot be loaded: {error}") from error
     except ValueError as error:

@@ -193,7 +193,7 @@ def test_each_fault_for_ever_costs_one_task_and_not_the_others(clean, stream, si
             assert all(REASONS[fault] in error for error in errors), (fault, errors)
             assert stats["asked"][result.task_id] == 1, fault
         else:
-            assert len(errors) == (1 if fault == "abort" else N), (fault, errors)
+            assert len(errors) == (1 if fault in ("abort", "error") else N), (fault, errors)
             assert len(set(errors)) == 1, (fault, errors)
             assert errors[0].startswith(("RequestError: http://127.0.0.1:", "ServerError: http://127.0.0.1:")), errors[0]
             assert "attempts)" in errors[0], (fault, errors[0])

@@ -224,6 +224,7 @@ def test_length_mismatch_names_the_numbers_and_the_way_out(kit):
         (lambda b: b["choices"][0]["logprobs"].update(content=None), "returned 4 token ids but 0 logprobs"),
         (lambda b: b["choices"][0].update(token_ids=["a"]), "returned no token_ids"),
         (lambda b: b["choices"][0].update(finish_reason="abort"), "finish_reason 'abort'"),
+        (lambda b: b["choices"][0].update(finish_reason="error"), "finish_reason 'error'"),
         (lambda b: b["choices"][0].update(message=None), "a choice without a message"),
         (lambda b: b.update(choices=[]), "returned 0 choices, 1 was asked for"),
         (lambda b: b.update(choices=None), "has no choices"),
@@ -244,6 +245,7 @@ def test_broken_answers_are_failed_samples(kit, change, words):
     assert results[1].rewards == [1.0]
     retried = words in (
         "finish_reason 'abort'",
+        "finish_reason 'error'",
         "has no choices",
         "returned 0 choices, 1 was asked for",
     )  # an answer that cannot be read may come out better the next time

@@ -31,6 +31,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "truncated_json": ("retried", "plain"),
     "early_end": ("retried", "stream"),     # the stream ends as if all were well, before its choices do
     "abort": ("retried", "both"),           # one choice is broken off, as by a server that is ended
+    "error": ("retried", "both"),           # the server gives up on one choice
     # something else comes
     "http_408": ("retried", "both"), "http_429": ("retried", "both"), "http_429_date": ("retried", "both"),
     "http_500": ("retried", "both"), "http_502_html": ("retried", "both"), "http_503": ("retried", "both"),
@@ -120,8 +121,8 @@ def spoil(fault: str, ask: Ask, spoken: list[Spoken]) -> list[Spoken]:
         victim.with_logprobs = False
     elif fault == "missing_ids":
         victim.with_ids = False
-    elif fault == "abort":
-        victim.finish = "abort"
+    elif fault in ("abort", "error"):
+        victim.finish = fault
     elif fault == "fewer_choices":  # every other one is there: the gaps are no neighbours
         spoken = spoken[::2]
     elif fault == "shuffled":

@@ -217,8 +217,8 @@ def test_every_fault_is_what_its_name_says(stream):
                 assert sorted(len(choice[2]) == 0 for choice in read(data)[0].values()) == [False, False, True]
             elif fault == "missing_ids":
                 assert sorted(len(choice[1]) == 0 for choice in read(data)[0].values()) == [False, False, True]
-            elif fault == "abort":
-                assert sorted(choice[3] for choice in read(data)[0].values()) == ["abort", "stop", "stop"]
+            elif fault in ("abort", "error"):
+                assert sorted(choice[3] for choice in read(data)[0].values()) == [fault, "stop", "stop"]
             elif fault == "fewer_choices":
                 assert sorted(read(data)[0]) == [0, 2]
             elif fault == "wrong_index":

@@ -222,6 +222,16 @@ def test_every_torn_last_line_is_dropped_and_the_next_append_repairs_the_file(tm
         assert files.read_jsonl(path)[0] == {"n": 1}
 
 
+def test_a_damaged_last_line_is_an_error_where_nothing_appends(tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"n": 1}\n{"n": ')
+    assert files.read_jsonl(path) == [{"n": 1}]
+    with pytest.raises(ValueError, match="line 2"):
+        files.read_jsonl(path, appended=False)
+    path.write_text('{"n": 1}\n{"n": 2}')
+    assert files.read_jsonl(path, appended=False) == [{"n": 1}, {"n": 2}]
+
+
 def test_damage_before_the_end_is_an_error_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     path.write_text('{"n": 1}\n{"n": \n{"n": 3}\n')

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from ttrl.errors import GraderError, TaskError
 from ttrl.tasks import Grade, Task
@@ -15,6 +17,9 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 
 def grader(choice):
     return 1.0
+
+
+LARGE = {"a": 0.0, "b": 2.0, "c": 3.0, "d": 1e18}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,15 @@ def grader(choice):
         (np.float32(0.5), 0.5, {}),
         (np.int64(3), 3.0, {}),
         (np.float64(0.5), 0.5, {}),
+        (np.bool_(True), 1.0, {}),
+        (np.array(0.5), 0.5, {}),
+        (np.array(True), 1.0, {}),
+        (Decimal("0.5"), 0.5, {}),
+        (torch.tensor(0.5), 0.5, {}),
+        (torch.tensor(0.5, requires_grad=True), 0.5, {}),
+        (torch.tensor(True), 1.0, {}),
+        (1e12, 1e12, {}),
+        ((np.array(1), {"a": np.bool_(False), "b": Decimal(2), "c": torch.tensor(3), "d": 1e18}), 1.0, LARGE),
         ((0.5, {}), 0.5, {}),
         ((0.5, {"a": 1, "b": np.float32(0.25), "c": False}), 0.5, {"a": 1.0, "b": 0.25, "c": 0.0}),
         (Grade(2, {"a": 3}), 2.0, {"a": 3.0}),
@@ -45,11 +59,19 @@ def test_grades(output, reward, metrics):
         None, "1", "", [1.0], {}, (), (1.0,), (1.0, {}, 3), float("nan"), float("inf"), -float("inf"), 1j, np.nan,
         np.array([1.0]), (float("nan"), {}), (None, {}), (1.0, None), (1.0, [("a", 1)]), (1.0, {"a": "b"}), (1.0, {"a": None}),
         (1.0, {"a": float("nan")}), (1.0, {1: 1.0}), Grade(float("nan")), object(),
+        1e300, -1e300, 1.1e12, 10**400, Grade(1e300), np.array(1e300), (1.0, {"a": 1e300}), (1.0, {"a": float("inf")}),
+        Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400"), np.array("1"), np.array(1j), np.bool_,
+        np.array([True]), torch.tensor([0.5]), torch.tensor(float("nan")), torch.tensor(1e300, dtype=torch.float64),
     ],
 )  # fmt: skip
 def test_no_grades(output):
     with pytest.raises(GraderError, match=r"^task 'x', sample 3: the grader"):
         Grade.of(output, "task 'x', sample 3")
+
+
+def test_too_large_a_reward_says_what_to_do():
+    with pytest.raises(GraderError, match=r"^here: the grader returned the reward -1e\+300, beyond ±1e\+12; .* clip it"):
+        Grade.of(-1e300, "here")
 
 
 def test_long_outputs_are_cut():

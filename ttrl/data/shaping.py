@@ -14,7 +14,7 @@ from typing import Any
 
 from ttrl.configs.data import AdvantageConfig
 from ttrl.errors import UserError
-from ttrl.records import Sample, TaskResult
+from ttrl.records import LARGEST_REWARD, Sample, TaskResult
 
 
 def reward_power(reward: float, power: float) -> float:
@@ -82,8 +82,9 @@ def shaped_rewards(result: TaskResult, config: AdvantageConfig, tokenizer: Any =
     for sample in result.graded:
         assert sample.reward is not None
         reward = float(sample.reward)
-        if not math.isfinite(reward):
-            raise UserError(f"{sample.where}: its reward is {reward}; rewards are finite numbers")
+        if not abs(reward) <= LARGEST_REWARD:  # NaN too
+            most = f"{LARGEST_REWARD:g}"
+            raise UserError(f"{sample.where}: its reward is {reward}; rewards are at most ±{most}")
         if power != 1.0:
             reward = reward_power(reward, power)
         if bonus:

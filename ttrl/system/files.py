@@ -339,10 +339,18 @@ def _lines(rows: Iterable[Mapping[str, Any] | bytes]) -> bytes:
     return b"".join((row if isinstance(row, bytes) else json_line(row)) + b"\n" for row in rows)
 
 
-def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dict[str, Any]]:
-    """Read JSON lines. A torn last line is dropped; with `key`, a later line replaces an earlier one of the same value.
+def read_jsonl(
+    path: str | os.PathLike[str],
+    key: str | None = None,
+    *,
+    appended: bool = True,
+) -> list[dict[str, Any]]:
+    """Read JSON lines. With `key`, a later line replaces an earlier one of the same value.
 
-    A line that is damaged anywhere else raises ValueError with its number: that is not a torn append.
+    appended: drop a damaged last line without a newline, as an append leaves it that was cut off;
+        False for files that are somebody else's.
+
+    Raises ValueError with the number of any other line that is damaged.
     """
     try:
         lines = again(Path(path).read_bytes).split(b"\n")
@@ -355,7 +363,7 @@ def read_jsonl(path: str | os.PathLike[str], key: str | None = None) -> list[dic
         try:
             rows.append(json.loads(line))
         except ValueError as error:
-            if number == len(lines):  # no newline after it: an append that was cut off
+            if appended and number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
     if key is None:

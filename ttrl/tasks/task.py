@@ -6,10 +6,11 @@ import hashlib
 import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttrl.errors import GraderError, RolloutError, TaskError
-from ttrl.records import Sample
+from ttrl.records import LARGEST_REWARD, Sample
 from ttrl.text import is_number, short
 
 if TYPE_CHECKING:
@@ -22,12 +23,14 @@ Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
 GroupGrader: TypeAlias = (
     "Callable[[list[Choice]], Sequence[GraderOutput | GraderError] | Awaitable[Sequence[GraderOutput | GraderError]]]"
 )
+_LARGEST_METRIC = 1e100
+"""Intervals square metrics."""
 Rollout: TypeAlias = "Callable[[Chat], Awaitable[GraderOutput | None]]"
 
 
 @dataclass(frozen=True)
 class Grade:
-    """A finite reward, and named numbers to be averaged and shown beside it."""
+    """A reward of at most LARGEST_REWARD, and named numbers, of which the mean is shown with it."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -36,7 +39,9 @@ class Grade:
     def of(cls, output: object, where: str, *, who: str = "grader") -> "Grade":
         """Read what a grader (or a rollout, `who`) returned: a number, (number, metrics) or a Grade.
 
-        Raises GraderError, naming `where`, for anything else, and for NaN and infinities.
+        Numbers are also bools, Decimal, and NumPy's and torch's scalars and arrays without axes.
+        Raises GraderError, naming `where`, for anything else, for NaN, infinities and numbers so
+        large that training or statistics would lose them.
         """
         reward: object
         metrics: object = {}
@@ -46,20 +51,40 @@ class Grade:
             reward, metrics = output
         else:
             reward = output
-        if not _is_reward(reward):
+        number = _number(reward)
+        if number is None:
             raise GraderError(
                 f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite number or (number, metrics)"
             )
+        if abs(number) > LARGEST_REWARD:
+            raise GraderError(
+                f"{where}: the {who} returned the reward {number:g}, beyond ±{LARGEST_REWARD:g}; "
+                "no gradient could be computed with it: scale it down, or clip it"
+            )
         if not isinstance(metrics, Mapping):
             raise GraderError(f"{where}: the {who}'s metrics are {short(metrics, 80)}; they must be a dict of names to numbers")
+        numbers = {}
         for name, value in metrics.items():
-            if not isinstance(name, str) or not _is_reward(value):
-                raise GraderError(f"{where}: the {who}'s metric {name!r} is {short(value, 80)}; it must be a finite number")
-        return cls(float(reward), {name: float(value) for name, value in metrics.items()})
+            metric = _number(value)
+            if not isinstance(name, str) or metric is None or abs(metric) > _LARGEST_METRIC:
+                raise GraderError(
+                    f"{where}: the {who}'s metric {name!r} is {short(value, 80)}; it must be a "
+                    f"finite number, of at most ±{_LARGEST_METRIC:g}"
+                )
+            numbers[name] = metric
+        return cls(number, numbers)
 
 
-def _is_reward(value: object) -> TypeGuard[float]:
-    return isinstance(value, bool) or is_number(value)
+def _number(value: object) -> float | None:
+    """Return a finite number as a float, also one of NumPy or torch; None for anything else."""
+    item = getattr(value, "item", None)
+    if item is not None and getattr(value, "shape", None) == ():
+        value = item()
+    if isinstance(value, Decimal) and value.is_finite():
+        value = float(value)
+    if isinstance(value, bool) or is_number(value):
+        return float(value)
+    return None
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,7 @@ def test_lone_surrogates_cost_nothing(kit):
         ({"logprobs": {"content": None}}, TokenizationError, "returned 4 token ids but 0 logprobs"),
         ({"message": None}, ServerError, "a choice without a message"),
         ({"finish_reason": "abort"}, ServerError, "finish_reason 'abort'"),
+        ({"finish_reason": "error"}, ServerError, "finish_reason 'error'"),
     ],
 )
 def test_what_is_missing_is_said(kit, change, error, words):

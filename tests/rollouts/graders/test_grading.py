@@ -3,6 +3,7 @@
 import asyncio
 import contextvars
 import functools
+import signal
 import threading
 import time
 
@@ -132,6 +133,49 @@ def test_what_is_no_finite_number_is_refused(output):
     for grader in (lambda choice: output, lambda choice: later(output)):
         with pytest.raises(GraderError, match=r"^task 't', sample 2: the grader"):
             run(grader)
+
+
+def by_alarm(choice):
+    """Limits its own time as math-verify does."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(5)
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    return 0.75
+
+
+def by_alarm_explained(choice):
+    try:
+        return by_alarm(choice)
+    except ValueError as error:
+        raise ValueError("the library does not support a threaded environment") from error
+
+
+def its_own_cause(choice):
+    error = ValueError("odd")
+    raise error from error
+
+
+def test_graders_built_on_signals_are_told_of_isolated():
+    for grader in (by_alarm, by_alarm_explained):
+        with pytest.raises(GraderError) as caught:
+            run(grader)
+        first = str(caught.value).split("\n")[0]
+        assert "ValueError" in first and first.endswith("with isolated=True they run in main threads of processes")
+    with pytest.raises(GraderError) as caught:
+        run(its_own_cause)
+    assert "isolated" not in str(caught.value)
+
+
+def test_graders_built_on_signals_work_in_processes_of_their_own(kit):
+    def behaviour(body, attempt):
+        return kit.completion([kit.choice(0, "x")])
+
+    tasks = [Task([{"role": "user", "content": "x"}], grader) for grader in (by_alarm, by_alarm_explained)]
+    threads, _ = kit.run(behaviour, tasks[:1])
+    assert "with isolated=True" in threads.samples[0].error
+    isolated, _ = kit.run(behaviour, tasks, isolated=True)
+    assert isolated.samples[0].error is None and [one.reward for one in isolated.samples] == [0.75, 0.75]
 
 
 def test_graders_with_the_wrong_number_of_arguments():

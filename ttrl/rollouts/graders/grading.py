@@ -29,6 +29,8 @@ CallOutcome: TypeAlias = "tuple[Any, BaseException | None]"
 
 MAX_ERROR_LENGTH = 8000
 """Characters of a traceback that are kept with its sample; the middle is cut out."""
+_LONGEST_CHAIN = 20
+"""Causes of an error that are looked at; an error may be its own."""
 GRADER_THREADS = 16
 MOST_PROCESSES = 16
 
@@ -149,7 +151,8 @@ class Threads:
             took = f"the grader took longer than {self.timeout:g} s"
             raise GraderError(f"{where}: {took}; make it faster or raise grader_timeout") from None
         if error is not None:
-            raise GraderError(f"{where}: the grader raised {describe(error)}\n{own_traceback(error)}")
+            what = f"{describe(error)}{_way_out(error)}"
+            raise GraderError(f"{where}: the grader raised {what}\n{own_traceback(error)}")
         return Grade.of(output, where)
 
 
@@ -233,6 +236,21 @@ class Graders:
                 f"{where}: the group_grader returned {short(outputs, 80)} for {len(choices)} choices; it returns as many"
             )
         return [one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader") for one in outputs]
+
+
+def _way_out(error: BaseException) -> str:
+    """Return what to do about an error that a grader meets in threads only; "" for other errors."""
+    cause: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if cause is None:
+            break
+        if "main thread" in describe(cause):
+            return (
+                "; signals, which limit its time, work in a process's main thread only, and "
+                "graders run in others; with isolated=True they run in main threads of processes"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def type_and_message(error: BaseException) -> str:

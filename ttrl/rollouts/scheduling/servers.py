@@ -47,7 +47,7 @@ _AFFINITIES = 100_000
 _FORECAST_SECONDS = 0.002
 """From one forecast of a server to its next, for each server: it takes a tenth of that, so that many leave time for requests."""
 _START_SECONDS = 2.0
-_ABORTED = re.compile(rb'"finish_reason"\s*:\s*"abort"')
+_BROKEN_OFF = re.compile(rb'"finish_reason"\s*:\s*"(abort|error)"')
 """In the JSON of a choice; within a string its quotation marks would have backslashes before them."""
 
 Attempt: TypeAlias = "Callable[[Transport], Awaitable[list[Answer | None]]]"
@@ -190,7 +190,7 @@ class Servers:
                 lease = await self._admitted(ticket, size, affinity)
                 try:
                     async with lease.scope:
-                        answers = _without_aborted(await attempt(lease.server.transport), lease.server.base_url)
+                        answers = _without_broken_off(await attempt(lease.server.transport), lease.server.base_url)
                     self._learn(lease, size, answers)
                     return answers
                 except RequestError as failure:
@@ -340,14 +340,24 @@ class Servers:
         return RequestError(f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}", "connection")
 
 
-def _without_aborted(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
-    """Put None for completions that the server broke off: they are asked for again, as those that it left out are. Raises
-    RequestError where there are no others."""
-    kept = [None if answer is not None and _ABORTED.search(answer.choice) else answer for answer in answers]
-    if any(answers) and not any(kept):
+def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
+    """Put None for completions that the server broke off: they are asked for again, as those are
+    that it left out. Raises RequestError if there are no others."""
+    kept: list[Answer | None] = []
+    reasons = set()
+    for answer in answers:
+        found = _BROKEN_OFF.search(answer.choice) if answer is not None else None
+        if found is not None:
+            reasons.add(found[1].decode())
+            answer = None
+        kept.append(answer)
+    if not reasons or any(kept):
+        return kept
+    if "abort" in reasons:
         why = "the server ended the completion with finish_reason 'abort', as it does when it is ended or paused"
         raise RequestError(f"{base_url}: {why}", "connection")
-    return kept
+    why = "the server gave up on the completion with finish_reason 'error'; its log says why"
+    raise RequestError(f"{base_url}: {why}", "malformed")
 
 
 def _copied(error: RequestError, text: str) -> RequestError:
