@@ -34,7 +34,8 @@ from ttrl.evaluation.results import read_result
 from ttrl.launch.tune import SFT_RECIPE, tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
-from ttrl.plans.choices import as_begun, choose
+from ttrl.plans.choices import choose
+from ttrl.plans.open_settings import as_begun
 from ttrl.plans.supervised import (
     ArmsPlan,
     Hardware,
