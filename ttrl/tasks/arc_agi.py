@@ -5,7 +5,7 @@ A grid has 1 to 30 rows and columns of colours 0–9. All test inputs of a task 
 
 import hashlib
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -14,6 +14,7 @@ from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, ascii_digits, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, list_field, load_rows, select
 from ttrl.tasks.task import Choice, Task, question
+from ttrl.tasks.words import as_typed
 
 Grid: TypeAlias = tuple[tuple[int, ...], ...]
 LARGEST = 30
@@ -26,6 +27,7 @@ _INSTRUCTION = (
 # What may stand around the digits of a row; words, points and signs may not.
 _ROW = str.maketrans({character: " " for character in ",|[](){};'\"\t\r\u200b\u00a0"})
 _BREAKS = ("<answer>", "</answer>", "```")
+_BREAK = "\n#\n"
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,9 @@ class ARCPuzzle:
 class ARCGrader:
     """Mean over the test inputs: 1 for exactly the grid, 0 for another shape, else partial_credit · share of equal cells.
 
-    The last grids of the reply count, after any thinking: as many as there are test inputs, in their order. Where there are
-    fewer, they answer the first test inputs.
+    The last grids of the reply count, after any thinking: as many as there are test inputs, in
+    their order. If there are fewer, they answer the first test inputs. Empty lines within grids are
+    passed over if all that is written without other lines between makes up the answers then.
     """
 
     expected: tuple[Grid, ...]
@@ -64,7 +67,7 @@ class ARCGrader:
         where the last grid ends (`ttrl.records.ANSWER_END`)."""
         reply = reply_text(choice)
         answer = after_thinking(reply)
-        grids = read_grids(answer)[-len(self.expected) :]
+        grids = _answers(_read_tables(answer), self.expected)
         given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
         shares = [_equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)]
         count = len(shares)
@@ -90,34 +93,99 @@ def _equal_share(grid: Grid | None, right: Grid) -> float | None:
     return equal / (len(right) * len(right[0]))
 
 
+@dataclass(frozen=True)
+class _Table:
+    """A grid as it is written, in lines next to each other."""
+
+    rows: Grid
+    has_heading: bool
+    """A line of dashes follows its first row."""
+    goes_on: bool
+    """Only empty lines lie between it and the grid before."""
+
+    def without_numbers(self, height: int) -> Grid:
+        """Return its rows, without a heading that numbers the columns and makes it too high."""
+        numbers = [tuple(range(first, first + len(self.rows[0]))) for first in (0, 1)]
+        if self.has_heading and len(self.rows) == height + 1 and self.rows[0] in numbers:
+            return self.rows[1:]
+        return self.rows
+
+
 def read_grids(text: str) -> list[Grid]:
     """Return every grid of a text: lines next to each other of the same number of digits.
 
-    Read are "1 2 3", "1, 2, 3", "123", "| 1 | 2 | 3 |" and [[1, 2], [3, 4]] in one line or several, in digits of any script. A
-    line that holds anything else ends a grid; so does a row of another length, which begins a new one.
+    Read are "1 2 3", "1, 2, 3", "123", "| 1 | 2 | 3 |" with and without lines of dashes, and
+    [[1, 2], [3, 4]] in one line or several, in digits of any script. A line that holds anything
+    else ends a grid; so does a row of another length, which begins a new one.
     """
-    for mark in _BREAKS:
-        text = text.replace(mark, "\n\n")
-    grids: list[Grid] = []
-    rows: list[tuple[int, ...]] = []
+    return [table.rows for table in _read_tables(text)]
 
-    def end() -> None:
-        if rows and len(rows) <= LARGEST:
-            grids.append(tuple(rows))
+
+def _read_tables(text: str) -> list[_Table]:
+    for mark in _BREAKS:
+        text = text.replace(mark, _BREAK)
+    tables: list[_Table] = []
+    rows: list[tuple[int, ...]] = []
+    has_heading = goes_on = after_rule = False
+
+    def end(only_empty: bool) -> None:
+        nonlocal has_heading, goes_on
+        if rows and len(rows) <= LARGEST + has_heading:
+            tables.append(_Table(tuple(rows), has_heading, goes_on))
+            goes_on = True
+        goes_on = goes_on and only_empty
+        has_heading = False
         rows.clear()
 
-    for line in ascii_digits(text).split("\n"):
-        pieces = _bracketed(line) if "[[" in line or "]]" in line else [line]
-        for piece in pieces:
+    for line in ascii_digits(as_typed(text)).split("\n"):
+        is_rule = _is_rule(line)
+        if is_rule and not after_rule:
+            has_heading = has_heading or len(rows) == 1
+            after_rule = True
+            continue
+        after_rule = is_rule
+        for piece in _bracketed(line) if "[[" in line or "]]" in line else [line]:
             row = _read_row(piece)
             if row is None:
-                end()
+                end(only_empty=not line.strip())
                 continue
             if rows and len(rows[-1]) != len(row):
-                end()
+                end(only_empty=True)
             rows.append(row)
-    end()
-    return grids
+    end(only_empty=True)
+    return tables
+
+
+def _is_rule(line: str) -> bool:
+    """Tell whether a line is |---|:-:| or +---+---+ of a table; a line of dashes alone is not."""
+    return "-" in line and ("|" in line or "+" in line) and not line.strip("-|+:= \t\r")
+
+
+def _answers(tables: Sequence[_Table], expected: Sequence[Grid]) -> list[Grid]:
+    """Return the last grids, at most one for each of those that are expected."""
+    heights = [len(grid) for grid in expected]
+    last = tables[-len(heights) :]
+    grids = [table.without_numbers(height) for table, height in zip(last, heights)]
+    if [len(grid) for grid in grids] == heights:
+        return grids
+    start = len(tables) - 1
+    while start > 0 and tables[start].goes_on:
+        start -= 1
+    return _joined([table.rows for table in tables[start:]], heights) or grids
+
+
+def _joined(pieces: Sequence[Grid], heights: Sequence[int]) -> list[Grid]:
+    """Join pieces to grids of these heights; [] unless that takes up all of them."""
+    left = list(pieces)
+    grids = []
+    for height in heights:
+        rows: Grid = ()
+        while left and len(rows) < height and (not rows or len(left[0][0]) == len(rows[0])):
+            rows += left.pop(0)
+        if len(rows) != height:
+            return []
+        grids.append(rows)
+    return [] if left else grids
 
 
 def _end(text: str) -> int:
