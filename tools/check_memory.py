@@ -282,8 +282,23 @@ def estimate(case: Case, folder: Path, device: Device = "cpu") -> MemoryEstimate
     return training_memory(config, recipe, workload, device=device, ranks=case.processes)
 
 
-def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
-    """The recipe on this machine's GPU, one case after the other; what is written last is left out: it takes the time."""
+@dataclass(frozen=True)
+class Measured:
+    """What a case took, in bytes, next to the estimate of it."""
+
+    allocated: float
+    """The most that PyTorch had allocated on a GPU; on a CPU, that the process held more than before."""
+    estimated: float
+    """Without context and gaps."""
+    reserved: float
+    driver: float
+    row: dict[str, Any]
+    """train.jsonl's of the last step."""
+    said: MemoryEstimate
+
+
+def in_this_process(case: Case, own: Path, moments: Moments, device: Device) -> Measured:
+    """Run the recipe on a case whose model is in `own`/model; what is written last is left out."""
     import gc
 
     import torch
@@ -291,9 +306,42 @@ def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
     from ttrl import grpo_recipe
     from ttrl.training.parallel.distributed import ranks
 
+    grpo_recipe.write_files = lambda *_: None  # type: ignore[assignment]
+    make_rows(case, own)
+    given = {"model": own / "model", "packed": own / "packed.safetensors", "output_dir": own / "out", "device": device}
+    if case.settings.get("kl_coefficient"):
+        given["reference_model"] = given["model"]
+    settings = {key: str(value) for key, value in given.items()} | {"rows_per_microbatch": 1} | case.settings
+    moments.peaks.clear()
+    gc.collect()
+    before = reserved = driver = 0.0
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    else:
+        forget_peak()
+        moments.base = resident("VmRSS")
+    config = GRPOConfig.parse(settings, "check")
+    with ranks(config) as here:
+        grpo_recipe.train(config, here)
+    if device == "cuda":
+        reserved = torch.cuda.memory_reserved()
+        free, total = torch.cuda.mem_get_info()
+        driver = total - free
+    said = estimate(case, own, device)
+    estimated = sum(size for part, size in said.parts.items() if part not in NOT_ALLOCATED)
+    measured = max(moments.peaks.values()) - before
+    row = read_jsonl(own / "out" / "train.jsonl")[-1]
+    return Measured(measured, estimated, reserved, driver, row, said)
+
+
+def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
+    """Measure one case after the other on this machine's GPU, and print a line for each."""
+    import torch
+
     moments = Moments(on_gpu=True)
     moments.wrap_recipe()
-    grpo_recipe.write_files = lambda *_: None  # type: ignore[assignment]
     print(torch.cuda.get_device_name(), torch.__version__)
     columns = "reserved", "driver", "seconds", "tokens/s", "of peak"
     print(f"{'setting':30} {'allocated':>9} {'estimate':>9} {'ratio':>6}" + "".join(f"{name:>10}" for name in columns) + "  (GB)")
@@ -305,34 +353,16 @@ def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
             own = folder / str(number)
             own.mkdir()
             (own / "model").symlink_to(model / "model")
-            make_rows(case, own)
-            given = {"model": own / "model", "packed": own / "packed.safetensors", "output_dir": own / "out", "device": "cuda"}
-            if case.settings.get("kl_coefficient"):
-                given["reference_model"] = given["model"]
-            settings = {key: str(value) for key, value in given.items()} | {"rows_per_microbatch": 1} | case.settings
-            moments.peaks.clear()
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            config = GRPOConfig.parse(settings, "check")
-            with ranks(config) as here:
-                grpo_recipe.train(config, here)
-            held = torch.cuda.memory_reserved()
-            free, total = torch.cuda.mem_get_info()
+            found = in_this_process(case, own, moments, "cuda")
         except (RuntimeError, AssertionError, TtrlError) as error:  # of one setting; the others are of use
             print(f"{name:30} {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
-        said = estimate(case, own, "cuda")
-        parts = said.parts.items()
-        estimated = sum(size for part, size in parts if part not in NOT_ALLOCATED)
-        measured = max(moments.peaks.values()) - before
-        row = read_jsonl(own / "out" / "train.jsonl")[-1]
-        figures = [f"{held / 1e9:10.2f}{(total - free) / 1e9:10.2f}{row['seconds']:10.2f}{row['tokens_per_second']:10.0f}"]
+        measured, estimated, row = found.allocated, found.estimated, found.row
+        figures = [f"{found.reserved / 1e9:10.2f}{found.driver / 1e9:10.2f}{row['seconds']:10.2f}{row['tokens_per_second']:10.0f}"]
         figures.append(f"{row['peak_share']:10.2f}  {row['seconds_by_part']}")
         print(f"{name:30} {measured / 1e9:9.2f} {estimated / 1e9:9.2f} {estimated / measured:6.2f}{''.join(figures)}", flush=True)
         if with_moments:
-            _print_moments(moments.peaks, said)
+            _print_moments(moments.peaks, found.said)
 
 
 def run(name: str, case: Case, with_moments: bool, default_heap: bool) -> float:

@@ -35,10 +35,10 @@ def start_and_moved(model, folder, here=ALONE):
     tokens = canary_tokens(start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
     cost = half_precision(policy, tokens, here.device)
     (start / "canary.json").write_text(json.dumps(compute_canary(policy, here.device, start) | {"half_precision": cost}))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(here.device).manual_seed(0)
     with torch.no_grad():
         for weight in policy.parameters():
-            noise = torch.randn(weight.shape, generator=generator).to(here.device)
+            noise = torch.randn(weight.shape, generator=generator, device=here.device)
             weight.add_(noise, alpha=0.04 * weight.std().item())
     save_checkpoint(moved, policy, start, here)
     return start, moved, policy
