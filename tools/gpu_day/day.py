@@ -176,7 +176,7 @@ class Day:
         shutil.rmtree(logs, ignore_errors=True)
         logs.mkdir(parents=True)
         self.say(f"{step.number} {step.name}: {step.title}, {limit:.0f} s at most")
-        command = [sys.executable, str(HERE / "steps.py"), step.name]
+        command = [sys.executable, str(HERE / "steps.py"), step.run]
         command += ["--folder", str(self.folder / "work" / step.name), "--logs", str(logs)]
         command += ["--rehearse"] * self.rehearse
         ending = run_limited(command, limit, logs / "log.txt", self.environment())

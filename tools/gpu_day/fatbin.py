@@ -76,7 +76,11 @@ def containers(library: bytes) -> Iterator[tuple[int, int, list[Entry]]]:
 
 
 def wanted(entries: list[Entry], architecture: int) -> list[Entry]:
-    """Return the entries that a GPU uses: its own machine code, else the newest PTX it can compile."""
+    """Return the entries that a GPU uses: its own machine code, else the newest PTX it can compile.
+
+    Where there is neither, the smallest entry stays: the driver then still finds a container, and
+    says of its kernels that they are for other GPUs.
+    """
     own = [
         entry
         for entry in entries
@@ -85,7 +89,9 @@ def wanted(entries: list[Entry], architecture: int) -> list[Entry]:
     if own:
         return own
     sources = [e for e in entries if e.kind == _PTX and e.architecture <= architecture]
-    return [max(sources, key=lambda entry: entry.architecture)] if sources else []
+    if sources:
+        return [max(sources, key=lambda entry: entry.architecture)]
+    return sorted(entries, key=lambda entry: entry.end - entry.start)[:1]
 
 
 def strip(library: bytes, architecture: int) -> bytes:

@@ -23,16 +23,42 @@ def tests(place: Place) -> None:
         place.report.stand_in("all are skipped without CUDA: that they are collected is what is seen")
     environment = os.environ | {"TTRL_TEST_RESULTS": str(results)}
     code = run_to_the_end(command, environment)
-    outcomes: dict[str, list[str]] = {}
-    for line in read_lines(results):
-        outcomes.setdefault(str(line["outcome"]), []).append(str(line["test"]))
-    for outcome, names in sorted(outcomes.items()):
-        place.report.figure(outcome, len(names), "tests")
-    failed = sorted({name for one in ("failed", "error") for name in outcomes.get(one, [])})
-    if failed:
-        place.report.table("failed", ["test"], [[name] for name in failed])
-    place.report.check("results were written", bool(outcomes), f"{results.name}, pytest: {code}")
-    place.report.check("tests pass", code == 0, f"pytest ended with {code}; {len(failed)} failed")
+    ended, unfinished = outcomes_of(read_lines(results))
+    for outcome in ("passed", "skipped", "failed", "error"):
+        count = sum(line["outcome"] == outcome for line in ended.values())
+        place.report.figure(outcome, count, "tests")
+    devices = sorted({str(line["device"]) for line in ended.values() if line.get("device")})
+    place.report.figure("computed on", ", ".join(devices) or "not said")
+    wrong = [
+        [name, str(line["outcome"]), str(line.get("reason"))[:300]]
+        for name, line in ended.items()
+        if line["outcome"] in ("failed", "error")
+    ]
+    wrong += [[name, "unfinished", ""] for name in unfinished]
+    if wrong:
+        place.report.table("not passed", ["test", "outcome", "reason"], wrong)
+    place.report.check("results were written", bool(ended), f"pytest ended with {code}")
+    place.report.check("tests pass", code == 0 and not wrong, f"{code}; {len(wrong)} not passed")
+
+
+def outcomes_of(lines: list[dict]) -> tuple[dict[str, dict], list[str]]:
+    """Return the line that says how each test ended, and the tests that began and did not end.
+
+    lines: as TTRL_TEST_RESULTS leaves them (tests/support/results_file.py). A fixture that fails
+    after its test counts for more than the test.
+    """
+    worst = ["skipped", "passed", "failed", "error"]
+    began: list[str] = []
+    ended: dict[str, dict] = {}
+    for line in lines:
+        name = str(line["test"])
+        if line["event"] == "start":
+            began.append(name)
+            continue
+        known = ended.get(name)
+        if known is None or worst.index(line["outcome"]) > worst.index(known["outcome"]):
+            ended[name] = line
+    return ended, [name for name in began if name not in ended]
 
 
 def certify(place: Place) -> None:

@@ -1,6 +1,6 @@
 """The steps of a day with a GPU, in order of how much they tell, and the program that runs one.
 
-    python tools/gpu_day/steps.py NAME --folder FOLDER --logs FOLDER [--rehearse]
+    python tools/gpu_day/steps.py MODULE:FUNCTION --folder FOLDER --logs FOLDER [--rehearse]
 
 `day.py` starts it, in a process group of its own. A step is a function of a `Place`; it reports as
 it goes (`record`), and an exception ends it as failed.
@@ -88,12 +88,12 @@ def step_named(name: str) -> Step:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("name")
+    parser.add_argument("run", metavar="MODULE:FUNCTION")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)
     parser.add_argument("--rehearse", action="store_true")
     arguments = parser.parse_args()
-    module, _, function = step_named(arguments.name).run.partition(":")
+    module, _, function = arguments.run.partition(":")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     place = Place(Report(arguments.logs), arguments.folder, arguments.rehearse)
     if arguments.rehearse:
