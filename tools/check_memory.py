@@ -358,7 +358,9 @@ def on_gpu(chosen: dict[str, Case], folder: Path, with_moments: bool) -> None:
             print(f"{name:30} {type(error).__name__}: {str(error)[:400]}", flush=True)
             continue
         measured, estimated, row = found.allocated, found.estimated, found.row
-        figures = [f"{found.reserved / 1e9:10.2f}{found.driver / 1e9:10.2f}{row['seconds']:10.2f}{row['tokens_per_second']:10.0f}"]
+        figures = [
+            f"{found.reserved / 1e9:10.2f}{found.driver / 1e9:10.2f}{row['seconds']:10.2f}{row['tokens_per_second']:10.0f}"
+        ]
         figures.append(f"{row['peak_share']:10.2f}  {row['seconds_by_part']}")
         print(f"{name:30} {measured / 1e9:9.2f} {estimated / 1e9:9.2f} {estimated / measured:6.2f}{''.join(figures)}", flush=True)
         if with_moments:

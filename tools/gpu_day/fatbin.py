@@ -81,11 +81,8 @@ def wanted(entries: list[Entry], architecture: int) -> list[Entry]:
     Where there is neither, the smallest entry stays: the driver then still finds a container, and
     says of its kernels that they are for other GPUs.
     """
-    own = [
-        entry
-        for entry in entries
-        if entry.kind == _MACHINE_CODE and entry.architecture == architecture
-    ]
+    code = [entry for entry in entries if entry.kind == _MACHINE_CODE]
+    own = [entry for entry in code if entry.architecture == architecture]
     if own:
         return own
     sources = [e for e in entries if e.kind == _PTX and e.architecture <= architecture]

@@ -1,4 +1,4 @@
-"""Random models of published shapes, made on the spot, with a tokenizer as large as their vocabulary.
+"""Random models of published shapes, made on the spot, with tokenizers of their vocabulary's size.
 
 The shapes are those of tests/architectures.json; the weights are random, in bf16 on a GPU as such
 models are published. The tokenizer is a byte-level BPE: 256 bytes, all pairs of bytes, then triples
@@ -49,7 +49,8 @@ def save_tokenizer(folder: Path, size: int, context: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary, merges = byte_pairs(sorted(pre_tokenizers.ByteLevel.alphabet()), size - len(SPECIAL))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary, merges = byte_pairs(alphabet, size - len(SPECIAL))
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Measurements that several steps share: seconds on a device, products, memory, shares of a peak."""
+"""Measurements that several steps share: seconds, products, memory, shares of a peak."""
 
 import contextlib
 import statistics
@@ -31,7 +31,7 @@ def seconds_of(compute: Callable[[], object], device: str, *, least: float = 0.3
 
 
 def best_product(device: str) -> tuple[float, str]:
-    """Return the FLOP/s of the fastest of several bf16 products of random numbers, and its shape."""
+    """Return the FLOP/s of the fastest of several bf16 products, and its shape."""
     shapes = [(256, 256, 256), (512, 512, 512)]
     if device == "cuda":
         shapes = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 1536, 8960)]

@@ -80,7 +80,10 @@ def read_packages(path: Path = PACKAGES) -> Packages:
             lines.append(text)
     try:
         return Packages(
-            sections["travel"], sections["there"], sections["left out"], sections["drop"]
+            travel=sections["travel"],
+            there=sections["there"],
+            left_out=sections["left out"],
+            drop=sections["drop"],
         )
     except KeyError as error:
         raise PackError(f"{path}: the section {error} is missing") from None
@@ -281,7 +284,11 @@ def make_smollm2(out: Path) -> Path:
     return wheel
 
 
-def instructions(folders: list[Path], facts: dict[str, str | bool], with_tree: bool) -> Iterator[str]:
+def instructions(
+    folders: list[Path],
+    facts: dict[str, str | bool],
+    with_tree: bool,
+) -> Iterator[str]:
     """Yield the lines that say what to send, in which order, and what to run."""
     total = sum(_size(folder) for folder in folders)
     yield f"{len(folders)} parts, {total / 1e6:.1f} MB, of commit {facts['commit'][:12]}"
@@ -301,7 +308,7 @@ def instructions(folders: list[Path], facts: dict[str, str | bool], with_tree: b
         yield f"   Then, {place}, with the path under which the part arrived:"
         yield f"     python3 tools/gpu_day/day.py --part {folder.name} --budget {COMMAND_SECONDS}"
     yield ""
-    yield "Each command runs the steps that are not done yet and whose files have arrived, in order."
+    yield "Each command runs the steps that have not passed and whose files are there, in order."
     yield "With `--bring FOLDER` it copies results.jsonl and logs.zip there after every step."
     yield "Back here: python tools/gpu_day/table.py results.jsonl"
 
@@ -311,9 +318,8 @@ def _size(folder: Path) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("--out", type=Path, default=Path("gpu_day"), help="folder (2 GB)")
     parser.add_argument("--part-mb", type=float, default=60.0, help="largest part, in 10⁶ bytes")
     parser.add_argument("--architecture", type=int, default=90, help="90 for H100 and H200")

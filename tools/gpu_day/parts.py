@@ -64,7 +64,10 @@ def plan(sizes: Sequence[tuple[str, int]], limit: int) -> list[list[Slice]]:
 
 
 def write(
-    bundles: Sequence[Bundle], limit: int, folder: Path, facts: dict[str, str | bool]
+    bundles: Sequence[Bundle],
+    limit: int,
+    folder: Path,
+    facts: dict[str, str | bool],
 ) -> list[Path]:
     """Write the parts as `folder`/part-1, part-2, …, and return their folders.
 
@@ -107,9 +110,8 @@ def take(part: Path, store: Path) -> None:
             raise PartsError(f"{source} is missing; send the part again")
         found = digest(source)
         if found != piece["sha256"]:
-            raise PartsError(
-                f"{source} has the SHA-256 {found}, not {piece['sha256']}; send the part again"
-            )
+            wrong = f"{source} has the SHA-256 {found}, not {piece['sha256']}"
+            raise PartsError(f"{wrong}; send the part again")
         shutil.copyfile(source, store / piece["file"])
     (store / FACTS).write_text(json.dumps(about["facts"]), encoding="utf-8")
     for name, whole in about["bundles"].items():
@@ -138,10 +140,8 @@ def join(name: str, store: Path) -> Path | None:
                 shutil.copyfileobj(file, out, _BUFFER)
     found = digest(temporary)
     if found != whole["sha256"]:
-        raise PartsError(
-            f"{name}, joined from {len(slices)} slices, has the SHA-256 {found}, not "
-            f"{whole['sha256']}; send its parts again"
-        )
+        wrong = f"{name}, joined from {len(slices)} slices, has the SHA-256 {found}"
+        raise PartsError(f"{wrong}, not {whole['sha256']}; send its parts again")
     temporary.rename(joined)
     return joined
 

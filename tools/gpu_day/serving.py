@@ -24,7 +24,12 @@ OF_THE_GPU = 0.8
 
 
 def make_server(
-    place: Place, model: Path, name: str, *, adapters: bool = False, **more: Any
+    place: Place,
+    model: Path,
+    name: str,
+    *,
+    adapters: bool = False,
+    **more: Any,
 ) -> VLLMServer:
     """Return a server for a model, not started yet; its log is kept."""
     extra: dict[str, Any] = {"max_num_seqs": SEQUENCES, "enable_sleep_mode": True} | more

@@ -1,6 +1,6 @@
-"""Step 8: attention over packed rows, in the shapes of Qwen2.5-1.5B, several ways to the same samples.
+"""Step 8: attention over packed rows in the shapes of Qwen2.5-1.5B, several ways.
 
-    expanded     what ttrl computes on GPUs: FlexAttention, keys and values laid out for each query head
+    expanded     what ttrl computes: FlexAttention, keys and values laid out for each query head
     grouped      FlexAttention with as many heads of keys as the model has
     tuned …      expanded, with other tiles in FlexAttention's kernels
     varlen       PyTorch's variable-length FlashAttention, each sample with a prompt of its own
@@ -33,6 +33,8 @@ HEADS = 12
 KV_HEADS = 2
 WIDTH = 128
 GROUP = 8
+Tiles = tuple[int, int, int, int]
+"""Rows and columns of a tile, stages, warps."""
 COLUMNS = ["mask", "way", "forward, ms", "forward and backward, ms"]
 
 
@@ -48,9 +50,8 @@ class Mask:
 
 MASKS = [Mask("gsm8k", 8192, 150, 300), Mask("16k", 16384, 8192, 1024)]
 SMALL = [Mask("gsm8k", 256, 15, 12), Mask("16k", 256, 128, 16)]
-TILES = [(128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (128, 32, 4, 8)]
-"""Rows and columns of a tile, stages, warps."""
-BACKWARD_TILES = [(64, 128, 2, 8), (64, 64, 2, 8), (32, 128, 3, 4), (64, 128, 3, 8)]
+TILES: list[Tiles] = [(128, 64, 3, 8), (128, 128, 2, 8), (64, 64, 3, 4), (128, 32, 4, 8)]
+BACKWARD_TILES: list[Tiles] = [(64, 128, 2, 8), (64, 64, 2, 8), (32, 128, 3, 4), (64, 128, 3, 8)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Way:
     compute: Callable[[], Tensor]
     has_backward: bool = True
     alone: bool = False
-    """Whether the output is [tokens of all samples, heads, width], not [1, heads, positions, width]."""
+    """Whether the output is [tokens, heads, width], samples laid out one after the other."""
 
 
 def attention(place: Place) -> None:
@@ -152,9 +153,7 @@ def ways(inputs: Inputs, place: Place) -> Iterator[Way]:
         yield Way("varlen, FA3", lambda: fa3(alone(), starts, longest), False, alone=True)
 
 
-def tile_options(
-    forward: tuple[int, int, int, int], backward: tuple[int, int, int, int]
-) -> dict[str, int | bool]:
+def tile_options(forward: Tiles, backward: Tiles) -> dict[str, int | bool]:
     """Return FlexAttention's options for tiles of forward and backward kernels."""
     rows, columns, stages, warps = forward
     options: dict[str, int | bool] = {"fwd_BLOCK_M": rows, "fwd_BLOCK_N": columns}

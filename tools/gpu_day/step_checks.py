@@ -1,16 +1,20 @@
 """Steps 10 and 11: the repository's own tests for a GPU, and `ttrl doctor --certify`."""
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from record import read_lines
 from steps import Place
 
 TREE = Path(__file__).resolve().parents[2]
+PATIENCE = 6.0
+"""Seconds; fewer than day.py waits between SIGINT and SIGTERM."""
 
 
 def tests(place: Place) -> None:
@@ -20,7 +24,7 @@ def tests(place: Place) -> None:
     processes = "2" if place.rehearse else "8"
     command += ["-n", processes, "--basetemp", str(place.folder / "pytest")]
     if place.rehearse:
-        place.report.stand_in("all are skipped without CUDA: that they are collected is what is seen")
+        place.report.stand_in("tests are collected and skipped, as they are without CUDA")
     environment = os.environ | {"TTRL_TEST_RESULTS": str(results)}
     code = run_to_the_end(command, environment)
     ended, unfinished = outcomes_of(read_lines(results))
@@ -73,11 +77,8 @@ def certify(place: Place) -> None:
     content = json.loads(written.read_text(encoding="utf-8"))
     place.report.figure("verdict", content["verdict"])
     place.report.figure("minutes", content["minutes"])
-    table = [
-        [case["part"], case["case"], case["found"]]
-        for case in content["cases"]
-        if case["passed"] is False
-    ]
+    wrong = [case for case in content["cases"] if case["passed"] is False]
+    table = [[case["part"], case["case"], case["found"]] for case in wrong]
     if table:
         place.report.table("failed", ["part", "case", "found"], table)
     passed = [case["passed"] for case in content["cases"]]
@@ -87,10 +88,22 @@ def certify(place: Place) -> None:
 
 
 def run_to_the_end(command: list[str], environment: dict[str, str]) -> int:
-    """Run a command; a Ctrl-C to the group reaches it too, and what it then writes is waited for."""
-    with subprocess.Popen(command, cwd=TREE, env=environment) as process:
-        before = signal.signal(signal.SIGINT, lambda *_: None)
-        try:
-            return process.wait()
-        finally:
-            signal.signal(signal.SIGINT, before)
+    """Run a command, and return its exit code.
+
+    SIGINT to the group reaches it too. It then has some seconds to write down what it has, which is
+    reported like a whole result.
+    """
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
+    try:
+        with subprocess.Popen(command, cwd=TREE, env=environment) as process:
+            while not interrupted.is_set():
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    return process.wait(0.5)
+            try:
+                return process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                return process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)

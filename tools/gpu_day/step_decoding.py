@@ -57,9 +57,8 @@ class Decoding:
         headers = {"Authorization": f"Bearer {self.server.api_key}"}
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=600)
-        async with aiohttp.ClientSession(
-            headers=headers, connector=connector, timeout=timeout
-        ) as session:
+        options = {"headers": headers, "connector": connector, "timeout": timeout}
+        async with aiohttp.ClientSession(**options) as session:
 
             async def one(path: str, body: dict[str, Any]) -> None:
                 async with session.post(self.server.root_url + path, json=body) as answer:

@@ -1,4 +1,4 @@
-"""Steps 7 and 9: where the time of a training step goes, and what it costs to keep all on the CPU."""
+"""Steps 7 and 9: where the time of a training step goes, and what `cpu_offload` costs."""
 
 import json
 import re
@@ -17,6 +17,8 @@ KINDS = [
     ("element by element", r"elementwise|triton_poi|_poi_|silu|mul|add|cat|index|gather|scatter"),
 ]
 """Names of kernels, by kind; the first that fits."""
+Kinds = dict[str, tuple[float, int]]
+"""Seconds and number of kernels, by kind."""
 
 
 def profile(place: Place) -> None:
@@ -25,7 +27,9 @@ def profile(place: Place) -> None:
     if place.rehearse:
         place.report.stand_in("operators on the CPU for kernels")
     for title, name in [("eager", "1.5B, checkpointing"), ("compiled", "1.5B, compiled")]:
-        more = {"compile": title == "compiled", "row_length_multiple": 256} if place.rehearse else {}
+        more = {}
+        if place.rehearse:
+            more = {"compile": title == "compiled", "row_length_multiple": 256}
         measured, _ = run_case(place, name, **more)
         rows.append(tell_case(place, title, measured))
         place.report.table("a step of 1.5B", CASE_COLUMNS, rows)
@@ -33,25 +37,21 @@ def profile(place: Place) -> None:
         _, out = run_case(place, name, profile_steps=1, **more)
         kinds, longest = by_kind(out / "profile" / "rank-0.json", on_gpu=not place.rehearse)
         total = sum(seconds for seconds, _ in kinds.values())
-        table = [
-            [kind, seconds, seconds / total, count] for kind, (seconds, count) in kinds.items()
-        ]
+        table = [[kind, spent, spent / total, count] for kind, (spent, count) in kinds.items()]
         columns = ["kind", "seconds", "share", "kernels"]
         place.report.table(f"kernels of a step, {title}", columns, table)
         place.report.table(f"longest kernels, {title}", ["kernel", "seconds"], longest)
         place.report.check(f"kernels were seen, {title}", total > 0, f"{total:.3g} s")
 
 
-def by_kind(
-    trace: Path, *, on_gpu: bool
-) -> tuple[dict[str, tuple[float, int]], list[list[float | str]]]:
+def by_kind(trace: Path, *, on_gpu: bool) -> tuple[Kinds, list[list[float | str]]]:
     """Return seconds and number of kernels by kind, and the longest by name, of a profiler's trace.
 
     Without a GPU, operators count in place of kernels, each with all that it calls.
     """
     wanted = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    kinds: dict[str, tuple[float, int]] = {}
+    kinds: Kinds = {}
     names: dict[str, float] = {}
     for event in events:
         if event.get("cat") not in wanted:

@@ -96,10 +96,12 @@ def copies(place: Place) -> None:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(there)
     seconds = seconds_of(lambda: target.copy_(there), device)
-    place.report.figure("copy within the device, read and written", 2 * size / seconds / 1e9, "GB/s")
+    within = 2 * size / seconds / 1e9
+    place.report.figure("copy within the device, read and written", within, "GB/s")
     rows = []
     for kind in ("pinned", "pageable"):
-        here = torch.empty(size, dtype=torch.uint8, pin_memory=kind == "pinned" and device == "cuda")
+        pinned = kind == "pinned" and device == "cuda"
+        here = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
         here.zero_()
         to_device = size / seconds_of(lambda h=here: there.copy_(h), device) / 1e9
         to_host = size / seconds_of(lambda h=here: h.copy_(there), device) / 1e9

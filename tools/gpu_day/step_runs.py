@@ -74,9 +74,9 @@ def run_and_tell(
     )
     try:
         train(config, questions(sizes["tasks_per_iteration"] * iterations), quiet=False)
-    finally:
+    finally:  # also what was measured before the run was ended
         keep_logs(run, place.logs)
-    tell_run(place, run)
+        tell_run(place, run)
 
 
 def endings(vocabulary: int) -> list[int]:
@@ -86,7 +86,7 @@ def endings(vocabulary: int) -> list[int]:
 
 def questions(count: int) -> list[Task]:
     """Return tasks as long as gsm8k's, no two the same."""
-    words = "a farmer sells eggs at the market for two dollars each and buys flour with what is left"
+    words = "a farmer sells eggs at the market for two dollars each and buys flour with it"
     found = []
     for number in range(count):
         text = f"{number} " + " ".join([words] * 4)
@@ -113,8 +113,11 @@ def keep_logs(run: Path, logs: Path) -> None:
 def tell_run(place: Place, run: Path) -> None:
     """Report what metrics.jsonl says of a run, and what was planned."""
     report = place.report
-    rows = [row for row in read_jsonl(run / "metrics.jsonl") if row["iteration"] > 0]
-    config = json.loads((run / "plan.json").read_text(encoding="utf-8"))
+    rows = [row for row in metrics_of(run) if row["iteration"] > 0]
+    report.check("an iteration came to its end", bool(rows), f"{len(rows)} did")
+    if not rows:
+        return
+    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
     tell_seconds(place, rows)
     best, _ = best_product(place.device)
     last = rows[-1]
@@ -125,7 +128,7 @@ def tell_run(place: Place, run: Path) -> None:
     of_sheet, of_best = shares(flops, best)
     report.figure("training, of 989 TFLOP/s", of_sheet)
     report.figure("training, of the card's best product", of_best)
-    tell_memory(place, trained, config)
+    tell_memory(place, trained, plan)
     drift = last["sampler_trainer"]
     report.figure("|Δ log-probability|, mean", drift["mean"], "nats")
     report.figure("weights came by", last["sync"]["mode"])
@@ -174,18 +177,29 @@ def curve(place: Place) -> None:
         command += ["--iterations", "2"]
     try:
         subprocess.run(command, check=True, cwd=TREE)
-    finally:
+    finally:  # also what was measured before the run was ended
         keep_logs(run, place.logs)
-    rows = read_jsonl(run / "metrics.jsonl")
+        tell_curve(place, metrics_of(run))
+
+
+def metrics_of(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl, where there are any."""
+    path = run / "metrics.jsonl"
+    return read_jsonl(path) if path.is_file() else []
+
+
+def tell_curve(place: Place, rows: Sequence[dict[str, Any]]) -> None:
+    """Report held-out results and rewards of every iteration."""
+    place.report.check("an iteration came to its end", len(rows) > 1, f"{len(rows) - 1} did")
+    if len(rows) < 2:
+        return
     table = []
     for row in rows:
         rewards = row.get("reward", {})
         reward = rewards.get("mean", "") if isinstance(rewards, dict) else rewards
         held_out = row.get("validation", {}).get("exact", "")
         table.append([row["iteration"], held_out, reward, row["seconds"]["total"]])
-    place.report.table(
-        "learning", ["iteration", "held out, exact", "reward", "seconds"], table
-    )
+    place.report.table("learning", ["iteration", "held out, exact", "reward", "seconds"], table)
     seconds = [row["seconds"]["total"] for row in rows[1:]]
     place.report.figure("seconds of an iteration, median", statistics.median(seconds), "s")
     first = rows[0]["validation"]["exact"]

@@ -20,16 +20,16 @@ PAGE = HERE.parents[1] / "docs" / "hardware.md"
 HEAD = """\
 # What ran on which hardware
 
-Each section is one card at one commit, as measured there; what has no section has not run. The page is
-written by `python tools/gpu_day/table.py --write RESULTS` from the results of a
-[day with a GPU](gpu_day.md); figures that were entered by hand name their source. Nothing here comes
-from a CPU that stood in for a GPU.
+Each section is one card at one commit, as measured there; what has no section has not run.
+`python tools/gpu_day/table.py --write RESULTS` writes this page from the results of
+[a day with a GPU](gpu_day.md). Figures that were entered by hand name their source. Nothing here
+comes from a CPU that stood in for a GPU.
 
 "Of 989 TFLOP/s" is the share of an H100's dense bf16 by its data sheet, "of the best product" the
 share of the fastest matrix product on the same card. FLOPs are exact and count nothing twice:
 recomputation is left out.
 """
-REHEARSED = "**Rehearsed on a CPU with stand-ins: no figure of this section says anything of a GPU.**"
+REHEARSED = "**Rehearsed on a CPU with stand-ins: no figure here says anything of a GPU.**"
 
 
 class TableError(Exception):
@@ -121,10 +121,10 @@ def cell(value: object) -> str:
 
 
 def number(value: object) -> str:
-    """Return a number with four significant digits and thousands apart; other values as they are."""
+    """Return a number with four significant digits and thousands apart, others as they are."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    if isinstance(value, int) or float(value).is_integer() and abs(value) < 1e15:
+    if isinstance(value, int) or (float(value).is_integer() and abs(value) < 1e15):
         return f"{int(value):,}"
     if abs(value) >= 1000:
         return f"{value:,.0f}"
@@ -138,9 +138,8 @@ def check_real(lines: Sequence[dict], path: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("results", nargs="*", type=Path)
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--measured", type=Path, default=MEASURED)
