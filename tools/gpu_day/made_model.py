@@ -27,7 +27,8 @@ TINY = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+SPECIAL = ["<|endoftext|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+"""transformers gives Qwen2's tokenizers the first one, behind the vocabulary unless it is there."""
 BYTES = 256
 
 
@@ -59,7 +60,7 @@ def save_tokenizer(folder: Path, size: int, context: int) -> None:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<|end|>",
-        pad_token="<|pad|>",
+        pad_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
         model_max_length=context,
     )

@@ -12,7 +12,7 @@ KINDS = [
     ("attention", r"flex|_tem_|attention|fmha|flash"),
     ("head", r"measure_kernel|gradient_kernel|softmax|nll"),
     ("optimizer", r"adam|multi_tensor|foreach|lerp|addcdiv"),
-    ("copies", r"memcpy|memset|copy|aten::to\b|fill"),
+    ("copies", r"memcpy|memset|direct_copy|FillFunctor|aten::(_to_)?copy|aten::(to|fill_)\b"),
     ("norms and sums", r"reduce|norm|rsqrt|mean|sum|_red_|_per_"),
     ("element by element", r"elementwise|triton_poi|_poi_|silu|mul|add|cat|index|gather|scatter"),
 ]
