@@ -1,4 +1,4 @@
-"""What the steps of `tools/gpu_day` compute: models, samples of a row, kinds of kernels, outcomes."""
+"""What the steps of `tools/gpu_day` compute: models, samples, kinds of kernels, outcomes."""
 
 import itertools
 import json

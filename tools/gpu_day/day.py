@@ -308,7 +308,8 @@ def adopt_orphans() -> None:
 def end_orphans(patience: float = 8.0) -> None:
     """Wait until the last step's descendants have ended; kill those that do not."""
     deadline = time.monotonic() + patience
-    while own := children():
+    own = children()
+    while own:
         kill = time.monotonic() > deadline
         for pid in own:
             if kill:
@@ -317,6 +318,7 @@ def end_orphans(patience: float = 8.0) -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         time.sleep(0.05)
+        own = children()
 
 
 def children() -> list[int]:
