@@ -6,7 +6,9 @@ until only the special tokens are missing. So every id that a random model sampl
 text of any kind can be encoded. Chat template and special tokens are those of `ttrl.tiny_model`.
 """
 
+import argparse
 import itertools
+import json
 from pathlib import Path
 
 import check_memory
@@ -68,6 +70,15 @@ def save_tokenizer(folder: Path, size: int, context: int) -> None:
     fast.save_pretrained(folder)
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("shape", type=json.loads, help="values of config.json")
+    parser.add_argument("device", choices=["cpu", "cuda"])
+    arguments = parser.parse_args()
+    print(random_model(arguments.folder, arguments.shape, arguments.device))
+
+
 def byte_pairs(alphabet: list[str], size: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """Return a vocabulary of so many tokens over an alphabet, and the merges that make them."""
     assert len(alphabet) == BYTES <= size
@@ -76,3 +87,7 @@ def byte_pairs(alphabet: list[str], size: int) -> tuple[dict[str, int], list[tup
     merges = list(itertools.islice(itertools.chain(pairs, triples), size - BYTES))
     tokens = [*alphabet, *(first + second for first, second in merges)]
     return {token: number for number, token in enumerate(tokens)}, merges
+
+
+if __name__ == "__main__":
+    main()

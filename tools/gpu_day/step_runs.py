@@ -10,6 +10,7 @@ any model has a signal in it.
 """
 
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -17,7 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from made_model import QWEN_1_5B, QWEN_7B, TINY, random_model
+import made_model
+from made_model import QWEN_1_5B, QWEN_7B, TINY
 from measure import best_product, shares
 from steps import Place
 
@@ -34,6 +36,7 @@ QUESTION_CHARACTERS = 240
 def whole_run(place: Place) -> None:
     """Run three iterations of 1.5B, all weights trained."""
     settings = {"advantages": "mean", "aggregation": "constant", "constant_length": 1024}
+    settings["save_every"] = 3  # a checkpoint and its state take 19 GB
     training = {"lr": 2e-6, "updates_per_iteration": 1}
     run_and_tell(place, "1.5b", QWEN_1_5B, 3, settings, training)
 
@@ -55,7 +58,8 @@ def run_and_tell(
     """Make a model, run, and report seconds, speed and memory of every iteration."""
     if place.rehearse:
         shape = TINY
-    model = random_model(place.models / name, shape, place.device)
+    models = place.models / name
+    model = made_elsewhere(models, shape, place.device)
     sizes = {"tasks_per_iteration": 32, "samples_per_task": 8, "max_tokens": 1024, "seq_len": 8192}
     if place.rehearse:
         sizes = {"tasks_per_iteration": 4, "samples_per_task": 4, "max_tokens": 64, "seq_len": 512}
@@ -77,6 +81,15 @@ def run_and_tell(
     finally:  # also what was measured before the run was ended
         keep_logs(run, place.logs)
         tell_run(place, run)
+        if name != "1.5b":  # which other steps use
+            shutil.rmtree(models)
+
+
+def made_elsewhere(folder: Path, shape: dict[str, Any], device: str) -> Path:
+    """Make a model in a process of its own: this one must not hold memory of the GPU during a run."""
+    command = [sys.executable, made_model.__file__, str(folder), json.dumps(shape), device]
+    subprocess.run(command, check=True)
+    return folder / "model"
 
 
 def endings(vocabulary: int) -> list[int]:
@@ -131,9 +144,10 @@ def tell_run(place: Place, run: Path) -> None:
     tell_memory(place, trained, plan)
     drift = last["sampler_trainer"]
     report.figure("|Δ log-probability|, mean", drift["mean"], "nats")
-    report.figure("weights came by", last["sync"]["mode"])
-    fell_back = [row["sync"]["fell_back"] for row in rows if row["sync"]["fell_back"]]
-    report.check("no sync fell back", not fell_back, "; ".join(fell_back))
+    syncs = [row["sync"] for row in rows if row.get("sync")]
+    report.figure("weights came by", ", ".join(sorted({sync["mode"] for sync in syncs})))
+    fell_back = [sync["fell_back"] for sync in syncs if sync["fell_back"]]
+    report.check("no sync fell back", bool(syncs) and not fell_back, "; ".join(fell_back))
     report.check("every iteration trained", all("unchanged" not in row["train"] for row in rows))
 
 
@@ -164,8 +178,8 @@ def tell_memory(place: Place, trained: dict[str, Any], plan: dict[str, Any]) -> 
     if place.rehearse:
         place.report.stand_in("the process's memory for the GPU's; imports are no part of the plan")
         return
-    fits = 0.8 < measured / planned < 1.02
-    place.report.check("memory as planned", fits, f"{gib(measured)}, planned {gib(planned)}")
+    found = f"{gib(measured)}, planned {gib(planned)}"
+    place.report.check("no more memory than planned", measured < 1.02 * planned, found)
 
 
 def curve(place: Place) -> None:
