@@ -220,6 +220,7 @@ def test_packages_come_with_a_part_and_smollm2_with_two(packed, tmp_path, monkey
         check=True,
     )
     assert said.stdout == "5\n"
+    monkeypatch.setattr(day, "TREE", tmp_path)  # unpacked, without its history
     assert day.about_machine(one.facts())["commit"] == "c0ffee"
 
 

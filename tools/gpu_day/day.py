@@ -347,18 +347,18 @@ def about_machine(facts: dict[str, str]) -> dict[str, object]:
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
         if said.returncode == 0 and "," in said.stdout:
             card, driver = (word.strip() for word in said.stdout.splitlines()[0].rsplit(",", 1))
-    commit = facts.get("commit") or git_commit()
+    commit = git_commit() or facts.get("commit", "unknown")
     return {"card": card, "driver": driver, "commit": commit, "python": platform.python_version()}
 
 
 def git_commit() -> str:
-    """Return the checkout's commit, where it has one."""
+    """Return the checkout's commit; "" for a tree without its history."""
     command = ["git", "-C", str(TREE), "rev-parse", "HEAD"]
     with contextlib.suppress(OSError):
         said = subprocess.run(command, capture_output=True, text=True, check=False)
         if said.returncode == 0:
             return said.stdout.strip()
-    return "unknown"
+    return ""
 
 
 def bring(results: Path, logs: Path, folder: Path) -> None:

@@ -66,6 +66,8 @@ def section(lines: Sequence[dict]) -> str:
     text = f"## {first['card']}, {date}, commit {str(first['commit'])[:7]}\n\n"
     if first["rehearsal"]:
         text += f"{REHEARSED}\n\n"
+    if first.get("python"):
+        text += f"Driver {first['driver']}, Python {first['python']}.\n\n"
     text += overview(lines)
     for line in lines:
         text += step_text(line)
