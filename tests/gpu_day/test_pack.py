@@ -142,8 +142,9 @@ def test_a_library_keeps_the_code_of_one_gpu():
         kept.append([(e.kind, e.architecture, stripped[e.start : e.end]) for e in entries])
     assert kept[0] == [(2, 90, OWN), (2, 90, OWN)]
     assert kept[1] == [(1, 80, PTX)]  # the newest source that the GPU can compile
-    assert kept[2] == [(2, 80, OLD)]  # nothing fits: the driver still finds a container
-    assert stripped.count(b"sm_120") == 0 and stripped.count(OLD) == 1
+    # Nothing fits: the driver still finds a container, and reads for which GPU it was.
+    assert kept[2] == [(2, 80, OLD[:64].ljust(len(OLD), b"\0"))]
+    assert stripped.count(b"sm_120") == stripped.count(b"sm_80 machine") == 0
     starts = [at for at, _, _ in fatbin.containers(whole)]
     assert [at for at, _, _ in fatbin.containers(stripped)] == starts
     start, end = fatbin.section(whole, ".nv_fatbin")

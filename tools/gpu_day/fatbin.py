@@ -31,8 +31,10 @@ class Entry:
     kind: int
     architecture: int
     start: int
+    """Where its header starts, in the file."""
+    code: int
+    """Where its code starts."""
     end: int
-    """Of header and code, in the file."""
 
 
 def section(library: bytes, name: str) -> tuple[int, int]:
@@ -68,7 +70,7 @@ def containers(library: bytes) -> Iterator[tuple[int, int, list[Entry]]]:
             kind, _, before, code = _ENTRY.unpack_from(library, place)
             (architecture,) = struct.unpack_from("<I", library, place + _ARCHITECTURE_AT)
             after = place + before + code
-            entries.append(Entry(kind, architecture, place, after))
+            entries.append(Entry(kind, architecture, place, place + before, after))
             place = after
         assert place == last, f"the container at byte {at} ends in the middle of an entry"
         yield at, first, entries
@@ -76,27 +78,35 @@ def containers(library: bytes) -> Iterator[tuple[int, int, list[Entry]]]:
 
 
 def wanted(entries: list[Entry], architecture: int) -> list[Entry]:
-    """Return the entries that a GPU uses: its own machine code, else the newest PTX it can compile.
-
-    Where there is neither, the smallest entry stays: the driver then still finds a container, and
-    says of its kernels that they are for other GPUs.
-    """
+    """Return the entries that a GPU uses: its own machine code, else the newest PTX that fits."""
     code = [entry for entry in entries if entry.kind == _MACHINE_CODE]
     own = [entry for entry in code if entry.architecture == architecture]
     if own:
         return own
     sources = [e for e in entries if e.kind == _PTX and e.architecture <= architecture]
-    if sources:
-        return [max(sources, key=lambda entry: entry.architecture)]
-    return sorted(entries, key=lambda entry: entry.end - entry.start)[:1]
+    return [max(sources, key=lambda entry: entry.architecture)] if sources else []
+
+
+def kept(library: bytes, entries: list[Entry], architecture: int) -> bytes:
+    """Return what stays of a container's entries.
+
+    Where nothing fits the GPU, the smallest entry stays, with zeros for its code: the driver reads
+    its header, and says of the kernels that they are for another GPU.
+    """
+    own = wanted(entries, architecture)
+    if own or not entries:
+        return b"".join(library[entry.start : entry.end] for entry in own)
+    smallest = min(entries, key=lambda entry: entry.end - entry.start)
+    header = library[smallest.start : smallest.code]
+    return header.ljust(smallest.end - smallest.start, b"\0")
 
 
 def strip(library: bytes, architecture: int) -> bytes:
     """Return the library with the code of one GPU architecture, such as 90, and of no other."""
     stripped = bytearray(library)
     for start, first, entries in containers(library):
-        kept = b"".join(library[entry.start : entry.end] for entry in wanted(entries, architecture))
+        stays = kept(library, entries, architecture)
         end = entries[-1].end if entries else first
-        stripped[first:end] = kept.ljust(end - first, b"\0")
-        struct.pack_into("<Q", stripped, start + 8, len(kept))
+        stripped[first:end] = stays.ljust(end - first, b"\0")
+        struct.pack_into("<Q", stripped, start + 8, len(stays))
     return bytes(stripped)
