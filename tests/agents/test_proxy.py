@@ -87,6 +87,25 @@ def test_sessions_become_an_iteration_that_replay_grades(tmp_path):
     assert [group.rewards for group in again] == [[1.0, 0.0], [0.0]]
 
 
+def test_an_agent_may_use_the_name_that_was_typed(tmp_path):
+    async def use(opened, post, address):
+        session = await opened(id="a", messages=ASK)
+        statuses = []
+        for name in ("policy", "org/typed", "other"):
+            chat = session["base_url"] + "/chat/completions"
+            status, answer = await post(chat, session["api_key"], model=name, messages=ASK)
+            statuses.append(status)
+        assert statuses == [200, 200, 400]
+        assert "called 'policy' or 'org/typed'" in answer["error"]["message"]
+        headers = {"Authorization": f"Bearer {session['api_key']}"}
+        async with aiohttp.ClientSession(headers=headers) as http:
+            listed = await (await http.get(session["base_url"] + "/models")).json()
+        assert [one["id"] for one in listed["data"]] == ["policy", "org/typed"]
+        await post(session["reward_url"], session["reward_key"], reward=1.0)
+
+    collected(tmp_path / "run", use, names=["org/typed"])
+
+
 def test_a_session_that_cannot_be_written_is_said_to_whoever_rewards_it(tmp_path, monkeypatch):
     def full(path, *rows):
         raise StorageError(28, "no space left")
@@ -140,6 +159,7 @@ def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
     ended = []
 
     async def serve(self, say):
+        assert self.names == ["m"]  # what the address calls it
         try:
             signal.raise_signal(number)
             await asyncio.sleep(30)

@@ -16,6 +16,7 @@ from ttrl.errors import ServerDiedError, UserError
 from ttrl.server import connection
 from ttrl.server import serve as serve_module
 from ttrl.server.auth import derived
+from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.serve import read_or_make_key, serve, vllm_arguments
 
@@ -48,12 +49,13 @@ def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     monkeypatch.setattr(serve_module, "serve", lambda model, **settings: seen.update(settings, model=model))
     assert cli.main(["serve", "m", "--key-file", str(tmp_path / "key"), "--vllm", "max_num_seqs=3"]) == 0
     assert seen["host"] == "127.0.0.1" and seen["port"] is None  # the user names any other address
-    assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == "m"
+    assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == seen["name"] == "m"
     assert seen["dtype"] == TrainConfig(run="r", model="m", iterations=1).resolved(cuda=False).dtype == "fp32"
     assert cli.main(["serve", "m", "--vllm", "x"]) == 2
     monkeypatch.setattr("ttrl.loop.train.local_model", lambda name: tmp_path / name)
     assert cli.main(["serve", "m", "--adapters", "s3://bucket/run"]) == 0
     assert (seen["model"], seen["adapters_from"]) == (str(tmp_path / "m"), "s3://bucket/run")  # the files that the run has
+    assert seen["name"] == "m"  # as it was typed, whatever folder that is
 
 
 def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
@@ -62,6 +64,7 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
 
     class Made(contextlib.nullcontext):
         root_url, port, dtype, log_path = "http://127.0.0.1:1", 1, "float32", "log"
+        other_names = ("old",)
 
     def make(model, **settings):
         made.append(settings)
@@ -75,6 +78,7 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
     assert [one["extra_args"] for one in made] == [{"max_lora_rank": 64}, {"max_lora_rank": 8}]
     assert made[0]["adapters_from"] == store
     assert any('joined_servers=["http://127.0.0.1:1"], adapters="mirror" and that key' in line for line in said)
+    assert any(line.endswith("the adapter of a run is called 'policy-adapter'") for line in said)
     serve(str(checkpoints[0]), **settings)
     assert made[2]["adapters_from"] is None and made[2]["extra_args"] is None
     with pytest.raises(UserError, match="cannot be at"):
@@ -129,8 +133,49 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     os.kill(server._child.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
-    assert said[1] == f"serving at {url}/v1, where {checkpoints[0]} is called 'policy'"
+    assert said[1] == f"serving at {url}/v1, where the model is called 'policy' and '{checkpoints[0]}'"
     assert said[2].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_client_may_use_the_name_that_was_typed(adapters, fake_server, checkpoints, tmp_path, monkeypatch):
+    """So may a run, which asks for "policy" or for its adapter; vLLM answers any other name with 404."""
+
+    def ask(url, key, name):
+        body = {"model": name, "prompt": [3, 4], "max_tokens": 1}
+        server = JoinedServer(url, served_model_name=name, dtype="float32", api_key=key)
+        server.check()
+        return server._http("POST", "/v1/completions", body, 10.0)[0]
+
+    def look(server, say, **_):
+        there = {"dtype": "float32", "api_key": server.api_key}
+        run = JoinedServer(server.root_url, served_model_name="policy", **there)
+        listed = [one["id"] for one in run.request("GET", "/v1/models")["data"]]
+        statuses = [ask(server.root_url, server.api_key, name) for name in ("policy", "org/typed", "other")]
+        seen.extend([listed, statuses, check_canary(run, Canary.load(checkpoints[0]))])
+        if adapters:
+            adapter = {"lora_name": "policy-adapter", "lora_path": str(checkpoints[1] / "adapter")}
+            run.request("POST", "/v1/load_lora_adapter", adapter)
+            seen.append([one["id"] for one in run.request("GET", "/v1/models")["data"]])
+
+    seen, said = [], []
+    monkeypatch.setattr(serve_module, "keep_serving", look)
+    store = {"adapters_from": (tmp_path / "store").as_uri()} if adapters else {}
+    serve(
+        str(checkpoints[0]),
+        name="org/typed",
+        key_file=tmp_path / "key",
+        log_path=tmp_path / "serve.log",
+        dtype="float32",
+        say=said.append,
+        make_server=lambda model, **settings: fake_server("fine", **settings),
+        **store,
+    )
+    names = ["policy", "org/typed"]
+    assert seen[0] == names and seen[1] == [200, 200, 404]
+    assert seen[2].passed
+    assert seen[3:] == [[*names, "policy-adapter"]] * adapters
+    assert "where the model is called 'policy' and 'org/typed'" in said[1]
 
 
 def test_it_says_a_name_of_its_weights_for_caches(tmp_path):

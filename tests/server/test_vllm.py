@@ -118,6 +118,19 @@ def test_what_servers_that_fetch_adapters_are_started_with(tmp_path):
     server.stop()
 
 
+def test_further_names_are_served_once_each_and_never_the_adapters(tmp_path):
+    """An adapter cannot be loaded under a name that the base has."""
+
+    def names(*others, **arguments):
+        server = VLLMServer(tmp_path, served_model_name="m", other_names=others, log_path="x", **arguments)
+        command = server._command()
+        server.stop()
+        return command[command.index("--served-model-name") + 1 : command.index("--host")]
+
+    assert names() == ["m"] and names("org/n", "m") == ["m", "org/n"]
+    assert names("org/n", "policy-adapter", serves_adapters=True) == ["m", "org/n"]
+
+
 def test_a_server_that_answers_without_the_key_is_refused(fake_server):
     with pytest.raises(ServerStartError, match="it answers without a key"):
         fake_server("open", start_timeout=5.0).start()

@@ -4,6 +4,7 @@ The real one is tested in tests/e2e/test_server.py.
 """
 
 import hashlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from ttrl.server.vllm import VLLMServer
 FAKE = r"""
 import hashlib, http.server, json, os, pathlib, sys, time
 from ttrl.server.auth import derived
-port, model, behaviour = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+port, model, behaviour, names = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
 key = os.environ["VLLM_API_KEY"]
 state = {"weight": float((model / "weight").read_text()), "cache": {}, "refusals": 2, "calls": []}
 print("loading", model, flush=True)
@@ -56,7 +57,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, {"weights": state.get("open")})
         if wanted and wanted != state.get("open"): return self.answer(503, {"error": "other weights"})
         if path == "/v1/models":
-            return self.answer(200, {"data": [{"id": "m"}] + [{"id": "policy-adapter"}] * state.get("adapters", False)})
+            served = names + ["policy-adapter"] * state.get("adapters", False)
+            return self.answer(200, {"data": [{"id": name} for name in served]})
         if path == "/version":
             return self.answer(200, {})
         if path == "/collective_rpc":
@@ -108,7 +110,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             if success and "keep-cache" not in behaviour: state["cache"].clear()
             return self.answer(200, {"success": success})
         assert path == "/v1/completions", path
-        if (body["model"] == "policy-adapter") != state.get("adapters", False): return self.answer(404, {"error": "no model"})
+        if body["model"] not in (["policy-adapter"] if state.get("adapters") else names):
+            return self.answer(404, {"error": "no model"})
         prompt, weight = body["prompt"], state["weight"] + (float("nan") if "nan" in behaviour else 0)
         if "prompt_logprobs" in body:
             rows = [None] + [{str(t): {"logprob": -(t % 7) - weight - weight / 10}} for t in prompt[1:]]
@@ -132,7 +135,11 @@ class FakeVLLM(VLLMServer):
     behaviour = "fine"
 
     def _command(self) -> list[str]:
-        return [sys.executable, "-c", FAKE, str(self.port), str(self.model_folder), self.behaviour]
+        real = super()._command()
+        names = itertools.takewhile(
+            lambda word: not word.startswith("--"), real[real.index("--served-model-name") + 1 :]
+        )
+        return [sys.executable, "-c", FAKE, str(self.port), str(self.model_folder), self.behaviour, *names]
 
 
 def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:

@@ -1,7 +1,7 @@
 """What of an agent's request may differ from the run's own sampling: nothing that would sample another distribution."""
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,14 +47,24 @@ class Asked:
 
 
 def check_parameters(
-    body: Mapping[str, Any], own: Mapping[str, Any], ignore: Collection[str], free: Collection[str], neutral: Mapping[str, Any]
+    body: Mapping[str, Any],
+    own: Mapping[str, Any],
+    ignore: Collection[str],
+    free: Collection[str],
+    neutral: Mapping[str, Any],
+    names: Sequence[str] = (MODEL,),
 ) -> None:
     """Raise UserError for what would sample another distribution than the one that is trained.
 
-    own: what the run samples with. free, neutral: names that are read by the API itself, and values that change nothing there.
+    own: what the run samples with. free, neutral: names that are read by the API itself, and
+    values that change nothing there. names: what the policy is called.
     """
-    if body.get("model", MODEL) != MODEL:
-        raise UserError(f"model is {short(body['model'], 60)}; a session has {MODEL!r} alone: ask other models where they are")
+    if body.get("model", MODEL) not in names:
+        known = " or ".join(repr(name) for name in names)
+        raise UserError(
+            f"model is {short(body['model'], 60)}; the model of a session is called {known}: "
+            "ask other models where they are"
+        )
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"tools is {short(tools, 60)}; give a list of objects")

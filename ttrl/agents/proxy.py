@@ -11,7 +11,7 @@ an iteration of RUN, which `ttrl replay` grades again and trains on like any oth
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,6 +50,8 @@ class Proxy:
     limits: RolloutLimits = field(default_factory=lambda: RolloutLimits(seconds=600.0))
     ignore: frozenset[str] = frozenset()
     beside: Mapping[str, str | Endpoint] = field(default_factory=dict)
+    names: Sequence[str] = ()
+    """What requests may call the model besides "policy"."""
 
     def __post_init__(self) -> None:
         self._sampling = Sampling(self.settings, None)
@@ -86,7 +88,7 @@ class Proxy:
             )
 
         async def rollout(chat: Chat) -> Grade | None:
-            session = Session(chat, self.ignore, self.beside)
+            session = Session(chat, self.ignore, self.beside, self.names)
             session.written = asyncio.get_running_loop().create_future()
             self._listener.add(session)
             begun.set_result(session)

@@ -11,7 +11,7 @@ breaks between server and ttrl is asked for again, which could not be done if th
 import asyncio
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -30,14 +30,18 @@ APIS: dict[str, Any] = {"/chat/completions": chat_completions, "/completions": c
 class Session:
     """What an agent is given to reach the model.
 
-    base_url, api_key, model: for any OpenAI client; the model's name is always "policy".
+    base_url, api_key, model: for any OpenAI client; the model's name is always "policy". names: what else requests may call it.
     messages, task_id, sample: the task, and which rollout of it this is.
     reward_url, reward_key: where `POST {"reward": 1.0, "metrics": {…}}` gives the reward, with a key of its own, so that what the
         model writes and the agent runs cannot reward itself with the agent's key.
     """
 
     def __init__(
-        self, chat: Chat, ignore: frozenset[str] = frozenset(), beside: "Mapping[str, str | Endpoint] | None" = None
+        self,
+        chat: Chat,
+        ignore: frozenset[str] = frozenset(),
+        beside: "Mapping[str, str | Endpoint] | None" = None,
+        names: Iterable[str] = (),
     ) -> None:
         self.messages = [dict(message) for message in chat.messages]
         self.task_id, self.sample, self.model = chat.task_id, chat.sample, MODEL
@@ -56,6 +60,7 @@ class Session:
         self._requests: set[asyncio.Task[Any]] = set()
         self.is_over = False
         self._chat, self._ignore = chat, ignore
+        self._names = list(dict.fromkeys([MODEL, *names]))
         self._beside = {name: transport_for(server) for name, server in (beside or {}).items()}
         self._place = f"task {chat.task_id!r}, sample {chat.sample}"
         self._responses: dict[str, list[dict[str, Any]]] = {}
@@ -73,7 +78,7 @@ class Session:
     @property
     def models(self) -> list[str]:
         """Return the names that it answers to."""
-        return [MODEL, *self._beside]
+        return list(dict.fromkeys([*self._names, *self._beside]))
 
     async def close(self) -> None:
         """End its requests; all further ones are refused."""
@@ -106,7 +111,7 @@ class Session:
             return await _passed_on(other, path, body)
         with _Kept(self):
             api = APIS[path]
-            check_parameters(body, self._chat.params, self._ignore, api.FREE, api.NEUTRAL)
+            check_parameters(body, self._chat.params, self._ignore, api.FREE, api.NEUTRAL, self._names)
             if api is not responses:
                 whole: web.Response = api.answer(body, *await self._ask(api.read(body)))
                 return whole

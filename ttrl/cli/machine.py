@@ -80,6 +80,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         dtype = auto_dtype(cuda=not is_cpu_build())
     serve(
         model,
+        name=arguments.model,
         host=arguments.host,
         port=arguments.port,
         key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",

@@ -65,6 +65,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
             RolloutLimits(turns=arguments.turns, seconds=arguments.seconds),
             frozenset(name for name in arguments.ignore.split(",") if name),
             beside,
+            names=[served.model if is_address(model) else arguments.model],
         )
         say(f"POST /sessions wants the key in {key_file}; Ctrl-C or SIGTERM ends the proxy, and makes an iteration of what came")
         with contextlib.suppress(KeyboardInterrupt), Console(quiet=True).interruptible(""):

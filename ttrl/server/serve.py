@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
+from ttrl.server.connection import ADAPTER_NAME
 from ttrl.server.model_folder import check_model_folder, weights_digest
 from ttrl.server.sites import check_store
 from ttrl.server.vllm import HOST, OTHER_MACHINES, VLLMServer
@@ -80,6 +81,7 @@ def vllm_arguments(given: list[str]) -> dict[str, Any]:
 def serve(
     model: str,
     *,
+    name: str | None = None,
     host: str = HOST,
     port: int | None = None,
     key_file: Path,
@@ -95,6 +97,8 @@ def serve(
 ) -> None:
     """Serve until interrupted; a server that dies is restarted at the same address, and again answers for no weights.
 
+    name: what clients may call the model besides "policy", the name that runs use; by default `model`.
+
     Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
     check_model_folder(model)
@@ -107,6 +111,7 @@ def serve(
     server = make_server(
         model,
         served_model_name=SERVED_MODEL_NAME,
+        other_names=[name or model],
         log_path=log_path,
         dtype=dtype,
         max_model_len=max_model_len,
@@ -119,8 +124,11 @@ def serve(
     say(f"starting vLLM with {model}; its log is {log_path}")
     with server:
         address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
-        say(f"serving at {address}/v1, where {model} is called {SERVED_MODEL_NAME!r}")
+        names = " and ".join(repr(known) for known in (SERVED_MODEL_NAME, *server.other_names))
+        say(f"serving at {address}/v1, where the model is called {names}")
         say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")
+        if adapters_from is not None:
+            say(f"these name the model without an adapter; the adapter of a run is called {ADAPTER_NAME!r}")
         say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")

@@ -24,14 +24,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE
-from ttrl.server.connection import ServerConnection
+from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.server.sites import ADAPTERS_VARIABLE
@@ -79,6 +79,7 @@ class VLLMServer(ServerConnection):
             results = await get_task_results(tasks, server.endpoint(), "policy", ...)
 
     model_folder: a Hugging Face model folder, or a hub name such as "org/name".
+    other_names: what clients may also call the model; answers and metrics say `served_model_name`.
     dtype: "fp32", "bf16", "fp16" (or vLLM's names of them) or "auto" (vLLM's choice: half precision, for float32 weights too).
     extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager": False}: True becomes `--name`,
         False `--no-name`, a list several values, a dict JSON; None drops an argument that would be set here.
@@ -99,6 +100,7 @@ class VLLMServer(ServerConnection):
         model_folder: str | os.PathLike[str],
         *,
         served_model_name: str,
+        other_names: Sequence[str] = (),
         log_path: str | os.PathLike[str],
         dtype: str = "auto",
         max_model_len: int | None = None,
@@ -115,6 +117,7 @@ class VLLMServer(ServerConnection):
         dtype = _DTYPES.get(dtype, dtype)
         super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key or secrets.token_urlsafe(32))
         self.model_folder = model_folder
+        self.other_names = [name for name in other_names if name not in (served_model_name, ADAPTER_NAME)]
         self.log_path = Path(log_path)
         self.host = host
         self.serves_adapters, self.adapters_from = serves_adapters or adapters_from is not None, adapters_from
@@ -264,7 +267,7 @@ class VLLMServer(ServerConnection):
     def _command(self) -> list[str]:
         arguments: dict[str, Any] = {
             "model": os.fspath(self.model_folder),
-            "served-model-name": self.served_model_name,
+            "served-model-name": [self.served_model_name, *self.other_names],
             "host": self.host,
             "port": self.port,
             "dtype": self.dtype,
