@@ -16,19 +16,31 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
-from hypothesis import HealthCheck, settings
+from support.results_file import VARIABLE, ResultsFile
 
 if TYPE_CHECKING:
     from support.world import World
 
-# Machines are noisy: a slow example is no failure. What guards a change tries the same examples each time; people explore.
-settings.register_profile("ttrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", settings.get_profile("ttrl"), derandomize=True)
-settings.load_profile("same" if os.environ.get("TTRL_TESTS_SAME_EXAMPLES") else "ttrl")
+# tests/gpu runs on machines that have pytest and nothing else of the dev extra.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # Machines are noisy: a slow example is no failure. What guards a change tries the same examples each time; people explore.
+    settings.register_profile("ttrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("same", settings.get_profile("ttrl"), derandomize=True)
+    settings.load_profile("same" if os.environ.get("TTRL_TESTS_SAME_EXAMPLES") else "ttrl")
 
 # A shell starts what is put into the background with Ctrl-C ignored, and every process below inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep results in the file that TTRL_TEST_RESULTS names, and know the marker of pytest-timeout where that is missing."""
+    config.addinivalue_line("markers", "timeout(seconds): how long the test may take; kept by pytest-timeout")
+    if path := os.environ.get(VARIABLE):
+        is_worker = hasattr(config, "workerinput")  # of xdist
+        config.pluginmanager.register(ResultsFile(path, writes=not is_worker))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -53,6 +65,9 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Every client of httpx reads the certificates of all authorities when it is made (50 ms); tests speak to themselves."""
+    if importlib.util.find_spec("certifi") is None:
+        yield
+        return
     import certifi
 
     with open(certifi.where(), encoding="utf-8") as file:
