@@ -54,7 +54,9 @@ def run(folder: Path, *options: str, blocked: str = "") -> tuple[subprocess.Comp
     if blocked:
         environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment |= {"TTRL_TEST_RESULTS": str(results), "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "tools")])}
-    start = f"import sys; sys.modules.update(dict.fromkeys({blocked.split()!r})); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    start = (
+        f"import sys; sys.modules.update(dict.fromkeys({blocked.split()!r})); import pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    )
     command = [sys.executable, "-P", "-c", start, "-p", "no:cacheprovider", *options]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []

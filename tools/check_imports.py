@@ -74,7 +74,7 @@ HOUSE = {
     "rollouts.scheduling": _room("rollouts.client", "numpy"),
     "rollouts.cache": _room("rollouts.client", "obstore msgspec"),
     "rollouts.graders": _room("rollouts.client tasks", "openai cloudpickle"),
-    "server": _room("records", "openai psutil huggingface_hub"),
+    "server": _room("configs records", "openai psutil huggingface_hub"),
     # From samples to rows.
     "data": _room("data.chat configs records", "numpy"),
     "data.chat": _room("records", "transformers jinja2"),

@@ -80,7 +80,20 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     assert (tmp_path / "runs/shape/compare.html").is_file()
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
     names = {"wide,seed=0", "wide,seed=1", "deep,seed=0", "deep,seed=1"}
-    assert json.loads((tmp_path / "runs/shape/sweep.json").read_text()).keys() == names
+    path_of_finished = tmp_path / "runs/shape/sweep.json"
+    finished = json.loads(path_of_finished.read_text())
+    assert finished.keys() == names
+    path_of_finished.write_text(json.dumps(read_sweep(path).commands()))  # as an older version wrote it
+    assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
+
+
+def test_what_is_finished_names_no_secret(sweep, tmp_path, monkeypatch):
+    path = sweep(seeds=[0, 1], arguments=["-k", "sesame"])
+    (tmp_path / "recipe.py").write_text("")
+    monkeypatch.setattr("ttrl.report.comparison.compare_runs", lambda *_, **__: (_ for _ in ()).throw(UserError("no runs")))
+    assert cli.main(["sweep", str(path)]) == 2
+    text = (tmp_path / "runs/shape/sweep.json").read_text()
+    assert "seed=1" in text and "sesame" not in text
 
 
 def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):

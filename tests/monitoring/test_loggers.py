@@ -1,8 +1,10 @@
 """Loggers: every row once, whatever happens in between; what is wrong with an entry is said before a run starts."""
 
+import importlib.util
 import json
 import logging
 import sys
+import types
 
 import pytest
 from support.recorders import Recorder
@@ -192,6 +194,27 @@ def test_wandb_offline_is_one_run_when_continued(tmp_path, monkeypatch):
         loggers.close()
     ids = {path.name.rpartition("-")[2] for path in (tmp_path / "logs" / "wandb").glob("offline-run-*")}
     assert ids == {json.loads((tmp_path / "logs" / "wandb_id.json").read_text())["id"]}
+
+
+def test_wandb_is_not_told_what_could_be_a_secret_in_the_command(tmp_path, monkeypatch):
+    """It stores the command line with the run, and uploads it. Where it is installed, the real one is looked at."""
+    command = ["/home/me/run.py", "--lr", "1", "-k", "sesame", "--webhook=https://h/sesame", "--run", "runs/x"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    seen = []
+    if importlib.util.find_spec("wandb") is None:
+        run = types.SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
+        fake = types.ModuleType("wandb")
+        fake.Settings = dict
+        fake.init = lambda **_: seen.append(list(sys.argv)) or run
+        monkeypatch.setitem(sys.modules, "wandb", fake)
+    loggers = made(tmp_path, "wandb")
+    loggers.log(ROWS)
+    loggers.close()
+    assert sys.argv == command
+    assert seen in ([], [["run.py", "--lr", "…", "-k", "…", "--webhook=…", "--run", "runs/x"]])
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"sesame" not in path.read_bytes(), path
 
 
 def test_no_loggers_are_the_default(tmp_path):

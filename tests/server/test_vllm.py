@@ -225,9 +225,32 @@ def test_the_command(checkpoints, tmp_path):
     environment = server._environment()
     assert environment["VLLM_API_KEY"] == server.api_key
     assert environment["VLLM_RPC_BASE_PATH"] == str(server._private)  # sockets go with the server
-    assert "hf-token would be on a command line" in own_argument_problems(["hf_token"])[0]
     with pytest.raises(ConfigError, match=r"api-key is set by ttrl(?s:.)*host is set by ttrl"):
         VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "way_out"),
+    [
+        ({"hf_token": "sesame"}, "hf-token .*; export HF_TOKEN"),
+        ({"kv_transfer_config": {"kv_connector_extra_config": {"password": "sesame"}}}, "from the environment or a file"),
+        ({"kv_transfer_config": '{"extra": [{"api_key": "sesame"}]}'}, "from the environment or a file"),
+        ({"otlp_traces_endpoint": "https://me:sesame@host/v1"}, "leave out the credentials"),
+        ({"speculative_config": {"model": "https://host/m?token=sesame"}}, "leave out the credentials"),
+    ],
+)
+def test_a_secret_is_never_on_a_command_line(arguments, way_out, tmp_path):
+    """Nor in vLLM's log, where it writes its arguments."""
+    with pytest.raises(ConfigError, match=way_out) as refused:
+        VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", extra_args=arguments)
+    assert "sesame" not in str(refused.value)
+    harmless = {
+        "allowed_headers": ["*"],
+        "chat_template": "{{ x }}?y=1",
+        "speculative_config": {"model": "m", "num_speculative_tokens": 3},
+        "max_num_seqs": 8,
+    }
+    assert own_argument_problems(harmless) == []
 
 
 def test_a_server_s_processes_meet_and_compile_where_nobody_else_can_reach(monkeypatch, tmp_path):

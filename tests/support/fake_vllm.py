@@ -136,9 +136,7 @@ class FakeVLLM(VLLMServer):
 
     def _command(self) -> list[str]:
         real = super()._command()
-        names = itertools.takewhile(
-            lambda word: not word.startswith("--"), real[real.index("--served-model-name") + 1 :]
-        )
+        names = itertools.takewhile(lambda word: not word.startswith("--"), real[real.index("--served-model-name") + 1 :])
         return [sys.executable, "-c", FAKE, str(self.port), str(self.model_folder), self.behaviour, *names]
 
 

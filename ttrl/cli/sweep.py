@@ -11,12 +11,13 @@
       lr: [1.0e-4, 3.0e-4]
     by: flops                              # where they are compared (iteration)
 
-A run is finished when its script has ended well; what is finished is remembered in RUNS/sweep.json with its command, so the same
-`ttrl sweep` goes on where it was interrupted, within a run too, and makes only what was added to the file. A run that fails does
-not end the others.
+A run is finished when its script has ended well; what is finished is remembered in RUNS/sweep.json with a digest of its command
+(which may hold a secret), so the same `ttrl sweep` goes on where it was interrupted, within a run too, and makes only what was
+added to the file. A run that fails does not end the others.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import subprocess
@@ -118,11 +119,11 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     finished = _finished(runs / _STATE_FILE)
     failed = []
     for number, (name, command) in enumerate(commands.items(), 1):
-        if finished.get(name) == command:
+        if finished.get(name) in (_digest(command), command):  # older files have the command itself
             continue
         print(f"ttrl sweep: run {number} of {len(commands)}: {name}", file=sys.stderr, flush=True)
         if _run([sys.executable, *command]) == 0:
-            finished[name] = command
+            finished[name] = _digest(command)
             runs.mkdir(parents=True, exist_ok=True)
             write_json(runs / _STATE_FILE, finished)
         else:
@@ -150,7 +151,11 @@ def _run(command: list[str]) -> int:
             raise
 
 
-def _finished(path: Path) -> dict[str, list[str]]:
+def _digest(command: list[str]) -> str:
+    return hashlib.sha256(json.dumps(command).encode()).hexdigest()
+
+
+def _finished(path: Path) -> dict[str, str | list[str]]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

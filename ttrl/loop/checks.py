@@ -39,7 +39,8 @@ def checked(
     config, found = TrainConfig.examine(values)  # defaults stand in for what is wrong, and are not complained of
     problems = list(dict.fromkeys([*problems, *found]))
     said = "\n".join(problems)
-    problems += [f"server: extra_args: {problem}" for problem in own_argument_problems(config.server.keys() - {"max_model_len"})]
+    server = {name: value for name, value in config.server.items() if name != "max_model_len"}
+    problems += [f"server: extra_args: {problem}" for problem in own_argument_problems(server)]
     problems += config.local_problems()
     if config.sampling:
         from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai

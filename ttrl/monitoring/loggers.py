@@ -12,14 +12,16 @@ import json
 import logging
 import math
 import numbers
+import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
 from ttrl.errors import ConfigError
+from ttrl.run_folder.lock import shown_words
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
@@ -173,6 +175,17 @@ class _TensorBoard:
             self._writer.close()
 
 
+@contextlib.contextmanager
+def _harmless_command() -> Iterator[None]:
+    """Hide what could be a secret in the command line, which W&B stores and uploads."""
+    before = sys.argv
+    sys.argv = shown_words(before)
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
 class _WandB:
     """One W&B run for a run folder, whose id is kept there. W&B ignores steps that it has seen. Arguments go to wandb.init."""
 
@@ -189,7 +202,8 @@ class _WandB:
         given = {"project": "ttrl", "name": folder.name, "dir": str(folder / "logs"), "id": run_id, "resume": "allow"}
         # Its console capture would take over standard output, which is the person's.
         settings = wandb.Settings(console="off", silent=True)
-        self._run = wandb.init(**{**given, "config": without_secrets(config), "settings": settings, **arguments})
+        with _harmless_command():
+            self._run = wandb.init(**{**given, "config": without_secrets(config), "settings": settings, **arguments})
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         self._run.log(dict(payload), step=step)

@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fcntl
 import getpass
+import itertools
 import json
 import logging
 import os
@@ -30,16 +31,12 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-import yaml
-
-from ttrl.configs.base import HIDDEN, without_secrets
 from ttrl.errors import RunFolderError, RunFolderInUseError, StorageError
 from ttrl.system.files import again, create_text, json_text, make_folders, write_text
-from ttrl.system.object_store import redact
 from ttrl.system.process_guard import boot_id, process_id
 from ttrl.text import harmless
 
@@ -59,6 +56,13 @@ _ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "jfs", "btrfs", "zfs", "f2fs", "b
 _ONE_MACHINE |= {"fuse.fuse-overlayfs", "vfat", "exfat", "ntfs3", "fuseblk"}
 """File systems that no other machine writes to at the same time."""
 _MOUNTS = Path("/proc/self/mountinfo")
+_HIDDEN = "…"
+_OPTION = re.compile(r"-[A-Za-z]|--[a-z][a-z0-9_-]{1,40}")
+_SHOWN_OPTIONS = {"ttrl", "--run", "--model", "--preset", "--seed", "--iterations", "--overfit"}
+_SHOWN_OPTIONS |= {"--weight-sync", "--nproc-per-node"}
+"""What recipes call their harmless options (`ttrl.cli.recipe_script`)."""
+_PLAIN = re.compile(r"[A-Za-z0-9_./+-]{1,120}")
+"""No address: it may hold a key in its path, and a query."""
 
 
 def _pid_namespace() -> str:
@@ -88,7 +92,7 @@ def describe_process() -> dict[str, Any]:
     except (KeyError, OSError):  # a container without a name for its user
         user = str(os.getuid())
     own = process_id(os.getpid())
-    command = " ".join([Path(sys.argv[0]).name, *_shown(sys.argv[1:])])[:300]
+    command = " ".join(shown_words(sys.argv or [""]))[:300]
     return {
         "host": socket.gethostname(),
         "boot": boot_id(),
@@ -102,25 +106,35 @@ def describe_process() -> dict[str, Any]:
     }
 
 
-def _shown(words: Iterable[str]) -> Iterator[str]:
-    """Yield the words of a command without what is secret in them: in --api-key X, server.api_key=X, loggers={key: X}, and
-    addresses."""
-    before = ""
-    for word in map(redact, words):
+def shown_words(words: Sequence[str]) -> list[str]:
+    """Return a command line for a file that others may read: whatever could be a secret is `…`.
+
+    Any word can be one: scripts have options of their own, and a key looks like any other value. So
+    only names of options are shown, and values of the options that ttrl gives its own recipes,
+    where they read like a path, a name or a number.
+    """
+    program = Path(words[0])
+    shown = [program.name]
+    option = ""
+    if program.parts[-3:] == ("ttrl", "cli", "__main__.py") or program.name == "ttrl":
+        shown = ["ttrl"]
+        option = "ttrl"  # its value is the subcommand
+    for word in words[1:]:
         name, equals, value = word.partition("=")
-        if not equals:
-            name, value = before, word
-        parsed: Any = None
-        with contextlib.suppress(ValueError, RecursionError, yaml.YAMLError):
-            parsed = yaml.safe_load(value)  # as --set reads it
-        nested = isinstance(parsed, dict | list)
-        try:  # YAML has dates, keys that are no text, and lists within themselves
-            hidden = without_secrets(parsed if nested else value, name)
-            shown = json.dumps(hidden, default=str, skipkeys=True) if nested else hidden
-        except (ValueError, RecursionError):
-            shown = HIDDEN
-        yield f"{name}={shown}" if equals else shown
-        before = word if word.startswith("-") else ""
+        if not word.startswith("-"):
+            shown.append(_value(option, word))
+            option = ""
+        elif _OPTION.fullmatch(name):
+            option = name
+            shown.append(name + equals + (_value(name, value) if equals else ""))
+        else:
+            option = ""
+            shown.append(word[:2] + _HIDDEN)  # -kSECRET
+    return [word for word, _ in itertools.groupby(shown)]
+
+
+def _value(option: str, value: str) -> str:
+    return value if option in _SHOWN_OPTIONS and _PLAIN.fullmatch(value) else _HIDDEN
 
 
 def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:

@@ -24,11 +24,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ttrl.configs.base import without_secrets
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
@@ -37,6 +38,7 @@ from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.server.sites import ADAPTERS_VARIABLE
 from ttrl.server.transfer import BACKEND
 from ttrl.system.files import compile_cache
+from ttrl.system.object_store import redact
 from ttrl.system.processes import LOOPBACK, ChildProcess
 
 logger = logging.getLogger(__name__)
@@ -56,13 +58,30 @@ _STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for cl
 _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
 
 
-def own_argument_problems(names: Iterable[str]) -> list[str]:
-    """Return a problem for each argument of vLLM that is ttrl's to set, or a secret that all users could read in the list of
-    processes, one line each."""
-    given = {name.replace("_", "-") for name in names}
-    own = [f"{name} is set by ttrl; there is an argument for it" for name in sorted(_OWN_ARGUMENTS & given)]
-    shown = "would be on a command line, which all users of the machine can read"
-    return own + [f"{name} {shown}; {way}" for name, way in _SECRETS.items() if name in given]
+def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
+    """Return a problem for each argument of vLLM that is ttrl's to set, or holds a secret, one line each.
+
+    All users could read a secret in the list of processes, and vLLM writes its arguments to its log.
+    """
+    given = {name.replace("_", "-"): value for name, value in arguments.items()}
+    found = [f"{name} is set by ttrl; there is an argument for it" for name in sorted(_OWN_ARGUMENTS & given.keys())]
+    for name, value in given.items():
+        way = _SECRETS.get(name) or _way_out(value)
+        if way is not None:
+            found.append(f"{name} would be on a command line, which all users of the machine can read; {way}")
+    return found
+
+
+def _way_out(value: Any) -> str | None:
+    """Return what to do about secrets within a value, such as a connector's password; None where there are none."""
+    with contextlib.suppress(TypeError, ValueError):
+        value = json.loads(value)
+    if isinstance(value, Mapping) and without_secrets(value) != dict(value):
+        return "take what is secret in it from the environment or a file"
+    text = str(value)
+    if "://" in text and redact(text) != text:
+        return "leave out the credentials in its address"
+    return None
 
 
 def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
