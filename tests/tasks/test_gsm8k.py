@@ -1,11 +1,13 @@
 """GSM8K: what counts as the answer, the formats, the splits."""
 
 import json
+import re
 from fractions import Fraction
 
 import pytest
 
 from ttrl.errors import TaskError
+from ttrl.tasks.datasets import RowError
 from ttrl.tasks.gsm8k import GSM8KGrader, follows_format, get_gsm8k_tasks, gsm8k_examples, parse_row, write_number
 
 ROWS = [
@@ -78,6 +80,52 @@ def folder(tmp_path):
 def test_grader(reply, content, right):
     reward, metrics = GSM8KGrader(Fraction(1234))(reply(content))
     assert (reward, metrics["exact"]) == (float(right), float(right)) and metrics["lenient"] >= metrics["exact"]
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [
+        ("#### - 18", "-18"),
+        ("\\boxed{-(18)}", "-18"),
+        ("\\boxed{-\\frac{36}{2}}", "-18"),
+        ("#### -$ 18", "-18"),
+        ("#### 11 5/6", "71/6"),
+        ("<answer>3 1/2 hours</answer>", "7/2"),
+        ("\\boxed{2\\frac{2}{3}}", "8/3"),
+        ("#### -1 1/2", "-3/2"),
+        ("\\boxed{\\frac12}", "1/2"),
+        ("\\boxed{\\frac1{72}}", "1/72"),
+        ("\\boxed{\\frac{1}{-2}}", "-1/2"),
+        ("\\boxed{\\cfrac{3}{4}}", "3/4"),
+        ("#### ½", "1/2"),
+    ],
+)
+def test_an_answer_is_its_value_and_not_its_last_digits(reply, content, value):
+    right = Fraction(value)
+    assert GSM8KGrader(right)(reply(content))[0] == 1.0
+    digits = [Fraction(run) for run in re.findall("[0-9]+", content)]
+    for wrong in {*digits, -right, *(-run for run in digits)} - {right}:
+        assert GSM8KGrader(wrong)(reply(content))[0] == 0.0
+        assert GSM8KGrader(wrong, flexible=True)(reply(content))[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["#### 4 10/3", "\\boxed{\\frac{\\sqrt{3}}{2}}", "\\boxed{10^{-3}}", "#### 1e400", "\\boxed{\\sqrt{2}}", "\\boxed{3\\pi}"],
+)
+def test_an_answer_that_is_no_number_earns_nothing(reply, content):
+    for run in map(Fraction, re.findall("[0-9]+", content)):
+        for wrong in (run, -run):
+            assert GSM8KGrader(wrong)(reply(content))[0] == 0.0
+
+
+def test_answers_in_the_data_are_read_like_replies(reply):
+    for text, value in (("11 5/6", "71/6"), ("- 18", "-18"), ("$2\\frac{2}{3}$", "8/3"), ("-1 1/2", "-3/2")):
+        problem = parse_row({"question": "How many?", "answer": f"So.\n#### {text}"})
+        assert problem.answer == Fraction(value)
+        assert GSM8KGrader(problem.answer)(reply(f"#### {text}"))[0] == 1.0
+    with pytest.raises(RowError, match="must end with #### and a number"):
+        parse_row({"question": "How many?", "answer": "So.\n#### 4 10/3"})
 
 
 def test_flexible_takes_the_last_number_where_nothing_is_marked(reply):

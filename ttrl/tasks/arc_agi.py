@@ -11,8 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.answers import after_thinking, ascii_digits, reply_text
+from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, list_field, load_rows, select
+from ttrl.tasks.numerals import ascii_digits
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed
 

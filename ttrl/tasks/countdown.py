@@ -15,8 +15,9 @@ from fractions import Fraction
 from typing import Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, ascii_digits, find_boxed, find_tagged, latest, reply_text
+from ttrl.tasks.answers import after_thinking, find_boxed, find_tagged, latest, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
+from ttrl.tasks.numerals import ascii_digits
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed, in_validation, pick
 

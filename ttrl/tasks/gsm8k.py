@@ -10,8 +10,9 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, last_number, marked, reply_text
+from ttrl.tasks.answers import after_thinking, marked, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, select, text_field
+from ttrl.tasks.numerals import last_number
 from ttrl.tasks.task import Choice, Task, question, solved
 
 Style = Literal["plain", "boxed", "r1"]

@@ -8,19 +8,23 @@ import bisect
 import functools
 import itertools
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, last_number, reply_text
+from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
+from ttrl.tasks.numerals import last_number
 from ttrl.tasks.task import Choice, Task, question, solved
 from ttrl.tasks.words import get_words, in_validation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MOST = 3
 """The largest count that is asked for."""
+_BULLET = re.compile(r"\A\s*- ")
+"""A list's mark at the start of a reply. A count has no sign."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class LetterCountingGrader:
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 0 or 1})."""
-        answer = last_number(after_thinking(reply_text(choice)))
+        text = after_thinking(reply_text(choice))
+        answer = last_number(_BULLET.sub("", text))
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
         reward = 0.0 if answer is None else self.partial_credit / float(1 + abs(answer - self.expected))
