@@ -84,6 +84,8 @@ class Sample:
     """The prompt as chat messages."""
     text: str = ""
     """What the model answered (the message's content)."""
+    opening: str = ""
+    """The part of its turn before that, which the prompt or the server holds (`ttrl.rollouts.client.opening`)."""
     prompt_token_ids: list[int] | None = None
     token_ids: list[int] | None = None
     """The server's own ids, the sampled end-of-turn token included; None where the server gave none."""
@@ -128,6 +130,8 @@ class Sample:
         for name in ("logprob_tokens", "turns", "prefix_cached"):
             if row[name] is None:
                 del row[name]
+        if not self.opening:
+            del row["opening"]
         if self.turns is not None:
             row["turns"] = [dict(vars(turn)) for turn in self.turns]
         if self.logprobs is not None:

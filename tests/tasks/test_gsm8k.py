@@ -168,6 +168,30 @@ def test_formats(reply, style, content, formed):
     assert (reward, metrics) == (0.2 * formed, {"exact": 0.0, "format": float(formed), "lenient": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("opening", "content", "formed"),
+    [
+        ("<think>\n", "so</think>\n<answer>5</answer>", True),
+        ("<think>\nWell, ", "so</think><answer>5</answer>", True),
+        ("<think>so</think>", "<answer>5</answer>", True),
+        ("<think>so</think>\n<answer>", "5</answer>", True),
+        ("<think>so</think>\n", "<think>so</think><answer>5</answer>", True),  # the model's own tags
+        ("", "so</think><answer>5</answer>", False),
+        ("so</think>", "<answer>5</answer>", False),
+        ("<think>\n", "<think>so</think><answer>5</answer>", False),  # opened twice
+        ("<think>\n", "so</think></think><answer>5</answer>", False),
+        ("<think>\n", "so <answer>5</answer>", False),
+        ("<think>\n", "so</think><answer>five</answer>", False),
+        ("Well: ", "<think>so</think><answer>5</answer>", False),
+    ],
+)
+def test_the_format_of_a_turn_that_the_prompt_opened(reply, opening, content, formed):
+    choice = reply(content)
+    choice.opening = opening
+    assert follows_format(opening + content, "r1", opening) == formed
+    assert GSM8KGrader(Fraction(7), "r1", format_reward=0.2)(choice)[1]["format"] == float(formed)
+
+
 @pytest.mark.parametrize("style", ["plain", "boxed", "r1"])
 def test_references_earn_all_and_keep_the_format(reply, style):
     for value in (Fraction(18), Fraction(-5, 2), Fraction(1, 3), Fraction(3, 100)):

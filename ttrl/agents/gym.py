@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError
-from ttrl.tasks.answers import after_thinking, find_tagged, last_line
+from ttrl.tasks.answers import after_thinking, find_tagged, last_line, reply_text
 from ttrl.tasks.task import Chat, RolloutLimits, Task, question
 from ttrl.text import is_number, short
 
@@ -99,7 +99,7 @@ class Game:
                     raise
                 break
             try:
-                action = self.action(choice.message.content or "")
+                action = self.action(reply_text(choice))
             except ValueError as error:
                 invalid, told = invalid + 1, f"That is no action: {error}"
                 continue

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from ttrl.agents.tools import Tools
 from ttrl.errors import GraderError, TaskError
+from ttrl.tasks.answers import reply_text
 from ttrl.tasks.datasets import load_rows
 from ttrl.tasks.task import Chat, Choice, GraderOutput, RolloutLimits, Task, question
 from ttrl.text import is_number, short
@@ -159,7 +160,7 @@ class TrlGrader:
         return total, metrics
 
     def _arguments(self, function: RewardFunction, choice: Choice, environment: Any, metrics: dict[str, float]) -> dict[str, Any]:
-        completion: Any = choice.message.content or ""
+        completion: Any = reply_text(choice)
         if isinstance(self.prompt, list) or environment is not None:
             said = getattr(choice, "messages", None)
             begun = max(1, len(self.prompt)) if isinstance(self.prompt, list) else 1

@@ -290,6 +290,8 @@ class _Continued:
             "stop_reason": self.stop_reason,
             "token_ids": self.ids,
         }
+        if self.attempt.sample.opening:
+            choice["opening"] = self.attempt.sample.opening
         last = self.last or Piece(model=self.request.model)
         return Answer(
             choice=encoded(choice),

@@ -311,7 +311,8 @@ class Play:
         first, usage = replies[0].answer, self.ledger.usage
         usage.prompt = max(usage.prompt, first.prompt_tokens or len(first.prompt_token_ids or ()))
         reads = [reply.read for reply in replies]
-        sample.text, sample.finish_reason = reads[-1].text, reads[-1].finish_reason
+        last = reads[-1]
+        sample.text, sample.opening, sample.finish_reason = last.text, last.opening, last.finish_reason
         sample.cached = all(read.cached for read in reads)
         if self.s.settings.token_ids:
             sample.prompt_token_ids = list(reads[0].prompt_token_ids or ())

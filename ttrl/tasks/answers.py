@@ -13,8 +13,19 @@ _BOXED = re.compile(r"\\boxed\s*\{")
 
 
 def reply_text(choice: Choice) -> str:
-    """Return the text of a reply; "" where there is none."""
-    return choice.message.content or ""
+    """Return the whole of the model's turn: what the prompt wrote of it, thinking that the server took out, and the content."""
+    return opening_of(choice) + (choice.message.content or "")
+
+
+def opening_of(choice: Choice) -> str:
+    """Return the part of the model's turn before the content, "" without one (`ttrl.rollouts.client.opening`)."""
+    opening = getattr(choice, "opening", None)
+    return opening if isinstance(opening, str) else ""
+
+
+def place_in_content(choice: Choice, rest: str, place: int) -> float:
+    """Return where a place in `rest`, with which the reply ends, lies in its content: for `ANSWER_END`."""
+    return float(len(choice.message.content or "") - len(rest) + place)
 
 
 def after_thinking(text: str) -> str:
@@ -23,6 +34,33 @@ def after_thinking(text: str) -> str:
     if start > end:
         return ""
     return text if end < 0 else text[end + len("</think>") :]
+
+
+def tagged_answer(text: str, opening: str = "") -> str | None:
+    """Return the answer of a reply that is `<think>…</think>`, then `<answer>…</answer>`, once each, and nothing else.
+
+    opening: the beginning of the text that the prompt wrote, or a server's parser took out (see `opening_of`). Its tags count
+    like the model's own. If thinking ends in it, the rest may have all tags again.
+    """
+    answer = _between_tags(text)
+    if answer is None and "</think>" in opening:
+        return _between_tags(text.removeprefix(opening))
+    return answer
+
+
+def _between_tags(text: str) -> str | None:
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    if any(text.count(tag) != 1 for tag in tags):
+        return None
+    first, thought, middle, answer = (text.index(tag) for tag in tags)
+    if not first < thought < middle < answer:
+        return None
+    before = text[:first]
+    between = text[thought + len("</think>") : middle]
+    after = text[answer + len("</answer>") :]
+    if (before + between + after).strip():
+        return None
+    return text[middle + len("<answer>") : answer]
 
 
 def find_tagged(text: str) -> tuple[int, int] | None:

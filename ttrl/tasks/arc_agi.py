@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.answers import after_thinking, place_in_content, reply_text
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, list_field, load_rows, select
 from ttrl.tasks.numerals import ascii_digits
 from ttrl.tasks.task import Choice, Task, question
@@ -66,8 +66,7 @@ class ARCGrader:
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells, "shape": share of right shapes}), and
         where the last grid ends (`ttrl.records.ANSWER_END`)."""
-        reply = reply_text(choice)
-        answer = after_thinking(reply)
+        answer = after_thinking(reply_text(choice))
         grids = _answers(_read_tables(answer), self.expected)
         given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
         shares = [_equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)]
@@ -79,7 +78,7 @@ class ARCGrader:
             "shape": sum(share is not None for share in shares) / count,
         }
         if grids:
-            metrics[ANSWER_END] = float(len(reply) - len(answer) + _end(answer))
+            metrics[ANSWER_END] = place_in_content(choice, answer, _end(answer))
         return reward, metrics
 
     def reference(self) -> str:

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, marked, reply_text
+from ttrl.tasks.answers import after_thinking, marked, opening_of, reply_text, tagged_answer
 from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, select, text_field
 from ttrl.tasks.numerals import last_number
 from ttrl.tasks.task import Choice, Task, question, solved
@@ -53,7 +53,8 @@ class GSM8KGrader:
         """Return (reward, {"exact": 0 or 1, "format": 0 or 1}), and where it is not `flexible`, what it would call right if it
         were ("lenient")."""
         text = reply_text(choice)
-        exact, formed = self._is_right(text, self.flexible), float(follows_format(text, self.style))
+        exact = self._is_right(text, self.flexible)
+        formed = float(follows_format(text, self.style, opening_of(choice)))
         metrics = {"exact": exact, "format": formed}
         if not self.flexible:
             metrics["lenient"] = self._is_right(text, True)
@@ -75,21 +76,16 @@ def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
     return last_number(part)
 
 
-def follows_format(text: str, style: Style) -> bool:
+def follows_format(text: str, style: Style, opening: str = "") -> bool:
     r"""Return whether a reply has its style's form.
 
-    plain: the last line that is not empty is `####` and a number, and no other line has the mark. boxed: exactly one `\boxed{}`
-    with a number. r1: `<think>…</think>`, then `<answer>…</answer>`, once each, and nothing before, between or after them.
+    plain: the last line that is not empty is `####` and a number, and no other line has the mark. boxed: exactly one
+    `\boxed{}` with a number. r1: `<think>…</think>`, then `<answer>…</answer>`, once each, and nothing before, between or
+    after them. opening: the beginning of the text that the prompt wrote, or a server's parser took out; see `tagged_answer`.
     """
     if style == "r1":
-        tags = ("<think>", "</think>", "<answer>", "</answer>")
-        if any(text.count(tag) != 1 for tag in tags):
-            return False
-        first, thought, middle, answer = (text.index(tag) for tag in tags)
-        if not first < thought < middle < answer:
-            return False
-        outside = text[:first] + text[thought + len(tags[1]) : middle] + text[answer + len(tags[3]) :]
-        return not outside.strip() and last_number(text[middle:answer]) is not None
+        answer = tagged_answer(text, opening)
+        return answer is not None and last_number(answer) is not None
     if style == "boxed":
         return text.count("\\boxed{") == 1 and read_answer(text) is not None
     start = text.rstrip().rfind("\n") + 1

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.answers import after_thinking, place_in_content, reply_text
 from ttrl.tasks.datasets import (
     Row,
     RowError,
@@ -72,14 +72,13 @@ class ConnectionsGrader:
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"exact": 1 if all four are right}), where it is not `liberal` what it would call right if it were
         ("lenient"), and where the last answer ends (`ttrl.records.ANSWER_END`)."""
-        reply = reply_text(choice)
-        answer = after_thinking(reply)
+        answer = after_thinking(reply_text(choice))
         share = self._share(answer, self.liberal)
         metrics = {"exact": float(share == 1)}
         if not self.liberal:
             metrics["lenient"] = float(self._share(answer, True) == 1)
         if answer.strip():
-            metrics[ANSWER_END] = float(len(reply) - len(answer) + _end(answer, self.liberal))
+            metrics[ANSWER_END] = place_in_content(choice, answer, _end(answer, self.liberal))
         return share, metrics
 
     def _share(self, answer: str, liberal: bool) -> float:

@@ -138,8 +138,15 @@ def test_what_is_sent():
     known = {"model": "m", "messages": MESSAGES, "seed": 10, "top_k": 3, "mine": {"a": [1, 2]}, "max_tokens": 5}
     known |= {"response_format": {"a": 1}, "logprobs": True, "return_token_ids": True}
     assert request.cache_body(MESSAGES) == known
-    assert request.body(MESSAGES, 4) == {**known, "n": 4, "stream": False}
-    streamed = {**known, "n": 1, "stream": True, "stream_options": {"include_usage": True}, "seed": 13}
+    assert request.body(MESSAGES, 4) == {**known, "n": 4, "stream": False, "return_prompt_text": True}
+    streamed = {
+        **known,
+        "return_prompt_text": True,
+        "n": 1,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 13,
+    }
     assert request.body(MESSAGES, 1, seed_offset=3, stream=True) == streamed
     assert request.body(MESSAGES, 1, seed_offset=3, stream=True, interval=8) == {**streamed, "stream_interval": 8}
     assert (request.seed, request.max_tokens, request.wants_logprobs, request.token_ids) == (10, 5, True, True)
@@ -174,7 +181,7 @@ def test_vllm_knows_the_parameters_that_we_send_it():
         pytest.skip("vLLM is not installed")
     folder = pathlib.Path(spec.submodule_search_locations[0], "entrypoints/openai/chat_completion")
     source = (folder / "protocol.py").read_text()
-    for name in [*chat_completions.VLLM_PARAMS, "return_token_ids", "stream_interval", "stream_options"]:
+    for name in [*chat_completions.VLLM_PARAMS, "return_token_ids", "return_prompt_text", "stream_interval", "stream_options"]:
         assert f"\n    {name}: " in source, name
 
 

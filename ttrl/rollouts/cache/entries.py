@@ -77,7 +77,7 @@ class Entry(NamedTuple):
         return Answer(self.choice, **{field: getattr(self.about, field) for field in _ANSWER_FIELDS})
 
 
-_ANSWER_FIELDS = tuple(field for field in Answer.__struct_fields__ if field != "choice")
+_ANSWER_FIELDS = tuple(field for field in Answer.__struct_fields__ if field not in ("choice", "prompt_text"))
 assert set(_ANSWER_FIELDS) <= set(EntryAbout.__struct_fields__), "EntryAbout must carry every field of Answer"
 _about_decoder = msgspec.json.Decoder(EntryAbout)
 

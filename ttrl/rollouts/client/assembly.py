@@ -212,6 +212,7 @@ class LiveCompletion:
         self.choices: list[LiveChoice] = []
         self.usage: Usage | None = None
         self.prompt_token_ids: list[int] | None = None
+        self.prompt_text: str | None = None
         self._by_index: dict[int, LiveChoice] = {}
         self._ended_here: set[int] = set()
         """Choices whose end by `on_chunk` is known; further chunks of them are ignored."""
@@ -237,6 +238,8 @@ class LiveCompletion:
             self.id, self.created, self.model = chunk.id, chunk.created or 0, chunk.model or ""
         if chunk.prompt_token_ids is not None:
             self.prompt_token_ids = chunk.prompt_token_ids
+        if chunk.prompt_text is not None:
+            self.prompt_text = chunk.prompt_text
         if chunk.usage is not None:
             self.usage = chunk.usage
         parts = chunk.choices
@@ -292,6 +295,7 @@ class LiveCompletion:
                     prompt_tokens=len(prompt) if usage.prompt_tokens is None and prompt is not None else usage.prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=self._tokens_of(choice, usage),
+                    prompt_text=self.prompt_text,
                 )
             )
         return in_order(answers, indexes, self._n if n is None else n)

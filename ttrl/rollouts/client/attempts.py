@@ -13,6 +13,7 @@ from ttrl.errors import RequestError
 from ttrl.records import raw_prompt
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.opening import with_opening
 from ttrl.rollouts.client.stream import stream_answers
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, loads, read_answers
@@ -98,17 +99,19 @@ class ChatAttempt(Attempt):
         # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
         interval = STREAM_INTERVAL if self.on_chunk is None and request.token_ids else 1
         body = request.body(self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval)
-        if not streamed:
-            return read_answers(await transport.post("/chat/completions", body), self.n, transport.base_url)
-        return await stream_answers(
-            transport,
-            body,
-            self.n,
-            stall_timeout=request.stall_timeout,
-            on_chunk=self.on_chunk if self.watch is None else self._see,
-            on_tokens=self.add,
-            cut=self.cut,
-        )
+        if streamed:
+            answers = await stream_answers(
+                transport,
+                body,
+                self.n,
+                stall_timeout=request.stall_timeout,
+                on_chunk=self.on_chunk if self.watch is None else self._see,
+                on_tokens=self.add,
+                cut=self.cut,
+            )
+        else:
+            answers = read_answers(await transport.post("/chat/completions", body), self.n, transport.base_url)
+        return [None if answer is None else with_opening(answer, self.messages, request.parameters) for answer in answers]
 
     def _see(self, chunk: Any, completion: Any) -> None:
         assert self.watch is not None

@@ -109,6 +109,8 @@ class ChatRequest:
     ) -> dict[str, Any]:
         """Return what is sent. interval: tokens per chunk, for servers that know vLLM's stream_interval."""
         body = {"model": self.model, "messages": messages, "n": n, "stream": stream, **self.parameters}
+        if self.token_ids:
+            body["return_prompt_text"] = True  # vLLM's, for the opening of the reply
         if self.seed is not None:
             body["seed"] = self.seed + seed_offset
         if stream:

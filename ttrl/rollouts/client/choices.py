@@ -48,6 +48,7 @@ class _Read(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Entries | None = None
     token_ids: list[int] | None = None
+    opening: str = ""
 
 
 _read_decoder = msgspec.json.Decoder(_Read)
@@ -66,6 +67,7 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
     if read.message is None:
         raise ServerError(f"{place}: the server returned a choice without a message")
     sample.text = writable(text_of(read.message.content) or "")
+    sample.opening = writable(read.opening)
     sample.finish_reason, sample.prefix_cached = read.finish_reason, answer.cached_tokens
     values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
     if values and min(values) <= UNKNOWN_LOGPROB:
@@ -115,12 +117,14 @@ def _read(answer: Answer, place: str) -> _Read:
     if not isinstance(content, str):
         content = None
     reason = choice.get("finish_reason")
+    opening = choice.get("opening")
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
     return _Read(
         message=_Message(content) if isinstance(message, dict) else None,
         finish_reason=reason if isinstance(reason, str) else None,
         logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()]) if isinstance(logprobs, dict) else None,
         token_ids=ids if is_ids(ids) else None,
+        opening=opening if isinstance(opening, str) else "",
     )
 
 
@@ -288,6 +292,8 @@ def choice_of_sample(sample: Sample) -> Choice:
     }
     if ids is not None:
         fields["token_ids"] = list(ids)
+    if sample.opening:
+        fields["opening"] = sample.opening
     choice = _model(Choice, fields)
     return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply], sample) if sample.turns else choice
 

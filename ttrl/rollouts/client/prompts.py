@@ -4,6 +4,7 @@ from typing import Any
 
 from ttrl.records import raw_prompt
 from ttrl.rollouts.client.attempts import ChatAttempt
+from ttrl.rollouts.client.opening import prefilled
 from ttrl.rollouts.client.text_stream import ask, entry
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, encoded
@@ -39,6 +40,8 @@ async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> lis
         "stop_reason": piece.stop_reason,
         "token_ids": piece.token_ids,
     }
+    if isinstance(prompt, str) and (opening := prefilled(prompt)):
+        choice["opening"] = opening
     return [
         Answer(
             choice=encoded(choice),

@@ -42,6 +42,8 @@ class Answer(msgspec.Struct):
     """Of the prompt's tokens, those that the server's prefix cache knew."""
     completion_tokens: int | None = None
     """Of this choice alone; None where it cannot be told."""
+    prompt_text: str | None = None
+    """The prompt as the server rendered it, until `ttrl.rollouts.client.opening` has read it. It is not cached."""
 
 
 # Chunks of a stream: the names are those of openai's ChatCompletionChunk.
@@ -128,6 +130,7 @@ class Chunk(msgspec.Struct):
     object: str | None = None
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
     error: msgspec.Raw = _NO_RAW
 
 
@@ -212,6 +215,7 @@ class _Response(msgspec.Struct):
     model: Any = None
     usage: Any = None
     prompt_token_ids: Any = None
+    prompt_text: Any = None
     error: Any = None
 
 
@@ -257,6 +261,7 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
                 prompt_tokens=usage.prompt_tokens if usage.prompt_tokens is not None else None if prompt is None else len(prompt),
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=tokens,
+                prompt_text=response.prompt_text if isinstance(response.prompt_text, str) else None,
             )
         )
     return in_order(answers, [index for index, _ in counted], n)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.answers import after_thinking, place_in_content, reply_text
 from ttrl.tasks.task import Choice
 from ttrl.tasks.words import as_typed, comparable
 
@@ -80,8 +80,7 @@ class TemporalClueGrader:
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line}), and where
         the last answer ends (`ttrl.records.ANSWER_END`)."""
-        reply = reply_text(choice)
-        given = after_thinking(reply)
+        given = after_thinking(reply_text(choice))
         lines = [line for line in _answer_lines(given) if line[0] in self.solution]
         answers = {letter: value for letter, value, _ in lines}
         right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
@@ -89,7 +88,7 @@ class TemporalClueGrader:
         answered = sum(letter in answers for letter in self.solution) / len(self.solution)
         metrics = {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}
         if lines:
-            metrics[ANSWER_END] = float(len(reply) - len(given) + lines[-1][2])
+            metrics[ANSWER_END] = place_in_content(choice, given, lines[-1][2])
         return accuracy**self.power, metrics
 
     def reference(self) -> str:

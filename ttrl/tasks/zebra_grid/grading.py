@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.answers import after_thinking, reply_text
+from ttrl.tasks.answers import after_thinking, place_in_content, reply_text
 from ttrl.tasks.task import Choice
 from ttrl.tasks.words import comparable
 
@@ -85,8 +85,7 @@ class ZebraGridGrader:
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height}), and where that ends
         (`ttrl.records.ANSWER_END`)."""
-        reply = reply_text(choice)
-        answer = after_thinking(reply)
+        answer = after_thinking(reply_text(choice))
         fitting = [(table, end) for table, end in read_tables(answer) if len(table) == len(self.rows) + 1]
         if not fitting:
             return 0.0, {"solved": 0.0, "table": 0.0}
@@ -94,7 +93,7 @@ class ZebraGridGrader:
         given = self._in_order(table)
         wanted = [_normalise(cell) for row in self.rows for cell in row[1:]]
         right = sum(mine == theirs for mine, theirs in zip(given, wanted))
-        ends = float(len(reply) - len(answer) + end)
+        ends = place_in_content(choice, answer, end)
         return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0, ANSWER_END: ends}
 
     def reference(self) -> str:
