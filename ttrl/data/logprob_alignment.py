@@ -1,50 +1,197 @@
-"""Which of a server's log-probabilities belongs to which token id: the one of exactly the same bytes, in the same place."""
+"""Which of a server's log-probabilities belongs to which token id: the one of the same bytes.
+
+Servers write a token in one of three ways:
+
+    as its bytes            as the API asks
+    as U+FFFD               each part of a character that several tokens share. Those tokens are
+                            lost, but the ones behind them are found again in the text
+    as in the vocabulary    `æĺ¯` in the byte alphabet of GPT-2, `▁is`: the ids are known then
+"""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 from ttrl.errors import TokenizationError
 
 _INCOMPLETE = "\ufffd"
 """What bytes decode to that are not a whole character."""
+_LOST = _INCOMPLETE.encode()
+_MOST_LOST = 3
+"""Bytes that one U+FFFD stands for, at the most: a character has up to four."""
+_MOST_RANGES = 64
+"""Of a text that agrees with the tokens in more ways, the rest is not aligned."""
+_ASCII = re.compile(rb"[\x00-\x7f]")
+
+
+class _Span(NamedTuple):
+    """Tokens that are whole characters together, and their bytes."""
+
+    count: int
+    text: bytes
+
+
+class _Range(NamedTuple):
+    """Consecutive places of a text, both ends included."""
+
+    first: int
+    last: int
 
 
 def align(
-    tokenizer: Any, before: Sequence[int], token_ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str]
+    tokenizer: Any,
+    before: Sequence[int],
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    tokens: Sequence[str],
 ) -> tuple[list[float], int]:
-    """Align the log-probabilities of a server that gave token strings with ids that we made; return one for each id, and how many
-    ids have none.
+    """Align the log-probabilities of a server that gave token strings with ids that we made.
 
-    before: the last ids of the prompt, as tokens read differently at the beginning of a text. tokens: the bytes of each
-    log-probability's token, as Latin-1 text.
+    before: the last ids of the prompt, as tokens read differently at the beginning of a text.
+    tokens: the bytes of each log-probability's token, as Latin-1 text.
 
-    Both texts are cut into their tokens. Where an id and a log-probability have the same bytes at the same place, and all bytes
-    before them agree, they belong together. Bytes that are not a whole character are not attributed.
+    Returns one value for each id, and how many ids have none. Both texts are cut into their tokens.
+    An id and a log-probability with the same bytes at the same place belong together, as long as
+    all bytes before them agree. Bytes that are not a whole character are not attributed.
     """
-    parts = [token.encode("latin-1") for token in tokens[: len(logprobs)]]
-    theirs, place = {}, 0
-    for part, logprob in zip(parts, logprobs, strict=False):
-        if part:
-            theirs[place, place + len(part)] = logprob
-        place += len(part)
-    spans = _spans(tokenizer, before, token_ids)
-    ours, said = b"".join(text for _, text in spans), b"".join(parts)
-    same = next((i for i, (a, b) in enumerate(zip(ours, said, strict=False)) if a != b), min(len(ours), len(said)))
-    found: list[float] = []
-    unaligned = place = 0
-    for count, text in spans:
-        end = place + len(text)
-        known = theirs.get((place, end)) if count == 1 and end <= same else None
-        unaligned += count if known is None else 0
-        found += [math.nan if known is None else known] * count
-        place = end
-    return found, unaligned
+    said = [token.encode("latin-1") for token in tokens[: len(logprobs)]]
+    ours = _spans(tokenizer, before, token_ids)
+    found = _by_bytes(ours, [_Span(1, text) for text in said], logprobs)
+    ids = _vocabulary_ids(tokenizer, said) if None in found else None
+    if ids is not None:
+        same = _by_bytes(ours, _spans(tokenizer, before, ids), logprobs)
+        for number, (own, their) in enumerate(zip(token_ids, ids, strict=False)):
+            if own != their:
+                break
+            same[number] = logprobs[number]
+        found = min(found, same, key=lambda values: values.count(None))
+    values = [math.nan if value is None else value for value in found]
+    return values, found.count(None)
 
 
-def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, bytes]]:
-    """Return (number of ids, their bytes) one after another; ids that are not whole characters by themselves are grouped."""
-    spans: list[tuple[int, bytes]] = []
+def _by_bytes(
+    ours: Sequence[_Span],
+    theirs: Sequence[_Span],
+    logprobs: Sequence[float],
+) -> list[float | None]:
+    """Return a log-probability for each of our tokens; None for one without."""
+    text = b"".join(span.text for span in ours)
+    known: dict[tuple[int, int], float] = {}
+    number = 0
+    for span, begin in zip(theirs, _places(text, [span.text for span in theirs]), strict=True):
+        if begin is not None and span.count == 1:
+            known[begin, begin + len(span.text)] = logprobs[number]
+        number += span.count
+    found: list[float | None] = []
+    begin = 0
+    for span in ours:
+        end = begin + len(span.text)
+        found += [known.get((begin, end)) if span.count == 1 else None] * span.count
+        begin = end
+    return found
+
+
+def _vocabulary_ids(tokenizer: Any, said: Sequence[bytes]) -> list[int] | None:
+    """Return the ids of tokens written as in the vocabulary; None if one of them is not."""
+    ids = []
+    for text in said:
+        string = text.decode("utf-8", "replace")
+        token = tokenizer.convert_tokens_to_ids(string)
+        if token is None or tokenizer.convert_ids_to_tokens(token) != string:
+            return None
+        ids.append(token)
+    return ids
+
+
+def _places(text: bytes, parts: Sequence[bytes]) -> list[int | None]:
+    """Return where parts begin that follow one another in `text`.
+
+    None for empty ones, those with lost bytes, those that several places are possible for, and all
+    from the first one on that does not agree with the text.
+    """
+    begins = [[_Range(0, 0)]]
+    for part in parts:
+        following = _ends(text, begins[-1], part)
+        if not following or len(following) > _MOST_RANGES:
+            break
+        begins.append(following)
+    placed = len(begins) - 1
+    both_end = placed == len(parts) and any(one.last == len(text) for one in begins[-1])
+    if both_end:
+        begins[-1] = [_Range(len(text), len(text))]
+    for number in range(placed - 1, -1, -1):
+        begins[number] = _leading_to(begins[number + 1], begins[number], parts[number])
+    found: list[int | None] = [None] * len(parts)
+    for number, part in enumerate(parts[:placed]):
+        ranges = begins[number]
+        is_certain = len(ranges) == 1 and ranges[0].first == ranges[0].last
+        if is_certain and part and _LOST not in part:
+            found[number] = ranges[0].first
+    return found
+
+
+def _ends(text: bytes, begins: list[_Range], part: bytes) -> list[_Range]:
+    """Return where a part ends that begins in one of these ranges."""
+    ranges = begins
+    for number, piece in enumerate(part.split(_LOST)):
+        if number:
+            ranges = _joined(lost for one in ranges for lost in _ends_of_lost(text, one))
+        if piece:
+            ends = [at + len(piece) for one in ranges for at in _occurrences(text, piece, one)]
+            ranges = _joined(_Range(end, end) for end in ends)
+    return ranges
+
+
+def _ends_of_lost(text: bytes, begin: _Range) -> list[_Range]:
+    """Return where lost bytes end: one to three that are not ASCII."""
+    ascii_byte = _ASCII.search(text, begin.first)
+    stop = len(text) if ascii_byte is None else ascii_byte.start()
+    end = _Range(begin.first + 1, min(begin.last + _MOST_LOST, stop))
+    return [end] if end.first <= end.last else []
+
+
+def _occurrences(text: bytes, piece: bytes, begin: _Range) -> list[int]:
+    """Return where a piece stands that begins in this range."""
+    found = []
+    stop = begin.last + len(piece)
+    at = text.find(piece, begin.first, stop)
+    while at >= 0:
+        found.append(at)
+        at = text.find(piece, at + 1, stop)
+    return found
+
+
+def _leading_to(ends: list[_Range], begins: list[_Range], part: bytes) -> list[_Range]:
+    """Return those places among `begins` from which a part reaches one of the `ends`."""
+    lost = part.count(_LOST)
+    least = len(part) - lost * (len(_LOST) - 1)
+    most = least + lost * (_MOST_LOST - 1)
+    kept = []
+    for begin in begins:
+        for end in ends:
+            first = max(begin.first, end.first - most)
+            last = min(begin.last, end.last - least)
+            if first <= last:
+                kept.append(_Range(first, last))
+    return _joined(kept)
+
+
+def _joined(ranges: Iterable[_Range]) -> list[_Range]:
+    """Return the same places as ranges that do not touch, in order."""
+    joined: list[_Range] = []
+    for one in sorted(ranges):
+        if joined and one.first <= joined[-1].last + 1:
+            joined[-1] = _Range(joined[-1].first, max(joined[-1].last, one.last))
+        else:
+            joined.append(one)
+    return joined
+
+
+def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> list[_Span]:
+    """Return ids and their bytes; ids that are not whole characters by themselves are grouped, unless what follows shows that
+    they never become one."""
+    spans: list[_Span] = []
     ids = [*before[-1:], *token_ids]
     begin = first = len(before[-1:])
 
@@ -52,11 +199,16 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
         return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     known = text(ids[:begin])  # of the id before the span, so that a blank at its beginning is not left out
+    broken = ""
     for end in range(begin + 1, len(ids) + 1):
         whole = text(ids[first - 1 if first else 0 : end])
         if whole.endswith(_INCOMPLETE) and end < len(ids):
+            broken = whole
             continue
-        spans.append((end - first, whole[len(known) :].encode()))
+        if first < end - 1 and whole.startswith(broken):
+            spans.append(_Span(end - 1 - first, broken[len(known) :].encode()))
+            first, known = end - 1, broken
+        spans.append(_Span(end - first, whole[len(known) :].encode()))
         first, known = end, text(ids[end - 1 : end])
     return spans
 
@@ -68,6 +220,7 @@ def check_strings(
     many are.
 
     Blanks at the ends are not compared, nor tokens that are not a whole character, which servers write in different ways.
+    A token may be written as in the vocabulary (`æĺ¯`).
 
     Raises TokenizationError where most are not: then ids and log-probabilities are out of step.
     """
@@ -82,7 +235,7 @@ def check_strings(
         if _INCOMPLETE in ours or _INCOMPLETE in theirs or not theirs.strip():
             continue
         compared += 1
-        if ours.strip() != theirs.strip():
+        if ours.strip() != theirs.strip() and theirs != tokenizer.convert_ids_to_tokens(token):
             wrong.append((number, token, ours, theirs))
             checked[number] = math.nan
     if 2 * len(wrong) > compared:
