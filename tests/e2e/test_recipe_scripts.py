@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ttrl.cli.arms import HeldOut, supervised_run
+from ttrl.launch.tune import TrainerProcess
 from ttrl.system.files import read_jsonl, write_jsonl
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
@@ -25,14 +26,24 @@ def test_tiny(tmp_path):
     assert read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]["train"]["steps"] == 1
 
 
-def test_a_supervised_run_trains_and_asks(tmp_path):
-    """A piece of an arm of recipes/rl_vs_sft.py: `tune run`, and a server for the model before and after."""
+def test_a_supervised_run_trains_and_asks(tmp_path, monkeypatch):
+    """A piece of an arm of recipes/rl_vs_sft.py: `tune run` in two processes, as on two GPUs, and a server before and after."""
     data = tmp_path / "data.jsonl"
     write_jsonl(data, sort_letters_examples(64))
     model = make_tiny_model(tmp_path / "model", layers=1, width=64, heads=2)
     settings = {"model": str(model), "data": str(data), "seed": 0, "batch_size": 8, "seq_len": 64}
     asked = HeldOut(get_sort_letters_tasks("validation", 8), "reward", {"max_tokens": 9, "temperature": 0.0})
-    checkpoint = supervised_run(tmp_path / "sft", settings, asked, by="flops", marks=[3e8])
+    settings |= {"num_threads": 1, "dtype": "bf16"}
+    commands = []
+
+    class Watched(TrainerProcess):
+        def __init__(self, command, *more):
+            commands.append(command)
+            super().__init__(command, *more)
+
+    monkeypatch.setattr("ttrl.launch.tune.TrainerProcess", Watched)
+    checkpoint = supervised_run(tmp_path / "sft", settings, asked, by="flops", marks=[3e8], processes=2)
+    assert commands[0][4:6] == ["--nproc_per_node", "2"]
     start, end = read_jsonl(tmp_path / "sft" / "metrics.jsonl")
     assert abs(end["train"]["flops"] - 3e8) <= end["train"]["flops"] / end["train"]["steps"]
     assert start["validation_samples"] == end["validation_samples"] == 8 and (checkpoint / "config.json").exists()

@@ -95,7 +95,8 @@ def script_arguments(
     if options is not None:
         options(parser)
     arguments = parser.parse_args()
-    if problems := _contradictions(arguments, parser):
+    problems = _contradictions(arguments, parser)
+    if problems:
         raise ConfigError("arguments", problems)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
     arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set
@@ -113,7 +114,9 @@ def _contradictions(
     """Return where --set says other than another option, and with it what --set misspells."""
     given, misspelled = settings_in(arguments.set)
     found = []
-    meant = {} if arguments.overfit is None else _overfit_settings(arguments.overfit)
+    meant: dict[str, Any] = {}
+    if arguments.overfit is not None:
+        meant = _overfit_settings(arguments.overfit)
     for name in given.keys() & meant.keys():
         if given[name] != meant[name]:
             why = f"--overfit {arguments.overfit} means {_written(name, meant[name])}"
@@ -129,11 +132,14 @@ def _contradictions(
         elif name in _ALSO_OPTIONS and own != parser.get_default(name):
             both = f"{option} is {own}, and --set says {_written(name, given[name])}"
             found.append(f"{both}; leave one out")
-    return [*sorted(found), *misspelled] if found else []
+    if not found:
+        return []
+    return [*sorted(found), *misspelled]
 
 
 def _written(name: str, value: Any) -> str:
-    return f"{name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"{name}={text}"
 
 
 def _overfit_settings(count: int) -> dict[str, Any]:

@@ -63,7 +63,8 @@ def choose(
 
 def refuse(choices: Choices) -> None:
     """Raise ConfigError for what cannot run, unless the user has said that it shall be tried."""
-    if problems := refused(choices):
+    problems = refused(choices)
+    if problems:
         raise ConfigError("TrainConfig", problems)
 
 
