@@ -78,7 +78,7 @@ HOUSE = {
     "server": _room("configs records", "openai psutil huggingface_hub"),
     # From samples to rows.
     "data": _room("data.chat configs records", "numpy"),
-    "data.chat": _room("records", "transformers jinja2"),
+    "data.chat": _room("records", "jinja2 markupsafe"),
     "data.packing": _room("configs records", "torch safetensors numpy"),
     "data.pictures": _room("data.packing", "numpy matplotlib jinja2 markupsafe"),
     # The recipes and their parts: neither openai nor vllm.
@@ -110,7 +110,7 @@ HOUSE = {
     "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
     "plans": _room(
-        "run_folder costs data.packing training.models server tasks ready_models configs records",
+        "run_folder costs data.chat data.packing training.models server tasks ready_models configs records",
         "torch transformers huggingface_hub numpy psutil",
     ),
     "report": _room("monitoring plans run_folder data.packing data.pictures configs records intervals", "jinja2 markupsafe"),

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ttrl.configs.run import TrainConfig
+from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import UserError
 from ttrl.records import Sample, TokenizedResult
 from ttrl.system.files import read_jsonl
-from ttrl.system.time_limit import time_limit
 from ttrl.tasks.task import Task
 
 PROMPT_TOKENS = 200
@@ -25,7 +25,6 @@ _COMPLETION_SHARE = 1 / 3  # of max_tokens; assumed
 _PROMPT_SIGMA, _COMPLETION_SIGMA = 0.3, 0.6  # of the lognormal distributions
 _MOST_TOKENS = 2_000_000  # that are made up; iterations of more are planned from a part of their groups
 _RUN_ITERATIONS = 3  # of a run, the newest
-_RENDER_SECONDS = 10.0  # for the template of a model that somebody else made
 
 
 @dataclass(frozen=True)
@@ -95,13 +94,12 @@ def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[
 def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
     """Return the tokens of a task's messages. Raises UserError where the chat template refuses them."""
     try:
-        with time_limit(_RENDER_SECONDS):
-            text = tokenizer.apply_chat_template(task.messages, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer.encode(text, add_special_tokens=False))
-    except Exception as error:  # templates are programs, and raise anything
-        raise UserError(
-            f"task {task.id!r}: the model's chat template cannot write its messages ({type(error).__name__}: {error})"
-        ) from error
+        template = ChatTemplate(tokenizer)
+        text = template.render(template.prepared(task.messages), answer_next=True)
+    except UserError as error:
+        what = f"task {task.id!r}: the model's chat template cannot write its messages"
+        raise UserError(f"{what} ({error})") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> IterationLengths:

@@ -11,14 +11,16 @@ from datetime import datetime
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from ttrl.data.chat.sandbox import TemplateSizeError, allowance, render
 from ttrl.errors import ModelFolderError, TemplateRefusalError
 from ttrl.system.time_limit import time_limit
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 RENDER_SECONDS = 10.0
 """For one conversation. A template is a program out of a model's folder, and may loop for ever; real ones take milliseconds."""
+_MOST_TOLD = 2000
+"""Characters of an error: a template writes its own."""
 
 
 def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -148,31 +150,33 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
         """Return the conversation as text; with `answer_next`, as a server is sent it to be answered. Raises TemplateRefusalError
-        where the template does, ModelFolderError where it does not come to an end."""
+        where the template does, ModelFolderError where it does not come to an end, or takes too much memory."""
         with self._limited(""):
-            text: str = self.tokenizer.apply_chat_template(
-                messages,
-                tools=self.tools,
-                chat_template=self.source,
-                tokenize=False,
-                add_generation_prompt=answer_next,
-                **self.variables,
-            )
-        return text
+            return self._write(self.source, messages, answer_next=answer_next, times=1)[0]
 
     def render_tagged(self, source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters. Raises as
         `render`."""
         with self._limited(", with tags,"):
-            made: Any = render_jinja_template(
-                conversations=[messages],
-                tools=[*self.tools] if self.tools is not None else None,
-                chat_template=source,
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self.variables},
-            )
-        texts, regions = made
-        return texts[0], regions[0]
+            return self._write(source, messages, answer_next=False, times=2)
+
+    def _write(
+        self,
+        source: str,
+        messages: list[dict[str, Any]],
+        *,
+        answer_next: bool,
+        times: int,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        variables = {
+            "documents": None,
+            **self.tokenizer.special_tokens_map,
+            **self.variables,
+            "messages": messages,
+            "tools": self.tools,
+            "add_generation_prompt": answer_next,
+        }
+        return render(source, variables, allowance(variables, times))
 
     @contextlib.contextmanager
     def _limited(self, how: str) -> Iterator[None]:
@@ -184,6 +188,10 @@ class ChatTemplate:
                 f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation; it may loop for ever: look at it, or "
                 "take another with chat_template"
             ) from error
+        except TemplateSizeError as error:
+            raise ModelFolderError(
+                f"{self.place} {error}, for one conversation; look at it, or take another with chat_template"
+            ) from error
         except Exception as error:  # a template is a program, and may raise anything
             raise TemplateRefusalError(f"{self.place}{how} refuses the conversation: {_told(error)}") from error
 
@@ -191,7 +199,8 @@ class ChatTemplate:
 def _told(error: Exception) -> str:
     if isinstance(error, TemplateSyntaxError):
         return f"line {error.lineno} is not valid Jinja: {error.message}"
-    return str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    return text[:_MOST_TOLD]
 
 
 def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:

@@ -1,0 +1,576 @@
+"""Render chat templates, programs out of a model's folder, and stop those that take all memory.
+
+Jinja's sandbox keeps a template from files and code, but `{{ 'x' * 10**9 }}` takes a gigabyte. Here
+every step that builds something has its result estimated before it runs, and counted after:
+operators, `~`, slices, literals, calls, filters, and the text that is written. A template may build
+some megabytes, more for longer conversations (`allowance`); then it ends with TemplateSizeError.
+
+What is written is what transformers' `apply_chat_template` writes, with the same settings of Jinja
+and the same filters; `render` also tells where `{% generation %}` blocks are.
+
+Left out: time. A single step may still be slow, such as comparing lists that hold others often.
+"""
+
+# ruff: noqa: N802 - names of nodes are Jinja's
+import functools
+import json
+import re
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.ext import Extension, LoopControlExtension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
+from jinja2.sandbox import (
+    ImmutableSandboxedEnvironment,
+    SandboxedEscapeFormatter,
+    SandboxedFormatter,
+)
+from jinja2.utils import Namespace
+from markupsafe import Markup
+
+_MOST_SOURCE = 2**16
+"""Characters of a template; the largest that are known have a third of that."""
+_ELEMENT = 64
+"""What an element of a list counts, or any other small object; a character counts 1."""
+_AT_LEAST = 2**22
+"""What any template may build."""
+_MOST_BITS = 2**16
+"""Of a whole number; arithmetic with longer ones takes minutes."""
+_LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+_Estimate = Callable[..., int]
+
+
+class TemplateSizeError(Exception):
+    """A template builds, or is about to build, more than its conversation can need.
+
+    The message says what it does: "builds more than 4,194,304 characters".
+    """
+
+
+@dataclass(slots=True)
+class _Meter:
+    """What one rendering may still build, and what it has written."""
+
+    most: int
+    left: int
+    written: int = 0
+    regions: list[tuple[int, int]] = field(default_factory=list)
+
+    def check(self, size: int) -> None:
+        if size > self.left:
+            raise TemplateSizeError(f"builds more than {self.most:,} characters")
+
+    def charge(self, size: int) -> None:
+        if size > self.left:
+            self.check(size)
+        self.left -= size
+
+
+_meter: ContextVar[_Meter] = ContextVar("_meter")
+_UNLIMITED = 2**62
+
+
+def allowance(variables: Mapping[str, Any], times: int) -> int:
+    """Return what a template may build from these variables, in characters.
+
+    It may copy the conversation for each message, as one does that appends each to a text of its
+    own. times: how often it needs to; tags are put in by rendering twice up to each message.
+    """
+    size = len(repr(variables))
+    messages = len(variables["messages"])
+    return _AT_LEAST + 4 * size * (messages + 4) * times
+
+
+def render(
+    source: str,
+    variables: Mapping[str, Any],
+    most: int,
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return what a template writes, and where its `{% generation %}` blocks are, in characters.
+
+    most: what it may build (`allowance`). Raises TemplateSizeError, and what the template raises.
+    """
+    if len(source) > _MOST_SOURCE:
+        problem = f"has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
+        raise TemplateSizeError(problem)
+    meter = _Meter(most, most)
+    token = _meter.set(meter)
+    try:
+        template = _compiled(source)
+        pieces = _Buffer()
+        for piece in template.root_render_func(template.new_context(dict(variables))):
+            pieces.append(piece)
+            meter.written += len(piece)
+        return "".join(pieces), meter.regions
+    finally:
+        _meter.reset(token)
+
+
+@functools.lru_cache(32)
+def _compiled(source: str) -> jinja2.Template:
+    return _environment().from_string(source)
+
+
+# Sizes
+
+
+def _parts(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield values and all that is in them, as often as it is in them."""
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, str | bytes | int | float):
+            continue
+        if isinstance(value, Namespace):
+            value = getattr(value, "_Namespace__attrs")  # noqa: B009 - as text, it shows them
+        if isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset | MappingView):
+            waiting += value
+
+
+def _size(*values: Any) -> int:
+    """Return how large values are with all that is in them, as often as it is in them."""
+    meter = _meter.get()
+    found = 0
+    for value in _parts(values):
+        found += len(value) if isinstance(value, str | bytes) else _ELEMENT
+        if isinstance(value, int):
+            found += value.bit_length() // 3
+        meter.check(found)
+    return found
+
+
+def _refuse_number() -> None:
+    raise TemplateSizeError(f"computes numbers of more than {_MOST_BITS:,} bits")
+
+
+def _text_size(value: Any) -> int:
+    """Return at most how long a value is as text: in a list, one character can become ten."""
+    return len(value) if isinstance(value, str) else 10 * _size(value)
+
+
+def _counted(value: Any) -> Any:
+    """Count what a step has built, and return it; an iterator's items are counted as they come."""
+    if isinstance(value, str | bytes):
+        _meter.get().charge(len(value))
+    elif isinstance(value, list | tuple | set | frozenset):
+        _meter.get().charge(_ELEMENT * (1 + len(value)))
+    elif isinstance(value, dict):
+        _meter.get().charge(2 * _ELEMENT * (1 + len(value)))
+    elif isinstance(value, int):
+        if value.bit_length() > _MOST_BITS:
+            _refuse_number()
+    elif isinstance(value, types.GeneratorType):
+        return _counted_items(value)
+    return value
+
+
+def _counted_items(values: Iterator[Any]) -> Iterator[Any]:
+    for value in values:
+        _meter.get().charge(_ELEMENT)
+        yield _counted(value)
+
+
+def _whole(values: Iterable[Any]) -> list[Any]:
+    """Return arguments of a call, with lists in place of iterators, which can be measured."""
+    return [list(value) if isinstance(value, Iterator) else value for value in values]
+
+
+# Estimates of what a filter or method makes of its arguments, none of them too small
+
+
+def _linear(*values: Any, **named: Any) -> int:
+    """Escapes make at most twelve characters of one."""
+    return 12 * _size(*values, *named.values())
+
+
+def _product(value: Any, *others: Any, **named: Any) -> int:
+    return (_size(value) + 2) * (_size(*others, *named.values()) + 1000)
+
+
+def _nothing(*_values: Any, **_named: Any) -> int:
+    return 0
+
+
+def _elements(value: Any, *_others: Any, **_named: Any) -> int:
+    known = hasattr(value, "__len__")
+    return _ELEMENT * len(value) if known else 0
+
+
+def _everything(value: Any, *_others: Any, **_named: Any) -> int:
+    """Sorting takes a key of each element, in small letters."""
+    return _size(value)
+
+
+def _batch(value: Any, linecount: int, *_others: Any, **_named: Any) -> int:
+    return _ELEMENT * max(linecount, 0)
+
+
+def _join(values: Any, d: Any = "", attribute: Any = None) -> int:
+    if isinstance(values, str):
+        return len(values) * (1 + _text_size(d))
+    texts = sum(_text_size(value) for value in values)
+    return texts + len(values) * _text_size(d)
+
+
+def _method_join(text: Any, values: Any) -> int:
+    return _join(values, text)
+
+
+def _replace(text: Any, old: Any, new: Any, count: Any = None) -> int:
+    if not isinstance(text, str) or not isinstance(old, str):
+        return _product(text, old, new)
+    times = text.count(old) if old else len(text) + 1
+    return len(text) + times * _text_size(new)
+
+
+def _indent(text: Any, width: Any = 4, *_others: Any, **_named: Any) -> int:
+    return (_text_size(text) + 2) * (1 + (width if isinstance(width, int) else _text_size(width)))
+
+
+def _padded(text: Any, width: int = 80, *_others: Any) -> int:
+    return _text_size(text) + width
+
+
+def _wordwrap(
+    text: Any,
+    width: int = 79,
+    break_long_words: bool = True,
+    wrapstring: Any = None,
+    *_others: Any,
+) -> int:
+    return (_text_size(text) + 1) * (1 + _text_size(wrapstring or "\n"))
+
+
+def _expandtabs(text: Any, tabsize: int = 8) -> int:
+    return len(text) + text.count("\t" if isinstance(text, str) else b"\t") * max(tabsize, 0)
+
+
+def _translate(text: Any, table: Any, *_others: Any) -> int:
+    return (len(text) + 1) * (_size(table) + 1)
+
+
+def _split(text: Any, sep: Any = None, *_others: Any, **named: Any) -> int:
+    sep = named.get("sep", sep)
+    pieces = text.count(sep) + 1 if sep else len(text) // 2 + 1
+    return len(text) + _ELEMENT * int(pieces)
+
+
+def _splitlines(text: Any, *_others: Any, **_named: Any) -> int:
+    ends = sum(map(text.count, _LINE_ENDS)) if isinstance(text, str) else len(text)
+    return len(text) + _ELEMENT * (ends + 1)
+
+
+def _strftime(_moment: Any, format: Any = "", *_others: Any) -> int:
+    return 256 * len(format)  # Python gives up there
+
+
+def _widths(text: str) -> list[int]:
+    """Return the numbers in a format, each of which may be a width or a precision."""
+    found = re.findall(r"\d+", text)
+    return [_UNLIMITED if len(digits) > 9 else int(digits) for digits in found]
+
+
+def _printf(text: Any, *values: Any, **named: Any) -> int:
+    """Of `text % values`: each field may show all of them, as wide as the largest number says."""
+    size = 10 * _size(text, *values, *named.values())
+    if not isinstance(text, str | bytes):
+        return size
+    if isinstance(text, bytes):
+        text = text.decode("latin-1")
+    widths = _widths(text)
+    if "*" in text:  # a width that is one of the values
+        widths += [abs(part) for part in _parts(values) if isinstance(part, int)]
+    return sum(widths) + text.count("%") * (size + max(widths, default=0))
+
+
+def _fromkeys(_mapping: Any, keys: Any, *_others: Any) -> int:
+    return 2 * _elements(keys)
+
+
+def _maketrans(_text: Any, *values: Any) -> int:
+    return 2 * _ELEMENT * _size(*values)
+
+
+def _to_bytes(_number: Any, length: int = 1, *_others: Any, **named: Any) -> int:
+    return int(named.get("length", length))
+
+
+def _round(value: Any, precision: Any = 0, *_others: Any, **_named: Any) -> int:
+    if isinstance(precision, int) and abs(precision) > 1000:
+        _refuse_number()
+    return 0
+
+
+_FILTERS: dict[str, _Estimate] = {
+    name: estimate
+    for estimate, names in {
+        _nothing: "abs attr count d default first float last length max min random safe tojson",
+        _elements: "items list map reject rejectattr reverse select selectattr slice",
+        _everything: "dictsort groupby sort sum unique",
+        _product: "pprint urlize xmlattr",
+        _batch: "batch",
+        _printf: "format",
+        _indent: "indent",
+        _join: "join",
+        _padded: "center",
+        _replace: "replace",
+        _round: "round",
+        _wordwrap: "wordwrap",
+    }.items()
+    for name in names.split()
+}
+"""Of all other filters: `_linear`."""
+_METHODS: dict[str, _Estimate] = {
+    name: estimate
+    for estimate, names in {
+        _expandtabs: "expandtabs",
+        _fromkeys: "fromkeys",
+        _maketrans: "maketrans",
+        _method_join: "join",
+        _padded: "center ljust rjust zfill",
+        _replace: "replace",
+        _split: "rsplit split",
+        _splitlines: "splitlines",
+        _strftime: "strftime",
+        _to_bytes: "to_bytes",
+        _translate: "translate",
+    }.items()
+    for name in names.split()
+}
+"""Of all other methods of texts: `_linear`; of other objects: what they return is there already."""
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Write JSON as transformers does, which Jinja's own filter does not: it escapes for HTML."""
+    options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
+    meter = _meter.get()
+    meter.check(_linear(value))
+    if indent is None and separators is None:
+        return json.dumps(value, **options)
+    if isinstance(indent, int):
+        meter.check(1000 * indent)
+    encoder = json.JSONEncoder(indent=indent, separators=separators, **options)
+    pieces = _Buffer()
+    pieces.extend(encoder.iterencode(value))
+    return "".join(pieces)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+# Jinja
+
+
+class _Buffer(list[str]):
+    """What a macro or a block writes."""
+
+    def append(self, text: str) -> None:
+        _meter.get().charge(_ELEMENT + len(text))
+        super().append(text)
+
+    def extend(self, texts: Iterable[str]) -> None:
+        for text in texts:
+            self.append(text)
+
+
+class _Code(CodeGenerator):
+    """Let templates build nothing but by the environment's methods."""
+
+    def buffer(self, frame: Frame) -> None:
+        frame.buffer = self.temporary_identifier()
+        self.writeline(f"{frame.buffer} = environment.buffer()")
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined(")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write(")")
+
+    def visit_List(self, node: nodes.List, frame: Frame) -> None:
+        self._counted(super().visit_List, node, frame)
+
+    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
+        self._counted(super().visit_Dict, node, frame)
+
+    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
+        if node.ctx == "load":
+            self._counted(super().visit_Tuple, node, frame)
+        else:
+            super().visit_Tuple(node, frame)
+
+    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
+        if isinstance(node.arg, nodes.Slice):
+            self._counted(super().visit_Getitem, node, frame)
+        else:
+            super().visit_Getitem(node, frame)
+
+    def _counted(self, visit: Callable[[Any, Frame], Any], node: nodes.Node, frame: Frame) -> None:
+        self.write("environment.counted(")
+        visit(node, frame)
+        self.write(")")
+
+
+class _Formatter(SandboxedFormatter):
+    """Check each field of `text.format(…)` before it is written."""
+
+    def convert_field(self, value: Any, conversion: Any) -> Any:
+        _meter.get().check(10 * _text_size(value))
+        return super().convert_field(value, conversion)
+
+    def format_field(self, value: Any, format_spec: str) -> Any:
+        _meter.get().check(_text_size(value) + sum(_widths(format_spec)))
+        return _counted(super().format_field(value, format_spec))
+
+
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    """Escape what goes into a text that is markup."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    code_generator_class = _Code
+    intercepted_binops = frozenset({"+", "*", "**", "%"})
+    counted = staticmethod(_counted)
+    buffer = _Buffer
+
+    def joined(self, *values: Any) -> Any:
+        """Return `a ~ b`."""
+        _meter.get().check(sum(map(_text_size, values)))
+        return _counted("".join(map(str, values)))
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # most, by far
+            _meter.get().charge(len(left) + len(right))
+            return left + right
+        _meter.get().check(_ESTIMATES[operator](left, right))
+        return _counted(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        owner = getattr(obj, "__self__", None)
+        if isinstance(obj, types.BuiltinMethodType) and not isinstance(owner, types.ModuleType):
+            args = tuple(_whole(args))
+            usual = _linear if isinstance(owner, str | bytes) else _nothing
+            estimate = _METHODS.get(obj.__name__, usual)
+            _meter.get().check(estimate(owner, *args, **kwargs))
+        return _counted(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        if super().wrap_str_format(value) is None:
+            return None
+        text = value.__self__
+        kind = _EscapeFormatter if isinstance(text, Markup) else _Formatter
+        options = {"escape": text.escape} if isinstance(text, Markup) else {}
+        formatter = kind(self, **options)
+
+        def format_map(mapping: Mapping[str, Any]) -> str:
+            return type(text)(formatter.vformat(text, (), mapping))
+
+        def format(*args: Any, **kwargs: Any) -> str:
+            return type(text)(formatter.vformat(text, args, kwargs))
+
+        return format_map if value.__name__ == "format_map" else format
+
+
+def _shown(value: Any) -> Any:
+    """Check a value that is about to be written, as text."""
+    if not isinstance(value, str):
+        _meter.get().check(_text_size(value))
+    return value
+
+
+def _shallow(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes) else _elements(value)
+
+
+def _plus(left: Any, right: Any) -> int:
+    return _shallow(left) + _shallow(right)
+
+
+def _times(left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        return 0  # each has few bits, so their product has not many
+    if isinstance(left, int):
+        return _times(right, left)
+    if not isinstance(left, str | bytes | list | tuple) or not isinstance(right, int):
+        return 0
+    return _shallow(left) * max(right, 0)
+
+
+def _power(left: Any, right: Any) -> int:
+    both = isinstance(left, int) and isinstance(right, int)
+    if both and left.bit_length() * right > 2 * _MOST_BITS:
+        _refuse_number()
+    return 0
+
+
+def _modulo(left: Any, right: Any) -> int:
+    return _printf(left, right) if isinstance(left, str | bytes) else 0
+
+
+_ESTIMATES: dict[str, _Estimate] = {"+": _plus, "*": _times, "**": _power, "%": _modulo}
+
+
+def _guarded(function: Callable[..., Any], estimate: _Estimate) -> Callable[..., Any]:
+    """Return a filter that is checked before it runs, and whose result is counted."""
+    own = int(hasattr(function, "jinja_pass_arg"))  # the first is Jinja's, not the template's
+
+    @functools.wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        given = _whole(args[own:])
+        _meter.get().check(estimate(*given, **kwargs))
+        return _counted(function(*args[:own], *given, **kwargs))
+
+    return guarded
+
+
+class _Generation(Extension):
+    """Note where `{% generation %}` blocks are; as for transformers, at the top level alone."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("noted"), [], [], body).set_lineno(line)
+
+    def noted(self, caller: Callable[[], str]) -> str:
+        meter = _meter.get()
+        text = caller()
+        meter.regions.append((meter.written, meter.written + len(text)))
+        return text
+
+
+@functools.cache
+def _environment() -> _Environment:
+    environment = _Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        optimized=False,  # constants would be computed when nothing counts
+        finalize=_shown,
+        extensions=[_Generation, LoopControlExtension],
+    )
+    filters = environment.filters | {"tojson": _tojson}
+    for name, function in filters.items():
+        environment.filters[name] = _guarded(function, _FILTERS.get(name, _linear))
+    environment.globals["raise_exception"] = _raise_exception
+    del environment.globals["lipsum"]
+    return environment
