@@ -155,6 +155,9 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     if config.seq_len // 2 > config.max_tokens:
         half = config.seq_len // 2
         yield f"seq_len: {half}", dataclasses.replace(config, seq_len=half)
+    if config.placement != "split" and not config.off_policy_steps:
+        stopped = "weight_sync: restart, so that servers leave nothing on the GPUs"
+        yield stopped, dataclasses.replace(config, weight_sync="restart")
     yield "training.cpu_offload: true (slow)", with_values(config, {"training.cpu_offload": True})
     backward = {"training.optimizer_in_backward": True, "training.max_grad_norm": None}
     in_backward = "training.optimizer_in_backward: true and max_grad_norm: null"

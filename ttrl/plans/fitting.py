@@ -43,7 +43,7 @@ _FEWEST_SEQUENCES = 64
 _SMALL_STEP = 4096  # tokens of a step on GPUs below 70 GiB; vLLM takes 2,048 by itself
 _FEWEST_TOKENS = 2048
 _MOST_POSITIONS = 32_768  # of a microbatch: more is hardly faster
-_IN_HOST = ("cpu_offload", "optimizer_on_cpu", "activation_offloading")
+_IN_HOST = ("cpu_offload", "optimizer_on_cpu")
 
 
 @dataclass(frozen=True)
@@ -190,15 +190,16 @@ class Fit:
         return server
 
     def _spread(self, part: float) -> _Server:
-        """Find the fewest GPUs that hold a server, with a busy one's cache, or else a small one.
+        """Find the fewest GPUs that hold a server, with a busy one's cache or else a small one.
 
         Smaller steps are better than a context that is shorter than the model's, and this is better
         than more GPUs.
         """
-        small = _SAMPLES * min(self.context, self.given.seq_len)
-        busy = max(small, math.ceil(_FEWEST_SEQUENCES * self.sample))
+        caches = [_SAMPLES * min(self.context, self.given.seq_len)]
+        if part == 1.0:
+            caches.insert(0, max(*caches, math.ceil(_FEWEST_SEQUENCES * self.sample)))
         tried = []
-        for cache, parallel in itertools.product((busy, small), self._sizes()):
+        for cache, parallel in itertools.product(caches, self._sizes()):
             found = []
             for tokens in self._steps():
                 found += self._needs(parallel, tokens, cache)
@@ -275,12 +276,13 @@ class Fit:
             room = budget - sum(server_memory(self.model, serving).values())
             if room >= sequences * self.sample * token:
                 break
-        if serving.sequences == wanted:
-            why = f"of a step; an iteration has {counted(samples, 'sample')} for a server"
-        else:
+        why = f"sequences of a step; an iteration has {counted(samples, 'sample')} for a server"
+        if serving.sequences < wanted:
             long = f"{self.sample:,.0f} tokens"
-            why = f"of a step; the cache has no room for more of {long} (assumed)"
-        self._add("server.max_num_seqs", serving.sequences, f"sequences {why}")
+            why = f"sequences of a step; the cache has no room for more of {long} (assumed)"
+        elif samples < _VLLM_SEQUENCES:
+            why += ", and vLLM takes no fewer by itself"
+        self._add("server.max_num_seqs", serving.sequences, why)
         return dataclasses.replace(server, serving=serving)
 
     def _kept(self, server: _Server) -> float:
@@ -317,7 +319,7 @@ class Fit:
             peak, settings = min(found, key=lambda one: one[0])
         why = f"{gib(peak)} of {gib(self.memory)} at the trainer's peak"
         if kept:
-            why += f", next to {gib(kept)} of servers"
+            why += f", next to {gib(kept)} that servers keep"
         for name, value in settings.items():
             self._add(f"training.{name}", value, why)
         return peak
@@ -405,7 +407,7 @@ class Fit:
             return f"does not fit: {budget}, and contexts and NCCL take {gib(others)}; {way}"
         there = [name for name in _IN_HOST if config.recipe_settings.get(name)]
         if self.host is not None and there:
-            # The trainer cannot do without. What only waits there can be read from files instead.
+            # The trainer works there. What only waits there can be read from files instead.
             held = self._held_in_host(config)
             if held > self.host:
                 room = f"the machine's own memory, which has {gib(self.host)}"
