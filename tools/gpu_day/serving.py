@@ -32,13 +32,13 @@ def make_server(
     **more: Any,
 ) -> VLLMServer:
     """Return a server for a model, not started yet; its log is kept."""
-    extra: dict[str, Any] = {"max_num_seqs": SEQUENCES, "enable_sleep_mode": True} | more
+    extra: dict[str, Any] = {"max_num_seqs": SEQUENCES} | more
     if adapters:
         extra["max_lora_rank"] = LORA_RANK
     if place.rehearse:
         extra |= {"max_num_seqs": 32, "kv_cache_memory_bytes": 2**28}
     else:
-        extra["gpu_memory_utilization"] = OF_THE_GPU
+        extra |= {"gpu_memory_utilization": OF_THE_GPU, "enable_sleep_mode": True}
     return VLLMServer(
         model,
         served_model_name=NAME,
