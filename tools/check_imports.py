@@ -47,11 +47,12 @@ def _room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-EVERYWHERE = frozenset({"errors", "text", "version", "system"})
+EVERYWHERE = frozenset({"errors", "messages", "text", "version", "system"})
 
 HOUSE = {
     # What every room may import.
     "errors": _room("text"),
+    "messages": _room("text"),
     "text": _room(),
     "version": _room(),
     "intervals": _room(),
@@ -75,7 +76,7 @@ HOUSE = {
     "rollouts.scheduling": _room("rollouts.client", "numpy"),
     "rollouts.cache": _room("rollouts.client", "obstore msgspec"),
     "rollouts.graders": _room("rollouts.client tasks", "openai cloudpickle"),
-    "server": _room("configs records", "openai psutil huggingface_hub"),
+    "server": _room("configs costs records", "openai psutil huggingface_hub"),
     # From samples to rows.
     "data": _room("data.chat configs records", "numpy"),
     "data.chat": _room("records", "jinja2 markupsafe"),

@@ -39,7 +39,9 @@ from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
 from ttrl.training.metrics import Sums
 from ttrl.training.models.architecture import read_config
+from ttrl.training.models.weights import check_head
 from ttrl.training.parallel.distributed import Ranks, derived_generator, recipe_main, run_recipe
+from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.step import TOKENS
@@ -130,7 +132,9 @@ def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
     """Return all conversations that fit into a row as token sequences, and the id to pad with. Raises ConfigError if there are
     none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded."""
-    read_config(config.model)  # says what is wrong with a folder; the tokenizer would ask the hub for it
+    hf_config = read_config(config.model)  # says what is wrong with a folder; the tokenizer would ask the hub for it
+    if hf_config.tie_word_embeddings:
+        check_head(base_folder(config))
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
         rows = read_jsonl(config.data, appended=False)

@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ttrl.errors import ModelFolderError
 from ttrl.server import model_folder
@@ -94,6 +96,31 @@ def test_missing_shards_and_damaged_files(model):
     (model / "config.json").write_text("{")
     with pytest.raises(ModelFolderError, match="not valid JSON"):
         check_model_folder(model)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},  # tied by default
+        {"model_type": "gpt2"},
+    ],
+)
+def test_a_head_that_is_not_the_tied_embeddings_is_refused(config, model, adapter):
+    (model / "config.json").write_text(json.dumps(config))
+    embeddings = torch.ones(3, 2)
+    tensors = {"model.embed_tokens.weight": embeddings, "lm_head.weight": embeddings.clone()}
+    save_file(tensors, model / "model.safetensors")
+    shutil.copy(model / "config.json", adapter)
+    assert check_model_folder(model) == model and check_model_folder(adapter) == adapter
+    save_file({**tensors, "lm_head.weight": embeddings + 1}, model / "model.safetensors")
+    said = r"lm_head\.weight in model\.safetensors is not model\.embed_tokens\.weight in"
+    for folder in (model, adapter):
+        with pytest.raises(ModelFolderError, match=said):
+            check_model_folder(folder)
+    (model / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    if "text_config" not in config:
+        assert check_model_folder(model) == model
 
 
 def test_names_of_the_hub_and_folders_that_are_not_there(tmp_path, monkeypatch):

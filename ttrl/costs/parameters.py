@@ -187,16 +187,23 @@ class DecoderParameters:
         return self.total + (self.vocabulary_matrix if again else 0)
 
 
+def has_tied_head(config: Mapping[str, Any]) -> bool:
+    """Tell whether a model's output projection is the embeddings' matrix, by its config.json."""
+    text = model_settings(config)
+    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    return text.get("model_type") in _TIED if tied is None else bool(tied)
+
+
 def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
     """Return the parameters that a config.json describes. Raises ModelFolderError where a value is missing."""
     text = model_settings(config)
     family = str(text.get("model_type"))
+    tied = has_tied_head(config)
     attention_bias = bool(text.get("attention_bias")) and family not in ("qwen2", "mistral", "phi3", "phi")
-    tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     return DecoderParameters(
         shape=model_shape(config),
         family=family,
-        tied=family in _TIED if tied is None else bool(tied),
+        tied=tied,
         head_norms=family in _HEAD_NORMS or bool(text.get("qk_layernorm") and family == "phi"),
         post_norms=family in _POST_NORMS,
         parallel=family in _PARALLEL,

@@ -5,18 +5,19 @@ A check says "found" where it saw the cause itself, "ruled out" where it saw tha
 where it could not see what it would have to look at. Nothing is guessed from the size of the difference.
 """
 
-import json
-import struct
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ttrl.data.packing.pack import PackedTensors, unpack
+from ttrl.errors import ModelFolderError
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_mapping, read_run
 from ttrl.run_folder.token_text import run_token_text
 from ttrl.system.files import read_jsonl
+from ttrl.system.weight_files import EMBEDDINGS, StoredTensor, stored_tensors
 
 if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
@@ -373,28 +374,23 @@ def _adapters(e: Evidence) -> Cause:
     return Cause(name, "ruled out", f"{mine:g} on both sides")
 
 
-def _headers(model: Path | None) -> list[dict[str, Any]]:
+def _tensors(model: Path | None) -> list[StoredTensor]:
     """Read the headers of a checkpoint's safetensors files, those of its base if it is an adapter alone, and nothing else."""
-    headers = []
+    tensors = []
     base = None if model is None else read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
     folders = [Path(folder) for folder in (model, base) if folder is not None]
     for path in next((found for folder in folders if (found := sorted(folder.glob("*.safetensors")))), []):
-        try:
-            with open(path, "rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                headers.append(json.loads(file.read(min(length, 100_000_000))))
-        except (OSError, ValueError, struct.error):
-            continue
-    return headers
+        with contextlib.suppress(OSError, ModelFolderError):
+            tensors += stored_tensors(path)
+    return tensors
 
 
 def _stored_dtypes(model: Path | None) -> set[str]:
-    return {entry["dtype"] for header in _headers(model) for name, entry in header.items() if name != "__metadata__"}
+    return {tensor.dtype for tensor in _tensors(model)}
 
 
 def _embedding_rows(model: Path | None) -> int | None:
-    for header in _headers(model):
-        for name, entry in header.items():
-            if name.endswith("embed_tokens.weight") or name.endswith("wte.weight"):
-                return int(entry["shape"][0])
+    for tensor in _tensors(model):
+        if tensor.name.endswith(EMBEDDINGS):
+            return tensor.shape[0]
     return None

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from ttrl.costs.parameters import has_tied_head
 from ttrl.errors import ModelFolderError, describe
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS, CANARY_FILE
 from ttrl.system.console import note
 from ttrl.system.files import digest
+from ttrl.system.weight_files import check_tied_head
 
 _HUB_SECONDS = 3.0
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -28,7 +30,8 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
     """Check that `path` holds config, weights, tokenizer and, unless told otherwise, a chat template.
 
     Returns the folder, or None for a name such as "org/name" that does not exist locally and is left to the hub. An adapter alone
-    (see `merge_adapter`) has the weights of its base.
+    (see `merge_adapter`) has the weights of its base. With tied embeddings, an output head in the
+    files must equal them.
     Raises ModelFolderError that lists everything that is missing and says what to do.
     """
     folder = Path(path)
@@ -48,6 +51,9 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
     problems = [*_config_problems(folder), *weights, *_tokenizer_problems(folder, chat_template)]
     if problems:
         raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    if has_tied_head(_read_json(folder / "config.json")):
+        has_own = not _weight_problems(folder)
+        check_tied_head(weight_files(folder if base is None or has_own else base))
     return folder
 
 

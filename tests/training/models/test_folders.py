@@ -1,6 +1,7 @@
 """Model folders: what is refused and how, and weights in and out."""
 
 import json
+import re
 import shutil
 
 import check_parity
@@ -132,6 +133,21 @@ def test_files_of_gpt2_that_are_older(changed):
     save_file(old | {"lm_head.weight": old["wte.weight"].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
     out = to_hugging_face_names(dict(iter_weights(folder)), read_config(folder))
     assert out.keys() == new.keys() and all(torch.equal(out[name], tensor) for name, tensor in new.items())
+
+
+@pytest.mark.parametrize("family", ["qwen2-tied", "gemma2", "gemma3", "gpt2", "nanochat-biased"])
+def test_a_head_that_is_not_the_tied_embeddings_is_refused(family, changed):
+    folder = changed(family)
+    stored = load_file(folder / "model.safetensors")
+    (name,) = (n for n in stored if n.endswith(("embed_tokens.weight", "wte.weight")))
+    head = "lm_head.weight"
+    rewrite(folder, lambda tensors: tensors.update({head: tensors[name].clone()}))
+    same = dict(iter_weights(folder))
+    assert torch.equal(same["tok_embeddings.weight"], stored[name])
+    rewrite(folder, lambda tensors: tensors[head][1].mul_(1.001))
+    said = rf"lm_head\.weight in model\.safetensors is not {re.escape(name)} in model\.safetensors"
+    with pytest.raises(ModelFolderError, match=said):
+        next(iter_weights(folder))
 
 
 def test_sharded_files_are_read(model_folder, tmp_path):

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from ttrl.errors import ModelFolderError
 from ttrl.system.files import again
+from ttrl.system.weight_files import check_tied_head
 from ttrl.training.models.architecture import Architecture, architecture, read_config
 from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite, ModelFamily
 
@@ -139,10 +140,21 @@ def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str
     return None
 
 
+def check_head(folder: str | Path) -> None:
+    """Check the output head in the files of a model with tied embeddings. Raises ModelFolderError."""
+    files = [Path(folder, file) for file in files_of(Path(folder))]
+    try:
+        again(partial(check_tied_head, files))
+    except OSError as error:
+        raise ModelFolderError(f"{folder} cannot be read ({error})") from error
+
+
 def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
     memory and read tensor by tensor, so that the host never holds the whole model. Raises ModelFolderError."""
     config = read_config(folder)
+    if config.tie_word_embeddings:
+        check_head(folder)
     shape, family, composite = architecture(config), FAMILIES[config.model_type], composite_of(folder)
     for file, stored, tensor in iter_stored(folder):
         theirs = stored

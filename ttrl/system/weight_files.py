@@ -1,0 +1,122 @@
+"""The headers of safetensors files, and a check of tied embeddings, without PyTorch.
+
+A model whose config.json says `tie_word_embeddings` computes its output with the embeddings. Its
+files may hold the head again, as most checkpoints of ours do. If that head differs, readers differ
+too: vLLM ignores it, transformers unties the two. Neither is a guess worth training on.
+"""
+
+import json
+import mmap
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttrl.errors import ModelFolderError
+
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
+_HEAD = "lm_head.weight"
+_CHUNK = 1 << 24
+_MOST_HEADER = 100_000_000
+"""Bytes: what safetensors itself accepts."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file: what its header says."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Of its bytes in the file."""
+    stop: int
+
+
+def stored_tensors(file: Path) -> list[StoredTensor]:
+    """Return the tensors of a safetensors file. Raises ModelFolderError for a damaged header, and
+    OSError."""
+    with open(file, "rb") as opened:
+        start = opened.read(8)
+        try:
+            (length,) = struct.unpack("<Q", start)
+            header: Any = json.loads(opened.read(min(length, _MOST_HEADER)))
+            begin = len(start) + length
+            return [
+                StoredTensor(
+                    file=file,
+                    name=name,
+                    dtype=entry["dtype"],
+                    shape=tuple(entry["shape"]),
+                    start=begin + entry["data_offsets"][0],
+                    stop=begin + entry["data_offsets"][1],
+                )
+                for name, entry in header.items()
+                if name != "__metadata__"
+            ]
+        except (struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unreadable(file, f"{type(error).__name__}: {error}") from error
+
+
+def _unreadable(file: Path, why: str) -> ModelFolderError:
+    return ModelFolderError(f"{file} cannot be read ({why}); copy or download it again")
+
+
+def check_tied_head(files: Iterable[Path]) -> None:
+    """Check that an output head in the files of a model with tied embeddings equals these.
+
+    Raises ModelFolderError that names both where they differ, or for a damaged file; OSError.
+    """
+    tensors = [tensor for file in files for tensor in stored_tensors(file)]
+    heads = [tensor for tensor in tensors if tensor.name.endswith(_HEAD)]
+    embeddings = [tensor for tensor in tensors if tensor.name.endswith(EMBEDDINGS)]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return
+    (head,) = heads
+    (embedding,) = embeddings
+    for tensor in (head, embedding):
+        size = tensor.file.stat().st_size
+        if size < tensor.stop:
+            raise _unreadable(tensor.file, f"it ends after {size:,} of {tensor.stop:,} bytes")
+    difference = _difference(head, embedding)
+    if difference is not None:
+        raise ModelFolderError(
+            f"{head.file.parent}: config.json ties the output head to the embeddings "
+            f"(tie_word_embeddings), but {head.name} in {head.file.name} is not "
+            f"{embedding.name} in {embedding.file.name}: {difference}. If this head is meant, set "
+            f'"tie_word_embeddings": false in config.json; if not, remove {head.name} from the file'
+        )
+
+
+def _difference(head: StoredTensor, embedding: StoredTensor) -> str | None:
+    """Describe the first difference between two tensors; None where all values are equal."""
+    if head.shape != embedding.shape:
+        return f"its shape is {list(head.shape)}, not {list(embedding.shape)}"
+    widths = {tensor.dtype: (tensor.stop - tensor.start) for tensor in (head, embedding)}
+    if len(widths) == 2 and widths.keys() != {"BF16", "F32"}:
+        return f"it is {head.dtype}, not {embedding.dtype}"
+    wide = max((head, embedding), key=lambda tensor: tensor.stop - tensor.start)
+    narrow = embedding if wide is head else head
+    ratio = len(widths)  # a value of BF16 has half the bytes of one of F32
+    size = wide.stop - wide.start
+    with open(wide.file, "rb") as one, open(narrow.file, "rb") as other:
+        first = mmap.mmap(one.fileno(), 0, access=mmap.ACCESS_READ)
+        second = mmap.mmap(other.fileno(), 0, access=mmap.ACCESS_READ)
+        with first, second:
+            for begin in range(0, size, _CHUNK):
+                end = min(begin + _CHUNK, size)
+                ours = first[wide.start + begin : wide.start + end]
+                theirs = second[narrow.start + begin // ratio : narrow.start + end // ratio]
+                if ours != (theirs if ratio == 1 else _widened(theirs)):
+                    return "their values differ"
+    return None
+
+
+def _widened(bf16: bytes) -> bytes:
+    """Return the same values as F32, whose upper half a BF16 is (little-endian)."""
+    wide = bytearray(2 * len(bf16))
+    wide[2::4] = bf16[0::2]
+    wide[3::4] = bf16[1::2]
+    return bytes(wide)
