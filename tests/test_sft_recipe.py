@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from ttrl import sft_recipe
@@ -73,6 +73,38 @@ def test_a_missing_model_or_file_is_named(model, tmp_path):
         sft_recipe.read_examples(config("runs/nowhere", tmp_path, ["{}"]))  # not looked up on the hub
     with pytest.raises(ConfigError, match="missing or empty"):
         sft_recipe.read_examples(config(model, tmp_path, []))
+
+
+def test_parts_and_nulls_are_read_as_texts_and_missing_fields(model, tmp_path):
+    """As rows look that multimodal tools wrote, or that went through parquet."""
+
+    def part(text):
+        return [{"type": "text", "text": text, "image_url": None}]
+
+    listed = {"messages": [], "tools": None}
+    for message in TWO_TURNS:
+        listed["messages"].append({**message, "content": part(message["content"]), "name": None})
+    lines = [json.dumps({"messages": TWO_TURNS}), json.dumps(listed)]
+    (one, other), _ = sft_recipe.read_examples(config(model, tmp_path, lines))
+    assert one.token_ids == other.token_ids and one.assistant_mask == other.assistant_mask
+    listed["messages"][0]["content"].append({"type": "image_url", "image_url": {"url": "x"}})
+    said = "line 1: message 0 holds a part of type 'image_url'"
+    with pytest.raises(TokenizationError, match=said):
+        sft_recipe.read_examples(config(model, tmp_path, [json.dumps(listed)]))
+
+
+def test_a_head_that_is_not_the_tied_embeddings_is_refused_before_the_data_is_read(tmp_path):
+    folder = make_tiny_model(tmp_path / "model", layers=1, width=32, heads=1, tied=True)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    embeddings = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embeddings.clone()}, file, metadata={"format": "pt"})
+    rows = train(folder, tmp_path)
+    assert len(rows) == 2
+    save_file({**tensors, "lm_head.weight": -embeddings}, file, metadata={"format": "pt"})
+    said = r"lm_head\.weight in model\.safetensors is not model\.embed_tokens\.weight in"
+    with pytest.raises(ModelFolderError, match=said):
+        sft_recipe.read_examples(config(folder, tmp_path, ["no JSON"]))
 
 
 def test_every_epoch_uses_every_example_once(model, tmp_path):

@@ -187,6 +187,51 @@ def test_rows_from_files(tmp_path) -> None:
     assert len(trl_tasks(iter(rows), right, n=1)) == 1
 
 
+def test_rows_that_went_through_arrow(tmp_path) -> None:
+    """Parquet fills in what only other rows have; functions see the columns as they are."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    functions = [
+        {"name": "add", "arguments": {"a": 1, "b": 2}},
+        {"name": "look", "arguments": {"place": "hall"}},
+    ]
+    calls = [{"id": str(n), "type": "function", "function": f} for n, f in enumerate(functions)]
+    sent = []
+    for made, function in zip(calls, functions, strict=True):
+        text = json.dumps(function["arguments"])
+        sent.append({**made, "function": {**function, "arguments": text}})
+    asked = {"role": "user", "content": [{"type": "text", "text": "Add"}]}
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    result = {"role": "tool", "content": asked["content"]}
+    results = [result | {"tool_call_id": str(n)} for n in range(2)]
+    rows = [{"prompt": [asked, said, *results], "hint": None}, {"prompt": [asked], "hint": "x"}]
+    table = pyarrow.Table.from_pylist(rows)
+    parquet.write_table(table, tmp_path / "train.parquet")
+    filled = table.to_pylist()[0]["prompt"]
+    assert filled[0]["tool_calls"] is None
+    assert filled[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1, "b": 2, "place": None}
+    seen = []
+
+    def curious(prompts, completions, hint, **kwargs):
+        seen.append((prompts[0], hint[0]))
+        return [1.0]
+
+    for place in (tmp_path, table.to_pylist()):
+        first, second = trl_tasks(place, curious)
+        assert first.messages == [asked, {**said, "tool_calls": sent}, *results]
+        assert second.messages == [asked]
+        assert graded(first, "3")[0] == 1.0 and seen.pop() == (rows[0]["prompt"], None)
+
+
+def test_an_environment_adds_to_parts() -> None:
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "Guess."}]}]
+    (task,) = trl_tasks([{"prompt": prompt, "secret": "crane"}], environment_factory=WordEnv)
+    (sample,) = sampled([call("guess", guess="crane"), "done"], [task])
+    assert sample.error is None and sample.reward == 1.0
+    added = {"type": "text", "text": " The word has 5 letters."}
+    assert sample.conversation[0]["content"] == [*prompt[0]["content"], added]
+
+
 def test_metrics_and_columns_are_handed_over() -> None:
     seen = {}
 

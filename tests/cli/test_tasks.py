@@ -76,6 +76,19 @@ def test_without_replies_the_prompts_are_shown(template: Path, capsys: pytest.Ca
     assert "End your reply with the number." in text and "--reply TEXT" in text and "reward" not in text
 
 
+def test_prompts_in_parts_are_shown_as_texts() -> None:
+    parts = [{"type": "text", "text": "Look here"}, {"type": "text", "text": "and there"}]
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "nothing"},
+    ]
+    fine, text = shown([Task(messages, lambda choice: 1.0)])
+    assert fine and "user:\n    Look here\n    and there\n" in text and "'type': 'text'" not in text
+    assert "'name': 'look'" in text and "tool:\n    nothing" in text
+
+
 def test_a_file_is_not_written_over(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tasks", "new", str(template)]) == 2
     assert "exists already" in capsys.readouterr().err

@@ -279,6 +279,19 @@ def test_of_endless_conversations_the_beginning_is_shown() -> None:
     assert html.count("&lt;") == 4 * (15_000 + 160) and "36 more messages in the run folder" in html
 
 
+def test_texts_in_parts_are_shown_as_texts() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    calls = [{"function": {"name": "add"}}]
+    said = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "prompt", "content": [1, 2]},
+        {"role": "user", "content": ""},
+    ]
+    shown = shown_messages((message, "prompt") for message in said)
+    assert [one.text for one in shown.first] == ["one\ntwo", json.dumps(calls), "[1, 2]", ""]
+
+
 def test_keys_and_passwords_are_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [0.5, 0.9])
     headers = {"Authorization": "Bearer hush-1", "X-Api-Key": "hush-2"}

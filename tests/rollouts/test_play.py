@@ -245,6 +245,57 @@ def test_tools_are_called_and_their_results_are_not_trained(kit):
     assert "add" in sample_text(sample) and "I add" in sample_text(sample)
 
 
+def test_nulls_are_sent_to_no_server(kit):
+    """Such as `message.model_dump()`, or rows of a data set, hold."""
+    function = {"name": "add", "arguments": '{"a": null}'}
+    call = {"id": "c1", "type": "function", "function": function}
+
+    def tool(**nulls):
+        properties = {"a": {"type": "number", **nulls}, **nulls}
+        described = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+        return {"type": "function", "function": {**described, **nulls}}
+
+    filled = tool(b=None, default=None)
+    told = {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "3"}]}
+    seen = []
+
+    def behaviour(body, attempt):
+        seen.append(body)
+        message = {"role": "assistant", "content": None, "tool_calls": [{**call, "index": None}]}
+        choice = kit.choice(0, "call", message=message) if len(seen) == 1 else kit.choice(0, "3")
+        return kit.completion([choice], prompt_token_ids=[len(seen)])
+
+    async def use(chat):
+        choice = await chat("1 + 2?", tools=[filled])
+        chat.messages[-1] = choice.message.model_dump()
+        assert chat.messages[-1]["refusal"] is None
+        await chat({**told, "content": [{**told["content"][0], "image_url": None}], "name": None})
+        return 1.0
+
+    messages = [{**SYSTEM[0], "name": None}]
+    params = {"tools": [filled], "temperature": None}
+    results, _ = kit.run(behaviour, [Task(messages, rollout=use, id="t")], params=params)
+    (sample,) = results.samples
+    assert sample.error is None
+    assert [body["tools"] for body in seen] == [[tool()]] * 2
+    asked = {"role": "user", "content": "1 + 2?"}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    assert seen[0]["messages"] == [*SYSTEM, asked]
+    assert seen[1]["messages"] == [*SYSTEM, asked, said, told]
+    # What is compared and kept is what was sent: the second turn follows the first.
+    assert [turn.follows for turn in sample.turns] == [-1, 0] and sample.turns[0].reply == said
+
+
+def test_parts_that_are_no_text_cost_the_sample(kit):
+    async def show(chat):
+        picture = {"type": "image_url", "image_url": {"url": "x"}}
+        await chat({"role": "user", "content": [{"type": "text", "text": "Look"}, picture]})
+
+    results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, rollout=show, id="t")])
+    (sample,) = results.samples
+    assert "message 1 holds a part of type 'image_url'; the policy is trained on" in sample.error
+
+
 def test_what_a_rollout_does_to_its_messages_changes_no_earlier_turn(kit):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     seen = []

@@ -108,6 +108,49 @@ def test_good_messages():
     Task([{"role": "user", "content": [{"type": "text", "text": "x"}]}], grader)
 
 
+def test_messages_are_those_that_a_server_takes():
+    """Without nulls, and with arguments of tool calls as JSON text."""
+    function = {"name": "add", "arguments": {"a": 1, "b": None}}
+    call = {"id": "1", "type": "function", "function": function}
+    part = {"type": "text", "text": "x"}
+    given = [
+        {"role": "user", "content": [part | {"image_url": None}], "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call], "thinking": None},
+        {"role": "tool", "tool_call_id": "1", "content": "3", "name": None},
+    ]
+    sent = call | {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    task = Task(given, grader)
+    assert task.messages == [
+        {"role": "user", "content": [part]},
+        {"role": "assistant", "content": None, "tool_calls": [sent]},
+        {"role": "tool", "tool_call_id": "1", "content": "3"},
+    ]
+    assert given[0]["tool_calls"] is None and function["arguments"] == {"a": 1, "b": None}
+    assert Task(task.messages, grader).id == task.id
+    function["arguments"] = {"a": object()}
+    with pytest.raises(TaskError, match="the arguments of a tool call have no JSON text"):
+        Task(given, grader)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ([{"type": "image_url", "image_url": {"url": "x"}}], "a part of type 'image_url'"),
+        ([{"type": "image", "text": None}], "a part of type 'image'"),
+        ([{"text": "x"}], "a part without a type"),
+        ({"type": "text", "text": "x"}, "content of type dict"),
+    ],
+)
+def test_parts_that_are_no_text_are_refused_by_name(content, words):
+    with pytest.raises(TaskError, match=f"task 'mine': message 1 holds {words}.*trains on text"):
+        Task([*MESSAGES, {"role": "user", "content": content}], grader, id="mine")
+
+
+def test_a_prompt_of_token_ids_is_no_list_of_parts():
+    messages = [{"role": "prompt", "content": [1, 2, 3]}]
+    assert Task(messages, grader).messages == messages
+
+
 @pytest.mark.parametrize("bad", [None, "grader", 1.0])
 def test_graders_must_be_callable(bad):
     with pytest.raises(TaskError, match="grader is"):

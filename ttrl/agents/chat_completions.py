@@ -9,6 +9,7 @@ from aiohttp import web
 
 from ttrl.agents.parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
+from ttrl.messages import messages_without_nulls, part_that_is_no_text
 from ttrl.text import short
 
 FREE = frozenset({"messages", "max_completion_tokens"})
@@ -22,16 +23,13 @@ def read(body: Mapping[str, Any]) -> Asked:
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise UserError(f"messages is {short(given, 60)}; give a non-empty list of objects")
     for number, message in enumerate(given):
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type") if isinstance(part, dict) else part
-            if kind != "text":
-                raise UserError(f"messages[{number}] holds a part of type {short(kind, 60)}; the policy is trained on text alone")
+        found = part_that_is_no_text(message.get("content"))
+        if found is not None:
+            raise UserError(f"messages[{number}] holds {found}; the policy is trained on text")
         if message.get("role") == "prompt":
             raise UserError(f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions")
-    messages = [{key: value for key, value in one.items() if value is not None or key == "content"} for one in given]
     limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
-    return Asked(messages, tools_of(body), body.get("stop"), limits)
+    return Asked(messages_without_nulls(given), tools_of(body), body.get("stop"), limits)
 
 
 def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:

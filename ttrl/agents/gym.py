@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError
+from ttrl.messages import with_text_added
 from ttrl.tasks.answers import after_thinking, find_tagged, last_line, reply_text
 from ttrl.tasks.task import Chat, RolloutLimits, Task, question
 from ttrl.text import is_number, short
@@ -140,7 +141,7 @@ class GymRollout:
 
 def show(chat: Chat, text: str) -> None:
     """Add what an environment shows at first to the task's last message."""
-    chat.messages[-1] = {**chat.messages[-1], "content": f"{chat.messages[-1]['content']}\n\n{text}"}
+    chat.messages[-1] = with_text_added(chat.messages[-1], f"\n\n{text}")
 
 
 def seeds(split: str, n: int, seed: int) -> range:

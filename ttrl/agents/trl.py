@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from ttrl.agents.tools import Tools
 from ttrl.errors import GraderError, TaskError
+from ttrl.messages import messages_without_nulls, with_text_added
 from ttrl.tasks.answers import reply_text
 from ttrl.tasks.datasets import load_rows
 from ttrl.tasks.task import Chat, Choice, GraderOutput, RolloutLimits, Task, question
@@ -85,6 +86,10 @@ def trl_tasks(
         prompt = columns.get("prompt", "" if factories is not None else None)
         if not isinstance(prompt, str | list) or (prompt == [] and factories is None):
             raise TaskError(f"row {number}: its prompt is {short(prompt, 80)}; give a string, or a list of chat messages")
+        text = json.dumps(columns, sort_keys=True, default=str)
+        if isinstance(prompt, list):
+            prompt = messages_without_nulls(prompt)
+            columns["prompt"] = prompt
         rewards = TrlGrader(tuple(functions), tuple(map(float, weights)), prompt, columns)
         rollout: Any = None
         if factories is not None:
@@ -95,11 +100,10 @@ def trl_tasks(
             rollout = EnvironmentRollout(factories[name], tuple(tools), rewards, row)
         elif tools:
             rollout = ToolRollout(tuple(tools))
-        text = json.dumps(columns, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
         names[digest] = names.get(digest, 0) + 1
         mark = f"-{names[digest]}" if names[digest] > 1 else ""
-        messages = question(prompt) if isinstance(prompt, str) else [_without_none(one) for one in prompt]
+        messages = question(prompt) if isinstance(prompt, str) else prompt
         grader = None if factories is not None else rewards
         tasks.append(Task(messages, grader, id=f"trl/{digest}{mark}", rollout=rollout, limits=limits or RolloutLimits()))
     if not tasks:
@@ -205,8 +209,7 @@ class EnvironmentRollout:
         if told is not None:
             if not isinstance(told, str):
                 raise TaskError(f"{type(environment).__name__}.reset returned {short(told, 80)}; it returns a text, or None")
-            last = chat.messages[-1]
-            chat.messages[-1] = {**last, "content": (last.get("content") or "") + told}
+            chat.messages[-1] = with_text_added(chat.messages[-1], told)
         tools = Tools([*self.tools, *_methods(environment)])
         choice = await tools.talk(chat)
         choice.messages = chat.messages  # type: ignore[attr-defined]  # as graders of rollouts get it
@@ -280,10 +283,3 @@ def _read(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_place(given: Any) -> bool:
     return isinstance(given, str) or hasattr(given, "__fspath__")
-
-
-def _without_none(message: Any) -> Any:
-    """Leave out keys without a value, which data sets fill in where only some rows have them."""
-    if not isinstance(message, Mapping):
-        return message
-    return {key: value for key, value in message.items() if value is not None or key == "content"}

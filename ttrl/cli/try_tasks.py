@@ -12,6 +12,7 @@ from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import UserError
+from ttrl.messages import text_of
 from ttrl.ready_models import ready_model
 from ttrl.records import Sample
 from ttrl.rollouts.task_results import get_task_results
@@ -98,7 +99,11 @@ def _say_task(say: Say, task: Task, number: int, count: int) -> None:
     say(f"\n━━ task {number} of {count}: {task.id}")
     for message in task.messages:
         content = message.get("content")
-        _say_block(say, message["role"], content if isinstance(content, str) else short(content or message.get("tool_calls")))
+        text = text_of(content)
+        shown_short = content or message.get("tool_calls")
+        if not text and shown_short:
+            text = short(shown_short)
+        _say_block(say, message["role"], text)
 
 
 def _say_block(say: Say, title: str, text: str) -> None:

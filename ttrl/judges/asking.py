@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from openai import APIStatusError, AsyncOpenAI, OpenAIError
 
 from ttrl.errors import GraderError, UserError, describe
+from ttrl.messages import text_of
 from ttrl.tasks.task import Choice
 from ttrl.text import short
 
@@ -177,7 +178,8 @@ def _is_final(error: OpenAIError) -> bool:
 def conversation_of(choice: Choice) -> tuple[str, str]:
     """Return what a judge is shown of a choice: what was said before (where it is known), and the last reply."""
     before = [message for message in (getattr(choice, "messages", None) or [])[:-1] if message.get("content")]
-    return "\n\n".join(f"{one['role']}: {one['content']}" for one in before), choice.message.content or ""
+    said = [f"{one['role']}: {text_of(one['content']) or one['content']}" for one in before]
+    return "\n\n".join(said), choice.message.content or ""
 
 
 def fenced(text: str, name: str, salt: str) -> str:

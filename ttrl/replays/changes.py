@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ttrl.configs.data import AdvantageKind
 from ttrl.data.advantages import group_advantages, has_signal
+from ttrl.messages import text_of
 from ttrl.records import TaskResult
 from ttrl.rollouts.results import is_unfinished, reason
 
@@ -237,9 +238,7 @@ def _correlation(before: Sequence[float], after: Sequence[float]) -> float | Non
 def _last_text(messages: Iterable[Any]) -> str:
     """Return the text of the last message that has any: the question that was asked."""
     for message in reversed(list(messages)):
-        content = message.get("content")
-        parts = content if isinstance(content, list) else [content]
-        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
-        if any(isinstance(text, str) and text for text in texts):
-            return " ".join(text for text in texts if isinstance(text, str))
+        text = text_of(message.get("content"))
+        if text:
+            return text
     return ""

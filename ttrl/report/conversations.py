@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
+from ttrl.messages import text_of
 from ttrl.records import Sample
 from ttrl.report.samples import TRAINER_FILE, Shown, TokenSpan, TokenTable, before_and_after, some_samples, stamp_of
 from ttrl.run_folder.reader import RunData
@@ -55,8 +56,11 @@ def shown_messages(messages: Iterable[tuple[Any, str]]) -> Shown[Message]:
     for message, css in known:
         if length >= MOST_TEXT:
             break
-        content = message.get("content") or message.get("tool_calls") or ""
-        text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+        content = message.get("content")
+        text = text_of(content)
+        shown_as_json = content or message.get("tool_calls")
+        if not text and shown_as_json:
+            text = json.dumps(shown_as_json, ensure_ascii=False)
         shown.append(Message(message.get("role", "?"), text, css))
         length += len(text)
     return Shown(shown, len(known) - len(shown))

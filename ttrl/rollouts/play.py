@@ -20,6 +20,7 @@ from typing import Any
 from openai.types.chat.chat_completion import Choice
 
 from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError, describe
+from ttrl.messages import part_that_is_no_text, request_messages, without_nulls
 from ttrl.records import PROMPT, Sample, Turn, raw_prompt
 from ttrl.rollouts.cache.completions import request_digest
 from ttrl.rollouts.client.attempts import ChatAttempt, room_left
@@ -197,11 +198,13 @@ class Play:
             raise
         number = len(self._replies)
         self._replies.append(None)
-        sent = _clean(plain(messages, "messages"))
+        sent = _clean(request_messages(plain(messages, "messages")))
         if not sent:
             raise RolloutError(f"{self.place}: there are no messages to answer")
-        self._check_prompt(sent)
-        own = {"tools": _clean(plain(tools, "tools")) if tools else None, "stop": plain(stop, "stop")}
+        self._check_messages(sent)
+        own: dict[str, Any] = {"tools": None, "stop": plain(stop, "stop")}
+        if tools:
+            own["tools"] = _clean(without_nulls(plain(tools, "tools")))
         request = self._request(own, max_tokens)
         waiting = asyncio.current_task()
         assert waiting is not None
@@ -236,8 +239,14 @@ class Play:
         if self._is_over:
             raise RolloutError(f"{self.place}: the rollout is over; await all requests before it returns")
 
-    def _check_prompt(self, messages: list[dict[str, Any]]) -> None:
+    def _check_messages(self, messages: list[dict[str, Any]]) -> None:
+        """Raise RolloutError for parts that are no text, and for a prompt among chat messages."""
         if all(message.get("role") != PROMPT for message in messages):
+            for number, message in enumerate(messages):
+                found = part_that_is_no_text(message.get("content"))
+                if found is not None:
+                    where = f"{self.place}: message {number}"
+                    raise RolloutError(f"{where} holds {found}; the policy is trained on text")
             return
         content, settings = messages[0].get("content"), self.s.settings
         if len(messages) > 1 or not (isinstance(content, str) or is_ids(content)) or not content:
@@ -363,7 +372,7 @@ def _sent_back(choice: Choice) -> dict[str, Any]:
     message = choice.message
     sent: dict[str, Any] = {"role": "assistant", "content": message.content}
     if message.tool_calls:
-        sent["tool_calls"] = plain(message.tool_calls, "tool_calls")
+        sent["tool_calls"] = without_nulls(plain(message.tool_calls, "tool_calls"))
     for name in _REASONING:
         if isinstance(reasoning := getattr(message, name, None), str) and reasoning:
             sent[name] = reasoning

@@ -10,7 +10,8 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttrl.errors import GraderError, RolloutError, TaskError
-from ttrl.records import LARGEST_REWARD, Sample
+from ttrl.messages import part_that_is_no_text, request_messages
+from ttrl.records import LARGEST_REWARD, PROMPT, Sample
 from ttrl.text import is_number, short
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ class Task:
     The grader is given the `Choice` of an OpenAI chat completion and returns a reward, or (reward, metrics), now or as an
     awaitable. Assistant messages among `messages` are given, not trained: only what the model writes now is.
 
+    Null fields of messages are left out, and arguments of tool calls become JSON text
+    (`ttrl.messages`). Content may be a list of parts, all of them texts.
+
     With `rollout`, the model is asked several times: see `ttrl.tasks.task.Chat`. Raises TaskError when made of something that
     cannot be sampled.
     """
@@ -152,8 +156,12 @@ class Task:
                     f"{name}: message {number} is {short(message, 80)}; a message is a dict with 'role' and 'content', "
                     'such as {"role": "user", "content": "…"}'
                 )
-            if message.get("content") is None and not message.get("tool_calls"):
-                raise TaskError(f"{name}: message {number} (role {message['role']!r}) has neither content nor tool_calls")
+            self._check_content(f"{name}: message {number}", message)
+        try:
+            self.messages = request_messages(self.messages)
+        except (TypeError, ValueError) as error:
+            why = f"the arguments of a tool call have no JSON text: {error}"
+            raise TaskError(f"{name}: {why}") from error
         if self.rollout is not None and not callable(self.rollout):
             raise TaskError(f"{name}: rollout is {short(self.rollout, 80)}; give a coroutine function, async def rollout(chat)")
         if self.group_grader is not None and not callable(self.group_grader):
@@ -167,6 +175,16 @@ class Task:
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
+
+    @staticmethod
+    def _check_content(where: str, message: Mapping[str, Any]) -> None:
+        content = message.get("content")
+        if content is None and not message.get("tool_calls"):
+            role = f"role {message['role']!r}"
+            raise TaskError(f"{where} ({role}) has neither content nor tool_calls")
+        found = None if message["role"] == PROMPT else part_that_is_no_text(content)
+        if found is not None:
+            raise TaskError(f"{where} holds {found}; ttrl trains on text, so leave it out")
 
     def as_json(self) -> bytes:
         """Return id and messages (and the level, where it has one) as JSON. Raises TaskError for what no file could hold."""

@@ -12,8 +12,10 @@ from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
+from ttrl.data.chat.content import reads_parts, server_content
 from ttrl.data.chat.sandbox import TemplateSizeError, allowance, render
-from ttrl.errors import ModelFolderError, TemplateRefusalError
+from ttrl.errors import ModelFolderError, TemplateRefusalError, TokenizationError
+from ttrl.messages import messages_without_nulls, part_that_is_no_text, texts_of, without_nulls
 from ttrl.system.time_limit import time_limit
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -23,15 +25,24 @@ _MOST_TOLD = 2000
 """Characters of an error: a template writes its own."""
 
 
-def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages as vLLM hands them to a template: missing content is empty, tool arguments given as JSON text are
-    objects (empty where they are not one, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of its
-    names. The messages given stay as they are."""
-    made = []
-    for message in messages:
-        message = dict(message)
-        if message.get("content") is None:
-            message["content"] = ""
+def server_messages(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    as_parts: bool = False,
+) -> list[dict[str, Any]]:
+    """Return the messages as vLLM hands them to a template; those given stay as they are.
+
+    Null fields are gone, and the content is a text or, with `as_parts`, a list
+    (`ttrl.data.chat.content`). Tool arguments in JSON text become objects (empty where the text is
+    no object, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of
+    its names. Raises TokenizationError for a part that is no text, such as a picture.
+    """
+    made: list[dict[str, Any]] = messages_without_nulls(messages)
+    for number, message in enumerate(made):
+        found = part_that_is_no_text(message.get("content"))
+        if found is not None:
+            raise TokenizationError(f"message {number} holds {found}; ttrl trains on text")
+        message["content"] = server_content(message, as_parts=as_parts)
         if message.get("role") == "assistant":
             if message.get("tool_calls"):
                 message["tool_calls"] = [_server_call(call) for call in message["tool_calls"]]
@@ -40,7 +51,6 @@ def server_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             for key, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
                 if isinstance(message.get(key), str) and message.get(other) is None:
                     message[other] = message[key]
-        made.append(message)
     return made
 
 
@@ -51,7 +61,8 @@ def unsayable(message: Mapping[str, Any]) -> str | None:
         return "the arguments of a tool call are not a JSON object; a server shows them to the model as {}"
     if message.get("function_call"):
         return "function_call is the old form of tool_calls, which templates do not show"
-    if message.get("content") is None and not message.get("tool_calls") and not any(message.get(key) for key in REASONING_KEYS):
+    says_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
+    if not texts_of(message.get("content")) and not says_more:
         return "it says nothing: there is neither content nor a tool call"
     return None
 
@@ -73,10 +84,10 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": [text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
 
 
-def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
-    if message.get("role") == "tool" or not isinstance(message["content"], str):
+def _with_a_part(message: dict[str, Any]) -> dict[str, Any]:
+    if message["content"] != []:
         return message
-    return message | {"content": [{"type": "text", "text": message["content"]}]}
+    return message | {"content": [{"type": "text", "text": ""}]}
 
 
 def _is_function_call(call: Any) -> bool:
@@ -104,7 +115,8 @@ class ChatTemplate:
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.tokenizer, self.tools = tokenizer, tools
+        self.tokenizer = tokenizer
+        self.tools: list[dict[str, Any]] | None = without_nulls(tools)
         variables = dict(variables or {})
         name = variables.pop("chat_template", None)
         self.source, self.place = _choose(tokenizer, tools, name)
@@ -114,32 +126,36 @@ class ChatTemplate:
         self.variables = variables
 
     def prepared(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return `server_messages` in the form that this template reads: texts as lists of parts where it takes nothing else,
-        arguments of tool calls as JSON text where it refuses objects. Raises TemplateRefusalError where the template refuses the
-        conversation in any form."""
-        made = server_messages(messages)
-        if self._wants_parts:
-            made = [_with_parts(message) for message in made]
+        """Return `server_messages` in the form that this template reads.
+
+        A template may refuse what a server hands it for a tool call: then it gets the arguments as
+        JSON text, or an empty part for a missing content. Raises TemplateRefusalError where it
+        refuses the conversation in any form, TokenizationError for a part that is no text.
+        """
+        made = server_messages(messages, as_parts=self._wants_parts)
         if not any(message.get("tool_calls") for message in made):
             return made
-        try:
-            self.render(made, answer_next=False)
-        except TemplateRefusalError:
-            texts = [_with_text_arguments(message) for message in made]
+        spelt = [_with_text_arguments(message) for message in made]
+        forms = [made, spelt]
+        forms += [[_with_a_part(message) for message in form] for form in (made, spelt)]
+        for form in forms:
             try:
-                self.render(texts, answer_next=False)
+                self.render(form, answer_next=False)
             except TemplateRefusalError:
-                return made
-            return texts
+                continue
+            return form
         return made
 
     def message(self, role: str, text: str) -> dict[str, Any]:
         """Return a plain message in the form that this template reads."""
-        message = {"role": role, "content": text}
-        return _with_parts(message) if self._wants_parts else message
+        (message,) = server_messages([{"role": role, "content": text}], as_parts=self._wants_parts)
+        return message
 
     @functools.cached_property
     def _wants_parts(self) -> bool:
+        """Whether a server hands it lists of parts, or it shows nothing else."""
+        if reads_parts(self.source):
+            return True
         for content in ("kJw", [{"type": "text", "text": "kJw"}]):
             try:
                 if "kJw" in self.render([{"role": "user", "content": content}], answer_next=True):

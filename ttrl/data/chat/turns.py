@@ -26,6 +26,7 @@ from typing import Any
 from ttrl.data.chat.probe import Probe, ending_probe, make_probe
 from ttrl.data.chat.rendering import REASONING_KEYS, ChatTemplate, unsayable
 from ttrl.errors import TemplateRefusalError
+from ttrl.messages import text_of, texts_of
 
 # Thinking that was skipped, as prompts end with it: <think>\n\n</think>, <|channel>thought\n<channel|>.
 _EMPTY_BLOCKS = re.compile(r"(?:<\W{0,2}(\w+)\W{0,2}>\s*\w*\s*<\W{0,2}\1\W{0,2}>\s*)+\Z")
@@ -182,10 +183,12 @@ class TurnFinder:
 
     def _plain_text_begins(self, message: dict[str, Any], probe: Probe, probed: str, prompt: str) -> int | None:
         """Return where the text begins in an answer that does not begin with the prompt; None if it cannot follow the prompt."""
-        text = message["content"]
-        if not isinstance(text, str) or message.get("tool_calls") or any(message.get(key) for key in REASONING_KEYS):
+        texts = texts_of(message["content"])
+        says_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
+        if len(texts) != 1 or says_more:
             return None
-        begin = probed.find(probe.message["content"].strip())
+        (text,) = texts
+        begin = probed.find(text_of(probe.message["content"]).strip())
         if begin < 0:
             return None
         blanks = text[: len(text) - len(text.lstrip())]

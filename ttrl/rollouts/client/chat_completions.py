@@ -13,6 +13,7 @@ from openai import NotGiven
 from openai.resources.chat.completions import AsyncCompletions
 
 from ttrl.errors import UserError
+from ttrl.messages import without_nulls
 from ttrl.text import is_number
 
 STALL_TIMEOUT = 120.0
@@ -78,6 +79,8 @@ class ChatRequest:
         kwargs.setdefault("logprobs", True)
         extra_body = kwargs.pop("extra_body", {})
         parameters = plain({**kwargs, **extra_body}, "params")
+        if "tools" in parameters:
+            parameters["tools"] = without_nulls(parameters["tools"])
         if token_ids:
             parameters["return_token_ids"] = True
         return cls(
