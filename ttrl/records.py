@@ -38,6 +38,18 @@ def raw_prompt(messages: Sequence[Mapping[str, Any]]) -> str | list[int] | None:
     return content
 
 
+def tokens_before(marked: Sequence[int], plain: Sequence[int]) -> list[int]:
+    """Return the special tokens that a tokenizer puts before a text, such as `<bos>`.
+
+    marked, plain: the ids of a text with and without special tokens. Some tokenizers also put one
+    behind it.
+    """
+    for start in range(len(marked) - len(plain), 0, -1):
+        if list(marked[start : start + len(plain)]) == list(plain):
+            return list(marked[:start])
+    return []
+
+
 @dataclass(kw_only=True)
 class Turn:
     """One reply of the model within a sample of several turns (those of a task's `rollout`).

@@ -11,6 +11,7 @@ from ttrl.records import Sample
 from ttrl.rollouts.client.choices import choice_of_sample
 
 CALL = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+BOS = 1
 TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 
 
@@ -18,10 +19,27 @@ def client_of(session):
     return AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
 
 
-def text_server(texts, seen):
-    """Answers text completions as vLLM does: a text's ids are its characters'."""
+def text_ids(text, *, begin):
+    """A text's ids are its characters', "<s>" is 1; `begin` puts that before it."""
+    ids = []
+    for number, piece in enumerate(text.split("<s>")):
+        ids += [BOS] * (number > 0) + [*map(ord, piece)]
+    return [BOS, *ids] if begin else ids
+
+
+def text_server(texts, seen, *, adds=False, asked=None):
+    """Answers text completions as vLLM does. adds: its tokenizer begins texts with "<s>"."""
 
     def behaviour(body, attempt):
+        is_tokenize = "add_special_tokens" in body and "return_token_ids" not in body
+        if is_tokenize or "tokens" in body:
+            if asked is not None:
+                asked.append(body)
+            if is_tokenize:
+                begin = adds and body["add_special_tokens"]
+                return Kit.Reply({"tokens": text_ids(body["prompt"], begin=begin)})
+            text = "".join("<s>" if token == BOS else chr(token) for token in body["tokens"])
+            return Kit.Reply({"prompt": text})
         seen.append(body)
         prompt, text = body["prompt"], texts[len(seen) - 1]
         ids = [*map(ord, text), EOS]
@@ -32,7 +50,9 @@ def text_server(texts, seen):
             "logprobs": {"tokens": [chr(token) for token in ids], "token_logprobs": values},
             "finish_reason": "stop",
             "token_ids": ids,
-            "prompt_token_ids": prompt if isinstance(prompt, list) else [*map(ord, prompt)],
+            "prompt_token_ids": prompt
+            if isinstance(prompt, list)
+            else text_ids(prompt, begin=adds and body.get("add_special_tokens", True)),
         }
         return Kit.Reply({"id": "cmpl-1", "created": 1, "model": "m", "choices": [choice]})
 
@@ -71,6 +91,63 @@ def test_a_prompt_of_text_or_ids_is_trained_with_its_exact_ids():
     assert sample.turns[1].messages == [{"role": "prompt", "content": ids}]
     again = choice_of_sample(Sample.from_json(sample.to_json()))
     assert again.messages[0] == {"role": "prompt", "content": [7, 8]} and again.message.content == "three"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "adds", "expected"),
+    [
+        ("<s>ab", True, [BOS, 97, 98]),
+        ("ab", True, [BOS, 97, 98]),
+        ("a<s>b", True, [BOS, 97, BOS, 98]),
+        ("<s><s>ab", True, [BOS, BOS, 97, 98]),  # as the agent wrote it
+        ("<s>", True, [BOS]),
+        ("<s>ab", False, [BOS, 97, 98]),
+        ("ab", False, [97, 98]),
+        ([BOS, 97, 98], True, [BOS, 97, 98]),
+    ],
+)
+def test_a_prompt_begins_with_the_tokenizers_own_token_once(prompt, adds, expected):
+    seen, asked = [], []
+
+    async def agent(session):
+        for _ in range(2):
+            status, answer = await post(session, "/completions", prompt=prompt)
+            assert status == 200, answer
+        return 1.0
+
+    results = run(agent, behaviour=text_server(["one", "two"], seen, adds=adds, asked=asked))
+    (sample,) = results.samples
+    assert sample.error is None and sample.prompt_token_ids == expected
+    assert len(seen) == 2 and len(asked) <= 3  # the server is asked once
+
+
+def test_a_run_that_says_itself_what_texts_begin_with_is_obeyed():
+    seen, asked = [], []
+
+    async def agent(session):
+        await post(session, "/completions", prompt="<s>a")
+        return 1.0
+
+    params = {"extra_body": {"add_special_tokens": True}}
+    behaviour = text_server(["one"], seen, adds=True, asked=asked)
+    results = run(agent, behaviour=behaviour, params=params)
+    assert results.samples[0].prompt_token_ids == [BOS, BOS, 97] and not asked
+
+
+def test_a_server_that_does_not_say_what_it_adds_is_warned_about(caplog):
+    async def agent(session):
+        await post(session, "/completions", prompt="<s>a")
+        return 1.0
+
+    own = text_server(["one"], [], adds=True)
+
+    def behaviour(body, attempt):
+        is_tokenize = "add_special_tokens" in body and "return_token_ids" not in body
+        return Kit.error(404, "no such page") if is_tokenize else own(body, attempt)
+
+    results = run(agent, behaviour=behaviour)
+    assert results.samples[0].error is None
+    assert "does not say which tokens it puts before prompts" in caplog.text
 
 
 @pytest.mark.parametrize(

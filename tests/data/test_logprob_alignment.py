@@ -1,4 +1,4 @@
-"""Log-probabilities of servers that give token strings: lost bytes, and strings of the vocabulary."""
+"""Log-probabilities by token strings: lost bytes, and strings of the vocabulary."""
 
 import math
 import random
@@ -50,7 +50,7 @@ def aligned(tokenizer, text, strings):
         ("a😊b", ["a", LOST, LOST, "b"], [1, *[None] * 4, 4]),
         ("a😊b", ["a", "😊", "b"], [1, *[None] * 4, 3]),
         ("a😊b", ["a" + LOST, LOST, "b"], [*[None] * 5, 3]),
-        # 是 stands twice behind the emoji: the second one ends the text, so the first is known too.
+        # 是 stands twice behind the emoji: the second ends the text, so both are known.
         ("😊是是", [*LOST * 4, "是", "是"], [None] * 4 + [5, 6]),
         # Here nothing tells how the lost bytes are shared out, and the text may end anywhere.
         ("😊是是是是", [*LOST * 4, "是"], [None] * 8),

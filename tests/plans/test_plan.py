@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from ttrl.cli.settings import read_config
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import decoder_parameters
+from ttrl.data.chat import rendering
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
@@ -93,11 +95,39 @@ def test_prompts_are_counted_in_the_models_own_tokens(world):
     assert (made.work.tasks, made.work.samples, made.work.validation_samples) == (2, 8, 3)
 
 
-def test_a_template_that_refuses_a_task_is_named(world):
+def test_parts_are_counted_as_the_text_that_a_server_makes_of_them(world):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (task,) = world.tasks(1)
-    wrong = dataclasses.replace(task, messages=[{"role": "user", "content": [{"type": "text", "text": "x"}]}])
-    with pytest.raises(UserError, match="task 'task/0': the model's chat template cannot write its messages"):
-        plan(world.config(tasks_per_iteration=1), [wrong])
+    listed = dataclasses.replace(task, messages=[{"role": "user", "content": parts, "name": None}])
+    expected = world.tokenizer.encode("<|user|>a\nb<|end|><|assistant|>")
+    assert lengths.prompt_ids(listed, world.tokenizer) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("ab", [0, 1, 2, 9]),
+        ("<s>ab", [0, 1, 2]),
+        ("<s>", [0]),
+        ([1, 2], [1, 2]),
+    ],
+)
+def test_a_prompt_without_a_chat_has_one_beginning_of_text(prompt, expected):
+    class Letters:
+        def encode(self, text, add_special_tokens=True):
+            ids = [{"<s>": 0, "a": 1, "b": 2}[one] for one in re.findall("<s>|.", text)]
+            return [0, *ids, 9] if add_special_tokens else ids
+
+    task = Task([{"role": "prompt", "content": prompt}], rollout=print)
+    assert lengths.prompt_ids(task, Letters()) == expected
+
+
+def test_a_template_that_refuses_a_task_is_named(world, tmp_path):
+    model = shutil.copytree(world.config().model, tmp_path / "refusing")
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no such question') }}")
+    said = "task 'task/0': the model's chat template cannot write its messages .*no such question"
+    with pytest.raises(UserError, match=said):
+        plan(world.config(tasks_per_iteration=1, model=str(model)), world.tasks(1))
 
 
 def test_assumed_lengths(big):

@@ -11,6 +11,7 @@ Servers write a token in one of three ways:
 import math
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ttrl.errors import TokenizationError
@@ -25,7 +26,8 @@ _MOST_RANGES = 64
 _ASCII = re.compile(rb"[\x00-\x7f]")
 
 
-class _Span(NamedTuple):
+@dataclass(frozen=True)
+class _Span:
     """Tokens that are whole characters together, and their bytes."""
 
     count: int

@@ -15,7 +15,7 @@ import numpy as np
 from ttrl.configs.run import TrainConfig
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import UserError
-from ttrl.records import Sample, TokenizedResult
+from ttrl.records import Sample, TokenizedResult, raw_prompt, tokens_before
 from ttrl.system.files import read_jsonl
 from ttrl.tasks.task import Task
 
@@ -93,13 +93,26 @@ def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[
 
 def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
     """Return the tokens of a task's messages. Raises UserError where the chat template refuses them."""
+    prompt = raw_prompt(task.messages)
+    if prompt is not None:
+        return prompt if isinstance(prompt, list) else text_prompt_ids(prompt, tokenizer)
     try:
         template = ChatTemplate(tokenizer)
         text = template.render(template.prepared(task.messages), answer_next=True)
     except UserError as error:
-        what = f"task {task.id!r}: the model's chat template cannot write its messages"
-        raise UserError(f"{what} ({error})") from error
+        where = f"task {task.id!r}: the model's chat template cannot write its messages"
+        raise UserError(f"{where} ({error})") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def text_prompt_ids(prompt: str, tokenizer: Any) -> list[int]:
+    """Return the tokens of a prompt that no chat template makes, as a server is sent it: begun with
+    the tokenizer's special tokens (`<bos>`) once, whether the text brings them or not."""
+    plain = list(tokenizer.encode(prompt, add_special_tokens=False))
+    marked = list(tokenizer.encode(prompt))
+    added = tokens_before(marked, plain)
+    brings_them = bool(added) and plain[: len(added)] == added
+    return plain if brings_them else marked
 
 
 def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> IterationLengths:

@@ -13,6 +13,7 @@ from ttrl.errors import RequestError
 from ttrl.records import raw_prompt
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.client.chat_completions import ChatRequest
+from ttrl.rollouts.client.detokenize import ServerTokenizer
 from ttrl.rollouts.client.opening import with_opening
 from ttrl.rollouts.client.stream import stream_answers
 from ttrl.rollouts.client.transport import Transport
@@ -120,6 +121,20 @@ class ChatAttempt(Attempt):
             self.on_chunk(chunk, completion)
 
 
+async def without_second_beginning(
+    prompt: str,
+    transport: Transport,
+    request: ChatRequest,
+) -> dict[str, bool]:
+    """Return the parameter that keeps a server from putting `<bos>` before a text that begins with
+    it; nothing for other texts, and where the request says itself. Raises RequestError."""
+    if "add_special_tokens" in request.parameters:
+        return {"add_special_tokens": request.parameters["add_special_tokens"]}
+    if await ServerTokenizer.of(transport, request.model).brings_beginning(prompt):
+        return {"add_special_tokens": False}
+    return {}
+
+
 async def room_left(
     error: RequestError, transport: Transport, request: ChatRequest, messages: Sequence[Mapping[str, Any]]
 ) -> int | None:
@@ -135,9 +150,13 @@ async def room_left(
     prompt = raw_prompt(messages)
     if prompt is None:
         body["messages"] = messages
+    elif isinstance(prompt, str):
+        body = {"prompt": prompt}
     else:
-        body = {"prompt": prompt if isinstance(prompt, str) else ""}
+        body = {"prompt": ""}
     try:
+        if isinstance(prompt, str):
+            body |= await without_second_beginning(prompt, transport, request)
         answer = loads(await transport.post("/tokenize", {**body, "model": request.model}, root=True))
     except RequestError:
         return 0

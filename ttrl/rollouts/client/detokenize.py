@@ -7,16 +7,25 @@ Two things that vLLM says are no exact text by themselves:
 - A completion's text is made token by token: bytes of a character that is not complete yet are held back, and so is the end of
   a stream that might become a stop string. A completion that *begins* in the middle of a character begins, in vLLM 0.32, with
   the whole prompt's text.
+
+The other direction matters for prompts sent as text: vLLM puts the tokenizer's special tokens
+before them (`<bos>`), even if the text begins with the same tokens. `brings_beginning` finds such
+texts.
 """
 
+import asyncio
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError
+from ttrl.records import tokens_before
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import loads
 from ttrl.text import one_line
+
+logger = logging.getLogger(__name__)
 
 INCOMPLETE = "\ufffd"
 """What bytes decode to that are no complete character: vLLM holds a text back as long as it ends with this."""
@@ -36,6 +45,8 @@ class ServerTokenizer:
         self._prompts: dict[tuple[int, ...], str] = {}
         self._context: int | None = None
         self._asked_context = False
+        self._beginning: str | None = None
+        self._asking_beginning = asyncio.Lock()
 
     @classmethod
     def of(cls, transport: Transport, model: str) -> "ServerTokenizer":
@@ -60,6 +71,34 @@ class ServerTokenizer:
                     self._context = model["max_model_len"]
             self._asked_context = True
         return self._context
+
+    async def brings_beginning(self, prompt: str) -> bool:
+        """Return whether a text begins with the special tokens that this server puts before texts,
+        so that `add_special_tokens` would double them. Raises RequestError."""
+        async with self._asking_beginning:
+            if self._beginning is None:
+                self._beginning = await self._added_before_texts()
+        return self._beginning != "" and prompt.startswith(self._beginning)
+
+    async def _added_before_texts(self) -> str:
+        server = self._server()
+        answers = []
+        try:
+            for add in (True, False):
+                body = {"model": self._model, "prompt": "a", "add_special_tokens": add}
+                answers.append(_decoded(await server.post("/tokenize", body, root=True)))
+        except RequestError as error:
+            if error.worth_retry:
+                raise
+            logger.warning(
+                "%s does not say which tokens it puts before prompts; one that begins with a "
+                "token such as <bos> may get it twice: %s",
+                server.base_url,
+                error,
+            )
+            return ""
+        marked, plain = (answer.get("tokens") or [] for answer in answers)
+        return await self.raw(tokens_before(marked, plain))
 
     async def raw(self, ids: Sequence[int]) -> str:
         """Decode all ids together, special tokens written out. Raises RequestError."""

@@ -1,9 +1,13 @@
-"""A reply to a prompt that is given as text or token ids (POST /completions), in the shape of a chat's: no template is used."""
+"""Replies to prompts given as text or token ids (POST /completions), in the shape of a chat's.
+
+No chat template is used. A text gets the special tokens that the model's tokenizer begins with
+(`<bos>`) exactly once, whether it brings them or not.
+"""
 
 from typing import Any
 
 from ttrl.records import raw_prompt
-from ttrl.rollouts.client.attempts import ChatAttempt
+from ttrl.rollouts.client.attempts import ChatAttempt, without_second_beginning
 from ttrl.rollouts.client.opening import prefilled
 from ttrl.rollouts.client.text_stream import ask, entry
 from ttrl.rollouts.client.transport import Transport
@@ -23,6 +27,8 @@ async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> lis
     request, prompt = attempt.request, raw_prompt(attempt.messages)
     body: dict[str, Any] = {name: value for name, value in request.parameters.items() if name not in _OF_CHATS}
     body |= {"model": request.model, "prompt": prompt, "return_token_ids": True}
+    if isinstance(prompt, str):
+        body |= await without_second_beginning(prompt, transport, request)
     if request.max_tokens is not None:  # else the API's 16
         body["max_tokens"] = request.max_tokens
     if request.wants_logprobs:
