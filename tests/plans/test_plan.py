@@ -17,7 +17,6 @@ from ttrl.cli.settings import read_config
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import decoder_parameters
-from ttrl.data.chat import rendering
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
