@@ -21,6 +21,7 @@ from ttrl.cli import main
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing import masks
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.errors import UserError
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.linear_response import inner, moved
@@ -36,7 +37,8 @@ from ttrl.training.policy.lora import is_adapter, plain
 
 def samples_of(number):
     samples = random_samples(number, (3, 5, 8, 4), 6)
-    return [dataclasses.replace(one, sample=place % 6) for place, one in enumerate(samples)]
+    numbered = enumerate(samples)
+    return [dataclasses.replace(one, sample=k % 6, reward=float(k % 3 == 0)) for k, one in numbered]
 
 
 def train(folder, number, model, state=None, **settings):
@@ -226,6 +228,48 @@ def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_ask
     for name in ("slope", "curvature"):
         assert found[name] == pytest.approx(kept[name], rel=1e-12)
     assert found["kernel"]["adamw"] == pytest.approx(kept["kernel"]["adamw"], rel=1e-9)
+
+
+OBJECTIVES = {
+    "KL": {"kl_coefficient": 0.1, "kl_estimator": "k3"},
+    "KL over the vocabulary": {"kl_coefficient": 0.1, "kl_estimator": "full", "entropy_coefficient": 0.01},
+    "value head": {"value_head": True, "value_grad_in_decoder": True},
+    "implicit rewards": {"token_rewards": "implicit"},
+    "chosen tokens": {"objective": "clip_cov"},
+}
+
+
+@pytest.mark.parametrize("update", [1, 2])
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_what_precedes_a_step_is_measured_in_float64_as_well(name, update, model_folder, tmp_path):
+    """Of every kind of objective: the vector is that of the step, and the first order its effect."""
+    settings = OBJECTIVES[name]
+    if "kl_coefficient" in settings or "token_rewards" in settings:
+        settings = {**settings, "reference_model": str(model_folder("qwen2"))}
+    checkpoint = train(tmp_path, 1, model_folder(), dtype="bf16", updates_per_iteration=2, **settings)
+    found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=update)
+    assert found["step"]["cosine"] == pytest.approx(1, abs=1e-9)
+    assert found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-9)
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
+def test_the_derivative_of_dora_is_exact(model_folder, tmp_path):
+    """In training the lengths of rows count as constants (arXiv 2402.09353, section 4.3)."""
+    settings = {"lr": 1e-2, "lora_rank": 4, "lora_kind": "dora", "lora_base": str(model_folder())}
+    checkpoint = train(tmp_path, 2, model_folder(), updates_per_iteration=2, **settings)
+    found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
+    errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
+    assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
+
+
+def test_a_step_that_moved_nothing_is_named(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "samples_of", lambda number: [
+        dataclasses.replace(one, advantage=0.0) for one in random_samples(number, (3, 5), 2)
+    ])  # fmt: skip
+    checkpoint = train(tmp_path, 1, model_folder())
+    with pytest.raises(UserError, match="update 1 of iteration 1 moved nothing"):
+        study(checkpoint, sequences=16, factors=[1.0])
 
 
 def test_the_policy_that_sampled_leaves_nothing_behind(model_folder, tmp_path):

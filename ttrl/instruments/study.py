@@ -43,7 +43,7 @@ from torch import Tensor
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.data.packing.packed import normaliser
-from ttrl.errors import ConfigError, RunFolderError
+from ttrl.errors import ConfigError, RunFolderError, UserError
 from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
@@ -98,7 +98,7 @@ def study(
 
     Returns what study.json holds. Raises RunFolderError where something that the iteration started
     from is gone, ConfigError for an optimizer that is not plain AdamW and for a device that is not
-    there.
+    there, UserError for a step that moved nothing.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = _config_of(Path(checkpoint), scratch, device)
@@ -281,7 +281,8 @@ class _Study:
         sampled = rows.logprobs[rows.labels != IGNORE_LABEL]
         found["mismatch"] = mismatch(sampled, as_run, own_N=own, exact_N=exact)
         for layer in adapted(self.policy).values():
-            layer.dropout = 0.0  # what follows is about the policy that samples
+            layer.dropout = 0.0  # what follows is about the policy that samples …
+            layer.constant_lengths = False  # … and its derivatives
         if kernel:
             found["kernel"] = self._kernel(kernel)
         later = [one for step in self.steps[self.number + 1 :] for one in step.rows.samples]
@@ -343,18 +344,27 @@ class _Study:
             moved_by[name] = (difference / self.eta).to(self.dtype)
         return moved_by
 
+    def _true_step(self) -> Vector:
+        found = self._moved_by(self.start)
+        if not any(bool(moved.any()) for moved in found.values()):
+            raise UserError(
+                f"update {self.number + 1} of iteration {self.config.iteration} moved nothing: its "
+                "gradient and AdamW's moments are 0; study another"
+            )
+        return found
+
     @torch.no_grad()
     def _step(self, vector: Vector) -> dict[str, Any]:
         """Compare the vector with the optimizer's own step."""
         with self._stepped():
-            true = self._moved_by(self.start)
+            true = self._true_step()
         return vars(agreement(vector, true)) | {"norm": inner(true, true) ** 0.5}
 
     def _distance(self, checkpoint: Path) -> float:
         """Return how far the checkpoint is from where the step with the gradient that is there
         leads, over the step's length."""
         with torch.no_grad(), self._stepped():
-            true = self._moved_by(self.start)
+            true = self._true_step()
             after = self._copies()
             self.policy.load_folder(checkpoint)
             apart = self._moved_by(after)

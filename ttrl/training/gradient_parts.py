@@ -42,7 +42,7 @@ class GradientParts:
     def expect(self, whole_N: Tensor, kl_N: Tensor) -> None:
         """Take the derivatives of the loss and of its KL part by log-probabilities; where they cancel, a token is left out."""
         told_N = whole_N.abs() > 1e-4 * kl_N.abs()
-        self._of_kl = torch.where(told_N, kl_N / torch.where(told_N, whole_N, 1.0), 0.0)
+        self._of_kl = torch.where(told_N, kl_N / torch.where(told_N, whole_N, 1.0), 0.0).float()
 
     def watch_hidden(self, h_ND: Tensor) -> None:
         """Have the loss' gradient at the hidden states added in the backward pass."""

@@ -44,6 +44,8 @@ class AdaptedLinear(SumOfProducts):
         self.magnitude = nn.Parameter(weight.new_empty(self.out_features)) if config.lora_kind == "dora" else None
         self.scaling = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
+        self.constant_lengths = True
+        """False: DoRA's lengths of rows have a gradient, too, so that derivatives are exact."""
         self.share: Share | None = None
         """Set where tensor parallelism deals the layer out."""
         self.enabled = True
@@ -98,8 +100,9 @@ class AdaptedLinear(SumOfProducts):
         return with_partial_gradient(self.lora_a), local_part(self.lora_b)
 
     def _row_scales(self, weight: Tensor, magnitude: Tensor) -> Tensor:
-        """Return m / ‖W + s·B A‖, [O]; only m gets a gradient."""
-        with torch.no_grad(), torch.autocast(magnitude.device.type, enabled=False):
+        """Return m / ‖W + s·B A‖, [O]; only m gets a gradient while `constant_lengths`."""
+        grad = torch.is_grad_enabled() and not self.constant_lengths
+        with torch.set_grad_enabled(grad), torch.autocast(magnitude.device.type, enabled=False):
             lora_a, lora_b = self._adapter()
             changed = plain(weight) + self.scaling * (lora_b @ lora_a)
             lengths = _row_lengths(changed, None if self.share is None else self.share.lengths)
@@ -111,7 +114,8 @@ class AdaptedLinear(SumOfProducts):
         if not self.enabled:
             return weight
         magnitude = None if self.magnitude is None else local_part(self.magnitude)
-        return merge(weight, *self._adapter(), magnitude, self.scaling)
+        how = (self.scaling, self.constant_lengths)
+        return merge(weight, *self._adapter(), magnitude, *how)
 
     def quantise(self, weight: Tensor) -> None:
         """Set this process's part of `weight` [O, D] as the frozen matrix, in 4 bits: a part has the numbers of the whole."""
@@ -168,13 +172,22 @@ def _part_in_four_bits(whole: NF4Tensor, rows: slice, columns: slice) -> NF4Tens
     )
 
 
-def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, magnitude: Tensor | None, scaling: float) -> Tensor:
-    """Return W + s·B A, with DoRA's rows scaled to their length."""
+def merge(
+    weight: Tensor,
+    lora_a: Tensor,
+    lora_b: Tensor,
+    magnitude: Tensor | None,
+    scaling: float,
+    constant_lengths: bool = True,
+) -> Tensor:
+    """Return W + s·B A, with DoRA's rows scaled to their length, of which no gradient is taken if
+    it is constant."""
     with torch.autocast(lora_a.device.type, enabled=False):
         changed = plain(weight) + scaling * (lora_b @ lora_a)
         if magnitude is None:
             return changed
-        return changed * (magnitude / _row_lengths(changed.detach())).unsqueeze(1)
+        rows = changed.detach() if constant_lengths else changed
+        return changed * (magnitude / _row_lengths(rows)).unsqueeze(1)
 
 
 def _row_lengths(weight: Tensor, of_parts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
