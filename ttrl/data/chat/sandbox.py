@@ -182,8 +182,10 @@ def _counted_items(values: Iterator[Any]) -> Iterator[Any]:
         yield _counted(value)
 
 
-def _whole(values: Iterable[Any]) -> list[Any]:
-    """Return arguments of a call, with lists in place of iterators, which can be measured."""
+def _measurable(values: Iterable[Any], estimate: _Estimate) -> list[Any]:
+    """Return arguments of a call, with lists for iterators that it goes through in any case."""
+    if estimate not in (_everything, _join, _method_join):
+        return list(values)
     return [list(value) if isinstance(value, Iterator) else value for value in values]
 
 
@@ -467,9 +469,9 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(obj, "__self__", None)
         if isinstance(obj, types.BuiltinMethodType) and not isinstance(owner, types.ModuleType):
-            args = tuple(_whole(args))
             usual = _linear if isinstance(owner, str | bytes) else _nothing
             estimate = _METHODS.get(obj.__name__, usual)
+            args = tuple(_measurable(args, estimate))
             _meter.get().check(estimate(owner, *args, **kwargs))
         return _counted(super().call(context, obj, *args, **kwargs))
 
@@ -535,7 +537,7 @@ def _guarded(function: Callable[..., Any], estimate: _Estimate) -> Callable[...,
 
     @functools.wraps(function)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        given = _whole(args[own:])
+        given = _measurable(args[own:], estimate)
         _meter.get().check(estimate(*given, **kwargs))
         return _counted(function(*args[:own], *given, **kwargs))
 
