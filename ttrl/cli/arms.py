@@ -239,9 +239,9 @@ def _planned(
     supervised = {"start": fit_supervised(first, config, hardware, run / "start")}
     if sft is not None:
         rl = runs[RL].config if RL in runs else config
-        settings = sft_settings(rl.resolved(hardware.cuda), sft.settings)
+        later = sft_settings(rl.resolved(hardware.cuda), sft.settings)
         folder = run / f"{SFT}-{arguments.seed}"
-        supervised[SFT] = fit_supervised(settings, config, hardware, folder)
+        supervised[SFT] = fit_supervised(later, config, hardware, folder)
     return ArmsPlan(runs, supervised)
 
 

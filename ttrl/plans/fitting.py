@@ -358,7 +358,7 @@ class Fit:
             return True
         config = with_values(self.config, {f"training.{name}": x for name, x in settings.items()})
         if value_of(self.given, "weight_sync") is None:  # files take less of it than memory
-            config = dataclasses.replace(config, weight_sync=self.placed.from_files[0])
+            config = with_values(config, {"weight_sync": self.placed.from_files[0]})
         return self._held_in_host(config) <= self.host
 
     # What does not fit

@@ -136,7 +136,7 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, Mapping):
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | MappingView):
-            waiting += value
+            waiting.extend(iter(value))
 
 
 def _size(*values: Any) -> int:
@@ -256,7 +256,8 @@ def _wordwrap(
 
 
 def _expandtabs(text: Any, tabsize: int = 8) -> int:
-    return len(text) + text.count("\t" if isinstance(text, str) else b"\t") * max(tabsize, 0)
+    tabs = text.count("\t" if isinstance(text, str) else b"\t")
+    return int(len(text) + tabs * max(tabsize, 0))
 
 
 def _translate(text: Any, table: Any, *_others: Any) -> int:
@@ -294,7 +295,7 @@ def _printf(text: Any, *values: Any, **named: Any) -> int:
     widths = _widths(text)
     if "*" in text:  # a width that is one of the values
         widths += [abs(part) for part in _parts(values) if isinstance(part, int)]
-    return sum(widths) + text.count("%") * (size + max(widths, default=0))
+    return int(sum(widths) + text.count("%") * (size + max(widths, default=0)))
 
 
 def _fromkeys(_mapping: Any, keys: Any, *_others: Any) -> int:
@@ -315,42 +316,36 @@ def _round(value: Any, precision: Any = 0, *_others: Any, **_named: Any) -> int:
     return 0
 
 
-_FILTERS: dict[str, _Estimate] = {
-    name: estimate
-    for estimate, names in {
-        _nothing: "abs attr count d default first float last length max min random safe tojson",
-        _elements: "items list map reject rejectattr reverse select selectattr slice",
-        _everything: "dictsort groupby sort sum unique",
-        _product: "pprint urlize xmlattr",
-        _batch: "batch",
-        _printf: "format",
-        _indent: "indent",
-        _join: "join",
-        _padded: "center",
-        _replace: "replace",
-        _round: "round",
-        _wordwrap: "wordwrap",
-    }.items()
-    for name in names.split()
+_FILTERS_BY_ESTIMATE: dict[_Estimate, str] = {
+    _nothing: "abs attr count d default first float last length max min random safe tojson",
+    _elements: "items list map reject rejectattr reverse select selectattr slice",
+    _everything: "dictsort groupby sort sum unique",
+    _product: "pprint urlize xmlattr",
+    _batch: "batch",
+    _printf: "format",
+    _indent: "indent",
+    _join: "join",
+    _padded: "center",
+    _replace: "replace",
+    _round: "round",
+    _wordwrap: "wordwrap",
 }
+_FILTERS: dict[str, _Estimate] = {name: estimate for estimate, names in _FILTERS_BY_ESTIMATE.items() for name in names.split()}
 """Of all other filters: `_linear`."""
-_METHODS: dict[str, _Estimate] = {
-    name: estimate
-    for estimate, names in {
-        _expandtabs: "expandtabs",
-        _fromkeys: "fromkeys",
-        _maketrans: "maketrans",
-        _method_join: "join",
-        _padded: "center ljust rjust zfill",
-        _replace: "replace",
-        _split: "rsplit split",
-        _splitlines: "splitlines",
-        _strftime: "strftime",
-        _to_bytes: "to_bytes",
-        _translate: "translate",
-    }.items()
-    for name in names.split()
+_METHODS_BY_ESTIMATE: dict[_Estimate, str] = {
+    _expandtabs: "expandtabs",
+    _fromkeys: "fromkeys",
+    _maketrans: "maketrans",
+    _method_join: "join",
+    _padded: "center ljust rjust zfill",
+    _replace: "replace",
+    _split: "rsplit split",
+    _splitlines: "splitlines",
+    _strftime: "strftime",
+    _to_bytes: "to_bytes",
+    _translate: "translate",
 }
+_METHODS: dict[str, _Estimate] = {name: estimate for estimate, names in _METHODS_BY_ESTIMATE.items() for name in names.split()}
 """Of all other methods of texts: `_linear`; of other objects: what they return is there already."""
 
 
@@ -483,10 +478,10 @@ class _Environment(ImmutableSandboxedEnvironment):
         options = {"escape": text.escape} if isinstance(text, Markup) else {}
         formatter = kind(self, **options)
 
-        def format_map(mapping: Mapping[str, Any]) -> str:
+        def format_map(mapping: Mapping[str, Any]) -> Any:
             return type(text)(formatter.vformat(text, (), mapping))
 
-        def format(*args: Any, **kwargs: Any) -> str:
+        def format(*args: Any, **kwargs: Any) -> Any:
             return type(text)(formatter.vformat(text, args, kwargs))
 
         return format_map if value.__name__ == "format_map" else format
