@@ -205,7 +205,8 @@ def get_chess_tasks(
         positions = read_epd(source)
     else:
         rows = load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",))
-        positions = rows.where(lambda row: row is not None)
+        rows = rows.where(lambda row: row is not None)
+        positions = Rows([row for row in rows if row is not None], rows.places)
     chosen = select(
         positions,
         _key,
