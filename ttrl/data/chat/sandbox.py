@@ -16,7 +16,7 @@ import functools
 import json
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, MappingView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -135,8 +135,8 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
             value = getattr(value, "_Namespace__attrs")  # noqa: B009 - as text, it shows them
         if isinstance(value, Mapping):
             waiting += [*value.keys(), *value.values()]
-        elif isinstance(value, list | tuple | set | frozenset | MappingView):
-            waiting.extend(iter(value))
+        elif isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
+            waiting.extend(value)
 
 
 def _size(*values: Any) -> int:
