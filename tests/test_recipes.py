@@ -28,6 +28,11 @@ def gsm8k(folder: Path) -> None:
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
+def math_problems(folder: Path) -> None:
+    rows = [{"problem": f"What is {n} + π?", "level": "Level 1", "solution": f"\\boxed{{{n}+\\pi}}"} for n in range(100)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 def temporal_clue(folder: Path) -> None:
     rows = [{"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1} for n in range(30)]
     for name in ("train", "val"):
@@ -59,7 +64,8 @@ def multiple_choice(folder: Path) -> None:
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-DATA = {maker.__name__: maker for maker in (gsm8k, temporal_clue, nyt_connections, arc_agi, chess_moves, multiple_choice)}
+MAKERS = (gsm8k, math_problems, temporal_clue, nyt_connections, arc_agi, chess_moves, multiple_choice)
+DATA = {maker.__name__: maker for maker in MAKERS}
 
 
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:

@@ -68,6 +68,7 @@ HOUSE = {
     "tasks.temporal_clue": _room("tasks records"),
     "tasks.zebra_grid": _room("tasks records"),
     "tasks.humaneval": _room("tasks records"),
+    "tasks.math": _room("tasks tasks.numerals records", "math_verify latex2sympy2_extended sympy"),
     # Loaded by vLLM into its own processes, and by nothing else.
     "vllm_worker": _room("", "torch vllm numpy"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).

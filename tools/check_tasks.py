@@ -36,6 +36,8 @@ from ttrl.tasks.countdown import evaluate, get_countdown_tasks
 from ttrl.tasks.gsm8k import get_gsm8k_tasks
 from ttrl.tasks.humaneval.tasks import get_humaneval_tasks
 from ttrl.tasks.letter_counting import get_letter_counting_tasks
+from ttrl.tasks.math import get_math_tasks
+from ttrl.tasks.math.latex import read_answer
 from ttrl.tasks.multiple_choice import get_arc_tasks, get_mmlu_tasks
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 from ttrl.tasks.sort_letters import get_sort_letters_tasks
@@ -114,6 +116,11 @@ def solutions(graders: Sequence[Any]) -> np.ndarray:
 def functions(graders: Sequence[Any]) -> np.ndarray:
     """HumanEval: another function's name is not defined; the same name with another meaning is taken for wrong."""
     return np.eye(len(graders))
+
+
+def mathematical(grader: Any) -> str:
+    """Mathematics: what is written, without layout."""
+    return str(read_answer(grader.expected))
 
 
 def places(graders: Sequence[Any]) -> np.ndarray:
@@ -228,6 +235,8 @@ SETS = [
         Set(name, f"arc_easy_challenge/{name}.jsonl", lambda p: get_arc_tasks(path=p), same(lambda g: g.answer))
         for name in ("arc_easy_train", "arc_easy_test", "arc_challenge_train", "arc_challenge_test")
     ),
+    Set("gsm8k, as mathematics", "gsm8k/test.jsonl", lambda p: get_math_tasks("test", 300, path=p), same(mathematical)),
+    Set("math", "math", lambda p: get_math_tasks("test", path=p), same(mathematical)),
     Set("chess, lichess", "chess/lichess_puzzles.jsonl", chess_tasks, moves),
     Set("chess, sts", "chess/sts_positions.jsonl", chess_tasks, moves),
     Set("humaneval", "humaneval/HumanEval.jsonl", lambda p: get_humaneval_tasks(path=p), functions, threads=4),
@@ -257,6 +266,8 @@ def rewards(tasks: Sequence[Task], texts: Sequence[str], threads: int) -> list[f
         output: Any = task.grader(choice)  # type: ignore[misc, arg-type]
         return float(output[0] if isinstance(output, tuple) else output)
 
+    if threads == 1:  # mathematics has a time limit that is a signal, which only the main thread gets
+        return list(map(grade, tasks, texts))
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         return list(pool.map(grade, tasks, texts))
 

@@ -76,6 +76,18 @@ def test_streamed_completions_are_those_that_are_not(server, tmp_path):
     assert all(len({tuple(s.token_ids) for s in result.samples}) == 3 for result in whole)  # the samples of a seeded task differ
 
 
+def test_graders_see_what_the_prompt_prefilled(server):
+    begun = {"role": "assistant", "content": "<think>\nSo"}
+    seen = []
+    task = Task([{"role": "user", "content": "Why?"}, begun], lambda choice: seen.append(choice.opening) or 0.0)
+    params = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 4}
+    for watch in ({}, {"on_chunk": lambda chunk, completion: None}):
+        results = sample(server, [task], n=2, params=params, **watch)
+        assert [one.opening for one in results.samples] == ["<think>\nSo"] * 2
+    assert seen == ["<think>\nSo"] * 4
+    assert [one.opening for one in sample(server, tasks(1), n=2, params={"max_tokens": 4}).samples] == ["", ""]
+
+
 def test_early_stopping_ends_the_work_of_the_server(server):
     # A random model's tokens have a log-probability of about -5.6: the mean falls below -3 after (1 - 0.992^k) 5.6 > 3, k of 96.
     stop = InferenceEarlyStop()

@@ -48,6 +48,9 @@ class Family:
 
 FAMILIES: dict[str, Family] = {
     "gsm8k": Family("gsm8k:get_gsm8k_tasks", "exact", "test", "openai/gsm8k"),
+    "math": Family("math:get_math_tasks", "exact", "test", "DigitalLearningGmbH/MATH-lighteval"),
+    "aime": Family("math:get_aime_tasks", "exact", "test", "HuggingFaceH4/aime_2024"),
+    "dapo": Family("math:get_dapo_tasks", "exact", data="BytedTsinghua-SIA/DAPO-Math-17k"),
     "mmlu": Family("multiple_choice:get_mmlu_tasks", "reward", "test", "cais/mmlu"),
     "arc_challenge": Family("multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": True}),
     "arc_easy": Family("multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": False}),

@@ -29,6 +29,11 @@ class Weighted:
         """Why a part of it is no training reward; empty where all of them are."""
         return only_evaluates(*(grader for _, _, grader in self.parts))
 
+    @property
+    def isolated(self) -> bool:
+        """Whether a part of it runs in a process of its own only."""
+        return bool(declared("isolated", *(grader for _, _, grader in self.parts)))
+
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the sum of the parts; an awaitable of it, where one of them is."""
         outputs = [grader(choice) for _, _, grader in self.parts]
@@ -56,6 +61,11 @@ class Gated:
     def only_evaluates(self) -> str:
         """Why it is no training reward; empty where it is one."""
         return only_evaluates(self.grader, self.gate)
+
+    @property
+    def isolated(self) -> bool:
+        """Whether one of them runs in a process of its own only."""
+        return bool(declared("isolated", self.grader, self.gate))
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         """Return the grader's output where the gate is open, else `otherwise`, without asking the grader."""
@@ -98,19 +108,27 @@ class LengthPenalty:
         return 0.0 - over, {"tokens": float(len(ids))}
 
 
-def only_evaluates(*graders: Any, depth: int = 4) -> str:
-    """Return why one of the graders (or rollouts) is for evaluation alone, or one that it calls: through partials, methods,
-    decorators and what a function closes over, not through what it finds in its module. "" where none is."""
+def only_evaluates(*graders: Any) -> str:
+    """Return why one of the graders (or rollouts) is for evaluation alone, or one that it calls; "" where none is."""
+    return str(declared("only_evaluates", *graders) or "")
+
+
+def declared(name: str, *graders: Any, depth: int = 4) -> Any:
+    """Return the attribute of this name of one of the graders, or of one that it calls: through partials, methods, decorators and
+    what a function closes over, not through what it finds in its module. None where it is nowhere set."""
     for grader in graders:
-        if why := getattr(grader, "only_evaluates", ""):
-            return str(why)
+        value = getattr(grader, name, None)
+        if value:
+            return value
         cells = [cell.cell_contents for cell in getattr(grader, "__closure__", None) or () if cell != CellType()]
         if isinstance(grader, functools.partial):
             cells += [grader.func, *grader.args, *grader.keywords.values()]
-        cells += [one for name in ("__wrapped__", "__self__") if (one := getattr(grader, name, None)) is not None]
-        if depth and (why := only_evaluates(*filter(callable, cells), depth=depth - 1)):
-            return why
-    return ""
+        cells += [getattr(grader, link, None) for link in ("__wrapped__", "__self__")]
+        if depth:
+            value = declared(name, *filter(callable, cells), depth=depth - 1)
+        if value:
+            return value
+    return None
 
 
 def weighted(**parts: tuple[float, Grader]) -> Weighted:

@@ -359,7 +359,7 @@ def test_many_graders_each_sent_once_while_it_is_known(make_bench):
     made, count = make_bench(size=2), isolated._KEPT_PICKLES + 50  # and so more than workers keep, too
     rewards = made.grade_all([closure(k) for k in range(count)] + [closure(k) for k in range(100)])
     assert rewards == [k + 5.0 for k in (*range(count), *range(100))]
-    assert len(made.graders._runner._pickles) == isolated._KEPT_PICKLES
+    assert len(made.graders._processes._pickles) == isolated._KEPT_PICKLES
 
 
 def test_a_grader_is_loaded_once_per_process(make_bench, tmp_path):

@@ -182,6 +182,8 @@ def test_fractions_and_scientific_notation(text, number):
         "eighteen",
         "十八",
         "1,5",
+        "0,111",
+        "AZYUK2A",
         "1,23,456",
         "12,34",
         "1.2.3",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError, describe
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
+from ttrl.tasks.rewards import declared
 from ttrl.tasks.task import Grade, Grader, Task
 from ttrl.text import harmless, is_number, short
 
@@ -166,7 +167,7 @@ class Graders:
 
     isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs both in processes that can be
         ended: for graders that may hang, crash, or use up all memory. `ttrl.rollouts.graders.isolated` says what differs. It is
-        not a sandbox: files and the network are open.
+        not a sandbox: files and the network are open. A grader with a true attribute `isolated` always runs in a process.
     timeout: seconds for one grade, waiting for a thread or process not counted.
     memory: with isolated=True, bytes that one grade may take beyond what its process and its modules take; None for 2 GiB.
     size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many processes as usable cores, at most
@@ -187,19 +188,28 @@ class Graders:
         self.seconds = 0.0
         """That grades took so far, added up, waiting for a thread or process included."""
         self._timeout = timeout
-        self._runner: IsolatedGraders | Threads
-        if isolated:
-            count = min(usable_cores(), MOST_PROCESSES) if size is None else size
-            self._runner = IsolatedGraders(timeout=timeout, memory=memory or DEFAULT_MEMORY, size=count)
-        else:
-            self._runner = Threads(GRADER_THREADS if size is None else size, timeout)
+        count = min(usable_cores(), MOST_PROCESSES) if size is None else size
+        self._processes = IsolatedGraders(timeout=timeout, memory=memory or DEFAULT_MEMORY, size=count)
+        self._threads = None if isolated else Threads(GRADER_THREADS if size is None else size, timeout)
+        self._has_processes = isolated
 
     def __enter__(self) -> "Graders":
-        self._runner.__enter__()
+        if self._has_processes:
+            self._processes.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._runner.__exit__()
+        self._processes.__exit__()
+        if self._threads is not None:
+            self._threads.__exit__()
+
+    def _runner_of(self, grader: Grader) -> IsolatedGraders | Threads:
+        if self._threads is not None and not declared("isolated", grader):
+            return self._threads
+        if not self._has_processes:
+            self._processes.__enter__()
+            self._has_processes = True
+        return self._processes
 
     async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
         """Grade one choice, exactly once: a grader that failed is not asked again.
@@ -210,7 +220,7 @@ class Graders:
         assert task.grader is not None
         began = time.monotonic()
         try:
-            return await self._runner.grade(task.grader, choice, where)
+            return await self._runner_of(task.grader).grade(task.grader, choice, where)
         finally:
             self.seconds += time.monotonic() - began
 

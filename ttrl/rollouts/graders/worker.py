@@ -232,10 +232,14 @@ class _Worker:
         return {"error": f"the grader {text}\n{own_traceback(error, __file__)}", "spoilt": out_of_memory}
 
     def load(self, key: int, pickled: bytes) -> str | None:
-        """Unpickle a grader, which imports its modules; their memory does not count. Return what went wrong."""
+        """Unpickle a grader, which imports its modules, and let it `prepare()`; their memory and time do not count. Return what
+        went wrong."""
         before = _address_space()
         try:
             self.graders[key] = pickle.loads(pickled)  # noqa: S301 # nosec B301 - from ttrl, our parent, alone
+            prepare = getattr(self.graders[key], "prepare", None)
+            if callable(prepare):
+                prepare()
         except BaseException as error:  # noqa: BLE001 - imports run any code
             return (
                 f"the grader could not be loaded in its process: {describe(error)}; with isolated=True the modules that it "

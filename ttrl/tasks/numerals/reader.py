@@ -440,9 +440,18 @@ class _Reader:
         is_index = before is not None and before.kind == "word" and before.text in _BY_THEMSELVES
         if is_index and not token.apart:
             return _Read(None, True)  # x2
+        if self.is_within_a_name(token, before):
+            return _Read(None, True)
         if " " in token.text and self.next_is("/"):
             return self.whole_before_fraction(token)
         return _Read(token.value, True, token.is_whole and token.value is not None)
+
+    def is_within_a_name(self, token: Token, before: Token | None) -> bool:
+        """Return whether letters touch the number just passed on both sides: "H2O"."""
+        following = self.peek()
+        if before is None or following is None or before.kind != "word" or following.kind != "word":
+            return False
+        return not token.apart and not following.apart and (before.text + following.text).isascii()
 
     def whole_before_fraction(self, token: Token) -> _Read:
         """Read the 2 of "2 100/300", where the space separates no thousands. "1 200 300/400" is unclear."""

@@ -1,0 +1,184 @@
+r"""The grader of mathematical answers, and how it finds the answer in a reply."""
+
+import re
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from ttrl.tasks.answers import after_thinking, find_after, find_tagged, opening_of, reply_text, tagged_answer
+from ttrl.tasks.math.equality import load, same_answer
+from ttrl.tasks.math.latex import read_answer
+from ttrl.tasks.numerals import last_number
+from ttrl.tasks.task import Choice
+
+Style = Literal["boxed", "r1", "answer"]
+
+INSTRUCTIONS: dict[str, str] = {
+    "boxed": "Solve the problem step by step. Put the final answer into \\boxed{}.",
+    "r1": "First think about the problem, then give the answer. Write the reasoning in <think> </think> tags and the final "
+    "answer in <answer> </answer> tags: <think> reasoning here </think> <answer> answer here </answer>",
+    "answer": "Solve the problem step by step. The last line of your reply is of the form Answer: $ANSWER, where $ANSWER is the "
+    "answer to the problem.",
+}
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+# Between boxes that are one answer: "\boxed{1} and \boxed{2}".
+_JOINT = re.compile(r"(?:[\s$.,;&{}]|\\[()\[\] ]|\\q?quad|\\text|and|or)*")
+_LONGEST_JOINT = 60
+_SKIPPED = " \t*_`#>"
+_FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z]|\s*$)")
+_LOOKED_AT = 4000
+"""Characters at the end of a reply in which an answer that nothing marks is looked for."""
+
+
+@dataclass(frozen=True)
+class MathGrader:
+    r"""1.0 if the reply's answer equals the expected one, else 0; with `format_reward` w: (1 − w)·right + w·format.
+
+    The answer is the last one that is marked, after any thinking: by `\boxed{}`, `<answer>` tags, `Answer:` or `####`.
+    expected: LaTeX with or without `$`, or plain text. `ttrl.tasks.math.equality` says what equals what.
+    flexible: without a mark, what follows "answer is", else the last formula or number of the reply.
+    format: see `follows_format`.
+    seconds: for one comparison. An answer that takes longer is wrong.
+
+    It runs in a process of its own, whatever the run's `isolated` says: its time limit is a signal, and SymPy may need gigabytes.
+    """
+
+    expected: str
+    style: Style = "boxed"
+    format_reward: float = 0.0
+    flexible: bool = False
+    seconds: float = 5.0
+    isolated: ClassVar[bool] = True
+
+    def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
+        """Return (reward, {"exact": 0 or 1, "format": 0 or 1, "timeout": 1 if comparing took too long}), and unless it is
+        `flexible`, what it would call right if it were ("lenient")."""
+        text = reply_text(choice)
+        marked = read_reply(text)
+        lenient = read_reply(text, flexible=True) if marked is None else marked
+        verdict = self._compare(lenient)
+        exact = float(verdict is True and (self.flexible or marked is not None))
+        formed = float(follows_format(text, self.style, opening_of(choice)))
+        metrics = {"exact": exact, "format": formed, "timeout": float(verdict is None)}
+        if not self.flexible:
+            metrics["lenient"] = float(verdict is True)
+        return (1.0 - self.format_reward) * exact + self.format_reward * formed, metrics
+
+    def _compare(self, answer: str | None) -> bool | None:
+        return False if answer is None else same_answer(self.expected, answer, self.seconds)
+
+    def prepare(self) -> None:
+        """Load math-verify and SymPy before the first reply is graded."""
+        load()
+
+    def reference(self) -> str:
+        return write_answer("I know it.", self.expected, self.style)
+
+
+def read_reply(text: str, *, flexible: bool = False) -> str | None:
+    """Return the answer that a reply marks; None without one, unless `flexible` (see MathGrader)."""
+    text = after_thinking(text)
+    found = [place for place in (_tagged(text), _boxed(text), _line(text, "answer:"), _line(text, "####")) if place is not None]
+    if found:
+        return max(found)[1]
+    return _unmarked(text[-_LOOKED_AT:]) if flexible else None
+
+
+def _tagged(text: str) -> tuple[int, str] | None:
+    place = find_tagged(text)
+    return None if place is None else (place[0], text[place[0] : place[1]])
+
+
+def _boxed(text: str) -> tuple[int, str] | None:
+    r"""Return (place, content) of the last `\boxed{}`. Boxes with nothing but "and" between them are one answer."""
+    boxes = _boxes(text)
+    if not boxes:
+        return None
+    joined = [boxes[-1]]
+    for start, end in reversed(boxes[:-1]):
+        opened = text.rfind("\\", 0, joined[0][0])
+        between = text[end + 1 : opened]
+        if not 0 <= opened - end <= _LONGEST_JOINT or not _JOINT.fullmatch(between):
+            break
+        joined.insert(0, (start, end))
+    return joined[-1][0], ", ".join(text[start:end] for start, end in joined)
+
+
+def _boxes(text: str) -> list[tuple[int, int]]:
+    """Return (start, end) of the content of all boxes that are closed and not within another, in one pass."""
+    starts = {match.end() for match in _BOX.finditer(text)}
+    found: list[tuple[int, int]] = []
+    depth = 0
+    start = -1
+    for match in re.finditer(r"[{}]", text):
+        if start < 0 and match.end() in starts:
+            start, depth = match.end(), 1
+        elif start >= 0:
+            depth += 1 if match[0] == "{" else -1
+            if depth == 0:
+                found.append((start, match.start()))
+                start = -1
+    return found
+
+
+def _line(text: str, mark: str) -> tuple[int, str] | None:
+    """Return (place, rest of the line) of the last mark, or the next line that is not empty."""
+    place = find_after(text, mark, skip=_SKIPPED + ":", most=20)
+    if place is None:
+        return None
+    start, end = place
+    line = text[start:end]
+    if not line.strip(_SKIPPED):
+        rest = text[end:].lstrip()
+        line = rest[: rest.find("\n")] if "\n" in rest else rest
+    return start, _stated(line.strip(_SKIPPED))
+
+
+def _stated(line: str) -> str:
+    """Return the answer of a line such as "The largest $n$ is 34. I hope it is correct.": all of it, or its last part."""
+    end = _SENTENCE_END.search(line)
+    sentence = line if end is None else line[: end.start()]
+    place = find_after(sentence, "answer is", skip=_SKIPPED + ":", most=20)
+    if place is not None:
+        sentence = sentence[place[0] : place[1]]
+    return sentence if read_answer(sentence) is not None else _last_part(sentence) or sentence
+
+
+def _unmarked(text: str) -> str | None:
+    """Return what follows the last "answer is", else the last formula or number."""
+    line = _line(text, "answer is")
+    return _last_part(text) if line is None else line[1]
+
+
+def _last_part(text: str) -> str | None:
+    """Return the last formula of a text, or its last number if that stands behind."""
+    formulas = list(_FORMULA.finditer(text))
+    if formulas and not re.search("[0-9]", text[formulas[-1].end() :]):
+        return next(group for group in formulas[-1].groups() if group is not None)
+    number = last_number(text)
+    return None if number is None else f"{number.numerator}/{number.denominator}"
+
+
+def follows_format(text: str, style: Style, opening: str = "") -> bool:
+    r"""Return whether a reply has its style's form, with an answer that can be read in it.
+
+    boxed: exactly one `\boxed{}`. answer: the last line that is not empty begins with `Answer:`, and no other has the mark. r1: see
+    `ttrl.tasks.answers.tagged_answer`, also for `opening`.
+    """
+    if style == "r1":
+        answer = tagged_answer(text, opening)
+    elif style == "boxed":
+        answer = read_reply(text) if text.count("\\boxed{") == 1 else None
+    else:
+        last = text.rstrip().rpartition("\n")[2].strip(_SKIPPED)
+        is_formed = last.lower().startswith("answer:") and text.lower().count("answer:") == 1
+        answer = last[len("answer:") :] if is_formed else None
+    return answer is not None and bool(answer.strip()) and read_answer(answer) is not None
+
+
+def write_answer(solution: str, answer: str, style: Style) -> str:
+    """Return a reply of a style."""
+    if style == "r1":
+        return f"<think>{solution}</think>\n<answer>{answer}</answer>"
+    return f"{solution}\n" + (f"\\boxed{{{answer}}}" if style == "boxed" else f"Answer: {answer}")

@@ -1,0 +1,207 @@
+r"""Problems with mathematical answers, in the layouts of MATH, AIME and DAPO: from files, or from data sets on the hub.
+
+A row has a problem, as a text or as a chat prompt, and its answer: in a column of its own, in `reward_model`, or in the last
+`\boxed{}` of a worked solution. The columns of all layouts are looked for in every row, so each function reads all of them; they
+differ in their splits and in what they are used for.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ttrl.errors import TaskError
+from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, field, from_json, load_rows, select
+from ttrl.tasks.math.grading import INSTRUCTIONS, MathGrader, Style, read_reply
+from ttrl.tasks.math.latex import LONGEST
+from ttrl.tasks.task import Task, question
+
+Split = Literal["train", "validation", "test"]
+_QUESTIONS = ("problem", "Problem", "question", "Question", "prompt")
+_ANSWERS = ("answer", "Answer", "expected_answer", "final_answer")
+_IDS = ("unique_id", "id", "ID", "problem_idx")
+
+
+@dataclass(frozen=True)
+class MathProblem:
+    """One row. `messages` is the prompt of a row that has a chat for one."""
+
+    question: str
+    answer: str
+    messages: tuple[tuple[str, str], ...] = ()
+    """(role, content)."""
+    level: int = 0
+    """From 1 to 5 in MATH; 0 if the row has none."""
+    subject: str = ""
+    id: str = ""
+
+
+def get_math_tasks(
+    split: Split = "train",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: Source = "DigitalLearningGmbH/MATH-lighteval",
+    style: Style = "boxed",
+    levels: Sequence[int] = (),
+    subjects: Sequence[str] = (),
+    format_reward: float = 0.0,
+    flexible: bool = False,
+) -> list[Task]:
+    """Return `n` problems of MATH (Hendrycks et al. 2021, arXiv 2103.03874), or of data in its layout; None: all of the split.
+
+    In train, the seed decides which and in which order. validation is held out from the train file. Of a single file, test is all
+    rows.
+    path: a folder with a file for each split (or the published folders of json files), a file, or an id on the hub, such as
+        "HuggingFaceH4/MATH-500". Rows: "problem", "solution", and where they have them "answer", "level" ("Level 5", or 5), "type"
+        or "subject".
+    levels, subjects: only these.
+    style: "boxed", "r1" (think and answer tags) or "answer" (a last line `Answer: …`).
+    format_reward: the share of the reward for the form. flexible: see MathGrader.
+    """
+    problems = _load(path, split, {"test": ("test",)})
+    if levels:
+        problems = [problem for problem in problems if problem.level in levels]
+    if subjects:
+        problems = [problem for problem in problems if problem.subject in subjects]
+    if not problems:
+        raise TaskError(f"{path}: no problems of levels {list(levels)} and subjects {list(subjects)}")
+    return _tasks("math", problems, split, n, seed, path, style, format_reward, flexible)
+
+
+def get_aime_tasks(
+    split: Split = "test",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: Source = "HuggingFaceH4/aime_2024",
+    style: Style = "boxed",
+    format_reward: float = 0.0,
+    flexible: bool = False,
+) -> list[Task]:
+    """Return `n` problems of AIME, or of another contest in such a layout; None: all of them.
+
+    Such data sets have a single split, called "train" or "test"; `test` is all of it, whatever its name.
+    path: a file, a folder, or an id on the hub, such as "AI-MO/aimo-validation-aime" or "math-ai/aime25". Rows: "problem" (or
+        "Problem", "question"), and "answer" (or "Answer"), a text or a number.
+    The rest as `get_math_tasks`.
+    """
+    problems = _load(path, split, {"test": ("test", "train")})
+    return _tasks("aime", problems, split, n, seed, path, style, format_reward, flexible)
+
+
+def get_dapo_tasks(
+    split: Split = "train",
+    n: int | None = None,
+    seed: int = 0,
+    *,
+    path: Source = "BytedTsinghua-SIA/DAPO-Math-17k",
+    style: Style = "answer",
+    format_reward: float = 0.0,
+    flexible: bool = False,
+) -> list[Task]:
+    """Return `n` problems of DAPO-Math-17k (arXiv 2503.14476), or of data in its layout; None: all of the split.
+
+    path: a file, a folder, or an id on the hub, such as "open-r1/DAPO-Math-17k-Processed". Rows: "prompt", a chat, which is used as
+        it is (those of DAPO ask for a last line `Answer: …`), or a text, to which the style's instruction is added; and
+        "reward_model" with "ground_truth", or "solution" or "answer".
+    style: what the chats ask for. The rest as `get_math_tasks`.
+    """
+    problems = _load(path, split, {"test": ("test",)})
+    return _tasks("dapo", problems, split, n, seed, path, style, format_reward, flexible)
+
+
+def _load(path: Source, split: str, names: dict[str, tuple[str, ...]]) -> list[MathProblem]:
+    check_name("split", split, ("train", "validation", "test"), "mathematics")
+    known: dict[MathProblem, MathProblem] = {}
+
+    def parse(row: Row) -> MathProblem:
+        problem = parse_row(row)
+        return known.setdefault(problem, problem)  # DAPO's file has each row a hundred times
+
+    return load_rows(path, parse, splits=names.get(split, ("train",)))
+
+
+def _tasks(
+    what: str,
+    problems: Sequence[MathProblem],
+    split: str,
+    n: int | None,
+    seed: int,
+    path: Source,
+    style: Style,
+    format_reward: float,
+    flexible: bool,
+) -> list[Task]:
+    check_name("style", style, INSTRUCTIONS, what)
+    check_share("format_reward", format_reward)
+    held_out = split != "test"
+    chosen = select(problems, lambda problem: problem.question, split, n, seed, what, held_out=held_out)
+    return [
+        Task(
+            _prompt(problem, style),
+            MathGrader(problem.answer, style, format_reward, flexible),
+            id=f"{what}/{problem.id}" if problem.id else "",
+        )
+        for problem in chosen
+    ]
+
+
+def _prompt(problem: MathProblem, style: Style) -> list[dict[str, Any]]:
+    if problem.messages:
+        return [{"role": role, "content": content} for role, content in problem.messages]
+    return question(f"{problem.question}\n\n{INSTRUCTIONS[style]}")
+
+
+def parse_row(row: Row) -> MathProblem:
+    """Read a row of any of the layouts. Raises RowError."""
+    asked = field(row, *_QUESTIONS)
+    messages: tuple[tuple[str, str], ...] = ()
+    if isinstance(asked, list):
+        messages = _messages(asked)
+        asked = messages[-1][1]
+    if not isinstance(asked, str) or not asked.strip():
+        raise RowError(f"the problem is {asked!r:.120}; it must be a text that is not empty, or a chat")
+    answer = _answer(row)
+    if not answer or len(answer) > LONGEST:
+        raise RowError(f"the answer is {answer!r:.120}; it must be a text of 1 to {LONGEST} characters, or a number")
+    level = re.search("[0-9]+", str(row.get("level") or ""))
+    name = next((row[key] for key in _IDS if row.get(key) is not None), "")
+    return MathProblem(
+        question=asked.strip(),
+        answer=answer,
+        messages=messages,
+        level=0 if level is None else int(level[0]),
+        subject=str(row.get("subject") or row.get("type") or ""),
+        id=str(name),
+    )
+
+
+def _messages(chat: list[Any]) -> tuple[tuple[str, str], ...]:
+    messages = []
+    for message in chat:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise RowError(f"prompt is {chat!r:.120}; it must be a text, or a list of messages with role and content")
+        messages.append((role, content))
+    if not messages:
+        raise RowError("prompt is an empty list; it must be a text, or a list of messages with role and content")
+    return tuple(messages)
+
+
+def _answer(row: Row) -> str:
+    judged = from_json(row.get("reward_model"))  # a text in a csv file
+    if isinstance(judged, dict) and judged.get("ground_truth") is not None:
+        return str(judged["ground_truth"]).strip()
+    for name in _ANSWERS:
+        if row.get(name) is not None:
+            text = str(row[name])
+            return (read_reply(text) or text).strip()
+    solution = row.get("solution", row.get("Solution"))
+    if not isinstance(solution, str):
+        raise RowError(f"no field {', '.join(map(repr, _ANSWERS))}, 'reward_model' or 'solution'; it has {sorted(map(str, row))}")
+    boxed = read_reply(solution)
+    if boxed is None and "\\boxed " in solution:
+        boxed = solution.rpartition("\\boxed ")[2].split("$")[0]
+    return (solution if boxed is None and len(solution) <= 40 else boxed or "").strip()
