@@ -14,6 +14,7 @@ from ttrl.intervals import (
     mcnemar,
     paired_difference,
     pass_at_k,
+    pooled,
     ratio_of_means,
     t_cdf,
     t_quantile,
@@ -204,3 +205,12 @@ def test_a_ratio_whose_denominator_is_not_positive_has_no_value() -> None:
     assert ratio_of_means([1.0, 2.0, 3.0], [-1.0, -2.0, 1.0]) == Ratio(None, 0.0, math.inf)
     exact = ratio_of_means([2.0, 4.0, 6.0, 4.0, 4.0], [1.0, 2.0, 3.0, 2.0, 2.0])
     assert exact.value == pytest.approx(2.0) and exact.low == pytest.approx(2.0) and exact.high == pytest.approx(2.0)
+
+
+def test_a_task_that_is_asked_often_is_one_task() -> None:
+    assert pooled("abab", [[1], [2, 3], [4], []]) == [[1, 4], [2, 3]]
+    assert pooled([], []) == []
+    once = estimate_mean([[1.0], [0.0], [1.0]])
+    often = estimate_mean(pooled("abc" * 32, [[1.0], [0.0], [1.0]] * 32))
+    assert (often.mean, often.num_tasks) == (once.mean, 3)
+    assert often.high - often.low >= 0.9 * (once.high - once.low)

@@ -23,10 +23,11 @@ would be too narrow by up to √k (Miller 2024, "Adding error bars to evals", ar
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
+T = TypeVar("T")
 _MOST_TERMS = 4000
 """Degrees of freedom up to which Student's t is summed exactly; above, three terms of its expansion are exact to 1e-12."""
 
@@ -70,6 +71,17 @@ def _interval_of_shares(groups: Sequence[Sequence[float]], confidence: float) ->
     if all(value in (0.0, 1.0) for values in groups for value in values):  # independent ones vary most evenly
         effective = min(effective, sum(map(len, groups)))
     return *_score_interval(mean, effective, t_quantile(0.5 + confidence / 2, count - 1)), "Wilson, tasks as clusters"
+
+
+def pooled(tasks: Iterable[Hashable], values: Iterable[Sequence[T]]) -> list[list[T]]:
+    """Join the values of equal tasks, in the order in which tasks come first.
+
+    A task that is asked twice resembles itself: taken for two, it makes an interval too narrow.
+    """
+    found: dict[Hashable, list[T]] = {}
+    for task, own in zip(tasks, values, strict=True):
+        found.setdefault(task, []).extend(own)
+    return list(found.values())
 
 
 def estimate_mean(by_task: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:

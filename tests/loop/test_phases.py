@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
-from ttrl.loop.phases import Phases
+from ttrl.loop.phases import Phases, _estimates
+from ttrl.records import Sample
+from ttrl.rollouts.results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.coroutines import run_async
@@ -130,3 +132,25 @@ def test_the_recipe_is_given_what_the_machine_was_resolved_to(world):
     assert given["output_dir"] == str(world.run / "iterations/0001")
     assert given["model"] == str(world.run / "iterations/0000/checkpoint")
     assert given["state"] is None
+
+
+def test_a_held_out_task_that_is_asked_often_is_one_task():
+    """Else the interval of a validation would become narrower with each repeat of the same tasks."""
+
+    def results(repeats):
+        samples = []
+        for task in [*"abc"] * repeats:
+            for number in range(2):
+                reward = float(task != "b" and number == 0)
+                message = {"role": "user", "content": task}
+                one = Sample(task_id=task, sample=number, messages=[message], reward=reward)
+                one.metrics = {"exact": reward}
+                samples.append(one)
+        return TaskResults.from_samples(samples)
+
+    once, often = (_estimates(results(repeats), "exact", 2) for repeats in (1, 16))
+    assert once.keys() == often.keys() == {"reward", "exact", "pass@2"}
+    for name, estimate in once.items():
+        assert often[name].num_tasks == 3
+        assert often[name].mean == pytest.approx(estimate.mean)
+        assert often[name].high - often[name].low > 0.9 * (estimate.high - estimate.low)

@@ -10,8 +10,8 @@ from pathlib import PurePath
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.evaluation.results import aligned, pooled_by_task, read_result
-from ttrl.intervals import Difference, difference_over_seeds
+from ttrl.evaluation.results import aligned, read_result
+from ttrl.intervals import Difference, difference_over_seeds, pooled
 from ttrl.text import flat, percent
 
 Key = tuple[str, str, int]
@@ -171,8 +171,7 @@ def _compared(
 
 def _pooled(run: Mapping[Key, list[float]], keys: Sequence[Key]) -> list[list[float]]:
     """Return the scores of each task, pooled with those of its repeats."""
-    rows = [{"id": task_id, "digest": digest} for task_id, digest, _ in keys]
-    return pooled_by_task(rows, [run[key] for key in keys])
+    return pooled([key[:2] for key in keys], [run[key] for key in keys])
 
 
 def _by_key(rows: Sequence[Mapping[str, Any]]) -> dict[Key, list[float]]:

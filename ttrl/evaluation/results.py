@@ -8,17 +8,16 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.intervals import Estimate, estimate_mean, pass_at_k
+from ttrl.intervals import Estimate, estimate_mean, pass_at_k, pooled
 from ttrl.records import Sample
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
 from ttrl.tasks.task import Task
 from ttrl.text import percent, si
 
-T = TypeVar("T")
 FORMAT = 1
 """Of the JSON; raised when a reader of older files would misread it."""
 
@@ -63,8 +62,8 @@ class SetResult:
     @property
     def accuracy_if_failed_are_wrong(self) -> float | None:
         """Return the mean with 0 for every sample that failed: the other end of what failures may hide."""
-        pooled = pooled_by_task(self.tasks, [row["scores"] for row in self.tasks])
-        means = [statistics.fmean(score or 0.0 for score in scores) for scores in pooled if scores]
+        by_task = pooled(map(task_key, self.tasks), [row["scores"] for row in self.tasks])
+        means = [statistics.fmean(score or 0.0 for score in scores) for scores in by_task if scores]
         return statistics.fmean(means) if means else None
 
     @classmethod
@@ -85,10 +84,11 @@ class SetResult:
             {"id": task.id, "digest": messages_digest(task), "scores": [_score(sample, score) for sample in result.samples]}
             for task, result in zip(tasks, results, strict=True)
         ]
-        graded = pooled_by_task(rows, [result.graded for result in results])
+        keys = [task_key(row) for row in rows]
+        graded = pooled(keys, [result.graded for result in results])
         known = [[score for score in row["scores"] if score is not None] for row in rows]
-        scores = pooled_by_task(rows, known)
-        rewards = pooled_by_task(rows, [result.rewards for result in results])
+        scores = pooled(keys, known)
+        rewards = pooled(keys, [result.rewards for result in results])
         names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.scores)
         metrics = {
             metric: estimate_mean([[s.metrics[metric] for s in group if metric in s.metrics] for group in graded], confidence)
@@ -198,18 +198,9 @@ class EvalResult:
         return "\n".join(lines)
 
 
-def pooled_by_task(
-    rows: Sequence[Mapping[str, Any]],
-    values: Sequence[Sequence[T]],
-) -> list[list[T]]:
-    """Join the values of rows with the same id and digest of the messages, which are one task.
-
-    A task that is asked twice resembles itself: two tasks would make an interval too narrow.
-    """
-    pooled: dict[tuple[str, str], list[T]] = {}
-    for row, own in zip(rows, values, strict=True):
-        pooled.setdefault((row["id"], row["digest"]), []).extend(own)
-    return list(pooled.values())
+def task_key(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return what tells the tasks of an evaluation apart: id, and digest of the messages."""
+    return row["id"], row["digest"]
 
 
 def messages_digest(task: Task) -> str:

@@ -25,7 +25,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import sampling_flops
 from ttrl.costs.parameters import ModelShape, model_shape
 from ttrl.errors import ServerError, TrainerDiedError
-from ttrl.intervals import Estimate, estimate_mean
+from ttrl.intervals import Estimate, estimate_mean, pooled
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.loop.bits import WEIGHTS_FILE, check_bits
@@ -465,14 +465,23 @@ def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
 
 
 def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estimate]:
-    """Estimate the reward, each metric and, of n > 1 samples of a task, "pass@n": that `judged_by` is 1 for at least one of them
-    (tasks of which a sample failed are left out)."""
-    scores = [[s.scores | {"reward": s.reward} for s in group.samples if s.reward is not None] for group in results]
+    """Estimate the reward, each metric and, of n > 1 samples of a task, "pass@n": that `judged_by`
+    is 1 for at least one of them. Left out of "pass@n" are tasks of which a sample failed."""
+    tasks = []
+    for group in results:
+        tasks.append((group.task_id, json.dumps(group.messages, sort_keys=True, default=str)))
+    scores = [[one.scores | {"reward": one.reward} for one in group.graded] for group in results]
     names = {name for group in scores for score in group for name in score}
-    found = {name: estimate_mean([[score[name] for score in group if name in score] for group in scores]) for name in names}
+    found = {}
+    for name in names:
+        values = [[score[name] for score in group if name in score] for group in scores]
+        found[name] = estimate_mean(pooled(tasks, values))
     if n > 1:
-        whole = [[score[judged_by] for score in group if judged_by in score] for group in scores]
-        found[f"pass@{n}"] = estimate_mean([[float(max(group) >= 1.0 - 1e-9)] for group in whole if len(group) == n])
+        passed: list[list[float]] = []
+        for group in scores:
+            judged = [score[judged_by] for score in group if judged_by in score]
+            passed.append([float(max(judged) >= 1.0 - 1e-9)] if len(judged) == n else [])
+        found[f"pass@{n}"] = estimate_mean(pooled(tasks, passed))
     return found
 
 
