@@ -467,19 +467,20 @@ def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
 def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estimate]:
     """Estimate the reward, each metric and, of n > 1 samples of a task, "pass@n": that `judged_by`
     is 1 for at least one of them. Left out of "pass@n" are tasks of which a sample failed."""
-    tasks = []
+    tasks: list[tuple[str, str]] = []
+    scores: list[list[dict[str, float]]] = []
     for group in results:
         tasks.append((group.task_id, json.dumps(group.messages, sort_keys=True, default=str)))
-    scores = [[one.scores | {"reward": one.reward} for one in group.graded] for group in results]
-    names = {name for group in scores for score in group for name in score}
+        scores.append([s.scores | {"reward": s.reward} for s in group.samples if s.reward is not None])
+    names = {name for graded in scores for score in graded for name in score}
     found = {}
     for name in names:
-        values = [[score[name] for score in group if name in score] for group in scores]
+        values = [[score[name] for score in graded if name in score] for graded in scores]
         found[name] = estimate_mean(pooled(tasks, values))
     if n > 1:
         passed: list[list[float]] = []
-        for group in scores:
-            judged = [score[judged_by] for score in group if judged_by in score]
+        for graded in scores:
+            judged = [score[judged_by] for score in graded if judged_by in score]
             passed.append([float(max(judged) >= 1.0 - 1e-9)] if len(judged) == n else [])
         found[f"pass@{n}"] = estimate_mean(pooled(tasks, passed))
     return found
