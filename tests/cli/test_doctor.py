@@ -12,10 +12,13 @@ from ttrl import cli
 from ttrl.cli import doctor
 from ttrl.cli.doctor import CheckResult
 from ttrl.system.memory import number_in
+from ttrl.system.nvidia import Gpus
 from ttrl.tiny_model import make_tiny_model
 
 CPU = {"version": "2.13.0+cpu", "cuda": None, "available": False}
 CUDA = {"version": "2.13.0", "cuda": "13.0", "available": True}
+GPUS = Gpus(["NVIDIA H100 80GB HBM3"], "580.65.06", (13, 0), 9.0)
+OLD = Gpus(["NVIDIA H100 80GB HBM3"], "550.54.15", (12, 4), 9.0)
 
 
 def marks(findings: list[CheckResult]) -> list[str]:
@@ -32,11 +35,11 @@ def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
     findings = [
         *doctor.check_python((3, 10, 1)),
         *doctor.check_versions({"torch": "2.13.0", "tqdm": "4"}, {"tqdm": "3"}),
-        *doctor.check_torch_and_torchtune(False, {}, torch_says(CUDA | {"available": False})),
-        *doctor.check_torch_and_torchtune(True, {}, torch_says(CUDA | {"available": False})),
-        *doctor.check_torch_and_torchtune(True, {}, torch_says(CPU)),
-        *doctor.check_torch_and_torchtune(False, {"torchvision": "0.28.0"}, torch_says(CPU, "ImportError: no")),
-        *doctor.check_torch_and_torchtune(False, {}, lambda code: ("ModuleNotFoundError: No module named 'torch'", [])),
+        *doctor.check_torch_and_torchtune(None, {}, torch_says(CUDA | {"available": False})),
+        *doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CUDA | {"available": False})),
+        *doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CPU)),
+        *doctor.check_torch_and_torchtune(None, {"torchvision": "0.28.0"}, torch_says(CPU, "ImportError: no")),
+        *doctor.check_torch_and_torchtune(None, {}, lambda code: ("ModuleNotFoundError: No module named 'torch'", [])),
         *doctor.check_vllm(lambda code: ("OSError: libnuma", [])),
         *doctor.check_memory(8, 1),
         *doctor.check_memory(8, 4),
@@ -80,30 +83,44 @@ def test_the_tested_set_is_what_is_installed_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "gpu", "expected"),
+    ("facts", "gpus", "expected"),
     [
-        (CPU, False, "ok"),
-        (CPU, True, "note"),
-        (CUDA, True, "ok"),
-        (CUDA | {"available": False}, True, "bad"),
-        (CUDA | {"available": False}, False, "note"),
+        (CPU, None, "ok"),
+        (CPU, GPUS, "note"),
+        (CUDA, GPUS, "ok"),
+        (CUDA | {"available": False}, GPUS, "bad"),
+        (CUDA | {"available": False}, None, "note"),
+        (CUDA | {"available": False}, OLD, "bad"),
+        (CUDA | {"cuda": "6.3.42131"}, None, "ok"),  # ROCm
     ],
 )
-def test_torch_build_against_hardware(facts: dict[str, object], gpu: bool, expected: str) -> None:
-    assert marks(doctor.check_torch_and_torchtune(gpu, {}, torch_says(facts))) == [expected, "ok"]
+def test_torch_build_against_hardware(facts: dict[str, object], gpus: Gpus | None, expected: str) -> None:
+    assert marks(doctor.check_torch_and_torchtune(gpus, {}, torch_says(facts))) == [expected, "ok"]
+
+
+def test_a_driver_that_is_too_old_is_told_what_it_needs() -> None:
+    """Whether the CUDA build of torch is there and cannot use the GPU, or the CPU build is, which leaves it unused."""
+    for facts in (CUDA | {"available": False}, CPU):
+        finding = doctor.check_torch_and_torchtune(OLD, {}, torch_says(facts))[0]
+        assert "the NVIDIA driver 550.54.15 supports CUDA up to 12.4" in finding.advice
+        assert "which needs driver 580 or newer" in finding.advice
+    unseen = doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CUDA | {"available": False}))[0]
+    assert "driver 580.65.06 is new enough; is CUDA_VISIBLE_DEVICES set" in unseen.advice
+    older = CUDA | {"cuda": "12.9", "available": True}
+    assert doctor.check_torch_and_torchtune(OLD, {}, torch_says(older))[0].mark == "ok"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the registry's builds are CPU builds")
 def test_cuda_neighbours_of_a_cpu_torch_are_named_with_the_command_that_removes_them() -> None:
     neighbours = {"torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": "0.14.0"}
-    finding = doctor.check_torch_and_torchtune(False, neighbours, torch_says(CPU))[1]
+    finding = doctor.check_torch_and_torchtune(None, neighbours, torch_says(CPU))[1]
     assert finding.mark == "bad"
     assert finding.advice == f"{sys.executable} -m pip uninstall -y torchvision torchcodec"
-    assert marks(doctor.check_torch_and_torchtune(True, neighbours, torch_says(CUDA))) == ["ok", "ok"]
+    assert marks(doctor.check_torch_and_torchtune(GPUS, neighbours, torch_says(CUDA))) == ["ok", "ok"]
 
 
 def test_a_broken_torchtune_does_not_hide_what_torch_is() -> None:
-    findings = doctor.check_torch_and_torchtune(False, {}, torch_says(CPU, "ImportError: cannot import name 'x'"))
+    findings = doctor.check_torch_and_torchtune(None, {}, torch_says(CPU, "ImportError: cannot import name 'x'"))
     assert [(finding.subject, finding.mark) for finding in findings] == [("torch", "ok"), ("torchtune", "bad")]
     assert "cannot import name 'x'" in findings[1].fact
 

