@@ -31,15 +31,17 @@ def seconds_of(compute: Callable[[], object], device: str, *, least: float = 0.3
 
 
 def best_product(device: str) -> tuple[float, str]:
-    """Return the FLOP/s of the fastest of several bf16 products, and its shape."""
-    shapes = [(256, 256, 256), (512, 512, 512)]
+    """Return the FLOP/s of the fastest of several products, and its shape; bf16 on a GPU."""
+    shapes = [(256, 256, 256), (1024, 1024, 1024)]
+    dtype = torch.float32
     if device == "cuda":
+        dtype = torch.bfloat16
         shapes = [(4096, 4096, 4096), (8192, 8192, 8192), (16384, 8192, 8192), (8192, 1536, 8960)]
     best = 0.0
     name = ""
     for m, k, n in shapes:
-        one = torch.randn(m, k, device=device).to(torch.bfloat16)
-        other = torch.randn(k, n, device=device).to(torch.bfloat16)
+        one = torch.randn(m, k, device=device).to(dtype)
+        other = torch.randn(k, n, device=device).to(dtype)
         speed = 2 * m * k * n / seconds_of(lambda a=one, b=other: a @ b, device, least=0.2)
         if speed > best:
             best = speed

@@ -137,8 +137,7 @@ def tell_run(place: Place, run: Path) -> None:
     trained = last["train"]
     report.figure("sampling", last["tokens_per_second"], "tokens/s")
     report.figure("training", trained["tokens_per_second"], "tokens/s")
-    flops = trained["flops_per_second"]
-    of_sheet, of_best = shares(flops, best)
+    of_sheet, of_best = shares(trained["flops"] / trained["seconds"], best)
     report.figure("training, of 989 TFLOP/s", of_sheet)
     report.figure("training, of the card's best product", of_best)
     tell_memory(place, trained, plan)
@@ -209,9 +208,8 @@ def tell_curve(place: Place, rows: Sequence[dict[str, Any]]) -> None:
         return
     table = []
     for row in rows:
-        rewards = row.get("reward", {})
-        reward = rewards.get("mean", "") if isinstance(rewards, dict) else rewards
         held_out = row.get("validation", {}).get("exact", "")
+        reward = row.get("reward", "")
         table.append([row["iteration"], held_out, reward, row["seconds"]["total"]])
     place.report.table("learning", ["iteration", "held out, exact", "reward", "seconds"], table)
     seconds = [row["seconds"]["total"] for row in rows[1:]]
