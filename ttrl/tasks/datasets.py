@@ -300,7 +300,8 @@ def _parts(folder: Path, split: str) -> list[Path]:
         raise TaskError(f"{folder}: parts of several sets lie together: {names}; keep those of one")
     (count,) = counts
     if numbers != list(range(count)):
-        raise TaskError(f"{folder}: {split} has the parts {spans(numbers)}; its names say {spans(range(count))}")
+        all_parts = spans(range(count))
+        raise TaskError(f"{folder}: {split} has the parts {spans(numbers)}; its names say {all_parts}")
     return [path for *_, path in parts]
 
 
