@@ -33,7 +33,9 @@ TEXT_FIELDS = {
 def without_nulls(value: Any) -> Any:
     """Return a copy of a JSON value without its null fields, except those described above."""
     if isinstance(value, Mapping):
-        meant = ("default", "const") if _allows_null(value) else ()
+        meant: tuple[str, ...] = ()
+        if _allows_null(value):
+            meant = ("default", "const")
         return {k: without_nulls(v) for k, v in value.items() if v is not None or k in meant}
     if isinstance(value, list | tuple):
         return [without_nulls(item) for item in value]
@@ -69,16 +71,16 @@ def request_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
     Raises TypeError or ValueError for arguments without a JSON text."""
     made = messages_without_nulls(messages)
     for message in made:
-        calls = message.get("tool_calls")
-        if isinstance(calls, list):
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list):
+            calls = message["tool_calls"]
             message["tool_calls"] = [_with_argument_text(call) for call in calls]
     return made
 
 
 def _with_argument_text(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict):
+    if not isinstance(call, dict) or not isinstance(call.get("function"), dict):
         return call
+    function = call["function"]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         return call
@@ -95,9 +97,9 @@ def part_that_is_no_text(content: Any) -> str | None:
     for part in content:
         if isinstance(part, str):
             continue
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind is None:
+        if not isinstance(part, Mapping) or part.get("type") is None:
             return f"a part without a type ({short(part, 60)})"
+        kind = part["type"]
         if kind not in TEXT_FIELDS:
             return f"a part of type {kind!r}"
         text = part.get(TEXT_FIELDS[kind])
@@ -110,8 +112,10 @@ def texts_of(content: Any) -> list[str]:
     """Return the texts of a message's content, one for each part that has one."""
     if isinstance(content, str):
         return [content]
+    if not isinstance(content, list | tuple):
+        return []
     found = []
-    for part in content if isinstance(content, list | tuple) else ():
+    for part in content:
         if isinstance(part, Mapping):
             part = part.get(TEXT_FIELDS.get(str(part.get("type")), "text"))
         if isinstance(part, str):

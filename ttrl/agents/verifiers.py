@@ -84,4 +84,4 @@ def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(given, list):
         raise TaskError(f"verifiers: a prompt is {short(prompt, 80)}; it is a text or a list of messages")
-    return [*system, *({key: value for key, value in message.items() if value is not None} for message in given)]
+    return [*system, *given]

@@ -24,6 +24,7 @@ from ttrl.errors import ConfigError, TaskError, TtrlError, UserError
 from ttrl.launch.tune import tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
+from ttrl.messages import text_of
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
 from ttrl.server.model_folder import has_chat_template
@@ -243,7 +244,7 @@ def run_recipe(
         checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments), problems=problems)
         if not tasks or not validation_tasks:
             raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
-        longest = max(sum(len(str(message["content"])) for message in task.messages) for task in tasks)
+        longest = max(sum(len(text_of(one.get("content"))) for one in task.messages) for task in tasks)
         prompts = f"the longest prompt has {longest:,} characters"
         return f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are right"
     if arguments.plan:
@@ -269,7 +270,10 @@ def _tiny(
     """Shrink the recipe; a byte is a token of the tiny model, so the shortest tasks are taken."""
 
     def shortest(some: Sequence[Task]) -> list[Task]:
-        return sorted(some, key=lambda task: sum(len(str(one["content"]).encode()) for one in task.messages))[:_TINY_TASKS]
+        def size(task: Task) -> int:
+            return sum(len(text_of(one.get("content")).encode()) for one in task.messages)
+
+        return sorted(some, key=size)[:_TINY_TASKS]
 
     folder = Path(config.run) / "tiny_model"
     if make and not (folder / "config.json").exists():

@@ -1,11 +1,11 @@
-"""Which of a server's log-probabilities belongs to which token id: the one of the same bytes.
+"""Give each token id the log-probability of the same bytes.
 
 Servers write a token in one of three ways:
 
     as its bytes            as the API asks
-    as U+FFFD               each part of a character that several tokens share. Those tokens are
-                            lost, but the ones behind them are found again in the text
-    as in the vocabulary    `æĺ¯` in the byte alphabet of GPT-2, `▁is`: the ids are known then
+    as U+FFFD               for each part of a character shared by several tokens. Those tokens
+                            are lost, but the text shows the place of the next ones
+    as in the vocabulary    `æĺ¯` in the byte alphabet of GPT-2, `▁is`: these are ids
 """
 
 import math
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 from ttrl.errors import TokenizationError
 
 _INCOMPLETE = "\ufffd"
-"""What bytes decode to that are not a whole character."""
+"""The decoding of bytes that are not a whole character."""
 _LOST = _INCOMPLETE.encode()
 _MOST_LOST = 3
-"""Bytes that one U+FFFD stands for, at the most: a character has up to four."""
+"""Bytes behind one U+FFFD, at the most: a whole character has up to four."""
 _MOST_RANGES = 64
-"""Of a text that agrees with the tokens in more ways, the rest is not aligned."""
+"""Tokens that fit a text in more ways are not aligned any further."""
 _ASCII = re.compile(rb"[\x00-\x7f]")
 
 
@@ -48,14 +48,14 @@ def align(
     logprobs: Sequence[float],
     tokens: Sequence[str],
 ) -> tuple[list[float], int]:
-    """Align the log-probabilities of a server that gave token strings with ids that we made.
+    """Align a server's log-probabilities, given with token strings, with ids of our own.
 
-    before: the last ids of the prompt, as tokens read differently at the beginning of a text.
+    before: the last ids of the prompt, because tokens read differently at the start of a text.
     tokens: the bytes of each log-probability's token, as Latin-1 text.
 
-    Returns one value for each id, and how many ids have none. Both texts are cut into their tokens.
-    An id and a log-probability with the same bytes at the same place belong together, as long as
-    all bytes before them agree. Bytes that are not a whole character are not attributed.
+    Returns a value for each id, and the number of ids without one. An id and a log-probability with
+    the same bytes at the same place belong together, as long as all bytes before them agree. Parts
+    of a character get none.
     """
     said = [token.encode("latin-1") for token in tokens[: len(logprobs)]]
     ours = _spans(tokenizer, before, token_ids)
@@ -107,10 +107,10 @@ def _vocabulary_ids(tokenizer: Any, said: Sequence[bytes]) -> list[int] | None:
 
 
 def _places(text: bytes, parts: Sequence[bytes]) -> list[int | None]:
-    """Return where parts begin that follow one another in `text`.
+    """Return the beginnings of consecutive parts in `text`.
 
-    None for empty ones, those with lost bytes, those that several places are possible for, and all
-    from the first one on that does not agree with the text.
+    A part gets None if it is empty, holds lost bytes or fits several places, and so do all parts
+    behind the first mismatch.
     """
     begins = [[_Range(0, 0)]]
     for part in parts:
@@ -134,7 +134,7 @@ def _places(text: bytes, parts: Sequence[bytes]) -> list[int | None]:
 
 
 def _ends(text: bytes, begins: list[_Range], part: bytes) -> list[_Range]:
-    """Return where a part ends that begins in one of these ranges."""
+    """Return the ends of a part, given the ranges of its beginnings."""
     ranges = begins
     for number, piece in enumerate(part.split(_LOST)):
         if number:
@@ -146,15 +146,19 @@ def _ends(text: bytes, begins: list[_Range], part: bytes) -> list[_Range]:
 
 
 def _ends_of_lost(text: bytes, begin: _Range) -> list[_Range]:
-    """Return where lost bytes end: one to three that are not ASCII."""
+    """Return the ends of one U+FFFD: behind one to three bytes, none of them ASCII."""
     ascii_byte = _ASCII.search(text, begin.first)
-    stop = len(text) if ascii_byte is None else ascii_byte.start()
-    end = _Range(begin.first + 1, min(begin.last + _MOST_LOST, stop))
-    return [end] if end.first <= end.last else []
+    stop = len(text)
+    if ascii_byte is not None:
+        stop = ascii_byte.start()
+    last = min(begin.last + _MOST_LOST, stop)
+    if last <= begin.first:
+        return []
+    return [_Range(begin.first + 1, last)]
 
 
 def _occurrences(text: bytes, piece: bytes, begin: _Range) -> list[int]:
-    """Return where a piece stands that begins in this range."""
+    """Return the places of a piece, given the range of its beginning."""
     found = []
     stop = begin.last + len(piece)
     at = text.find(piece, begin.first, stop)
@@ -165,7 +169,7 @@ def _occurrences(text: bytes, piece: bytes, begin: _Range) -> list[int]:
 
 
 def _leading_to(ends: list[_Range], begins: list[_Range], part: bytes) -> list[_Range]:
-    """Return those places among `begins` from which a part reaches one of the `ends`."""
+    """Return the places among `begins` with a way to one of the `ends`."""
     lost = part.count(_LOST)
     least = len(part) - lost * (len(_LOST) - 1)
     most = least + lost * (_MOST_LOST - 1)
@@ -180,7 +184,7 @@ def _leading_to(ends: list[_Range], begins: list[_Range], part: bytes) -> list[_
 
 
 def _joined(ranges: Iterable[_Range]) -> list[_Range]:
-    """Return the same places as ranges that do not touch, in order."""
+    """Return the same places, in order, as ranges with gaps between them."""
     joined: list[_Range] = []
     for one in sorted(ranges):
         if joined and one.first <= joined[-1].last + 1:
@@ -191,8 +195,8 @@ def _joined(ranges: Iterable[_Range]) -> list[_Range]:
 
 
 def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> list[_Span]:
-    """Return ids and their bytes; ids that are not whole characters by themselves are grouped, unless what follows shows that
-    they never become one."""
+    """Return ids and their bytes. Ids that share a character are grouped; parts that never become a
+    whole one are a group of their own."""
     spans: list[_Span] = []
     ids = [*before[-1:], *token_ids]
     begin = first = len(before[-1:])
@@ -209,7 +213,8 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
             continue
         if first < end - 1 and whole.startswith(broken):
             spans.append(_Span(end - 1 - first, broken[len(known) :].encode()))
-            first, known = end - 1, broken
+            first = end - 1
+            known = broken
         spans.append(_Span(end - first, whole[len(known) :].encode()))
         first, known = end, text(ids[end - 1 : end])
     return spans

@@ -6,6 +6,7 @@ from typing import Any
 
 from ttrl.errors import GraderError
 from ttrl.judges.asking import Asked
+from ttrl.messages import request_messages
 from ttrl.tasks.task import Choice
 from ttrl.text import is_number, short
 
@@ -28,7 +29,7 @@ class RewardModel(Asked):
     async def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
         """Return (reward, metrics). Raises GraderError."""
         reply = {"role": "assistant", "content": choice.message.content or ""}
-        messages = getattr(choice, "messages", None) or [*map(dict, self.messages), reply]
+        messages = getattr(choice, "messages", None) or [*request_messages(self.messages), reply]
         body = {"model": self.model, "messages": messages, "use_activation": False, **self.params}
         answer = await self.post(self.base_url.rstrip("/").removesuffix("/v1") + "/pooling", body)
         try:

@@ -10,6 +10,7 @@ from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletion
 
 from ttrl.errors import UserError
+from ttrl.messages import request_messages
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.assembly import STOPPED_EARLY, OnChunk
@@ -69,7 +70,7 @@ async def get_chat_completion(
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
         raise UserError(f"messages is {messages!r}; give a list such as [{{'role': 'user', 'content': '…'}}]")
     transport, store = transport_for(client), Cache.of(cache)
-    asked = plain(messages, "messages")
+    asked = request_messages(plain(messages, "messages"))
     identity = answer_identity([transport], weights_digest, has_cache=store is not None)
     digest = request_digest(identity, request.cache_body(asked))
     key, log = sample_key(digest, sample), None if requests_log is None else RequestsLog(requests_log)

@@ -1,8 +1,8 @@
 """The headers of safetensors files, and a check of tied embeddings, without PyTorch.
 
-A model whose config.json says `tie_word_embeddings` computes its output with the embeddings. Its
-files may hold the head again, as most checkpoints of ours do. If that head differs, readers differ
-too: vLLM ignores it, transformers unties the two. Neither is a guess worth training on.
+With `tie_word_embeddings` in config.json, a model computes its output with the embeddings. Its
+files may hold the head again, as most of our checkpoints do. If that head differs, readers differ
+too: vLLM ignores it, transformers unties the two.
 """
 
 import json
@@ -19,12 +19,12 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight")
 _HEAD = "lm_head.weight"
 _CHUNK = 1 << 24
 _MOST_HEADER = 100_000_000
-"""Bytes: what safetensors itself accepts."""
+"""Bytes, the limit of safetensors."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a safetensors file: what its header says."""
+    """One tensor of a safetensors file, by its header."""
 
     file: Path
     name: str
@@ -33,6 +33,11 @@ class StoredTensor:
     start: int
     """Of its bytes in the file."""
     stop: int
+
+    @property
+    def size(self) -> int:
+        """Return its size in bytes."""
+        return self.stop - self.start
 
 
 def stored_tensors(file: Path) -> list[StoredTensor]:
@@ -67,7 +72,7 @@ def _unreadable(file: Path, why: str) -> ModelFolderError:
 def check_tied_head(files: Iterable[Path]) -> None:
     """Check that an output head in the files of a model with tied embeddings equals these.
 
-    Raises ModelFolderError that names both where they differ, or for a damaged file; OSError.
+    Raises ModelFolderError with both names if they differ, or for a damaged file; OSError.
     """
     tensors = [tensor for file in files for tensor in stored_tensors(file)]
     heads = [tensor for tensor in tensors if tensor.name.endswith(_HEAD)]
@@ -94,28 +99,28 @@ def _difference(head: StoredTensor, embedding: StoredTensor) -> str | None:
     """Describe the first difference between two tensors; None where all values are equal."""
     if head.shape != embedding.shape:
         return f"its shape is {list(head.shape)}, not {list(embedding.shape)}"
-    widths = {tensor.dtype: (tensor.stop - tensor.start) for tensor in (head, embedding)}
-    if len(widths) == 2 and widths.keys() != {"BF16", "F32"}:
+    dtypes = {head.dtype, embedding.dtype}
+    if len(dtypes) == 2 and dtypes != {"BF16", "F32"}:
         return f"it is {head.dtype}, not {embedding.dtype}"
-    wide = max((head, embedding), key=lambda tensor: tensor.stop - tensor.start)
-    narrow = embedding if wide is head else head
-    ratio = len(widths)  # a value of BF16 has half the bytes of one of F32
-    size = wide.stop - wide.start
+    narrow, wide = sorted((head, embedding), key=lambda tensor: tensor.size)
+    ratio = len(dtypes)  # F32 takes twice the bytes of BF16
     with open(wide.file, "rb") as one, open(narrow.file, "rb") as other:
         first = mmap.mmap(one.fileno(), 0, access=mmap.ACCESS_READ)
         second = mmap.mmap(other.fileno(), 0, access=mmap.ACCESS_READ)
         with first, second:
-            for begin in range(0, size, _CHUNK):
-                end = min(begin + _CHUNK, size)
+            for begin in range(0, wide.size, _CHUNK):
+                end = min(begin + _CHUNK, wide.size)
                 ours = first[wide.start + begin : wide.start + end]
                 theirs = second[narrow.start + begin // ratio : narrow.start + end // ratio]
-                if ours != (theirs if ratio == 1 else _widened(theirs)):
+                if ratio == 2:
+                    theirs = _widened(theirs)
+                if ours != theirs:
                     return "their values differ"
     return None
 
 
 def _widened(bf16: bytes) -> bytes:
-    """Return the same values as F32, whose upper half a BF16 is (little-endian)."""
+    """Return the same values as F32: a BF16 is the upper half of one (little-endian)."""
     wide = bytearray(2 * len(bf16))
     wide[2::4] = bf16[0::2]
     wide[3::4] = bf16[1::2]

@@ -48,6 +48,27 @@ def test_even_when_the_server_asks_for_a_retry(kit):
     assert len(kit.run(behaviour, [task()])[1].requests) == 1
 
 
+def test_null_fields_are_not_sent(kit):
+    parts = [{"type": "text", "text": "x", "image_url": None}]
+    messages = [{"role": "user", "content": parts, "tool_calls": None, "name": None}]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": None}}}}
+    seen = []
+
+    def behaviour(body, attempt):
+        seen.append(body)
+        return kit.completion([kit.choice(0, "y")])
+
+    async def main():
+        async with kit.serving(behaviour) as server, server.client() as client:
+            params = {"tools": [tool]}
+            return await get_chat_completion(client, messages, "m", params=params, token_ids=False)
+
+    assert asyncio.run(main()).choices[0].message.content == "y"
+    (body,) = seen
+    assert body["messages"] == [{"role": "user", "content": [{"type": "text", "text": "x"}]}]
+    assert body["tools"][0]["function"] == {"name": "f", "parameters": {"properties": {}}}
+
+
 def test_retries_end(kit):
     results, server = kit.run(lambda body, attempt: kit.error(500, "engine died"), [task()], max_retries=2)
     assert len(server.requests) == 3

@@ -78,6 +78,20 @@ def test_what_is_missing_is_said(kit, change, error, words):
         read(answer(kit.choice(0, "abc", **change)))
 
 
+def test_the_bytes_of_tokens(kit):
+    """Half of a surrogate pair is lost bytes, and costs no other token its string."""
+    choice = kit.choice(0, "a🙂🙂b")
+    entries = choice["logprobs"]["content"][:5]
+    choice["logprobs"]["content"] = entries
+    given = ["a", "\ud83d", "\ude42", "\ufffd", "b"]
+    for entry, token in zip(entries, given, strict=True):
+        entry |= {"token": token, "bytes": None}
+    entries[3]["bytes"] = [239, 191, 189]
+    sample = read(answer(choice), token_ids=False)
+    tokens = [token.encode("latin-1").decode() for token in sample.logprob_tokens]
+    assert tokens == ["a", "\ufffd", "\ufffd", "\ufffd", "b"]
+
+
 def test_without_ids(kit):
     given = answer(kit.choice(0, "abc", token_ids=None), prompt_token_ids=None)
     sample = read(given, token_ids=False)

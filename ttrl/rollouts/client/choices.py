@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ from ttrl.text import is_number
 
 UNKNOWN_LOGPROB = -9999.0
 """What vLLM sends for a logprob that it does not know: JSON has no NaN."""
+
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def writable(text: str) -> str:
@@ -100,10 +104,17 @@ def _token_bytes(answer: Answer, count: int) -> list[str] | None:
     """Return the bytes of each log-probability's token as Latin-1 text; None where the server does not give them all."""
     try:
         content = _loads(answer.choice)["logprobs"]["content"] or ()
-        found = [entry["token"].encode() if entry.get("bytes") is None else bytes(entry["bytes"]) for entry in content]
+        found = [_bytes_of(entry) for entry in content]
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
     return [token.decode("latin-1") for token in found] if len(found) == count else None
+
+
+def _bytes_of(entry: dict[str, Any]) -> bytes:
+    if entry.get("bytes") is not None:
+        return bytes(entry["bytes"])
+    # Half of a surrogate pair is a part of a character, as U+FFFD is.
+    return _SURROGATE.sub("\ufffd", entry["token"]).encode()
 
 
 def _read(answer: Answer, place: str) -> _Read:
