@@ -132,7 +132,8 @@ def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
     """Return all conversations that fit into a row as token sequences, and the id to pad with. Raises ConfigError if there are
     none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded."""
-    hf_config = read_config(config.model)  # says what is wrong with a folder; the tokenizer would ask the hub for it
+    # Says what is wrong with a folder; the tokenizer would ask the hub for it.
+    hf_config = read_config(config.model)
     if hf_config.tie_word_embeddings:
         check_head(base_folder(config))
     try:

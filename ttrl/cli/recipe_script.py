@@ -244,8 +244,8 @@ def run_recipe(
         checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments), problems=problems)
         if not tasks or not validation_tasks:
             raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
-        longest = max(sum(len(text_of(one.get("content"))) for one in task.messages) for task in tasks)
-        prompts = f"the longest prompt has {longest:,} characters"
+        longest = max(_prompt_size(task) for task in tasks)
+        prompts = f"the longest prompt has {longest:,} bytes"
         return f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are right"
     if arguments.plan:
         from ttrl.loop.plan import plan  # loads PyTorch
@@ -264,16 +264,18 @@ def run_recipe(
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 
+def _prompt_size(task: Task) -> int:
+    """Return the bytes of a task's messages."""
+    return sum(len(text_of(message.get("content")).encode()) for message in task.messages)
+
+
 def _tiny(
     config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], *, make: bool
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
     """Shrink the recipe; a byte is a token of the tiny model, so the shortest tasks are taken."""
 
     def shortest(some: Sequence[Task]) -> list[Task]:
-        def size(task: Task) -> int:
-            return sum(len(text_of(one.get("content")).encode()) for one in task.messages)
-
-        return sorted(some, key=size)[:_TINY_TASKS]
+        return sorted(some, key=_prompt_size)[:_TINY_TASKS]
 
     folder = Path(config.run) / "tiny_model"
     if make and not (folder / "config.json").exists():

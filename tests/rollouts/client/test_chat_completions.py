@@ -51,7 +51,8 @@ def test_even_when_the_server_asks_for_a_retry(kit):
 def test_null_fields_are_not_sent(kit):
     parts = [{"type": "text", "text": "x", "image_url": None}]
     messages = [{"role": "user", "content": parts, "tool_calls": None, "name": None}]
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": None}}}}
+    function = {"name": "f", "parameters": {"properties": {"a": None}}}
+    tool = {"type": "function", "function": function}
     seen = []
 
     def behaviour(body, attempt):

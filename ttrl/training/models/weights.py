@@ -141,7 +141,8 @@ def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str
 
 
 def check_head(folder: str | Path) -> None:
-    """Check the output head in the files of a model with tied embeddings. Raises ModelFolderError."""
+    """Check the output head in the files of a model with tied embeddings. Raises
+    ModelFolderError."""
     files = [Path(folder, file) for file in files_of(Path(folder))]
     try:
         again(partial(check_tied_head, files))
