@@ -68,7 +68,8 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 def test_commands_that_are_named_exist(page: Path) -> None:
     """In code: subcommands of ttrl and their options, scripts, settings given with --set."""
     text = page.read_text(encoding="utf-8")
-    lines = [line.partition("#")[0] for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) for line in block.split("\n")]
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    lines = [line.partition("#")[0] for language, block in blocks if not language for line in block.split("\n")]
     wrong = []
     for line in lines + re.findall(r"`([^`]+)`", prose(page)):
         wrong += [name for name in re.findall(r"\b(?:recipes|tools)/[a-z_]+\.py", line) if not (ROOT / name).exists()]

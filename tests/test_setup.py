@@ -451,6 +451,59 @@ def test_what_is_installed_is_not_looked_at_again(
     assert capsys.readouterr().err == ""
 
 
+def needed_by(path: Path) -> set[str]:
+    """Return the top-level modules that a recipe imports, itself and by the modules of ttrl that make its tasks."""
+    import check_imports
+
+    waiting = [path]
+    seen: set[Path] = set()
+    found: set[str] = set()
+    while waiting:
+        path = waiting.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        module = "" if path.parent.name == "recipes" else check_imports.module_name(path, ROOT)
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            match node:
+                case ast.Call(func=ast.Name(id="optional_package"), args=[ast.Constant(value=str(name)), *_]):
+                    found.add(name.partition(".")[0])
+        for one in check_imports.imports_of(tree, module):
+            if not one.name.startswith("ttrl"):
+                found.add(one.name.partition(".")[0])
+            elif one.name.startswith(("ttrl.tasks", "ttrl.agents.reasoning_gym", "ttrl.tiny_model")):
+                file = ROOT.joinpath(*one.name.split("."))
+                waiting += [place for place in (file.with_suffix(".py"), file / "__init__.py") if place.exists()]
+    return found - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/machines.md"])
+def test_what_a_gpu_user_is_told_to_install_is_all_that_the_recipes_need(install: ModuleType, page: str) -> None:
+    """Not by what one of the packages happens to bring."""
+    (told,) = re.findall(r'pip install "\.\[([a-z,]+)\]"', (ROOT / page).read_text(encoding="utf-8"))
+    installed = {install.name_of(text) for text in install.own_requirements(told.split(","))}
+    assert "vllm" in installed
+    distributions = importlib.metadata.packages_distributions()
+    missing = {}
+    for recipe in sorted((ROOT / "recipes").glob("*.py")):
+        for module in needed_by(recipe):
+            names = {install.name_of(name) for name in distributions.get(module, [module])}
+            if not names & installed:
+                missing.setdefault(recipe.name, []).append(module)
+    assert missing == {}
+    assert {"datasets", "pyarrow", "chess", "python-sat", "reasoning-gym"} <= installed
+    assert {"accelerate", "gguf"} <= installed  # with which transformers reads smollm2-135m, the model of five recipes
+    assert "matplotlib" in installed  # what `ttrl study` draws with
+
+
+def test_the_recipes_need_what_they_are_known_to_need() -> None:
+    """So that the test above looks at something."""
+    assert "datasets" in needed_by(ROOT / "recipes" / "gsm8k.py")
+    assert "chess" in needed_by(ROOT / "recipes" / "chess_moves.py")
+    assert "reasoning_gym" in needed_by(ROOT / "recipes" / "reasoning_puzzles.py")
+
+
 def test_a_full_disk_is_not_tried_again_by_pip(install: ModuleType, tmp_path: Path) -> None:
     installer = at_work(install, tmp_path / "venv", uv='echo "failed to write: No space left on device (os error 28)"; exit 2')
     installer.bring_uv()
