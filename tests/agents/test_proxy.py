@@ -96,7 +96,7 @@ def test_an_agent_may_use_the_name_that_was_typed(tmp_path):
             status, answer = await post(chat, session["api_key"], model=name, messages=ASK)
             statuses.append(status)
         assert statuses == [200, 200, 400]
-        assert "called 'policy' or 'org/typed'" in answer["error"]["message"]
+        assert "this session's is 'policy' or 'org/typed'" in answer["error"]["message"]
         headers = {"Authorization": f"Bearer {session['api_key']}"}
         async with aiohttp.ClientSession(headers=headers) as http:
             listed = await (await http.get(session["base_url"] + "/models")).json()

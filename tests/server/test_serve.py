@@ -78,7 +78,7 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
     assert [one["extra_args"] for one in made] == [{"max_lora_rank": 64}, {"max_lora_rank": 8}]
     assert made[0]["adapters_from"] == store
     assert any('joined_servers=["http://127.0.0.1:1"], adapters="mirror" and that key' in line for line in said)
-    assert any(line.endswith("the adapter of a run is called 'policy-adapter'") for line in said)
+    assert any(line.endswith("a run's adapter is called 'policy-adapter'") for line in said)
     serve(str(checkpoints[0]), **settings)
     assert made[2]["adapters_from"] is None and made[2]["extra_args"] is None
     with pytest.raises(UserError, match="cannot be at"):

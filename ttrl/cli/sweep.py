@@ -11,9 +11,10 @@
       lr: [1.0e-4, 3.0e-4]
     by: flops                              # where they are compared (iteration)
 
-A run is finished when its script has ended well; what is finished is remembered in RUNS/sweep.json with a digest of its command
-(which may hold a secret), so the same `ttrl sweep` goes on where it was interrupted, within a run too, and makes only what was
-added to the file. A run that fails does not end the others.
+A run is finished when its script has ended well. RUNS/sweep.json keeps a digest of the command of
+each finished run (the command may hold a secret), so the same `ttrl sweep` continues where it was
+interrupted, within a run too, and makes only what was added to the file. A run that fails does not
+end the others.
 """
 
 import argparse

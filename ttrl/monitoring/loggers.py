@@ -199,11 +199,18 @@ class _WandB:
             run_id = uuid.uuid4().hex[:12]
             write_json(id_path, {"id": run_id})
         (folder / "logs").mkdir(parents=True, exist_ok=True)
-        given = {"project": "ttrl", "name": folder.name, "dir": str(folder / "logs"), "id": run_id, "resume": "allow"}
+        given: dict[str, Any] = {
+            "project": "ttrl",
+            "name": folder.name,
+            "dir": str(folder / "logs"),
+            "id": run_id,
+            "resume": "allow",
+        }
         # Its console capture would take over standard output, which is the person's.
         settings = wandb.Settings(console="off", silent=True)
+        given |= {"config": without_secrets(config), "settings": settings}
         with _harmless_command():
-            self._run = wandb.init(**{**given, "config": without_secrets(config), "settings": settings, **arguments})
+            self._run = wandb.init(**{**given, **arguments})
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         self._run.log(dict(payload), step=step)

@@ -97,7 +97,7 @@ def serve(
 ) -> None:
     """Serve until interrupted; a server that dies is restarted at the same address, and again answers for no weights.
 
-    name: what clients may call the model besides "policy", the name that runs use; by default `model`.
+    name: what clients may also call the model, which runs call "policy"; by default `model`.
 
     Raises UserError, ServerStartError, and ServerDiedError for one that keeps dying.
     """
@@ -128,7 +128,7 @@ def serve(
         say(f"serving at {address}/v1, where the model is called {names}")
         say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")
         if adapters_from is not None:
-            say(f"these name the model without an adapter; the adapter of a run is called {ADAPTER_NAME!r}")
+            say(f"that is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
         say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")

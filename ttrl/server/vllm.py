@@ -59,21 +59,23 @@ _ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): 
 
 
 def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return a problem for each argument of vLLM that is ttrl's to set, or holds a secret, one line each.
+    """Return a problem for each argument of vLLM that ttrl sets, or that holds a secret.
 
-    All users could read a secret in the list of processes, and vLLM writes its arguments to its log.
+    Other users could read a secret in the list of processes; vLLM writes its arguments to its log.
     """
     given = {name.replace("_", "-"): value for name, value in arguments.items()}
-    found = [f"{name} is set by ttrl; there is an argument for it" for name in sorted(_OWN_ARGUMENTS & given.keys())]
+    own = sorted(_OWN_ARGUMENTS & given.keys())
+    found = [f"{name} is set by ttrl; there is an argument for it" for name in own]
+    shown = "would be on a command line, which all users of the machine can read"
     for name, value in given.items():
-        way = _SECRETS.get(name) or _way_out(value)
-        if way is not None:
-            found.append(f"{name} would be on a command line, which all users of the machine can read; {way}")
+        way_out = _SECRETS.get(name) or _way_out(value)
+        if way_out is not None:
+            found.append(f"{name} {shown}; {way_out}")
     return found
 
 
 def _way_out(value: Any) -> str | None:
-    """Return what to do about secrets within a value, such as a connector's password; None where there are none."""
+    """Return what to do about secrets in a value, such as a connector's password, or None."""
     with contextlib.suppress(TypeError, ValueError):
         value = json.loads(value)
     if isinstance(value, Mapping) and without_secrets(value) != dict(value):
@@ -136,7 +138,8 @@ class VLLMServer(ServerConnection):
         dtype = _DTYPES.get(dtype, dtype)
         super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key or secrets.token_urlsafe(32))
         self.model_folder = model_folder
-        self.other_names = [name for name in other_names if name not in (served_model_name, ADAPTER_NAME)]
+        taken = (served_model_name, ADAPTER_NAME)
+        self.other_names = [name for name in other_names if name not in taken]
         self.log_path = Path(log_path)
         self.host = host
         self.serves_adapters, self.adapters_from = serves_adapters or adapters_from is not None, adapters_from

@@ -13,7 +13,7 @@ import subprocess
 from dataclasses import dataclass
 
 CUDA = (13, 0)
-"""What the tested vLLM and its torch are built with; their packages name it: nvidia-cutlass-dsl[cu13]."""
+"""What the tested vLLM and torch are built with: vLLM requires nvidia-cutlass-dsl[cu13]."""
 _DRIVERS = {12: 525, 13: 580}
 """By major version of CUDA: the oldest driver."""
 _CAPABILITY = 7.5
@@ -60,12 +60,11 @@ def find_gpus() -> Gpus | None:
 
 
 def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
-    """Return why these GPUs cannot run what was built with `cuda`, and the way out; "" if they can."""
-    built = f"CUDA {cuda[0]}.{cuda[1]}"
+    """Return why these GPUs cannot run packages built with `cuda`, and the way out, or ""."""
     if gpus.capability is not None and gpus.capability < _CAPABILITY:
         return (
-            f"{gpus.names[0]} has compute capability {gpus.capability}, and vLLM's packages are built "
-            f"for {_CAPABILITY} (T4, RTX 20) and newer: use another GPU, or leave this one unused"
+            f"{gpus.names[0]} has compute capability {gpus.capability}, and vLLM's packages are "
+            f"built for {_CAPABILITY} (T4, RTX 20) and newer: use another GPU"
         )
     needed = _DRIVERS.get(cuda[0])
     major = int(gpus.driver.partition(".")[0] or 0)
@@ -79,9 +78,9 @@ def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
         return ""
     newer = f"driver {needed} or newer" if needed else "a newer driver"
     return (
-        f"the NVIDIA driver {gpus.driver} {supports}, and the packages are built with {built}, which "
-        f"needs {newer}: update the driver; on a data-center GPU NVIDIA's package "
-        f"cuda-compat-{cuda[0]}-{cuda[1]} does as well"
+        f"the NVIDIA driver {gpus.driver} {supports}, and the packages are built with CUDA "
+        f"{cuda[0]}.{cuda[1]}, which needs {newer}: update the driver; on a data-center GPU "
+        f"NVIDIA's package cuda-compat-{cuda[0]}-{cuda[1]} does as well"
     )
 
 

@@ -62,6 +62,7 @@ ATTACKS = {
     "indent": "{{ '\\n\\n' | indent(10**9) }}",
     "indent by a text": "{{ ('\\n' * 10**4) | indent('x' * 10**5) }}",
     "tojson, indent": "{{ {'a': {'b': 1}} | tojson(indent=10**9) }}",
+    "tojson, indent by a text": "{{ [[[[[[[[[[1]]]]]]]]]] | tojson(indent='x' * 10**6) }}",
     "tojson, separators": "{{ range(100) | list | tojson(separators=('x' * 10**6, 'y')) }}",
     "batch": "{{ range(10) | batch(10**9, 'x') | list | length }}",
     "round": "{{ 1 | round(-10**9) }}",

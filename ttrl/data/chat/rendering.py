@@ -166,7 +166,7 @@ class ChatTemplate:
 
     def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
         """Return the conversation as text; with `answer_next`, as a server is sent it to be answered. Raises TemplateRefusalError
-        where the template does, ModelFolderError where it does not come to an end, or takes too much memory."""
+        where the template does, ModelFolderError where it takes too long or too much memory."""
         with self._limited(""):
             return self._write(self.source, messages, answer_next=answer_next, times=1)[0]
 
@@ -205,9 +205,8 @@ class ChatTemplate:
                 "take another with chat_template"
             ) from error
         except TemplateSizeError as error:
-            raise ModelFolderError(
-                f"{self.place} {error}, for one conversation; look at it, or take another with chat_template"
-            ) from error
+            way_out = "look at it, or take another with chat_template"
+            raise ModelFolderError(f"{self.place} {error} for one conversation; {way_out}") from error
         except Exception as error:  # a template is a program, and may raise anything
             raise TemplateRefusalError(f"{self.place}{how} refuses the conversation: {_told(error)}") from error
 

@@ -1,14 +1,14 @@
-"""Render chat templates, programs out of a model's folder, and stop those that take all memory.
+"""Render chat templates, and stop those that would take all memory.
 
-Jinja's sandbox keeps a template from files and code, but `{{ 'x' * 10**9 }}` takes a gigabyte. Here
-every step that builds something has its result estimated before it runs, and counted after:
-operators, `~`, slices, literals, calls, filters, and the text that is written. A template may build
-some megabytes, more for longer conversations (`allowance`); then it ends with TemplateSizeError.
+A template is a program out of a model's folder. Jinja's sandbox keeps it from files and code, but
+`{{ 'x' * 10**9 }}` takes a gigabyte. Here each step has its result estimated before it runs and
+counted after: operators, `~`, slices, literals, calls, filters, the text written. A template may
+build some megabytes, more for longer conversations (`allowance`); then TemplateSizeError ends it.
 
-What is written is what transformers' `apply_chat_template` writes, with the same settings of Jinja
-and the same filters; `render` also tells where `{% generation %}` blocks are.
+The text is that of transformers' `apply_chat_template`: same settings of Jinja, same filters.
+`render` also returns where `{% generation %}` blocks are.
 
-Left out: time. A single step may still be slow, such as comparing lists that hold others often.
+Left out: time. A single step may still be slow, such as comparing deeply nested lists.
 """
 
 # ruff: noqa: N802 - names of nodes are Jinja's
@@ -36,11 +36,11 @@ from jinja2.utils import Namespace
 from markupsafe import Markup
 
 _MOST_SOURCE = 2**16
-"""Characters of a template; the largest that are known have a third of that."""
+"""Characters of a template; the largest known ones have a third of it."""
 _ELEMENT = 64
-"""What an element of a list counts, or any other small object; a character counts 1."""
+"""The size of an element of a list, and of any other small object; a character has size 1."""
 _AT_LEAST = 2**22
-"""What any template may build."""
+"""The least allowance."""
 _MOST_BITS = 2**16
 """Of a whole number; arithmetic with longer ones takes minutes."""
 _LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
@@ -52,13 +52,13 @@ _Estimate = Callable[..., int]
 class TemplateSizeError(Exception):
     """A template builds, or is about to build, more than its conversation can need.
 
-    The message says what it does: "builds more than 4,194,304 characters".
+    The message goes on after a name: "builds more than 4,194,304 characters".
     """
 
 
 @dataclass(slots=True)
 class _Meter:
-    """What one rendering may still build, and what it has written."""
+    """The allowance of one rendering, the rest of it, and the text so far."""
 
     most: int
     left: int
@@ -80,10 +80,10 @@ _UNLIMITED = 2**62
 
 
 def allowance(variables: Mapping[str, Any], times: int) -> int:
-    """Return what a template may build from these variables, in characters.
+    """Return how much a template may build from these variables, in characters.
 
-    It may copy the conversation for each message, as one does that appends each to a text of its
-    own. times: how often it needs to; tags are put in by rendering twice up to each message.
+    It may copy the conversation once per message: some append each message to a variable.
+    times: 2 for templates with our tags, which render the conversation twice per message.
     """
     size = len(repr(variables))
     messages = len(variables["messages"])
@@ -95,9 +95,9 @@ def render(
     variables: Mapping[str, Any],
     most: int,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return what a template writes, and where its `{% generation %}` blocks are, in characters.
+    """Return a template's text, and where its `{% generation %}` blocks are, in characters.
 
-    most: what it may build (`allowance`). Raises TemplateSizeError, and what the template raises.
+    most: its `allowance`. Raises TemplateSizeError, and any error of the template.
     """
     if len(source) > _MOST_SOURCE:
         problem = f"has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
@@ -124,7 +124,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 
 def _parts(values: Iterable[Any]) -> Iterator[Any]:
-    """Yield values and all that is in them, as often as it is in them."""
+    """Yield values and all values in them, shared ones repeatedly."""
     waiting = list(values)
     while waiting:
         value = waiting.pop()
@@ -132,7 +132,7 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
         if isinstance(value, str | bytes | int | float):
             continue
         if isinstance(value, Namespace):
-            value = getattr(value, "_Namespace__attrs")  # noqa: B009 - as text, it shows them
+            value = getattr(value, "_Namespace__attrs", {})  # its text shows them
         if isinstance(value, Mapping):
             waiting += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple | set | frozenset | KeysView | ValuesView | ItemsView):
@@ -140,7 +140,7 @@ def _parts(values: Iterable[Any]) -> Iterator[Any]:
 
 
 def _size(*values: Any) -> int:
-    """Return how large values are with all that is in them, as often as it is in them."""
+    """Return the size of values and of all values in them, counting shared ones repeatedly."""
     meter = _meter.get()
     found = 0
     for value in _parts(values):
@@ -156,12 +156,12 @@ def _refuse_number() -> None:
 
 
 def _text_size(value: Any) -> int:
-    """Return at most how long a value is as text: in a list, one character can become ten."""
+    """Return at least the length of a value's text: in a list, a character can become ten."""
     return len(value) if isinstance(value, str) else 10 * _size(value)
 
 
 def _counted(value: Any) -> Any:
-    """Count what a step has built, and return it; an iterator's items are counted as they come."""
+    """Count the result of a step, and return it; an iterator's items count as they come."""
     if isinstance(value, str | bytes):
         _meter.get().charge(len(value))
     elif isinstance(value, list | tuple | set | frozenset):
@@ -183,13 +183,13 @@ def _counted_items(values: Iterator[Any]) -> Iterator[Any]:
 
 
 def _measurable(values: Iterable[Any], estimate: _Estimate) -> list[Any]:
-    """Return arguments of a call, with lists for iterators that it goes through in any case."""
+    """Return arguments of a call, with lists for iterators if the call exhausts them anyway."""
     if estimate not in (_everything, _join, _method_join):
         return list(values)
     return [list(value) if isinstance(value, Iterator) else value for value in values]
 
 
-# Estimates of what a filter or method makes of its arguments, none of them too small
+# Estimates of results of filters and methods, none of them too small
 
 
 def _linear(*values: Any, **named: Any) -> int:
@@ -238,7 +238,8 @@ def _replace(text: Any, old: Any, new: Any, count: Any = None) -> int:
 
 
 def _indent(text: Any, width: Any = 4, *_others: Any, **_named: Any) -> int:
-    return (_text_size(text) + 2) * (1 + (width if isinstance(width, int) else _text_size(width)))
+    added = width if isinstance(width, int) else _text_size(width)
+    return (_text_size(text) + 2) * (1 + added)
 
 
 def _padded(text: Any, width: int = 80, *_others: Any) -> int:
@@ -251,6 +252,7 @@ def _wordwrap(
     break_long_words: bool = True,
     wrapstring: Any = None,
     *_others: Any,
+    **_named: Any,
 ) -> int:
     return (_text_size(text) + 1) * (1 + _text_size(wrapstring or "\n"))
 
@@ -280,20 +282,20 @@ def _strftime(_moment: Any, format: Any = "", *_others: Any) -> int:
 
 
 def _widths(text: str) -> list[int]:
-    """Return the numbers in a format, each of which may be a width or a precision."""
+    """Return the numbers in a format: each may be a width or a precision."""
     found = re.findall(r"\d+", text)
     return [_UNLIMITED if len(digits) > 9 else int(digits) for digits in found]
 
 
 def _printf(text: Any, *values: Any, **named: Any) -> int:
-    """Of `text % values`: each field may show all of them, as wide as the largest number says."""
+    """Estimate `text % values`: each field may show all values, at the largest width."""
     size = 10 * _size(text, *values, *named.values())
     if not isinstance(text, str | bytes):
         return size
     if isinstance(text, bytes):
         text = text.decode("latin-1")
     widths = _widths(text)
-    if "*" in text:  # a width that is one of the values
+    if "*" in text:  # a value is the width
         widths += [abs(part) for part in _parts(values) if isinstance(part, int)]
     return int(sum(widths) + text.count("%") * (size + max(widths, default=0)))
 
@@ -352,18 +354,18 @@ _METHODS: dict[str, _Estimate] = {name: estimate for estimate, names in _METHODS
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
-    indent: int | None = None,
+    indent: int | str | None = None,
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as transformers does, which Jinja's own filter does not: it escapes for HTML."""
+    """Write JSON as transformers does; Jinja's own filter escapes for HTML."""
     options: dict[str, Any] = {"ensure_ascii": ensure_ascii, "sort_keys": sort_keys}
     meter = _meter.get()
     meter.check(_linear(value))
     if indent is None and separators is None:
         return json.dumps(value, **options)
-    if isinstance(indent, int):
-        meter.check(1000 * indent)
+    step = indent if isinstance(indent, int) else len(indent or "")
+    meter.check(1000 * step)  # a list in lists is indented by a multiple
     encoder = json.JSONEncoder(indent=indent, separators=separators, **options)
     pieces = _Buffer()
     pieces.extend(encoder.iterencode(value))
@@ -378,7 +380,7 @@ def _raise_exception(message: str) -> None:
 
 
 class _Buffer(list[str]):
-    """What a macro or a block writes."""
+    """The text of a macro, a block or the template, in pieces."""
 
     def append(self, text: str) -> None:
         _meter.get().charge(_ELEMENT + len(text))
@@ -390,7 +392,7 @@ class _Buffer(list[str]):
 
 
 class _Code(CodeGenerator):
-    """Let templates build nothing but by the environment's methods."""
+    """Route each step that builds a value through the environment."""
 
     def buffer(self, frame: Frame) -> None:
         frame.buffer = self.temporary_identifier()
@@ -431,7 +433,8 @@ class _Formatter(SandboxedFormatter):
     """Check each field of `text.format(…)` before it is written."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
-        _meter.get().check(10 * _text_size(value))
+        if conversion is not None:
+            _meter.get().check(10 * _text_size(value))
         return super().convert_field(value, conversion)
 
     def format_field(self, value: Any, format_spec: str) -> Any:
@@ -440,7 +443,7 @@ class _Formatter(SandboxedFormatter):
 
 
 class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
-    """Escape what goes into a text that is markup."""
+    """Escape values for a text marked as safe."""
 
 
 class _Environment(ImmutableSandboxedEnvironment):
@@ -488,7 +491,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _shown(value: Any) -> Any:
-    """Check a value that is about to be written, as text."""
+    """Check a value before it is written as text."""
     if not isinstance(value, str):
         _meter.get().check(_text_size(value))
     return value
@@ -504,7 +507,7 @@ def _plus(left: Any, right: Any) -> int:
 
 def _times(left: Any, right: Any) -> int:
     if isinstance(left, int) and isinstance(right, int):
-        return 0  # each has few bits, so their product has not many
+        return 0  # both are short, so the product is
     if isinstance(left, int):
         return _times(right, left)
     if not isinstance(left, str | bytes | list | tuple) or not isinstance(right, int):
@@ -527,7 +530,7 @@ _ESTIMATES: dict[str, _Estimate] = {"+": _plus, "*": _times, "**": _power, "%": 
 
 
 def _guarded(function: Callable[..., Any], estimate: _Estimate) -> Callable[..., Any]:
-    """Return a filter that is checked before it runs, and whose result is counted."""
+    """Return a filter with its result checked before and counted after."""
     own = int(hasattr(function, "jinja_pass_arg"))  # the first is Jinja's, not the template's
 
     @functools.wraps(function)
@@ -540,7 +543,7 @@ def _guarded(function: Callable[..., Any], estimate: _Estimate) -> Callable[...,
 
 
 class _Generation(Extension):
-    """Note where `{% generation %}` blocks are; as for transformers, at the top level alone."""
+    """Note where `{% generation %}` blocks are; like transformers, only at the top level."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -561,7 +564,7 @@ def _environment() -> _Environment:
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
-        optimized=False,  # constants would be computed when nothing counts
+        optimized=False,  # it would compute constants uncounted
         finalize=_shown,
         extensions=[_Generation, LoopControlExtension],
     )
