@@ -471,7 +471,8 @@ def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estima
     scores: list[list[dict[str, float]]] = []
     for group in results:
         tasks.append((group.task_id, json.dumps(group.messages, sort_keys=True, default=str)))
-        scores.append([s.scores | {"reward": s.reward} for s in group.samples if s.reward is not None])
+        known = [one for one in group.samples if one.reward is not None]
+        scores.append([{**one.scores, "reward": one.reward or 0.0} for one in known])
     names = {name for graded in scores for score in graded for name in score}
     found = {}
     for name in names:

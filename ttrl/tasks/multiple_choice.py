@@ -127,8 +127,8 @@ def _marked(text: str) -> str | None:
 
 
 def _end_of_answers(text: str) -> int:
-    """Return where a text ends without marks at its end: with nothing behind them they are no answer,
-    as in a reply that was cut off there."""
+    """Return where a text ends without marks at its end: with nothing behind them they are no
+    answer, as in a reply that was cut off there."""
     lower = ascii_lower(text)
     end = before = len(text)
     while True:

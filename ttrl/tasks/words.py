@@ -54,7 +54,7 @@ def as_typed(text: str) -> str:
 
 
 def comparable(text: str) -> str:
-    """Write a word so that it equals its other spellings: `as_typed`, case-folded, single spaces."""
+    """Write a word so that it equals its other spellings: `as_typed`, one case, single spaces."""
     return " ".join(as_typed(text).casefold().split())
 
 

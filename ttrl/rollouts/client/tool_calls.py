@@ -1,4 +1,4 @@
-"""Tool calls of a message while they are streamed, also by servers that stream them in their own way.
+"""Tool calls of a message while they are streamed, also by servers that do so in their own way.
 
 A part of a call carries an index, and the first one an id, a name and perhaps arguments; later ones
 add arguments. Servers also number every call 0 (Ollama through LiteLLM), repeat the name in every
@@ -32,7 +32,7 @@ class LiveFunction:
         return self._joined
 
     def add(self, part: FunctionDelta) -> None:
-        """Add a part. A name may come in pieces until the arguments begin; afterwards it is known."""
+        """Add a part. A name may come in pieces until the arguments begin, not afterwards."""
         if part.name and part.name != self.name and not self._pieces:
             self.name += part.name
         if part.arguments:

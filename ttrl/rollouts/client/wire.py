@@ -164,7 +164,7 @@ def decoded_chunk(data: bytes, place: str) -> Chunk:
 
 
 def text_of(content: Any) -> Any:
-    """Return the text of content in parts, [{"type": "text", "text": …}, …]; other content as it is.
+    """Return the text of content in parts, [{"type": "text", "text": …}]; other content as it is.
 
     Parts of an answer follow each other with nothing between them.
     """
