@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from ttrl.configs.vllm_arguments import argument_problems
+from ttrl.configs.vllm_arguments import argument_problems, lacks_argument
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -41,3 +41,10 @@ def test_a_vllm_that_is_written_in_another_way_decides_by_itself(tmp_path):
     (tmp_path / "engine").mkdir()
     (tmp_path / "engine" / "arg_utils.py").write_text("parser.add_argument('--x')")
     assert argument_problems({"what": "ever"}, tmp_path) == []
+
+
+def test_an_argument_of_a_newer_vllm_is_missed(monkeypatch):
+    assert lacks_argument("enable_a_feature_of_tomorrow")
+    assert not lacks_argument("enable_nccl_comm_suspend")
+    monkeypatch.setattr("ttrl.configs.vllm_arguments._installed", lambda: None)
+    assert not lacks_argument("enable_a_feature_of_tomorrow")  # nothing is known without a vLLM
