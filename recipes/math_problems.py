@@ -4,9 +4,9 @@
     python recipes/math_problems.py --data BytedTsinghua-SIA/DAPO-Math-17k  # or any data in the layouts of MATH, AIME and DAPO
     python recipes/math_problems.py --tiny --data PATH  # tries everything out, on a laptop
 
-A reply earns 1 if its last answer equals the right one, and nothing else counts: neither the form nor the way. One problem in ten of
-the train file is held out; the test file is kept for the end: `ttrl eval CHECKPOINT --tasks math,aime`. The settings are for one GPU
-with 80 GB; they have not been run.
+A reply earns 1 if its last answer equals the right one, and nothing else counts: neither the form nor the way. One problem in ten
+of the train file is held out; the test file is kept for the end: `ttrl eval CHECKPOINT --tasks math,aime`. The settings are for
+one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig

@@ -212,7 +212,7 @@ def test_help_names_the_commands_that_exist_and_no_other(capsys: pytest.CaptureF
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     named = set(re.findall(r"^    ([a-z]+) ", text, re.MULTILINE))
-    commands = "doctor report view plan config replay study eval models chat compare sweep serve cache tasks proxy"
+    commands = "train doctor report view plan config replay study eval models chat compare sweep serve cache tasks proxy"
     assert named == set(commands.split())
 
 

@@ -134,7 +134,7 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
     assert said[1] == f"serving at {url}/v1, where the model is called 'policy' and '{checkpoints[0]}'"
-    assert said[2].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
+    assert said[3].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
 
 
 @pytest.mark.parametrize("adapters", [False, True])

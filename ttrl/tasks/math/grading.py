@@ -163,8 +163,8 @@ def _last_part(text: str) -> str | None:
 def follows_format(text: str, style: Style, opening: str = "") -> bool:
     r"""Return whether a reply has its style's form, with an answer that can be read in it.
 
-    boxed: exactly one `\boxed{}`. answer: the last line that is not empty begins with `Answer:`, and no other has the mark. r1: see
-    `ttrl.tasks.answers.tagged_answer`, also for `opening`.
+    boxed: exactly one `\boxed{}`. answer: the last line that is not empty begins with `Answer:`, and no other has the mark. r1:
+    see `ttrl.tasks.answers.tagged_answer`, also for `opening`.
     """
     if style == "r1":
         answer = tagged_answer(text, opening)

@@ -53,8 +53,8 @@ def get_math_tasks(
     In train, the seed decides which and in which order. validation is held out from the train file. Of a single file, test is all
     rows.
     path: a folder with a file for each split (or the published folders of json files), a file, or an id on the hub, such as
-        "HuggingFaceH4/MATH-500". Rows: "problem", "solution", and where they have them "answer", "level" ("Level 5", or 5), "type"
-        or "subject".
+        "HuggingFaceH4/MATH-500". Rows: "problem", "solution", and where they have them "answer", "level" ("Level 5", or 5),
+        "type" or "subject".
     levels, subjects: only these.
     style: "boxed", "r1" (think and answer tags) or "answer" (a last line `Answer: …`).
     format_reward: the share of the reward for the form. flexible: see MathGrader.
@@ -102,8 +102,8 @@ def get_dapo_tasks(
 ) -> list[Task]:
     """Return `n` problems of DAPO-Math-17k (arXiv 2503.14476), or of data in its layout; None: all of the split.
 
-    path: a file, a folder, or an id on the hub, such as "open-r1/DAPO-Math-17k-Processed". Rows: "prompt", a chat, which is used as
-        it is (those of DAPO ask for a last line `Answer: …`), or a text, to which the style's instruction is added; and
+    path: a file, a folder, or an id on the hub, such as "open-r1/DAPO-Math-17k-Processed". Rows: "prompt", a chat, which is used
+        as it is (those of DAPO ask for a last line `Answer: …`), or a text, to which the style's instruction is added; and
         "reward_model" with "ground_truth", or "solution" or "answer".
     style: what the chats ask for. The rest as `get_math_tasks`.
     """
