@@ -42,6 +42,8 @@ def tests(place: Place) -> None:
     if wrong:
         place.report.table("not passed", ["test", "outcome", "reason"], wrong)
     place.report.check("results were written", bool(ended), f"pytest ended with {code}")
+    ran = sum(line["outcome"] != "skipped" for line in ended.values())
+    place.report.check("tests ran", place.rehearse or ran > 0, f"{ran}, others were skipped")
     place.report.check("tests pass", code == 0 and not wrong, f"{code}; {len(wrong)} not passed")
 
 
