@@ -1,12 +1,13 @@
-"""Mathematics: competition problems whose answers are roots, fractions, sets, intervals and more, graded by math-verify.
+"""Mathematics: problems whose answers are roots, fractions, sets, intervals and more.
 
-    python recipes/math_problems.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data DigitalLearningGmbH/MATH-lighteval]
-    python recipes/math_problems.py --data BytedTsinghua-SIA/DAPO-Math-17k  # or any data in the layouts of MATH, AIME and DAPO
+    python recipes/math_problems.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data PATH]
+    python recipes/math_problems.py --data BytedTsinghua-SIA/DAPO-Math-17k
     python recipes/math_problems.py --tiny --data PATH  # tries everything out, on a laptop
 
-A reply earns 1 if its last answer equals the right one, and nothing else counts: neither the form nor the way. One problem in ten
-of the train file is held out; the test file is kept for the end: `ttrl eval CHECKPOINT --tasks math,aime`. The settings are for
-one GPU with 80 GB; they have not been run.
+The default data is MATH. --data takes anything in the layouts of MATH, AIME and DAPO. A reply earns
+1 if math-verify finds its last answer equal to the right one, and nothing else counts. One problem
+in ten of the train file is held out; the test file is kept for the end: `ttrl eval CHECKPOINT
+--tasks math,aime`. The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
@@ -17,7 +18,13 @@ MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 DATA = "DigitalLearningGmbH/MATH-lighteval"
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/math_problems", iterations=100, model=MODEL, data=DATA)
+    arguments = script_arguments(
+        __doc__,
+        run="runs/math_problems",
+        iterations=100,
+        model=MODEL,
+        data=DATA,
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

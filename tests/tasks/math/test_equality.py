@@ -1,4 +1,6 @@
-"""Which answers are equal: beyond numbers, against what math-verify publishes, and never by a guess."""
+"""Which answers are equal: beyond numbers, against what math-verify publishes, and never by a
+guess.
+"""
 
 import json
 import threading
@@ -250,7 +252,13 @@ def test_agreement_with_the_published_cases(reply):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(-99, 99), st.integers(1, 12), st.sampled_from([2, 3, 5, 6, 7]), st.integers(1, 12), st.integers(0, 5))
+@given(
+    st.integers(-99, 99),
+    st.integers(1, 12),
+    st.sampled_from([2, 3, 5, 6, 7]),
+    st.integers(1, 12),
+    st.integers(0, 5),
+)
 def test_property_roots_are_equal_to_themselves_in_other_forms_and_to_no_others(a, b, root, c, kind):
     """(a + b √root) / c, against another way to write it and against a neighbour."""
     whole = f"\\frac{{{a}+{b}\\sqrt{{{root}}}}}{{{c}}}"
@@ -268,7 +276,11 @@ def test_property_roots_are_equal_to_themselves_in_other_forms_and_to_no_others(
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.fractions(max_denominator=60), st.fractions(max_denominator=60), st.sampled_from(["{}/{}", "\\frac{{{}}}{{{}}}"]))
+@given(
+    st.fractions(max_denominator=60),
+    st.fractions(max_denominator=60),
+    st.sampled_from(["{}/{}", "\\frac{{{}}}{{{}}}"]),
+)
 def test_property_numbers_are_compared_exactly(one, other, form):
     def write(value: Fraction) -> str:
         return form.format(value.numerator, value.denominator)
@@ -311,12 +323,25 @@ def test_hostile_answers_are_wrong_within_the_time_limit(answer, expected):
 
 
 @pytest.mark.parametrize(
-    "form", ["{}", "\\text{{{}}}", "\\mathrm{{{}}}", "\\operatorname{{{}}}", "\\{{{}, 1\\}}", "f({})", "x_{{{}}}"]
+    "form",
+    [
+        "{}",
+        "\\text{{{}}}",
+        "\\mathrm{{{}}}",
+        "\\operatorname{{{}}}",
+        "\\{{{}, 1\\}}",
+        "f({})",
+        "x_{{{}}}",
+    ],
 )
 def test_an_answer_is_never_run(tmp_path, form):
     """sympify("…") is Python's eval."""
     mark = tmp_path / "run"
-    for code in (f"__import__('os').mkdir('{mark}')", f"open('{mark}','w')", f"exec(\"open('{mark}','w')\")"):
+    for code in (
+        f"__import__('os').mkdir('{mark}')",
+        f"open('{mark}','w')",
+        f"exec(\"open('{mark}','w')\")",
+    ):
         assert same_answer("x+1", form.format(code), 5) is not True
     assert not mark.exists()
 

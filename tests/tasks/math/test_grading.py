@@ -92,7 +92,10 @@ def test_formats(reply, style, opening, content, formed):
 
 
 @pytest.mark.parametrize("style", ["boxed", "answer", "r1"])
-@pytest.mark.parametrize("answer", ["\\frac{\\sqrt{3}}{2}", "3\\pi", "(-\\infty, 2]", "\\text{Evelyn}", "12", "x=5", "\\{1,2\\}"])
+@pytest.mark.parametrize(
+    "answer",
+    ["\\frac{\\sqrt{3}}{2}", "3\\pi", "(-\\infty, 2]", "\\text{Evelyn}", "12", "x=5", "\\{1,2\\}"],
+)
 def test_references_earn_all(reply, style, answer):
     grader = MathGrader(answer, style, format_reward=0.3)
     expected = {"exact": 1.0, "format": 1.0, "timeout": 0.0, "lenient": 1.0}
@@ -101,15 +104,22 @@ def test_references_earn_all(reply, style, answer):
 
 def test_metrics(reply):
     grader = MathGrader("\\sqrt{8}")
-    assert grader(reply("It is $2\\sqrt2$.")) == (0.0, {"exact": 0.0, "format": 0.0, "timeout": 0.0, "lenient": 1.0})
+    assert grader(reply("It is $2\\sqrt2$.")) == (
+        0.0,
+        {"exact": 0.0, "format": 0.0, "timeout": 0.0, "lenient": 1.0},
+    )
     assert MathGrader("\\sqrt{8}", flexible=True)(reply("It is $2\\sqrt2$."))[0] == 1.0
-    slow = MathGrader("x", seconds=0.2)(reply("\\boxed{\\sum_{i=1}^{9999} i^{9999}}"))
+    slow = MathGrader("x+1", seconds=0.2)(reply("\\boxed{9^{9999 \\cdot 9999}}"))
     assert slow == (0.0, {"exact": 0.0, "format": 1.0, "timeout": 1.0, "lenient": 0.0})
 
 
 def test_long_replies(grade_long_replies):
     grade_long_replies(
-        MathGrader("\\sqrt{2}", "r1", flexible=True, seconds=1.0), "\\boxed{1} and ", "Answer: ", "$x$ ", "answer is"
+        MathGrader("\\sqrt{2}", "r1", flexible=True, seconds=1.0),
+        "\\boxed{1} and ",
+        "Answer: ",
+        "$x$ ",
+        "answer is",
     )
 
 
@@ -155,7 +165,12 @@ def test_a_grader_asks_for_a_process_through_what_wraps_it():
     def closed_over(choice):
         return inner(choice)
 
-    for grader in (inner, weighted(a=(1.0, inner)), gated(lambda choice: float(os.getpid()), inner, least=0.0), closed_over):
+    for grader in (
+        inner,
+        weighted(a=(1.0, inner)),
+        gated(lambda choice: float(os.getpid()), inner, least=0.0),
+        closed_over,
+    ):
         assert declared("isolated", grader)
         assert graded(grader, "x")[0].reward != os.getpid()
     assert not declared("isolated", lambda choice: 1.0)

@@ -22,28 +22,60 @@ ROWS = {
         },
         "3",
     ),
-    "MATH, a box without braces": ({"problem": "P?", "level": "Level ?", "type": "A", "solution": "It is $\\boxed 2$."}, "2"),
+    "MATH, a box without braces": (
+        {"problem": "P?", "level": "Level ?", "type": "A", "solution": "It is $\\boxed 2$."},
+        "2",
+    ),
     "MATH-500": (
-        {"problem": "P?", "solution": "…", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)", "subject": "Precalculus", "level": 2}
+        {
+            "problem": "P?",
+            "solution": "…",
+            "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
+            "subject": "Precalculus",
+            "level": 2,
+        }
         | {"unique_id": "test/precalculus/807.json"},
         "\\left( 3, \\frac{\\pi}{2} \\right)",
     ),
-    "aime_2024": ({"id": 60, "problem": "P?", "solution": "…", "answer": "073", "url": "…", "year": "2024"}, "073"),
+    "aime_2024": (
+        {"id": 60, "problem": "P?", "solution": "…", "answer": "073", "url": "…", "year": "2024"},
+        "073",
+    ),
     "AIME_2024": ({"ID": "2024-I-4", "Problem": "P?", "Solution": "…", "Answer": 116}, "116"),
-    "aime_2025": ({"problem_idx": 1, "problem": "P?", "answer": 70, "problem_type": ["Number Theory"]}, "70"),
+    "aime_2025": (
+        {"problem_idx": 1, "problem": "P?", "answer": 70, "problem_type": ["Number Theory"]},
+        "70",
+    ),
     "AIME2025": ({"question": "P?", "answer": "70"}, "70"),
-    "AIME_1983_2024": ({"ID": "1983-1", "Year": 1983, "Question": "P?", "Answer": "60", "Part": None}, "60"),
+    "AIME_1983_2024": (
+        {"ID": "1983-1", "Year": 1983, "Question": "P?", "Answer": "60", "Part": None},
+        "60",
+    ),
     "DAPO-Math-17k": (
-        {"data_source": "math_dapo", "prompt": CHAT, "ability": "MATH", "extra_info": {"index": "a-1"}}
+        {
+            "data_source": "math_dapo",
+            "prompt": CHAT,
+            "ability": "MATH",
+            "extra_info": {"index": "a-1"},
+        }
         | {"reward_model": {"ground_truth": "34", "style": "rule-lighteval/MATH_v2"}},
         "34",
     ),
     "DAPO-Math-17k-Processed": (
-        {"prompt": "P?", "solution": "34", "data_source": "math_dapo", "source_prompt": CHAT, "ability": "MATH"}
+        {
+            "prompt": "P?",
+            "solution": "34",
+            "data_source": "math_dapo",
+            "source_prompt": CHAT,
+            "ability": "MATH",
+        }
         | {"reward_model": {"ground_truth": "34", "style": "rule"}, "extra_info": {"index": "a-1"}},
         "34",
     ),
-    "a csv file": ({"prompt": "P?", "reward_model": '{"ground_truth": "34", "style": "rule"}'}, "34"),
+    "a csv file": (
+        {"prompt": "P?", "reward_model": '{"ground_truth": "34", "style": "rule"}'},
+        "34",
+    ),
     "a plain solution": ({"problem": "P?", "solution": "\\sqrt{2}"}, "\\sqrt{2}"),
     "GSM8K": ({"question": "P?", "answer": "9 + 9 = 18\n#### 18"}, "18"),
 }
@@ -60,7 +92,11 @@ def test_levels_subjects_and_names():
     problem = parse_row(ROWS["MATH"][0])
     assert (problem.level, problem.subject, problem.id) == (5, "Algebra", "")
     problem = parse_row(ROWS["MATH-500"][0])
-    assert (problem.level, problem.subject, problem.id) == (2, "Precalculus", "test/precalculus/807.json")
+    assert (problem.level, problem.subject, problem.id) == (
+        2,
+        "Precalculus",
+        "test/precalculus/807.json",
+    )
     assert parse_row(ROWS["MATH, a box without braces"][0]).level == 0
 
 
@@ -71,8 +107,14 @@ def test_levels_subjects_and_names():
         ({"answer": "5"}, "no field 'problem' or"),
         ({"problem": " ", "answer": "5"}, "the problem is ' '"),
         ({"problem": "P?", "answer": ""}, "the answer is ''"),
-        ({"problem": "P?", "answer": "x" * 1001}, "must be a text of 1 to 1000 characters"),
-        ({"problem": "P?", "solution": "We see that it is clearly proven, which ends the proof."}, "the answer is ''"),
+        ({"problem": "P?", "answer": "x" * 1001}, "or a text of 1 to 1000 characters"),
+        (
+            {
+                "problem": "P?",
+                "solution": "We see that it is clearly proven, which ends the proof.",
+            },
+            "the answer is ''",
+        ),
         ({"prompt": [], "answer": "5"}, "prompt is an empty list"),
         ({"prompt": [{"role": "user"}], "answer": "5"}, "a list of messages with role and content"),
         ({"prompt": "P?", "reward_model": "rule", "solution": None}, "no field"),
@@ -86,7 +128,12 @@ def test_bad_rows_are_named(tmp_path, row, words):
 
 def math_rows(count):
     return [
-        {"problem": f"What is {k}?", "level": f"Level {k % 5 + 1}", "type": "Algebra", "solution": f"$\\boxed{{{k}}}$"}
+        {
+            "problem": f"What is {k}?",
+            "level": f"Level {k % 5 + 1}",
+            "type": "Algebra",
+            "solution": f"$\\boxed{{{k}}}$",
+        }
         for k in range(count)
     ]
 
@@ -107,7 +154,13 @@ def test_splits_and_filters(tmp_path):
     assert "\\boxed{}" in train[0].messages[0]["content"]
     tagged = get_math_tasks("test", 1, path=tmp_path, style="r1", format_reward=0.1)[0]
     assert "<answer>" in tagged.messages[0]["content"] and tagged.grader.format_reward == 0.1
-    for wrong in ({"levels": [9]}, {"style": "R1"}, {"format_reward": 2}, {"split": "dev"}, {"subjects": ["Botany"]}):
+    for wrong in (
+        {"levels": [9]},
+        {"style": "R1"},
+        {"format_reward": 2},
+        {"split": "dev"},
+        {"subjects": ["Botany"]},
+    ):
         with pytest.raises(TaskError):
             get_math_tasks(**{"split": "test", "path": tmp_path, **wrong})
 
@@ -115,7 +168,10 @@ def test_splits_and_filters(tmp_path):
 def test_the_published_folders_of_json_files(tmp_path):
     for split, count in (("train", 6), ("test", 3)):
         for number, row in enumerate(math_rows(count)):
-            write(tmp_path / split / ("algebra" if number % 2 else "geometry") / f"{number // 2}.json", [row])
+            write(
+                tmp_path / split / ("algebra" if number % 2 else "geometry") / f"{number // 2}.json",
+                [row],
+            )
     train = get_math_tasks("train", path=tmp_path) + get_math_tasks("validation", path=tmp_path)
     assert len(train) == len({task.id for task in train}) == 6
     assert len(get_math_tasks("test", path=tmp_path)) == 3

@@ -1,4 +1,6 @@
-"""The last number of a text: read exactly or not at all, in every notation, and never its last digits alone."""
+"""The last number of a text: read exactly or not at all, in every notation, and never its last
+digits alone.
+"""
 
 import re
 from fractions import Fraction
@@ -360,7 +362,12 @@ def written(draw: st.DrawFn) -> tuple[Fraction, str]:
     whole, rest = divmod(a, b)
     if b == 1:
         marks = ("", ",", "_", "{,}", " ", "'", "\u202f")
-        forms = [plain(a, mark) for mark in marks] + [f"{a}.0", f"{a}e0", f"0{a}", f"{a} \\times 10^{{0}}"]
+        forms = [plain(a, mark) for mark in marks] + [
+            f"{a}.0",
+            f"{a}e0",
+            f"0{a}",
+            f"{a} \\times 10^{{0}}",
+        ]
     elif whole:
         count = draw(st.sampled_from([plain(whole, mark) for mark in ("", ",", "{,}")]))
         joints = (f"{count} {rest}/{b}", f"{count} and {rest}/{b}")
@@ -373,7 +380,19 @@ def written(draw: st.DrawFn) -> tuple[Fraction, str]:
     return value, draw(st.sampled_from(forms))
 
 
-NEGATIVE = ("-{}", "−{}", "–{}", "- {}", "-$ {}", "-\\$ {}", "-({})", "-\\left({}\\right)", "-{{{}}}", "minus {}", "-**{}**")
+NEGATIVE = (
+    "-{}",
+    "−{}",
+    "–{}",
+    "- {}",
+    "-$ {}",
+    "-\\$ {}",
+    "-({})",
+    "-\\left({}\\right)",
+    "-{{{}}}",
+    "minus {}",
+    "-**{}**",
+)
 POSITIVE = ("{}", "+{}", "${}", "({})", "**{}**", "{{{}}}")
 AROUND = (
     "{}",

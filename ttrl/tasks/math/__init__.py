@@ -1,7 +1,7 @@
-"""Mathematics beyond numbers: MATH, AIME, DAPO, and a grader that knows roots, π, sets, intervals and matrices.
+"""Mathematics beyond numbers: MATH, AIME, DAPO, and a grader for roots, π, sets and intervals.
 
-`get_math_tasks`, `get_aime_tasks` and `get_dapo_tasks` load problems; `MathGrader` compares answers with math-verify, in a
-process of its own; `same_answer` is that comparison alone.
+`get_math_tasks`, `get_aime_tasks` and `get_dapo_tasks` load problems. `MathGrader` compares answers
+with math-verify in a process of its own. `same_answer` is the comparison itself.
 """
 
 from ttrl.tasks.math.equality import same_answer

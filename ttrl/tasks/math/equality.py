@@ -1,10 +1,12 @@
-r"""Whether two mathematical answers are equal, by math-verify (Hugging Face, Apache-2.0), which asks SymPy.
+r"""Compare mathematical answers with math-verify (Hugging Face, Apache-2.0), which uses SymPy.
 
-`math_verify.parse` is not used: it finds a formula in a text and guesses. Of its guesses, some reward wrong answers: it reads
-`1 + \frac{1}{\mathrm{e}}` as 1, R/r as r/r, 0.\overline{3} as 0. Its parser is given one formula at a time instead, as
-`ttrl.tasks.math.latex` writes it, and what the parser does not understand is equal to nothing but itself. Numbers are compared
-exactly without the library, and what `math_verify.verify` calls equal is compared once more in relative terms, where both are
-numbers: it takes 2^{-99} for 2^{-98}.
+`math_verify.parse` searches a text for a formula and guesses. Some guesses reward wrong answers: it
+reads `1 + \frac{1}{\mathrm{e}}` as 1, R/r as r/r, and `0.\overline{3}` as 0. So this module gives
+math-verify's parser one formula at a time, as `ttrl.tasks.math.latex` writes it. A formula that the
+parser does not understand equals only itself.
+
+Numbers are compared exactly, without the library. If `math_verify.verify` calls two numbers equal,
+their relative difference decides once more: the library takes 2^{-99} for 2^{-98}.
 """
 
 import contextlib
@@ -13,7 +15,6 @@ import re
 import signal
 import threading
 import types
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -23,36 +24,38 @@ from ttrl.tasks.math.latex import Answer, canonical, read_answer
 
 _CLOCK = re.compile("[0-9]{1,2}:[0-9]{2}")
 _DIGITS = 30
+_AGAIN = 0.1
+"""Seconds between attempts to end a comparison."""
 _CLOSE = Fraction(1, 10**5)
-"""Largest relative difference between numbers of which one is a decimal."""
+"""Largest relative difference if one of two numbers is a decimal."""
 _ROUNDING = Fraction(1, 2 * 10**6)
-"""Largest absolute difference, as of math-verify's `float_rounding=6`."""
+"""Largest absolute difference: math-verify's `float_rounding=6`."""
 
 
 class _TookTooLong(BaseException):
-    """No Exception, which SymPy would catch."""
+    """The time is over. SymPy catches Exceptions, so this is none."""
 
 
 def same_answer(expected: str, given: str, seconds: float) -> bool | None:
-    """Return whether an answer is equal to the expected one; None if that took longer than `seconds`.
+    """Return whether two answers are equal, and None if that takes longer than `seconds`.
 
-    Answers are LaTeX, with or without `$`, or plain text. Raises GraderError outside of a process's main thread, as the time is
-    limited by a signal, and TaskError without the package math-verify.
+    Answers are LaTeX, with or without `$`, or plain text. Raises GraderError in a thread, where no
+    signal can end the comparison, and TaskError without the package math-verify.
     """
-    right, answer = read_answer(expected), read_answer(given)
+    right = read_answer(expected)
+    answer = read_answer(given)
     if right is None or answer is None:
         return canonical(expected) == canonical(given) != ""
     verdict = _by_form(right, answer)
     if verdict is not None:
         return verdict
     library = load()
-    try:
-        with _time_limit(seconds):
-            return library.equal(right.latex, answer.latex)
-    except _TookTooLong:
-        return None
-    except (RecursionError, MemoryError):
-        return False
+    limit = _Limit(seconds)
+    equal = False
+    with contextlib.suppress(_TookTooLong, RecursionError, MemoryError), limit:
+        equal = library.equal(right.latex, answer.latex)
+        limit.is_running = False
+    return None if limit.is_over else equal
 
 
 def _by_form(right: Answer, answer: Answer) -> bool | None:
@@ -65,7 +68,7 @@ def _by_form(right: Answer, answer: Answer) -> bool | None:
         return False
     if right.number is not None and answer.number is not None:
         return _are_same_number(right, answer)
-    are_letters = right.latex.isalpha() and answer.latex.isalpha() and len(right.latex) == len(answer.latex) == 1
+    are_letters = _is_letter(right.latex) and _is_letter(answer.latex)
     if are_letters or _CLOCK.fullmatch(right.latex):
         return right.latex == answer.latex  # E is not e, and a time is no ratio
     if right.is_percent != answer.is_percent:
@@ -73,11 +76,19 @@ def _by_form(right: Answer, answer: Answer) -> bool | None:
     return True if canonical(right.latex) == canonical(answer.latex) else None
 
 
+def _is_letter(latex: str) -> bool:
+    return len(latex) == 1 and latex.isalpha()
+
+
 def _are_same_number(right: Answer, answer: Answer) -> bool:
-    """Compare two numbers. With a percent sign, both 28 and 0.28 count: data sets leave it out as they like."""
+    """Compare two numbers. 28% equals 28 and 0.28, because data sets often omit the sign."""
     assert right.number is not None and answer.number is not None
-    wanted = [right.number, right.number / 100] if right.is_percent else [right.number]
-    given = [answer.number, answer.number / 100] if answer.is_percent else [answer.number]
+    wanted = [right.number]
+    if right.is_percent:
+        wanted.append(right.number / 100)
+    given = [answer.number]
+    if answer.is_percent:
+        given.append(answer.number / 100)
     is_exact = "." not in right.latex + answer.latex
     return any(_are_close(one, other, is_exact) for one in wanted for other in given)
 
@@ -89,80 +100,107 @@ def _are_close(a: Fraction, b: Fraction, is_exact: bool) -> bool:
 
 
 class _Library:
-    """math-verify, its parser, and SymPy, loaded."""
+    """math-verify, its parser and SymPy, imported."""
 
     def __init__(self) -> None:
-        needs = "mathematical answers need"
-        self.verify: Any = optional_package("math_verify", needs, "math-verify").verify
-        self.grader: Any = optional_package("math_verify.grader", needs, "math-verify")
-        self.parser: Any = optional_package("latex2sympy2_extended.latex2sympy2", needs, "math-verify")
-        self.sympy: Any = optional_package("sympy", needs, "math-verify")
-        self.normalization = self.parser.NormalizationConfig(
-            basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none", equations=False
+        self.verify: Any = _module("math_verify").verify
+        self.is_complex: Any = _module("math_verify.grader").should_treat_as_complex
+        self.sympy: Any = _module("sympy")
+        parser = _module("latex2sympy2_extended.latex2sympy2")
+        self.parse: Any = parser.latex2sympy
+        self.normalization: Any = parser.NormalizationConfig(
+            basic_latex=True,
+            units=False,
+            malformed_operators=False,
+            nits=False,
+            boxed="none",
+            equations=False,
         )
-        self.conversion = self.parser.ConversionConfig(lowercase_symbols=False)
-        logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that it has no time limit, which is ours
+        self.conversion: Any = parser.ConversionConfig(lowercase_symbols=False)
+        # Without a time limit of its own it warns. Ours is around it.
+        logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def equal(self, right: str, answer: str) -> bool:
-        expected, given = self.read(right), self.read(answer)
+        """Return whether two formulas are equal."""
+        expected = self.read(right)
+        given = self.read(answer)
         if expected is None or given is None:
             return False
         if not self.verify(expected, given, timeout_seconds=None):
             return False
-        return self.are_close(expected, given)
+        return self.are_close(self.value(expected), self.value(given))
 
     def read(self, latex: str) -> Any:
-        """Return SymPy's expression; None where the parser does not understand the formula."""
-        is_real = not self.grader.should_treat_as_complex(latex)
+        """Return the expression of a formula, and None if the parser does not understand it."""
         try:
-            return self.parser.latex2sympy(
-                latex, is_real=is_real, normalization_config=self.normalization, conversion_config=self.conversion
+            return self.parse(
+                latex,
+                is_real=not self.is_complex(latex),
+                normalization_config=self.normalization,
+                conversion_config=self.conversion,
             )
-        except Exception:  # noqa: BLE001 - the parser raises anything: its own Exception, AttributeError, ValueError
+        except Exception:  # noqa: BLE001 - the parser raises Exception, AttributeError, and others
             return None
-
-    def are_close(self, expected: Any, given: Any) -> bool:
-        """Return False for two numbers that differ by more than decimals do."""
-        expected, given = self.value(expected), self.value(given)
-        if expected is None or given is None:
-            return True
-        difference = abs(expected - given)
-        return bool(difference <= abs(expected) * float(_CLOSE))
 
     def value(self, expression: Any) -> Any:
-        """Return a number of SymPy's with enough digits, None for what is none."""
-        if isinstance(expression, self.sympy.Eq) and isinstance(expression.lhs, self.sympy.Symbol):
+        """Return the number that an expression stands for, and None if it is no finite number."""
+        sympy = self.sympy
+        if isinstance(expression, sympy.Eq) and isinstance(expression.lhs, sympy.Symbol):
             expression = expression.rhs
-        is_scalar = isinstance(expression, self.sympy.Expr) and not isinstance(expression, self.sympy.MatrixExpr)
-        if not is_scalar or not expression.is_number:
+        if isinstance(expression, sympy.MatrixExpr) or not isinstance(expression, sympy.Expr):
             return None
-        value = self.sympy.N(expression, _DIGITS)
+        if not expression.is_number:
+            return None
+        value = sympy.N(expression, _DIGITS)
         return value if value.is_number and value.is_finite else None
+
+    def are_close(self, expected: Any, given: Any) -> bool:
+        """Return False for two numbers that differ by more than their rounding."""
+        if expected is None or given is None:
+            return True
+        return bool(abs(expected - given) <= abs(expected) * float(_CLOSE))
+
+
+def _module(name: str) -> Any:
+    return optional_package(name, "mathematical answers need", "math-verify")
 
 
 _loaded: list[_Library] = []
 
 
 def load() -> _Library:
-    """Return the library, which takes a second or more to import. Raises TaskError without it."""
+    """Import the library, which takes seconds, once. Raises TaskError without it."""
     if not _loaded:
         _loaded.append(_Library())
     return _loaded[0]
 
 
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TookTooLong in the block after so many seconds, and again every tenth of a second should it be caught there."""
-    if threading.current_thread() is not threading.main_thread():
-        raise GraderError("mathematical answers are graded in a process of their own, not in a thread: set isolated=True")
+class _Limit:
+    """Raises _TookTooLong in its block after `seconds`, and again if something there catches it."""
 
-    def stop(number: int, frame: types.FrameType | None) -> None:
-        raise _TookTooLong
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.is_running = False
+        """Set it to False at the end of the block: a signal that comes later raises nothing."""
+        self.is_over = False
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
-    try:
-        yield
-    finally:
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            problem = "mathematical answers are graded in a process, not in a thread"
+            raise GraderError(f"{problem}: set isolated=True")
+        self.is_running = True
+        self._before = signal.signal(signal.SIGALRM, self._stop)
+        signal.setitimer(signal.ITIMER_REAL, self.seconds, _AGAIN)
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.is_running = False
+        except _TookTooLong:  # the signal was first
+            self.is_running = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, self._before)
+
+    def _stop(self, number: int, frame: types.FrameType | None) -> None:
+        if self.is_running:
+            self.is_over = True
+            raise _TookTooLong

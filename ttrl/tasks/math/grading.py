@@ -1,10 +1,17 @@
-r"""The grader of mathematical answers, and how it finds the answer in a reply."""
+"""Grade mathematical answers, and find them in replies."""
 
 import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ttrl.tasks.answers import after_thinking, find_after, find_tagged, opening_of, reply_text, tagged_answer
+from ttrl.tasks.answers import (
+    after_thinking,
+    find_after,
+    find_tagged,
+    opening_of,
+    reply_text,
+    tagged_answer,
+)
 from ttrl.tasks.math.equality import load, same_answer
 from ttrl.tasks.math.latex import read_answer
 from ttrl.tasks.numerals import last_number
@@ -14,34 +21,43 @@ Style = Literal["boxed", "r1", "answer"]
 
 INSTRUCTIONS: dict[str, str] = {
     "boxed": "Solve the problem step by step. Put the final answer into \\boxed{}.",
-    "r1": "First think about the problem, then give the answer. Write the reasoning in <think> </think> tags and the final "
-    "answer in <answer> </answer> tags: <think> reasoning here </think> <answer> answer here </answer>",
-    "answer": "Solve the problem step by step. The last line of your reply is of the form Answer: $ANSWER, where $ANSWER is the "
-    "answer to the problem.",
+    "r1": """First think about the problem, then give the answer. Write the reasoning in <think> \
+</think> tags and the final answer in <answer> </answer> tags: <think> reasoning here </think> \
+<answer> answer here </answer>""",
+    "answer": """Solve the problem step by step. The last line of your reply is of the form \
+Answer: $ANSWER, where $ANSWER is the answer to the problem.""",
 }
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # Between boxes that are one answer: "\boxed{1} and \boxed{2}".
 _JOINT = re.compile(r"(?:[\s$.,;&{}]|\\[()\[\] ]|\\q?quad|\\text|and|or)*")
 _LONGEST_JOINT = 60
+_MOST_BOXES = 20
 _SKIPPED = " \t*_`#>"
 _FORMULA = re.compile(r"(?<!\\)\$\$?([^$]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z]|\s*$)")
 _LOOKED_AT = 4000
-"""Characters at the end of a reply in which an answer that nothing marks is looked for."""
+"""Characters of a line behind a mark, and at the end of a reply without a mark."""
 
 
 @dataclass(frozen=True)
 class MathGrader:
-    r"""1.0 if the reply's answer equals the expected one, else 0; with `format_reward` w: (1 − w)·right + w·format.
+    r"""1.0 if the reply's answer equals the expected one, else 0.
 
-    The answer is the last one that is marked, after any thinking: by `\boxed{}`, `<answer>` tags, `Answer:` or `####`.
-    expected: LaTeX with or without `$`, or plain text. `ttrl.tasks.math.equality` says what equals what.
-    flexible: without a mark, what follows "answer is", else the last formula or number of the reply.
-    format: see `follows_format`.
+    With `format_reward` w, the reward is (1 − w)·right + w·format.
+
+    The last marked answer after any thinking counts. The marks are `\boxed{}`, `<answer>` tags,
+    `Answer:` and `####`.
+
+    expected: LaTeX with or without `$`, or plain text. For what equals it see
+        `ttrl.tasks.math.equality`.
+    style: the form that `format` rewards; see `follows_format`.
+    flexible: reads a reply without a mark, too: what follows "answer is", else its last formula or
+        number.
     seconds: for one comparison. An answer that takes longer is wrong.
 
-    It runs in a process of its own, whatever the run's `isolated` says: its time limit is a signal, and SymPy may need gigabytes.
+    It runs in a process of its own in every run: a signal ends its comparisons, and SymPy may use
+    gigabytes.
     """
 
     expected: str
@@ -52,8 +68,11 @@ class MathGrader:
     isolated: ClassVar[bool] = True
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "format": 0 or 1, "timeout": 1 if comparing took too long}), and unless it is
-        `flexible`, what it would call right if it were ("lenient")."""
+        """Return (reward, metrics).
+
+        Metrics, 0 or 1: exact, format, timeout (comparing took too long), and unless `flexible`,
+        lenient: what it would call right if it were.
+        """
         text = reply_text(choice)
         marked = read_reply(text)
         lenient = read_reply(text, flexible=True) if marked is None else marked
@@ -69,7 +88,7 @@ class MathGrader:
         return False if answer is None else same_answer(self.expected, answer, self.seconds)
 
     def prepare(self) -> None:
-        """Load math-verify and SymPy before the first reply is graded."""
+        """Import math-verify and SymPy. A grader's process calls this once."""
         load()
 
     def reference(self) -> str:
@@ -77,9 +96,10 @@ class MathGrader:
 
 
 def read_reply(text: str, *, flexible: bool = False) -> str | None:
-    """Return the answer that a reply marks; None without one, unless `flexible` (see MathGrader)."""
+    """Return the answer that a reply marks. For `flexible` see MathGrader."""
     text = after_thinking(text)
-    found = [place for place in (_tagged(text), _boxed(text), _line(text, "answer:"), _line(text, "####")) if place is not None]
+    marked = (_tagged(text), _boxed(text), _line(text, "answer:"), _line(text, "####"))
+    found = [answer for answer in marked if answer is not None]
     if found:
         return max(found)[1]
     return _unmarked(text[-_LOOKED_AT:]) if flexible else None
@@ -91,12 +111,12 @@ def _tagged(text: str) -> tuple[int, str] | None:
 
 
 def _boxed(text: str) -> tuple[int, str] | None:
-    r"""Return (place, content) of the last `\boxed{}`. Boxes with nothing but "and" between them are one answer."""
+    r"""Return (place, content) of the last `\boxed{}`. Boxes joined by "and" are one answer."""
     boxes = _boxes(text)
     if not boxes:
         return None
     joined = [boxes[-1]]
-    for start, end in reversed(boxes[:-1]):
+    for start, end in reversed(boxes[-_MOST_BOXES:-1]):
         opened = text.rfind("\\", 0, joined[0][0])
         between = text[end + 1 : opened]
         if not 0 <= opened - end <= _LONGEST_JOINT or not _JOINT.fullmatch(between):
@@ -106,7 +126,7 @@ def _boxed(text: str) -> tuple[int, str] | None:
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:
-    """Return (start, end) of the content of all boxes that are closed and not within another, in one pass."""
+    """Return (start, end) of the content of each closed box that is not within another."""
     starts = {match.end() for match in _BOX.finditer(text)}
     found: list[tuple[int, int]] = []
     depth = 0
@@ -123,7 +143,7 @@ def _boxes(text: str) -> list[tuple[int, int]]:
 
 
 def _line(text: str, mark: str) -> tuple[int, str] | None:
-    """Return (place, rest of the line) of the last mark, or the next line that is not empty."""
+    """Return (place, answer) behind the last mark, in its line or the next that is not empty."""
     place = find_after(text, mark, skip=_SKIPPED + ":", most=20)
     if place is None:
         return None
@@ -132,11 +152,11 @@ def _line(text: str, mark: str) -> tuple[int, str] | None:
     if not line.strip(_SKIPPED):
         rest = text[end:].lstrip()
         line = rest[: rest.find("\n")] if "\n" in rest else rest
-    return start, _stated(line.strip(_SKIPPED))
+    return start, _stated(line[:_LOOKED_AT].strip(_SKIPPED))
 
 
 def _stated(line: str) -> str:
-    """Return the answer of a line such as "The largest $n$ is 34. I hope it is correct.": all of it, or its last part."""
+    """Return the answer of a line such as "The largest $n$ is 34. I hope it is correct."."""
     end = _SENTENCE_END.search(line)
     sentence = line if end is None else line[: end.start()]
     place = find_after(sentence, "answer is", skip=_SKIPPED + ":", most=20)
@@ -161,10 +181,10 @@ def _last_part(text: str) -> str | None:
 
 
 def follows_format(text: str, style: Style, opening: str = "") -> bool:
-    r"""Return whether a reply has its style's form, with an answer that can be read in it.
+    r"""Return whether a reply has the form of its style, with a readable answer in it.
 
-    boxed: exactly one `\boxed{}`. answer: the last line that is not empty begins with `Answer:`, and no other has the mark. r1:
-    see `ttrl.tasks.answers.tagged_answer`, also for `opening`.
+    boxed: exactly one `\boxed{}`. answer: the last line begins with `Answer:`, and no other line
+    has the mark. r1: see `ttrl.tasks.answers.tagged_answer`, also for `opening`.
     """
     if style == "r1":
         answer = tagged_answer(text, opening)

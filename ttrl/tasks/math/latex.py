@@ -1,7 +1,8 @@
-r"""A mathematical answer as it is written: LaTeX without layout, its unit, or the words that it consists of.
+r"""An answer as LaTeX without layout, with its unit, or as plain words.
 
-What the library would guess at is settled here or refused: mixed numbers (it reads `11 5/6` as 8/3), numbers next to
-each other (`1 2 3` as 6), percent, units, number bases, and text around a formula.
+This module settles or refuses everything that math-verify's parser would guess at: mixed numbers
+(the parser reads `11 5/6` as 8/3), numbers next to each other (`1 2 3` is 6 to it), percent, units,
+number bases, and words around a formula.
 """
 
 import re
@@ -20,36 +21,44 @@ _LARGEST_IN_TOWER = 4
 _LONGEST_NUMBER = 100
 
 _UNICODE = {
-    "π": "\\pi ", "√": "\\sqrt ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "×": "\\times ",
-    "·": "\\cdot ", "⋅": "\\cdot ", "∗": "*", "÷": "/", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm ",
-    "°": "^\\circ ", "∅": "\\emptyset ", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}", "–": "-", "θ": "\\theta ",
-    "α": "\\alpha ", "β": "\\beta ", "λ": "\\lambda ", "φ": "\\phi ", "（": "(", "）": ")", "：": ":", "；": ";",
-    "。": ".", "“": "", "”": "",
+    "π": r"\pi ", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "φ": r"\phi ",
+    "√": r"\sqrt ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "±": r"\pm ",
+    "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∗": "*", "÷": "/", "–": "-", "°": r"^\circ ",
+    "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}", "（": "(", "）": ")", "：": ":", "；": ";", "。": ".", "“": "", "”": "",
 }  # fmt: skip
 _RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _RAISED_DIGITS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
 
-_FORMULA = re.compile(r"\$\$([^$]+)\$\$|(?<!\\)\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
-_DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
-_LAYOUT = (
-    (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)(?![A-Za-z])\s*\.?"), ""),
-    (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
-    (re.compile(r"\\!\s*|\{\}"), ""),
-    (re.compile(r"\s*\{,\}\s*"), ","),
-    (re.compile(r"(?<!\\)\\(?:[,;: ]|q?quad(?![A-Za-z])|hspace\*?\{[^{}]*\})|~"), " "),
-    (re.compile(r"\\(?:\$|pounds|euro|textdollar)|[€£¥₹]"), ""),
-    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset"),
-    (re.compile(r"\\langle(?![A-Za-z])"), "("),
-    (re.compile(r"\\rangle(?![A-Za-z])"), ")"),
-    (re.compile(r"\\[lr]vert(?![A-Za-z])"), "|"),
-    (re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])"), r" degrees "),
-    (re.compile(r"\\(?:mathrm|mathsf|operatorname|text)\{([A-Za-z])\}"), r"\1 "),
-    (re.compile(r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mathrm|mbox|hbox|emph)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\(?:boxed|fbox|underline)\s*\{([^{}]*)\}"), r" \1 "),
-    (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])"), r"\\le"),
-    (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])"), r"\\ge"),
-    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
+_FORMULA = re.compile(
+    r"\$\$([^$]+)\$\$|(?<!\\)\$([^$\n]+)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
+    re.DOTALL,
 )
+_DELIMITERS = re.compile(r"(?<!\\)\$+|\\[()\[\]]")
+_TEXT = r"\\(?:text(?:bf|it|rm|tt|sf|normal)?|mathrm|mbox|hbox|emph)\s*\{([^{}]*)\}"
+# Layout, and what replaces it. A macro's name ends where its letters end.
+_LAYOUT = [
+    (re.compile(pattern.replace("END", "(?![A-Za-z])")), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|limits)END\s*\.?", ""),
+        (r"\\[dtc]fracEND", r"\\frac"),
+        (r"\\!\s*|\{\}", ""),
+        (r"\s*\{,\}\s*", ","),
+        (r"(?<!\\)\\(?:[,;: ]|q?quadEND|hspace\*?\{[^{}]*\})|~", " "),
+        (r"\\(?:\$|pounds|euro|textdollar)|[€£¥₹]", ""),
+        (r"\\varnothingEND", r"\\emptyset"),
+        (r"\\langleEND", "("),
+        (r"\\rangleEND", ")"),
+        (r"\\[lr]vertEND", "|"),
+        (r"\^\s*(?:\\circEND|\{\s*\\circ\s*\})|\\degreeEND", r" degrees "),
+        (r"\\(?:mathrm|mathsf|operatorname|text)\{([A-Za-z])\}", r"\1 "),
+        (_TEXT, r" \1 "),
+        (r"\\(?:boxed|fbox|underline)\s*\{([^{}]*)\}", r" \1 "),
+        (r"\\(?:leqslant|leq)END", r"\\le"),
+        (r"\\(?:geqslant|geq)END", r"\\ge"),
+        (r"\\neqEND", r"\\ne"),
+    )
+]
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"(?<=\d)\s*(?:\\text)?\s*({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(?:\\?%|\b(?:percent|percentage|pct)\b)\s*$", re.IGNORECASE)
@@ -68,19 +77,29 @@ _MIXED_MACRO = re.compile(r"(?<![0-9.,/^_])([0-9]+)\s*\\frac\{([0-9]+)\}\{([0-9]
 _SIDE_BY_SIDE = re.compile(r"[0-9]\s+[0-9.]")
 _WORD = re.compile(r"(?<![A-Za-z\\{])[A-Za-z]{3,}")
 _FUNCTIONS = frozenset(
-    re.findall("[a-z]+", "sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp max min gcd lcm mod det")
+    re.findall(
+        "[a-z]+",
+        """sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log exp max min gcd lcm mod
+        det""",
+    )
 )
-_ENVIRONMENT = re.compile(r"\\(?:begin|end|mathbb|mathbf|mathcal|operatorname)\s*\{[^{}]*\}(?:\{[clr|]*\})?")
+_ENVIRONMENT = re.compile(
+    r"""\\(?:begin|end|mathbb|mathbf|mathcal|operatorname)
+    \s*\{[^{}]*\}(?:\{[clr|]*\})?""",
+    re.VERBOSE,
+)
 _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1}
 _PIECE = re.compile(r"\\[A-Za-z]+|\\.|\s+|.", re.DOTALL)
 
 _UNITS = {
-    "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre", "dm": "dm decimeter decimetre",
-    "m": "m meter metre", "km": "km kilometer kilometre", "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard",
-    "mi": "mi mile", "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "oz": "oz ounce", "lb": "lb pound",
-    "ml": "ml mL milliliter millilitre", "l": "l L liter litre", "s": "s sec second", "min": "min minute",
-    "h": "h hr hour", "day": "day", "week": "week", "month": "month", "year": "yr year", "degree": "degree deg",
-    "radian": "radian rad", "dollar": "dollar", "cent": "cent", "mph": "mph", "km/h": "kmh kph",
+    "mm": "mm millimeter millimetre", "cm": "cm centimeter centimetre",
+    "dm": "dm decimeter decimetre", "m": "m meter metre", "km": "km kilometer kilometre",
+    "in": "in inch inche", "ft": "ft foot feet", "yd": "yd yard", "mi": "mi mile",
+    "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "oz": "oz ounce", "lb": "lb pound",
+    "ml": "ml mL milliliter millilitre", "l": "l L liter litre", "s": "s sec second",
+    "min": "min minute", "h": "h hr hour", "day": "day", "week": "week", "month": "month",
+    "year": "yr year", "degree": "degree deg", "radian": "radian rad", "dollar": "dollar",
+    "cent": "cent", "mph": "mph", "km/h": "kmh kmph kph",
 }  # fmt: skip
 _UNIT_OF = {word: unit for unit, words in _UNITS.items() for word in words.split()}
 _UNIT = re.compile(
@@ -89,7 +108,11 @@ _UNIT = re.compile(
 )
 _POWERS = {"2": "^2", "3": "^3", "s": "^2", "c": "^3", "squared": "^2", "cubed": "^3"}
 _BEFORE_A_LETTER = tuple(" 0123456789")
-_TRAILING_WORDS = re.compile(r"(?:(?<=[0-9})\]])\s*|\s+)[A-Za-z][A-Za-z'-]*(?:\s+[A-Za-z][A-Za-z'-]*)*\.?\s*$")
+_TRAILING_WORDS = re.compile(
+    r"""(?:(?<=[0-9})\]])\s*|\s+)
+    [A-Za-z][A-Za-z'-]*(?:\s+[A-Za-z][A-Za-z'-]*)*\.?\s*$""",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -152,19 +175,19 @@ def _spelled_character(character: str) -> str:
 
 
 def _only_formula(text: str) -> str:
-    """Return the formula of a text such as "The value is $5$.", if it has a single one between words."""
+    """Return the formula of a text such as "The value is $5$.", and any other text unchanged."""
     formulas = list(_FORMULA.finditer(text))
     if len(formulas) != 1:
         return text
     before = text[: formulas[0].start()]
-    after = text[formulas[0].end() :]
-    is_prose = re.search("[A-Za-z]{2,}", before) is not None and not re.search(r"[0-9\\]", before + after)
-    content = next(group for group in formulas[0].groups() if group is not None)
-    return content if is_prose else text
+    around = before + text[formulas[0].end() :]
+    if not re.search("[A-Za-z]{2,}", before) or re.search(r"[0-9\\]", around):
+        return text
+    return next(group for group in formulas[0].groups() if group is not None)
 
 
 def _is_too_large(text: str) -> bool:
-    """Return whether computing with it could take very long: towers of powers, huge exponents, deep nesting."""
+    """Return whether it has a tower of powers, a huge exponent, or deep nesting."""
     depth = deepest = 0
     for character in text:
         depth += (character in "{([") - (character in "})]")
@@ -198,20 +221,15 @@ def _power_of_ten(match: "re.Match[str]") -> str:
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """Take a unit, or other words, off the end of an answer. Return the rest and the unit's canonical name."""
+    """Take a unit, or other words, off the end. Return the rest, and the unit's canonical name."""
     match = _UNIT.search(text)
-    unit = None
     if match is not None:
-        unit = _UNIT_OF.get(match["name"]) or _UNIT_OF.get(match["name"].lower())
-    if match is not None and unit is not None:
         rest = text[: match.start()]
-        is_unit = not rest[-1:].isalpha() and (len(match["name"]) > 1 or rest[-1:] in _BEFORE_A_LETTER)
-        if is_unit and re.search(r"[0-9\\]", rest):
-            return rest.strip(), unit + _POWERS.get(
-                (match["before"] or "")[:1].lower() or match["after"] or match["power"] or "", ""
-            )
+        unit = _canonical_unit(match, rest[-1:])
+        if unit and re.search(r"[0-9\\]", rest):
+            return rest.strip(), unit
     words = _TRAILING_WORDS.search(text)
-    if words is None or not re.search(r"[0-9}]", text[: words.start()]):
+    if words is None or not re.search("[0-9}]", text[: words.start()]):
         return text, ""
     found = _WORD.findall(words[0])
     if not found or any(word in _FUNCTIONS for word in found) or _JOINT.search(words[0]):
@@ -219,8 +237,18 @@ def _without_unit(text: str) -> tuple[str, str]:
     return text[: words.start()].strip(), ""
 
 
+def _canonical_unit(match: "re.Match[str]", before: str) -> str:
+    """Return "cm^2" for "square centimeters", and "" for no unit, such as the m of "n+m"."""
+    name = match["name"]
+    unit = _UNIT_OF.get(name) or _UNIT_OF.get(name.lower())
+    if unit is None or before.isalpha() or (len(name) == 1 and before not in _BEFORE_A_LETTER):
+        return ""
+    prefix = (match["before"] or "")[:1].lower()
+    return unit + _POWERS.get(prefix or match["after"] or match["power"] or "", "")
+
+
 def _settled(text: str) -> str | None:
-    """Write mixed numbers and arguments of macros so that they can be read in one way only. Return None if that fails."""
+    """Write mixed numbers and arguments without ambiguity. Return None if that is impossible."""
     text = re.sub(r",(?:\s*,)+", ",", text)
     text = _GROUPED.sub(lambda match: match[0].replace(" ", ""), text)
     text = _braced(text)

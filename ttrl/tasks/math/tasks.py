@@ -1,8 +1,8 @@
-r"""Problems with mathematical answers, in the layouts of MATH, AIME and DAPO: from files, or from data sets on the hub.
+r"""Load problems with mathematical answers, in the layouts of MATH, AIME and DAPO.
 
-A row has a problem, as a text or as a chat prompt, and its answer: in a column of its own, in `reward_model`, or in the last
-`\boxed{}` of a worked solution. The columns of all layouts are looked for in every row, so each function reads all of them; they
-differ in their splits and in what they are used for.
+A row has a problem, as a text or a chat, and an answer: in a column of its own, in `reward_model`,
+or in the last `\boxed{}` of a worked solution. All functions read all layouts. They differ in the
+names of the splits, and in the style that they ask for.
 """
 
 import re
@@ -11,7 +11,17 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, field, from_json, load_rows, select
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Source,
+    check_name,
+    check_share,
+    field,
+    from_json,
+    load_rows,
+    select,
+)
 from ttrl.tasks.math.grading import INSTRUCTIONS, MathGrader, Style, read_reply
 from ttrl.tasks.math.latex import LONGEST
 from ttrl.tasks.task import Task, question
@@ -20,18 +30,20 @@ Split = Literal["train", "validation", "test"]
 _QUESTIONS = ("problem", "Problem", "question", "Question", "prompt")
 _ANSWERS = ("answer", "Answer", "expected_answer", "final_answer")
 _IDS = ("unique_id", "id", "ID", "problem_idx")
+_LONGEST_PLAIN = 40
+"""Characters of a solution that is only the answer."""
 
 
 @dataclass(frozen=True)
 class MathProblem:
-    """One row. `messages` is the prompt of a row that has a chat for one."""
+    """One row."""
 
     question: str
     answer: str
     messages: tuple[tuple[str, str], ...] = ()
-    """(role, content)."""
+    """(role, content) of a prompt that is a chat."""
     level: int = 0
-    """From 1 to 5 in MATH; 0 if the row has none."""
+    """From 1 to 5 in MATH. 0 without one."""
     subject: str = ""
     id: str = ""
 
@@ -48,16 +60,18 @@ def get_math_tasks(
     format_reward: float = 0.0,
     flexible: bool = False,
 ) -> list[Task]:
-    """Return `n` problems of MATH (Hendrycks et al. 2021, arXiv 2103.03874), or of data in its layout; None: all of the split.
+    """Return `n` problems of MATH (Hendrycks et al. 2021, arXiv 2103.03874). None: all.
 
-    In train, the seed decides which and in which order. validation is held out from the train file. Of a single file, test is all
-    rows.
-    path: a folder with a file for each split (or the published folders of json files), a file, or an id on the hub, such as
-        "HuggingFaceH4/MATH-500". Rows: "problem", "solution", and where they have them "answer", "level" ("Level 5", or 5),
-        "type" or "subject".
-    levels, subjects: only these.
+    In train, the seed decides which and in which order. validation is one row in ten of the train
+    file. Of a single file, test is all rows.
+
+    path: a folder with a file for each split, the published folders of json files, a file, or an id
+        on the hub, such as "HuggingFaceH4/MATH-500". Rows have "problem" and "solution", and may
+        have "answer", "level" ("Level 5", or 5), and "type" or "subject".
+    levels, subjects: take these only.
     style: "boxed", "r1" (think and answer tags) or "answer" (a last line `Answer: …`).
-    format_reward: the share of the reward for the form. flexible: see MathGrader.
+    format_reward: the share of the reward for the form.
+    flexible: see MathGrader.
     """
     problems = _load(path, split, {"test": ("test",)})
     if levels:
@@ -65,7 +79,8 @@ def get_math_tasks(
     if subjects:
         problems = [problem for problem in problems if problem.subject in subjects]
     if not problems:
-        raise TaskError(f"{path}: no problems of levels {list(levels)} and subjects {list(subjects)}")
+        wanted = f"levels {list(levels)} and subjects {list(subjects)}"
+        raise TaskError(f"{path}: there are no problems of {wanted}")
     return _tasks("math", problems, split, n, seed, path, style, format_reward, flexible)
 
 
@@ -79,12 +94,15 @@ def get_aime_tasks(
     format_reward: float = 0.0,
     flexible: bool = False,
 ) -> list[Task]:
-    """Return `n` problems of AIME, or of another contest in such a layout; None: all of them.
+    """Return `n` problems of AIME or of another contest. None: all.
 
-    Such data sets have a single split, called "train" or "test"; `test` is all of it, whatever its name.
-    path: a file, a folder, or an id on the hub, such as "AI-MO/aimo-validation-aime" or "math-ai/aime25". Rows: "problem" (or
-        "Problem", "question"), and "answer" (or "Answer"), a text or a number.
-    The rest as `get_math_tasks`.
+    Such data sets have one split, named "train" or "test". Here `test` is all of it.
+
+    path: a file, a folder, or an id on the hub, such as "AI-MO/aimo-validation-aime" or
+        "math-ai/aime25". Rows have "problem" (or "Problem", "question", "Question"), and "answer"
+        (or "Answer"), a text or a number.
+
+    The rest is as in `get_math_tasks`.
     """
     problems = _load(path, split, {"test": ("test", "train")})
     return _tasks("aime", problems, split, n, seed, path, style, format_reward, flexible)
@@ -100,12 +118,14 @@ def get_dapo_tasks(
     format_reward: float = 0.0,
     flexible: bool = False,
 ) -> list[Task]:
-    """Return `n` problems of DAPO-Math-17k (arXiv 2503.14476), or of data in its layout; None: all of the split.
+    """Return `n` problems of DAPO-Math-17k (arXiv 2503.14476). None: all.
 
-    path: a file, a folder, or an id on the hub, such as "open-r1/DAPO-Math-17k-Processed". Rows: "prompt", a chat, which is used
-        as it is (those of DAPO ask for a last line `Answer: …`), or a text, to which the style's instruction is added; and
-        "reward_model" with "ground_truth", or "solution" or "answer".
-    style: what the chats ask for. The rest as `get_math_tasks`.
+    path: a file, a folder, or an id on the hub, such as "open-r1/DAPO-Math-17k-Processed". Rows
+        have "prompt", and "reward_model" with "ground_truth", or "solution" or "answer". A prompt
+        that is a chat is used unchanged: DAPO's ask for a last line `Answer: …`. A prompt that is a
+        text gets the style's instruction.
+
+    The rest is as in `get_math_tasks`.
     """
     problems = _load(path, split, {"test": ("test",)})
     return _tasks("dapo", problems, split, n, seed, path, style, format_reward, flexible)
@@ -135,8 +155,7 @@ def _tasks(
 ) -> list[Task]:
     check_name("style", style, INSTRUCTIONS, what)
     check_share("format_reward", format_reward)
-    held_out = split != "test"
-    chosen = select(problems, lambda problem: problem.question, split, n, seed, what, held_out=held_out)
+    chosen = select(problems, _key, split, n, seed, what, held_out=split != "test")
     return [
         Task(
             _prompt(problem, style),
@@ -145,6 +164,10 @@ def _tasks(
         )
         for problem in chosen
     ]
+
+
+def _key(problem: MathProblem) -> str:
+    return problem.question
 
 
 def _prompt(problem: MathProblem, style: Style) -> list[dict[str, Any]]:
@@ -161,10 +184,12 @@ def parse_row(row: Row) -> MathProblem:
         messages = _messages(asked)
         asked = messages[-1][1]
     if not isinstance(asked, str) or not asked.strip():
-        raise RowError(f"the problem is {asked!r:.120}; it must be a text that is not empty, or a chat")
+        problem = f"the problem is {asked!r:.120}"
+        raise RowError(f"{problem}; it must be a chat, or a text that is not empty")
     answer = _answer(row)
     if not answer or len(answer) > LONGEST:
-        raise RowError(f"the answer is {answer!r:.120}; it must be a text of 1 to {LONGEST} characters, or a number")
+        problem = f"the answer is {answer!r:.120}"
+        raise RowError(f"{problem}; it must be a number, or a text of 1 to {LONGEST} characters")
     level = re.search("[0-9]+", str(row.get("level") or ""))
     name = next((row[key] for key in _IDS if row.get(key) is not None), "")
     return MathProblem(
@@ -178,15 +203,18 @@ def parse_row(row: Row) -> MathProblem:
 
 
 def _messages(chat: list[Any]) -> tuple[tuple[str, str], ...]:
+    needs = "it must be a text, or a list of messages with role and content"
     messages = []
     for message in chat:
-        role = message.get("role") if isinstance(message, dict) else None
-        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            raise RowError(f"prompt has {message!r:.120}; {needs}")
+        role = message.get("role")
+        content = message.get("content")
         if not isinstance(role, str) or not isinstance(content, str):
-            raise RowError(f"prompt is {chat!r:.120}; it must be a text, or a list of messages with role and content")
+            raise RowError(f"prompt has {message!r:.120}; {needs}")
         messages.append((role, content))
     if not messages:
-        raise RowError("prompt is an empty list; it must be a text, or a list of messages with role and content")
+        raise RowError(f"prompt is an empty list; {needs}")
     return tuple(messages)
 
 
@@ -200,8 +228,11 @@ def _answer(row: Row) -> str:
             return (read_reply(text) or text).strip()
     solution = row.get("solution", row.get("Solution"))
     if not isinstance(solution, str):
-        raise RowError(f"no field {', '.join(map(repr, _ANSWERS))}, 'reward_model' or 'solution'; it has {sorted(map(str, row))}")
-    boxed = read_reply(solution)
-    if boxed is None and "\\boxed " in solution:
-        boxed = solution.rpartition("\\boxed ")[2].split("$")[0]
-    return (solution if boxed is None and len(solution) <= 40 else boxed or "").strip()
+        known = ", ".join(map(repr, (*_ANSWERS, "reward_model", "solution")))
+        raise RowError(f"no field {known}; it has {', '.join(sorted(map(str, row)))}")
+    answer = read_reply(solution)
+    if answer is None and "\\boxed " in solution:  # \boxed 2
+        answer = solution.rpartition("\\boxed ")[2].partition("$")[0]
+    if answer is None and len(solution) <= _LONGEST_PLAIN:
+        answer = solution
+    return (answer or "").strip()

@@ -1,4 +1,6 @@
-"""Numbers in text: `last_number` reads the last one exactly, or not at all. For graders; every function takes linear time."""
+"""Numbers in text: `last_number` reads the last one exactly, or not at all. For graders; every
+function takes linear time.
+"""
 
 from ttrl.tasks.numerals.reader import last_number
 from ttrl.tasks.numerals.tokens import ascii_digits, has_digit

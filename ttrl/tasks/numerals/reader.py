@@ -1,8 +1,9 @@
 r"""Arithmetic in a text: the last piece of it, if it is a single number.
 
-A text is words with arithmetic between them. A single number may have a sign and be a decimal, a fraction, a mixed
-number, or in scientific notation. A sum, a power, a root, a product, or a number at a variable (`2\sqrt{3}`, `3\pi`,
-`4x`) is not a number. Reading its last digits would reward a wrong answer.
+A text is words with arithmetic between them. A single number may have a sign and be a decimal, a
+fraction, a mixed number, or in scientific notation. A sum, a power, a root, a product, or a number
+at a variable (`2\sqrt{3}`, `3\pi`, `4x`) is not a number. Reading its last digits would reward a
+wrong answer.
 """
 
 import re
@@ -10,13 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ttrl.tasks.numerals.tokens import (
-    AT_A_NUMBER,
-    Token,
-    is_digit,
-    simplified,
-    tokens,
-)
+from ttrl.tasks.numerals.tokens import AT_A_NUMBER, Token, is_digit, simplified, tokens
 
 _BEFORE = 600
 _AFTER = 120
@@ -35,15 +30,19 @@ def _words(text: str) -> frozenset[str]:
 _FRACTIONS = _words(r"\frac \dfrac \tfrac \cfrac \sfrac \nicefrac")
 # Macros that end arithmetic: relations, arrows, dots, layout.
 _ENDS = _words(
-    r"\approx \simeq \sim \cong \equiv \doteq \to \rightarrow \longrightarrow \Rightarrow \Longrightarrow \implies"
-    r" \iff \leftrightarrow \Leftrightarrow \mapsto \therefore \because \hfill \newline \par \item \noindent"
+    r"\approx \simeq \sim \cong \equiv \doteq \to \rightarrow \longrightarrow \Rightarrow"
+    r" \Longrightarrow \implies \iff \leftrightarrow \Leftrightarrow \mapsto \therefore \because"
+    r" \hfill \newline \par \item \noindent"
     r" \hline \ldots \dots \cdots \dotsc \cr \colon \( \) \[ \] \& \# \' \` \| \circ \prime"
 ) | {'\\"'}
 # No number is read before or after one of these.
 _SPOILERS = frozenset("±∓≠≤≥≪≫∈∉∪∩<⌊⌋⌈⌉")
 _ARITHMETIC = frozenset("+-*/^")
+_AT_VARIABLES = _ARITHMETIC | {"_"}
 _BINARY = frozenset("+-*/^_:~>") | {"**"} | _SPOILERS
-_FUNCTIONS = _words("sqrt cbrt root log ln lg exp sin cos tan cot sec arcsin arccos arctan abs floor ceil")
+_FUNCTIONS = _words(
+    "sqrt cbrt root log ln lg exp sin cos tan cot sec arcsin arccos arctan abs floor ceil",
+)
 _FUNCTION_SYMBOLS = frozenset("√∛∜∑∏∫∂∇")
 _ALTERNATIVES = _words("or oder ou または 或")
 _RANGES = _words("to bis")
@@ -58,11 +57,13 @@ _BEFORE_A_SIGN = frozenset("=:#|&`\"'“„«≈≡→⇒∴")
 
 
 def last_number(text: str) -> Fraction | None:
-    r"""Return the last number of a text exactly. Return None without one, and if it cannot be read for certain.
+    r"""Return the last number of a text exactly. Return None without one, and if it cannot be read
+    for certain.
 
-    It reads signs, decimals, thousands separators (comma, apostrophe, underscore, space), fractions (3/4, `\frac34`, ¾),
-    mixed numbers (2 3/4), exponents (1e3, `3 \times 10^{-2}`), digits of any script, and units around a number (m^2,
-    too). It does not read "1,5", "1.2.3", "10^3", "4 10/3", "2 or 3", "2-3" and "3:2", nor roots, variables and sums.
+    It reads signs, decimals, thousands separators (comma, apostrophe, underscore, space), fractions
+    (3/4, `\frac34`, ¾), mixed numbers (2 3/4), exponents (1e3, `3 \times 10^{-2}`), digits of any
+    script, and units around a number (m^2, too). It does not read "1,5", "1.2.3", "10^3", "4 10/3",
+    "2 or 3", "2-3" and "3:2", nor roots, variables and sums.
     """
     last = next((place for place in range(len(text) - 1, -1, -1) if is_digit(text[place])), None)
     if last is None:
@@ -128,7 +129,7 @@ class _Reader:
     # Whole pieces of arithmetic
 
     def expression(self) -> _Read | None:
-        """Read the arithmetic at this place. If there is none, pass one token or more and return None."""
+        """Read the arithmetic here. If there is none, pass a token and return None."""
         begun = self.place
         sign = self.sign()
         read = self.operand()
@@ -143,7 +144,7 @@ class _Reader:
         return read
 
     def operations(self, left: _Read) -> None:
-        """Read operators and their right sides. A quotient and scientific notation are single numbers."""
+        """Read operators and their right sides. A quotient is a single number."""
         operator = self.operator()
         while operator is not None:
             is_power_of_ten = self.next_is("^", 1) and self.tokens[self.place].text == "10"
@@ -158,7 +159,7 @@ class _Reader:
         sign = self.signs()
         right = self.operand()
         assert right is not None, "operator() looks for one"
-        is_readable = operator == "/" and sign is not None and not (left.is_compound or right.is_compound)
+        is_readable = operator == "/" and not left.is_compound and not right.is_compound
         if is_readable and sign is not None and left.number is not None and right.number:
             left.number = sign * left.number / right.number
             left.is_compound = True
@@ -231,7 +232,8 @@ class _Reader:
             return None
         if token.kind == "dash":
             return self.after_dash()
-        if token.is_symbol(_SPOILERS | {"/", "^"}) or self.is_greater_than(token) or self.is_stray(token):
+        is_spoiler = token.is_symbol(_SPOILERS | {"/", "^"})
+        if is_spoiler or self.is_greater_than(token) or self.is_stray(token):
             self.place += 1
             self.signs()
             return None
@@ -250,7 +252,7 @@ class _Reader:
         return meaning
 
     def after_dash(self) -> int | None:
-        """Pass a long dash. After words or before white space it is punctuation, else it may be a minus."""
+        """Pass a long dash: punctuation behind words or before a space, else perhaps a minus."""
         before, following = self.peek(-1), self.peek(1)
         self.place += 1
         if before is not None and before.kind in ("word", "close"):
@@ -258,7 +260,7 @@ class _Reader:
         return 1 if following is None or following.gap else None
 
     def meaning_of_sign(self, token: Token, is_word: bool) -> int | None:
-        """Return -1 for a sign, 1 for a hyphen or a bullet, and None for an operator or if in doubt."""
+        """Return -1 for a sign, 1 for a hyphen or a bullet, and None for anything else."""
         before, following = self.peek(-1), self.peek(1)
         is_spaced = following is not None and following.gap and not is_word
         if before is None or before.kind in ("arrow", "tag", "open"):
@@ -273,10 +275,16 @@ class _Reader:
             is_below_text = any(one.kind != "newline" for one in self.tokens[: self.place])
             return 1 if is_spaced and is_below_text else -1
         if before.kind == "word":
-            return self.meaning_after_word(before, token, is_spaced, is_word)
+            return self.after_word(before, token, is_spaced, is_word)
         return -1 if token.gap and not is_spaced else None
 
-    def meaning_after_word(self, word: Token, token: Token, is_spaced: bool, is_word: bool) -> int | None:
+    def after_word(
+        self,
+        word: Token,
+        token: Token,
+        is_spaced: bool,
+        is_word: bool,
+    ) -> int | None:
         """Return the same after a word: an operator in "5 kg - 3 kg", a hyphen in "COVID-19"."""
         before = self.peek(-2)
         if before is not None and before.kind == "number":
@@ -295,14 +303,14 @@ class _Reader:
         return token.text.upper() in _CURRENCIES and following.kind in ("number", "symbol")
 
     def is_greater_than(self, token: Token) -> bool:
-        """Return whether this is the sign of "x > 18", not of a quotation or GSM8K's calculator (>>18)."""
+        """Return whether this is the sign of "x > 18", not of a quotation or of ">>18"."""
         before = self.peek(-1)
         if not token.is_symbol(">") or self.next_is(">", 1):
             return False
         return before is None or (before.kind != "newline" and before.text != ">")
 
     def is_stray(self, token: Token) -> bool:
-        """Return whether this multiplies words ("eggs * 3", "eggs x 3"), or begins a subscript ("a_3")."""
+        """Return whether this multiplies words ("eggs x 3"), or begins a subscript ("a_3")."""
         before, following = self.peek(-1), self.peek(1)
         if before is None or following is None or before.kind not in ("word", "close"):
             return False
@@ -344,7 +352,7 @@ class _Reader:
         return is_macro or self.is_function(token) or self.is_variable(token)
 
     def operand(self) -> _Read | None:
-        """Read a number and everything at it without an operator between. Return None if none begins here."""
+        """Read a number and everything at it. Return None if none begins here."""
         read = self.atom()
         if read is None:
             return None
@@ -398,8 +406,8 @@ class _Reader:
         if token.kind == "macro" and token.text in _FRACTIONS:
             self.place += skipped
             part = self.atom()
-        elif self.next_is("/", skipped + 1) and bottom is not None and bottom.kind == token.kind == "number":
-            if token.priced or not token.gap:
+        elif self.next_is("/", skipped + 1) and bottom is not None and token.kind == "number":
+            if token.priced or not token.gap or bottom.kind != "number":
                 return  # "$3 and $1/3"
             self.place += skipped + 3
             part = _Read(None, True)
@@ -454,7 +462,7 @@ class _Reader:
         return not token.apart and not following.apart and (before.text + following.text).isascii()
 
     def whole_before_fraction(self, token: Token) -> _Read:
-        """Read the 2 of "2 100/300", where the space separates no thousands. "1 200 300/400" is unclear."""
+        """Read the 2 of "2 100/300". "1 200 300/400" is unclear."""
         whole, *groups = token.text.split(" ")
         if len(groups) > 1 or token.value is None:
             return _Read(None, True)
@@ -464,7 +472,7 @@ class _Reader:
         return _Read(Fraction(whole), True, True)
 
     def nested(self, read: Callable[[], _Read]) -> _Read:
-        """Read something with parts. If it is nested too deeply, nothing behind it is read either."""
+        """Read something with parts. Below a limit of depth, nothing is read."""
         if self.depth >= _DEEPEST:
             self.place = len(self.tokens)
             return _Read(None, True)
@@ -522,7 +530,7 @@ class _Reader:
         return _Read(Fraction(token.text[0]), True)
 
     def function(self) -> _Read:
-        r"""Read a macro or a function with its argument: `\sqrt[3]{8}`, `\log_2 8`, √2. It is no number."""
+        r"""Read a macro or function with its argument (`\log_2 8`, √2). It is no number."""
         read = _Read(None, False)
         self.place += 1
         has_argument = False
@@ -547,7 +555,7 @@ class _Reader:
         return read
 
     def is_function(self, token: Token) -> bool:
-        """Return whether this is a root's sign, or a word with an argument: "sqrt 2", "f(2)"; not "egg(s)"."""
+        """Return whether this is a root, or a word with an argument: "f(2)", not "egg(s)"."""
         if token.kind == "symbol":
             return token.text in _FUNCTION_SYMBOLS
         following, argument = self.peek(1), self.peek(2)
@@ -555,11 +563,12 @@ class _Reader:
             return False
         if token.text.lower() in _FUNCTIONS:
             return following.kind in ("number", "open")
-        is_plural = len(token.text) > 1 and argument is not None and argument.kind == "word"
-        return token.text.isascii() and following.text == "(" and not following.apart and not is_plural
+        if len(token.text) > 1 and argument is not None and argument.kind == "word":
+            return False
+        return token.text.isascii() and following.text == "(" and not following.apart
 
     def is_variable(self, token: Token) -> bool:
-        """Return whether letters stand for a number: `x - 5`, `4x`, `3 π`; not in "a 5", "5 m", "5/h", "B5"."""
+        """Return whether letters stand for a number: `4x`, `x - 5`, not "5 m", "5/h", "B5"."""
         if token.kind != "word":
             return False
         before, following = self.peek(-1), self.peek(1)
@@ -574,9 +583,9 @@ class _Reader:
                 return False
             if before.is_symbol(_ARITHMETIC) or before.kind == "close":
                 return True
-        if following is not None and not following.apart and following.is_symbol(_ARITHMETIC | {"_"}):
+        if following is not None and not following.apart and following.is_symbol(_AT_VARIABLES):
             return True
         if not is_greek and token.text not in _BY_THEMSELVES:
             return False
         around = [one for one in (before, following) if one is not None]
-        return any(one.is_symbol(_ARITHMETIC | {"_"}) or one.kind == "close" for one in around)
+        return any(one.is_symbol(_AT_VARIABLES) or one.kind == "close" for one in around)

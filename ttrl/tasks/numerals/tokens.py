@@ -1,4 +1,6 @@
-"""Text as tokens: numbers, words, brackets, operators, and the macros of LaTeX that mean something in arithmetic."""
+"""Text as tokens: numbers, words, brackets, operators, and the macros of LaTeX that mean something
+in arithmetic.
+"""
 
 import re
 import unicodedata
@@ -7,7 +9,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 LONGEST_NUMBER = 60
-"""Characters. Longer runs of digits answer no question here, and arithmetic with them would take long."""
+"""Characters. Longer runs of digits answer no question here, and arithmetic with them would take
+long.
+"""
 
 _SIGNS = str.maketrans(
     {
@@ -33,22 +37,22 @@ _STYLES = re.compile(
     r"|math(?:bf|it|sf|tt|normal)|text(?:bf|it|rm|tt|sf|normal)|bm|bf|rm|it)(?![A-Za-z])"
 )
 _TEXTS = re.compile(r"\\(?:text|mathrm|mbox|hbox|operatorname)\s*\{([^{}]*)\}")
-_HIDDEN = re.compile(r"\\(?:begin|end|tag\*?|label|color|textcolor|colorbox|phantom|[hv]space\*?)\s*\{[^{}]*\}")
+_HIDDEN = re.compile(
+    r"\\(?:begin|end|tag\*?|label|(?:text)?color|colorbox|phantom|[hv]space\*?)"
+    r"\s*\{[^{}]*\}"
+)
 _DEGREES = re.compile(r"\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\})|\\degree(?![A-Za-z])")
 # The exponent in "18 m^2" and "18 m/s^2" belongs to the unit.
 _UNIT_EXPONENT = re.compile(
-    r"(?<![A-Za-z])((?:[mcdk]?m|in|ft|yd|mi|s|sec|inch(?:es)?|feet|foot|met(?:er|re)s?|seconds?|units?)"
-    r"\}?) ?\^\{?[23]\b\}?"
+    r"(?<![A-Za-z])((?:[mcdk]?m|in|ft|yd|mi|s|sec|inch(?:es)?|feet|foot|met(?:er|re)s?|seconds?"
+    r"|units?)\}?) ?\^\{?[23]\b\}?"
 )
 
 _PLAIN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
-_GROUPED = re.compile(r"[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?:_[0-9]{3})+|(?: [0-9]{3})+)(?:\.[0-9]*)?")
-_EXPONENT = re.compile(
-    r"(?<![A-Za-z])((?:[mcdk]?m|in|ft|yd|mi|s|sec|inch(?:es)?|feet|foot|met(?:er|re)s?|seconds?|units?)"
-    r"\}?) ?\^\{?[23]\b\}?"
+_GROUPED = re.compile(
+    r"[1-9][0-9]{0,2}(?:(?:,[0-9]{3})+|(?:'[0-9]{3})+|(?:_[0-9]{3})+|(?: [0-9]{3})+)"
+    r"(?:\.[0-9]*)?"
 )
-
-_PLAIN = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 _EXPONENT = re.compile(r"[eE][+-]?[0-9]{1,2}(?![0-9A-Za-z]|\.[0-9])")
 _UNREADABLE_EXPONENT = re.compile(r"[eE][+-]?[0-9][0-9.]*")
 _TOKEN = re.compile(
@@ -65,18 +69,13 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 
-# Kinds and texts of macros that stand for something else.
-_MACROS = {
-    "\\{": ("open", "{"), "\\}": ("close", "}"), "\\%": ("symbol", "%"), "\\_": ("symbol", "_"),
-    "\\-": ("symbol", "-"), "\\+": ("symbol", "+"), "\\*": ("symbol", "*"), "\\ast": ("symbol", "*"),
-    "\\times": ("symbol", "*"), "\\cdot": ("symbol", "*"), "\\div": ("symbol", "/"),
-    "\\over": ("symbol", "/"), "\\pm": ("symbol", "±"), "\\mp": ("symbol", "±"),
-    "\\ne": ("symbol", "≠"), "\\neq": ("symbol", "≠"), "\\lt": ("symbol", "<"), "\\gt": ("symbol", "≥"),
-    "\\le": ("symbol", "≤"), "\\leq": ("symbol", "≤"), "\\leqslant": ("symbol", "≤"),
-    "\\ge": ("symbol", "≥"), "\\geq": ("symbol", "≥"), "\\geqslant": ("symbol", "≥"),
-    "\\in": ("symbol", "∈"), "\\cup": ("symbol", "∪"), "\\cap": ("symbol", "∩"),
-    "\\setminus": ("symbol", "∪"), "\\mid": ("symbol", "∪"),
+# Symbols, and the macros for them.
+_SYMBOLS = {
+    "%": r"\%", "_": r"\_", "-": r"\-", "+": r"\+", "*": r"\* \ast \times \cdot",
+    "/": r"\div \over", "±": r"\pm \mp", "≠": r"\ne \neq", "<": r"\lt", "≤": r"\le \leq \leqslant",
+    "≥": r"\ge \geq \geqslant \gt", "∈": r"\in", "∪": r"\cup \setminus \mid", "∩": r"\cap",
 }  # fmt: skip
+_SYMBOL_OF = {macro: symbol for symbol, macros in _SYMBOLS.items() for macro in macros.split()}
 _MONEY = frozenset({"\\$", "\\pounds", "\\euro", "\\yen", "\\textdollar", "\\cent", "\\cents"})
 AT_A_NUMBER = frozenset("xyznie")
 """Letters that are no units: in `4x`, `3i` and `2e` the number is multiplied."""
@@ -84,7 +83,9 @@ AT_A_NUMBER = frozenset("xyznie")
 
 @dataclass(frozen=True)
 class Token:
-    """A piece of text, of the kind newline, tag, arrow, dash, number, macro, word, symbol, open or close."""
+    """A piece of text, of the kind newline, tag, arrow, dash, number, macro, word, symbol, open or
+    close.
+    """
 
     kind: str
     text: str
@@ -133,9 +134,11 @@ def tokens(text: str) -> list[Token]:
 
 
 def _token(kind: str, piece: str, gap: bool, priced: bool) -> Token:
-    if kind == "macro":
-        kind, piece = _MACROS.get(piece, (kind, piece))
-    elif piece in ("(", "[", "{"):
+    if piece in _SYMBOL_OF:
+        return Token("symbol", _SYMBOL_OF[piece], gap, priced)
+    if piece in ("\\{", "\\}"):
+        piece = piece[1]
+    if piece in ("(", "[", "{"):
         kind = "open"
     elif piece in (")", "]", "}"):
         kind = "close"
@@ -149,7 +152,9 @@ def _is_money(kind: str, piece: str) -> bool:
 
 
 def _number(text: str, start: int, run: str, gap: bool, priced: bool) -> tuple[Token, int]:
-    """Return the token of a run of digits and its end. Separators at the end of the run are punctuation."""
+    """Return the token of a run of digits and its end. Separators at the end of the run are
+    punctuation.
+    """
     digits = run.rstrip(".,'_")
     end = start + len(digits)
     plain = digits
@@ -170,7 +175,9 @@ def _number(text: str, start: int, run: str, gap: bool, priced: bool) -> tuple[T
 
 
 def simplified(text: str) -> str:
-    """Write a text with ASCII digits and operators, and without LaTeX that has no meaning for numbers."""
+    """Write a text with ASCII digits and operators, and without LaTeX that has no meaning for
+    numbers.
+    """
     if not text.isascii():
         text = _RAISED.sub(lambda match: "^{" + match[0].translate(_RAISED_DIGITS) + "}", text)
         text = ascii_digits("".join(map(_spelled_fraction, text))).translate(_OPERATORS)
@@ -201,7 +208,8 @@ def _shown_text(match: "re.Match[str]") -> str:
 def ascii_digits(text: str) -> str:
     """Write decimal digits of all scripts (full-width, Arabic-Indic, …) as 0–9, and signs as ASCII.
 
-    A superscript becomes `^2`. A fraction in one character becomes `^`: no number can be read there.
+    A superscript becomes `^2`. A fraction in one character becomes `^`: no number can be read
+    there.
     """
     if text.isascii():
         return text
@@ -221,7 +229,9 @@ def _as_ascii(character: str) -> str:
 
 
 def has_digit(text: str) -> bool:
-    """Return whether a text holds a digit of any script, a superscript, or a fraction in one character."""
+    """Return whether a text holds a digit of any script, a superscript, or a fraction in one
+    character.
+    """
     return any(map(is_digit, text))
 
 
