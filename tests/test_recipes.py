@@ -45,8 +45,8 @@ def nyt_connections(folder: Path) -> None:
 
 
 def arc_agi(folder: Path) -> None:
-    pair = {"input": [[1, 2]], "output": [[2, 1]]}
-    rows = [{"id": f"{n:08x}", "train": [pair], "test": [pair]} for n in range(60)]
+    pairs = [{"input": [[n // 8, n % 8]], "output": [[n % 8, n // 8]]} for n in range(60)]
+    rows = [{"id": f"{n:08x}", "train": [pair], "test": [pair]} for n, pair in enumerate(pairs)]
     (folder / "training.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
