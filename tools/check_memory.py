@@ -89,6 +89,10 @@ CASES: dict[str, Case] = {
     "continued, AdamW": Case({}, {}, continued=True),
     "optimizer in backward": Case({}, {"optimizer_in_backward": True, "max_grad_norm": None}),
     "LoRA": Case({}, {"lora_rank": 16}),
+    "LoRA, files in bf16": Case({"dtype": "bfloat16"}, {"lora_rank": 16}),
+    "LoRA in bf16, files in bf16": Case({"dtype": "bfloat16"}, {"lora_rank": 16, "dtype": "bf16"}),
+    "QLoRA, files in bf16": Case({"dtype": "bfloat16"}, {"lora_rank": 16, "lora_base_dtype": "nf4"}),
+    "LoRA, files in bf16, 2 processes": Case({"dtype": "bfloat16"}, {"lora_rank": 16}, rows=2, processes=2),
     "QLoRA, bf16": Case({}, {"lora_rank": 16, "lora_base_dtype": "nf4", "dtype": "bf16"}),
     "Qwen3 (head norms)": Case({"model_type": "qwen3", "head_dim": 128}, {}),
     "2 processes": Case({}, {}, rows=2, processes=2),
@@ -116,7 +120,7 @@ ON_GPU: dict[str, Case] = {
         ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"optimizer_on_cpu": True, "max_grad_norm": None}, 8, 8192
     ),
     "1.5B, everything on the CPU": Case(ARCHITECTURES["qwen2.5_1.5b"], RECOMPUTED | {"cpu_offload": True}, 8, 8192),
-    "7B, LoRA, base in bf16": Case(ARCHITECTURES["qwen2.5_7b"], LORA | {"lora_base_dtype": "bf16"}, 8, 8192),
+    "7B, LoRA": Case(ARCHITECTURES["qwen2.5_7b"], LORA, 8, 8192),
     "7B, QLoRA": Case(ARCHITECTURES["qwen2.5_7b"], LORA | {"lora_base_dtype": "nf4"}, 8, 8192),
 }
 
@@ -132,7 +136,7 @@ def forget_peak() -> None:
 
 
 def make_model(case: Case, folder: Path, device: str = "cpu") -> None:
-    """Random weights; on a GPU as such models are published, in bf16."""
+    """Random weights, in fp32 or as the case says; on a GPU as such models are published, in bf16."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -141,7 +145,8 @@ def make_model(case: Case, folder: Path, device: str = "cpu") -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(**(SHAPE | case.shape))
     with torch.device(device):
-        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+        in_bf16 = device == "cuda" or config.dtype == torch.bfloat16
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if in_bf16 else torch.float32)
     made.save_pretrained(folder / "model")
 
 

@@ -59,7 +59,7 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
         log = TrainLog(config, trained.policy, here, watch)
         steps = take_steps(config, trained, packed, here, watch, log)  # what it had on the device is gone with it
 
-        with watch.part("checkpoint"):
+        with watch.part("checkpoint", on_cpu=True):
             canary = canary_of(trained.policy, config.model, here, config.checkpoint_dtype)
             # Servers may have it while it is written; what they can't have that way is written in any case.
             is_out = residence is not None and residence.hand_over(config, trained, canary, log.compared)

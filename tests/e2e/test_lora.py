@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import parallel_worker
-from support.tiny_models import load_policy_in
+from support.tiny_models import files_in_16_bits, load_policy_in
 from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, move_adapters, packed_rows
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -32,20 +32,26 @@ STARTS = {  # adapters that were trained a little, so that both of their matrice
     "biases": ("phi", {"lora_kind": "dora"}),
     "nf4": ("wide", NF4),
     "nf4-dora": ("wide", NF4 | {"lora_kind": "dora", "activation_checkpointing": True}),
+    # Files in bf16, which the base keeps; some of its matrices have no adapter.
+    "16-bit": ("qwen2-tied-16", {"lora_targets": ["q_proj", "w2"]}),
+    "16-bit-dora": ("phi-16", {"lora_kind": "dora", "activation_checkpointing": True, "lora_targets": ["q_proj", "w1"]}),
 }
 TP = {"tensor_parallel": 2}
 IN_BACKWARD = {**TP, "max_grad_norm": None, "optimizer_in_backward": True, "rows_per_microbatch": 100}
 WORLDS = {"tp": (2, TP), "both": (4, TP), "in-backward": (2, IN_BACKWARD), "fsdp": (2, {})}
 SHARED = [(start, world) for start in KINDS for world in ("tp", "in-backward")] + [("dora", "both"), ("biases", "tp")]
-SHARED += [(start, world) for start in ("nf4", "nf4-dora") for world in ("tp", "fsdp")]
+SHARED += [(start, world) for start in ("nf4", "nf4-dora", "16-bit") for world in ("tp", "fsdp")]
+SHARED += [("16-bit", "both"), ("16-bit-dora", "tp")]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """name → what its first process left, for both kinds in one process and in two, and handed over in between."""
     root = tmp_path_factory.mktemp("parallel")
-    for family in ("qwen2", "phi"):
+    for family in ("qwen2", "phi", "qwen2-tied"):
         check_parity.make_folder(family, root / family)
+    for family in ("phi", "qwen2-tied"):
+        files_in_16_bits(root / family, root / f"{family}-16")
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(root / "wide")
     packed_rows().save(root / "packed.safetensors")
@@ -103,7 +109,10 @@ def test_processes_that_share_layers_do_what_one_does(start, world, results):
     assert many["norms"] == pytest.approx(alone["norms"], rel=1e-4)
     trained = {name for name in alone["weights"] if is_adapter(name)}
     assert many["weights"].keys() == alone["weights"].keys()
-    assert all(torch.equal(many["weights"][name], weight) for name, weight in alone["weights"].items() if name not in trained)
+    frozen = {name: weight for name, weight in alone["weights"].items() if name not in trained}
+    assert all(torch.equal(many["weights"][name], weight) for name, weight in frozen.items())
+    assert {many["weights"][name].dtype for name in frozen} == {weight.dtype for weight in frozen.values()}
+    assert (torch.bfloat16 in {weight.dtype for weight in frozen.values()}) == start.startswith("16-bit")
     assert distance(*({name: result["weights"][name] for name in trained} for result in (many, alone))) < 2e-5
     for moment in ("exp_avg", "exp_avg_sq"):
         one, other = ({n: t for n, t in r["state"].items() if n.endswith("." + moment)} for r in (many, alone))

@@ -119,7 +119,7 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     if job.get("parks"):  # what is written then is written from there
         moved(park, policy, optimizer, config, here)
     result["parts"] = sum(p.numel() if not hasattr(p, "to_local") else p.to_local().numel() for p in policy.parameters())
-    result["weights"] = policy.full_weights()
+    result["weights"] = {name: weight.clone() for name, weight in policy.full_weights().items()}  # out of what is parked
     result["state"] = {name: full_tensor(tensor) for name, tensor in state_tensors(policy, optimizer)}
     save_state(Path(config.output_dir, "state"), policy, optimizer, first + job.get("steps", 1), here, config.state_format)
     if job.get("checkpoint"):

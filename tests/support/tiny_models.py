@@ -1,6 +1,7 @@
 """Tiny models of every family, float64 references, and samples to pack."""
 
 import dataclasses
+import json
 import math
 import random
 import shutil
@@ -27,6 +28,16 @@ def native_layout(folder, target):
     for name, tensor in load_file(folder / "model.safetensors").items():
         renamed["model." + name.replace("language_model.model.", "language_model.")] = tensor
     save_file(renamed, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def files_in_16_bits(folder, target, dtype=torch.bfloat16):
+    """The same model, rounded, in a folder whose files are in 16 bits, as most are published."""
+    shutil.copytree(folder, target)
+    narrow = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(narrow, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    (target / "config.json").write_text(json.dumps(config))
     return target
 
 

@@ -170,10 +170,11 @@ class TrainingConfig(Config):
     """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353)."""
     lora_base: str | None = None
     """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder that its adapter names."""
-    lora_base_dtype: Literal["fp32", "bf16", "nf4"] = "fp32"
-    """"bf16" holds the base in half the memory, as most models are stored and as a server in bf16 has it; for `dtype` bf16. "nf4"
-    holds its adapted matrices in 4 bits (QLoRA, arXiv 2305.14314); several processes share them by FSDP2 or by
-    tensor_parallel, not both."""
+    lora_base_dtype: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
+    """How the frozen base is held in memory. "auto": each tensor in the 16 bits of its file, or else in fp32; results equal those of
+    "fp32" bit for bit, since 16 bits are widened without a loss where products are computed in fp32. "bf16" rounds files in fp32 to
+    half their size, as a server in bf16 does; for `dtype` bf16. "nf4" holds the adapted matrices in 4 bits (QLoRA, arXiv
+    2305.14314), and the rest as "auto"; several processes share them by FSDP2 or by tensor_parallel, not both."""
     lora_merge: bool = True
     """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter
     only, which `python -m ttrl.training.merge` merges later, and whatever serves it (`ttrl eval`, `ttrl chat`)."""
@@ -268,7 +269,7 @@ class TrainingConfig(Config):
                 if getattr(self, name):
                     found.append(f"lora_base_dtype 'nf4' with {name}; they do not work together: choose one")
             if "output" in self.lora_targets:
-                found.append("lora_base_dtype 'nf4' with an adapter on 'output'; the head stays in fp32: leave it out")
+                found.append("lora_base_dtype 'nf4' with an adapter on 'output'; no head is held in 4 bits: leave it out")
         return found
 
     def _without_cuda(self) -> list[str]:
@@ -281,7 +282,7 @@ class TrainingConfig(Config):
         if self.optimizer_on_cpu and processes > 1:
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
-            found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or keep the base in 'fp32'")
+            found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave lora_base_dtype out")
         if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
             found.append(
                 f"lora_base_dtype is 'nf4' and tensor_parallel {self.tensor_parallel}, with {processes} processes; what is in 4 "

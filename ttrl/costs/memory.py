@@ -32,10 +32,11 @@ from ttrl.costs.parameters import (
     DecoderParameters,
     adapter_parameters,
     decoder_parameters,
+    held_dtype,
     trained_parameters,
     undivided_parameters,
 )
-from ttrl.costs.storage import PACKED_POSITION_BYTES, STATE_BYTES, model_bytes, state_bytes
+from ttrl.costs.storage import BYTES, PACKED_POSITION_BYTES, STATE_BYTES, model_bytes, state_bytes
 
 Device = Literal["cpu", "cuda"]
 Parts = dict[str, float]
@@ -59,6 +60,9 @@ _NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, 
 _SHARD = 5e9  # of a checkpoint's files
 _WHOLE_STATE = 8e9  # an optimizer's state up to this size is written by one of several processes, a larger one by all
 _RUNTIME = 40e6  # kernels and their workspaces, from the first pass on
+_OUT_OF_4_BITS = "matrices out of 4 bits"
+_WIDENED = "a matrix in fp32"
+_OF_ONE_PRODUCT = (_OUT_OF_4_BITS, _WIDENED)
 _CUDA_GAPS = 0.06  # of all that is allocated; on an H100 2 to 11%
 
 
@@ -208,9 +212,16 @@ class _Training:
         self.lora = settings.lora_rank is not None
         bf16 = settings.dtype == "bf16"
         self.how = Computation(bf16, cuda, settings.tensor_parallel)
-        self.gathered_size = _BF16 if bf16 and cuda and settings.lora_kind != "dora" else _FP32
+        held = held_dtype(decoder, settings)
+        self.base_size = BYTES[held]
+        """Bytes of a number that is not trained, but for matrices in 4 bits."""
+        self.head_size = self.base_size if bf16 else _FP32
+        """The same, of the head: where products are in fp32, so is it."""
+        mixed = bf16 and cuda and settings.lora_kind != "dora"
+        self.gathered_size = _BF16 if mixed else self.base_size
         """Bytes of a number in what FSDP has gathered."""
-        self.in_bf16 = settings.lora_base_dtype == "bf16" or (self.sharded and self.gathered_size == _BF16)
+        self.gathered_head_size = _BF16 if mixed else self.head_size
+        self.in_bf16 = held == "bf16" or (self.sharded and mixed)
         """Whether matrices are in bf16 when products ask for them."""
         self.tokens = settings.rows_per_microbatch * workload.row_length
         self.trained = self.tokens * workload.trained_share
@@ -224,13 +235,14 @@ class _Training:
         undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
         self.trainable = trained_parameters(decoder, settings) / shared + undivided_here
         """Parameters with a gradient that this process holds."""
-        numbers = decoder.total + adapter_parameters(decoder, settings)
         in_four_bits = decoder.shape.layers * self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
-        halved = decoder.total if settings.lora_base_dtype == "bf16" else 0
-        self.parameters = (numbers * _FP32 - in_four_bits * (_FP32 - _NF4) - halved * (_FP32 - _BF16)) / shared
-        self.parameters += undivided_here * _FP32
+        base = (decoder.total - in_four_bits) * self.base_size + in_four_bits * _NF4
+        base += decoder.vocabulary_matrix * (self.head_size - self.base_size)
+        adapters = adapter_parameters(decoder, settings) * _FP32
+        self.parameters = (base + adapters) / shared + undivided_here * _FP32
         """Bytes of all parameters that this process holds."""
-        self.mapped = 0.0 if cuda else min(decoder.stored * _FP32 / ranks, _SHARD)
+        files = BYTES[decoder.stored_dtype] if self.lora else _FP32  # else of the iteration before
+        self.mapped = 0.0 if cuda else min(decoder.stored * files / ranks, _SHARD)
         """Bytes of a model's files that are mapped while they are read, one file after the other."""
 
     def _adapted_numbers(self) -> int:
@@ -311,10 +323,10 @@ class _Training:
         dora = settings.lora_kind == "dora"
         whole = "gradients of gathered parameters"
         beginning, midway, end = self._whole_gradients()
-        at_head = base | {name: size for name, size in copies.items() if name != "matrices out of 4 bits"}
+        at_head = base | {name: size for name, size in copies.items() if name not in _OF_ONE_PRODUCT}
         at_head |= {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
         copies |= self._working_copies(layers - recomputed + int(recomputed > 0))  # the last layer's are made again
-        head = self.head_matrix * self.gathered_size if beginning else self.head_gradient
+        head = self.head_matrix * self.gathered_head_size if beginning else self.head_gradient
         head += (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = layer_bytes(self.decoder, self.how)
@@ -408,23 +420,32 @@ class _Training:
         in_four_bits = self._adapted_numbers() / settings.tensor_parallel if four_bits else 0.0
         if four_bits:
             largest = max(before * behind for before, behind in decoder.matrix_shapes.values()) / settings.tensor_parallel
-            parts["matrices out of 4 bits"] = largest * (2 * _FP32 + _FP32)  # indices and numbers
+            parts[_OUT_OF_4_BITS] = largest * (2 * _FP32 + _FP32)  # indices and numbers
         if self.sharded:
-            root, all_layers = decoder.outside_layers / settings.tensor_parallel, decoder.shape.layers
+            all_layers = decoder.shape.layers
             layer = (each - in_four_bits) * self.gathered_size + in_four_bits * _NF4
             at_once = min(2, all_layers) if settings.reshard_after_forward else all_layers
-            parts["gathered parameters"] = root * self.gathered_size + at_once * layer
+            parts["gathered parameters"] = self._gathered_root() + at_once * layer
         if self.how.bf16 and not self.in_bf16:
             parts["bf16 copies"] = layers * (each - in_four_bits) * _BF16
+        if self.base_size < _FP32 and not self.how.bf16:
+            largest = max(before * behind for before, behind in decoder.matrix_shapes.values())
+            parts[_WIDENED] = largest / settings.tensor_parallel * _FP32
         return parts
+
+    def _gathered_root(self) -> float:
+        """Return what FSDP has gathered outside of layers."""
+        others = (self.decoder.outside_layers - self.decoder.vocabulary_matrix) * self.gathered_size
+        head = self.decoder.vocabulary_matrix * self.gathered_head_size
+        return (others + head) / self.settings.tensor_parallel
 
     def _gathering(self) -> Parts:
         """Return what FSDP holds while it gathers the first layer: what is outside of layers is there twice, as it came from the
         others and as it is computed with; a layer as it comes."""
         if not self.sharded:
             return {}
-        numbers = 2 * self.decoder.outside_layers + self.decoder.layer
-        return {"gathered parameters": numbers / self.settings.tensor_parallel * self.gathered_size}
+        layer = self.decoder.layer / self.settings.tensor_parallel * self.gathered_size
+        return {"gathered parameters": 2 * self._gathered_root() + layer}
 
     def _whole_gradients(self) -> tuple[float, float, float]:
         """Return the gradients of gathered parameters before they are scattered: where the backward pass begins (the head's is in

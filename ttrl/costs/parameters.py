@@ -125,6 +125,8 @@ class DecoderParameters:
     head_bias: bool
     output_bias: bool
     feed_forward_bias: bool
+    stored_dtype: str
+    """Of the model's files: "bf16" or "fp16", else "fp32"."""
 
     @property
     def queries(self) -> int:
@@ -215,7 +217,25 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
         head_bias=family in _PARALLEL,
         output_bias=family in _ALL_BIASES or attention_bias,
         feed_forward_bias=family in _ALL_BIASES or (family == "llama" and bool(text.get("mlp_bias"))),
+        stored_dtype=_stored_dtype(config),
     )
+
+
+def _stored_dtype(config: Mapping[str, Any]) -> str:
+    names = ("dtype", "torch_dtype")  # of today, and of older files
+    parts = (config, model_settings(config))
+    said = [str(part[name]).removeprefix("torch.") for part in parts for name in names if part.get(name)]
+    return {"bfloat16": "bf16", "float16": "fp16"}.get(said[0] if said else "", "fp32")
+
+
+def held_dtype(decoder: DecoderParameters, config: TrainingConfig) -> str:
+    """Return the dtype in which training holds the weights that it does not train, "fp32", "bf16" or "fp16", but for matrices in 4
+    bits."""
+    if config.lora_rank is None:
+        return "fp32"
+    if config.lora_base_dtype in ("auto", "nf4"):
+        return decoder.stored_dtype
+    return config.lora_base_dtype
 
 
 def adapter_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:

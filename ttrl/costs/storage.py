@@ -11,7 +11,7 @@ from ttrl.costs.parameters import (
     trained_parameters,
 )
 
-BYTES = {"fp32": 4, "bf16": 2}
+BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 """Bytes of a number, by dtype."""
 STATE_BYTES = {"adamw": 8.0, "adamw_8bit": 2.0 * (1 + 4 / 256), "sgd": 0.0}
 """Bytes of an optimizer's state for each trained parameter. 8-bit moments have a scale for every

@@ -32,14 +32,16 @@ from ttrl.plans.machine import gpus_here, host_here
 from ttrl.plans.open_settings import as_begun
 from ttrl.plans.planner import check_trainable, read_model_config
 from ttrl.ready_models import is_ready, ready_model
+from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import best_policies, prune
+from ttrl.run_folder.reader import read_mapping
 from ttrl.run_folder.redo import redo_asked
-from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter
+from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter, stored_dtype
 from ttrl.server.sites import SiteServer
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
@@ -99,6 +101,9 @@ def train(
         if asked.validation_temperature is None and folder.config().get("validation_temperature", ...) is None:
             config = dataclasses.replace(config, validation_temperature=config.temperature)
             console.line(f"note: held-out samples are drawn at temperature {config.temperature:g}, as when this run was begun")
+        held_otherwise = _base_note(config, folder, model)
+        if held_otherwise is not None:
+            console.line(f"note: {held_otherwise}")
         for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):
             console.line(f"note: {note}")
         folder.remember_tasks(described)
@@ -145,6 +150,20 @@ def train(
         if best != newest:
             console.line(f"the best:   {result.best_checkpoint}")
         return result
+
+
+def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | None:
+    """Return what changes for a run with adapters that an earlier ttrl began, whose base was held in fp32 by default."""
+    newest = folder.written_version(max(0, folder.first_unfinished() - 1))
+    before = read_mapping(folder.checkpoint(newest) / ADAPTER_FOLDER / ADAPTER_SETTINGS)
+    now = config.recipe_config({}).lora_base_dtype
+    dtype = stored_dtype(model)
+    if (before.get("lora_base_dtype"), now) != ("fp32", "auto") or dtype == "float32":
+        return None
+    return (
+        f"the base of this run's adapters was held in fp32; from here on it is held as its files are, in {dtype} "
+        "(lora_base_dtype 'auto'): the same numbers, bit for bit, in half the memory"
+    )
 
 
 def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console, model: Path) -> tuple[ServerTools, dict[str, Any]]:

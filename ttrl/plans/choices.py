@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.costs.parameters import decoder_parameters
 from ttrl.errors import ConfigError
 from ttrl.plans.fitting import Fit, Placed
 from ttrl.plans.open_settings import CHOSEN, Choices, recipe_of, value_of, with_values
@@ -136,7 +137,7 @@ def _ways_out(
         made = choose(model, other, [min(gpus)] * count, host=host, advise=False)
         return made.problem is None
 
-    changed = [(text, other) for text, other in _changes(config) if not other.problems()]
+    changed = [(text, other) for text, other in _changes(model, config) if not other.problems()]
     found = [text for text, other in changed if fits(other)]
     adapters = [pair for pair in changed if "lora_rank" in pair[0] and pair[0] not in found]
     for text, other in [("", config), *adapters]:
@@ -147,7 +148,7 @@ def _ways_out(
     return found[:_MOST_ADVICE]
 
 
-def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+def _changes(model: Mapping[str, Any], config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     """Yield changes that save memory, in words and made, the nearest first."""
     given = [name for name in CHOSEN if value_of(config, name) is not None]
     if given:
@@ -166,7 +167,10 @@ def _changes(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
     adapters = with_values(config, {"training.lora_rank": _ADVISED_RANK})
     if config.recipe_settings.get("lora_rank") is None:
         yield rank, adapters
-    for dtype in ("bf16", "nf4"):
+    rounded = ["nf4"]
+    if decoder_parameters(model).stored_dtype == "fp32":  # else the base is held in 16 bits anyway
+        rounded.insert(0, "bf16")
+    for dtype in rounded:
         base = with_values(adapters, {"training.lora_base_dtype": dtype})
         yield f"{rank} and lora_base_dtype: {dtype}", base
 

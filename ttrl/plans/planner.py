@@ -34,7 +34,7 @@ from ttrl.plans.warnings import warnings_of
 from ttrl.ready_models import ready_model
 from ttrl.run_folder.config_changes import changes
 from ttrl.run_folder.folder import RunFolder
-from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach
+from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
 
@@ -193,8 +193,8 @@ def check_trainable(model: str) -> None:
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Read config.json of a model folder, or of a name on the hub; the file's own path will do as well. Raises
-    ModelFolderError."""
+    """Read config.json of a model folder, or of a name on the hub; the file's own path will do as well. Its dtype is that of the
+    weights, if they are there. Raises ModelFolderError."""
     path = config_file(model)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +202,8 @@ def read_model_config(model: str) -> dict[str, Any]:
         raise ModelFolderError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ModelFolderError(f"{path} holds a {type(values).__name__}; a model's config.json holds an object")
-    return values
+    dtype = stored_dtype(path.parent)
+    return values if dtype is None else values | {"dtype": dtype}
 
 
 def config_file(model: str) -> Path:

@@ -2,12 +2,14 @@
 
 import hashlib
 import json
+import math
 import os
 import re
 import socket
 import subprocess
 import sys
 import urllib.request
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +25,8 @@ _HUB_SECONDS = 3.0
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
+_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_LONGEST_HEADER = 100_000_000  # of a safetensors file, by its definition
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
@@ -185,6 +189,23 @@ def weight_files(folder: Path) -> list[Path]:
     index = _read_json(folder / _INDEX_FILES[0])
     named = set(index["weight_map"].values()) if isinstance(index, dict) and isinstance(index.get("weight_map"), dict) else None
     return sorted(file for file in folder.glob("*.safetensors") if named is None or file.name in named)
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """Return the dtype of most numbers in a model's weight files, under config.json's name for it; None if it has no such files
+    that can be read. A config.json can say another one."""
+    counts: Counter[str] = Counter()
+    for path in weight_files(folder):
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, _LONGEST_HEADER)))
+            for name, tensor in header.items():
+                if name != "__metadata__":
+                    counts[tensor["dtype"]] += math.prod(tensor["shape"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+    return _STORED_DTYPES.get(max(counts, key=counts.__getitem__, default=""))
 
 
 def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:

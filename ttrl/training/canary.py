@@ -158,7 +158,7 @@ def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
     """Write the canary of the model that training starts from to `output_dir`/checkpoint, where that model lies without one. A
     collective."""
     canary = compute_canary(policy, here.device, Path(config.model))
-    if _has_fp32(policy, config, here):
+    if _has_fp32(config, here):
         canary["half_precision"] = half_precision(policy, canary["token_ids"], here.device)
     if config.lora_base_dtype == "nf4":  # the server has the starting model, which nobody has rounded like that
         canary["dtype"] = "nf4"
@@ -167,11 +167,10 @@ def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
     here.barrier()
 
 
-def _has_fp32(policy: Policy, config: TrainingConfig, here: Ranks) -> bool:
-    """Return whether the policy can compute in fp32: its parameters are that, and are gathered as that where they are sharded."""
+def _has_fp32(config: TrainingConfig, here: Ranks) -> bool:
+    """Return whether the policy can compute in fp32: where parameters are sharded, they must not be gathered in bf16."""
     is_sharded = here.world_size > 1 or config.cpu_offload
-    gathered = gathered_precision(config, here.device).param_dtype if is_sharded else None
-    return gathered is None and all(parameter.dtype == torch.float32 for parameter in policy.parameters())
+    return not is_sharded or gathered_precision(config, here.device).param_dtype is None
 
 
 def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> dict[str, float]:

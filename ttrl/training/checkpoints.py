@@ -1,8 +1,8 @@
 """Checkpoints in Hugging Face layout, which transformers and vLLM load as they are.
 
 Everything but the weights is copied from the folder that training started from (config, tokenizer, chat template); weights are
-safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute (`ttrl.training.canary`). Tensors
-are gathered and written one shard at a time, so that no process ever holds the whole model for it.
+safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute (`ttrl.training.canary`). The first
+process gathers and writes one shard at a time; the others send it their parts, tensor by tensor, and receive nothing.
 """
 
 import functools
@@ -37,12 +37,13 @@ CheckpointDtype = Literal["fp32", "bf16"]
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor to be written: its size in bytes, how to get it (a collective where parameters are sharded), and the parameters
-    that its rows are, one after the other, or, where they are transposed, its columns; none where it is something else."""
+    """A tensor to be written: its size in bytes, how to get it on the first process (a collective where parameters are sharded),
+    and the parameters that its rows are, one after the other, or, where they are transposed, its columns; none where it is
+    something else."""
 
     name: str
     size: int
-    gather: Callable[[], Tensor]
+    gather: Callable[[], Tensor | None]
     parameters: tuple[Tensor, ...] = ()
     transposed: bool = False
 
@@ -63,16 +64,19 @@ def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None
     (target / "config.json").write_text(json_text(config), encoding="utf-8")
 
 
-def _entries(policy: Policy, dtype: torch.dtype) -> Iterator[CheckpointTensor]:
+def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[CheckpointTensor]:
     """Yield the parameters under their Hugging Face names, fused if the family stores them so, with their adapters merged in."""
     parameters = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
     layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
     for stored in stored_as(parameters, policy.decoder.config):
 
-        def gather(stored: Stored = stored) -> Tensor:
-            names = stored.parameters
-            whole = [merged_weight(parameters[name], layers.get(name)).to(device="cpu", dtype=dtype) for name in names]
-            return stored.joined(whole)
+        def gather(stored: Stored = stored) -> Tensor | None:
+            wholes = []
+            for name in stored.parameters:
+                whole = merged_weight(parameters[name], layers.get(name), here)
+                if whole is not None:
+                    wholes.append(whole.to(device="cpu", dtype=dtype))
+            return stored.joined(wholes) if wholes else None
 
         own = tuple(parameters[name] for name in stored.parameters)
         size = sum(part.numel() for part in own) * dtype.itemsize
@@ -110,10 +114,19 @@ def _shards(entries: list[CheckpointTensor], max_bytes: int) -> list[list[Checkp
     return shards
 
 
-def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_bytes: int) -> dict[str, dict[str, str]]:
-    """Write shards, and their index if there are several. `folder` is None on ranks that only take part in gathering. Returns
-    what canary.json says of them, as they were in memory. "weights": name → SHA-256 of each tensor's bytes, to which what a
-    server reads is held (`ttrl.vllm_worker`); "files": name → SHA-256 of each shard, for the run folder's marker."""
+def _send_weights(entries: list[CheckpointTensor], max_bytes: int, here: Ranks) -> None:
+    """Send this process's parts to the first one, which is in `_write_weights`."""
+    for shard in _shards(entries, max_bytes):
+        here.barrier()
+        for entry in shard:
+            if entry.parameters:
+                entry.gather()
+
+
+def _write_weights(folder: Path, entries: list[CheckpointTensor], max_bytes: int, here: Ranks) -> dict[str, dict[str, str]]:
+    """Write shards, and their index if there are several. For the first process. Returns what canary.json says of them, as they
+    were in memory. "weights": name → SHA-256 of each tensor's bytes, to which what a server reads is held (`ttrl.vllm_worker`);
+    "files": name → SHA-256 of each shard, for the run folder's marker."""
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
     files: dict[str, str] = {}
@@ -123,16 +136,16 @@ def _write_weights(folder: Path | None, entries: list[CheckpointTensor], max_byt
         for number, shard in enumerate(shards, 1):
             file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
             tensors: dict[str, Tensor] = {}
+            here.barrier()  # the others wait here, and not in a GPU's queue, while a shard is written
             for entry in shard:
                 tensor = entry.gather()
-                if folder is not None:
-                    tensors[entry.name] = tensor.contiguous()
-                    digests[entry.name] = hashing.submit(_digest, tensors[entry.name])
+                assert tensor is not None
+                tensors[entry.name] = tensor.contiguous()
+                digests[entry.name] = hashing.submit(_digest, tensors[entry.name])
                 weight_map[entry.name] = file
-            if folder is not None:
-                files[file] = write_tensors(folder / file, tensors, {"format": "pt"})
-                wait(digests.values())  # what they are of takes the room of the next shard
-    if folder is not None and len(shards) > 1:
+            files[file] = write_tensors(folder / file, tensors, {"format": "pt"})
+            wait(digests.values())  # what they are of takes the room of the next shard
+    if len(shards) > 1:
         metadata = {"total_size": sum(entry.size for entry in entries)}
         index = json_text({"metadata": metadata, "weight_map": weight_map})
         (folder / "model.safetensors.index.json").write_text(index, encoding="utf-8")
@@ -151,11 +164,15 @@ def hand_over(
     assert not adapted(policy)
     dtype = torch.bfloat16 if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]) else torch.float32
     tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
-    own = [entry for entry in _entries(policy, dtype) if not (tied and entry.name == "lm_head.weight")]
+    own = [entry for entry in _entries(policy, dtype, memory.here) if not (tied and entry.name == "lm_head.weight")]
     entries = _entries_beside_text(Path(start_folder), own)
     held = []
     for entry in entries:
-        blocks = entry.parameters or (entry.gather(),)
+        blocks = entry.parameters
+        if not blocks:  # it is read from a file
+            tensor = entry.gather()
+            assert tensor is not None
+            blocks = (tensor,)
         turned = tuple(block.detach().T for block in blocks) if entry.transposed else blocks
         held.append(Held(entry.name, turned, dim=int(entry.transposed)))
     return memory.write(held, dtype)
@@ -163,7 +180,9 @@ def hand_over(
 
 def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype) -> None:
     """Write nothing but the weights of base and adapter, merged; for one process that has them all."""
-    _write_weights(folder, _entries_beside_text(base, list(_entries(policy, _DTYPES[checkpoint_dtype]))), MAX_SHARD_BYTES)
+    here = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
+    entries = _entries_beside_text(base, list(_entries(policy, _DTYPES[checkpoint_dtype], here)))
+    _write_weights(folder, entries, MAX_SHARD_BYTES, here)
 
 
 def canary_of(policy: Policy, start_folder: str | Path, ranks: Ranks, checkpoint_dtype: CheckpointDtype) -> dict[str, Any]:
@@ -192,20 +211,22 @@ def save_checkpoint(
     """
     canary = canary_of(policy, start_folder, ranks, checkpoint_dtype) if canary is None else dict(canary)
     dtype = _DTYPES[checkpoint_dtype]
-    adapter = None
+    adapter, is_merged = None, True
     if config is not None and config.lora_rank is not None:
         start_folder = base_folder(config)
-        adapter = gather_adapter(policy, config, start_folder)
-    merged = adapter is None or config is None or config.lora_merge
-    entries = _entries_beside_text(Path(start_folder), list(_entries(policy, dtype))) if merged else []
+        adapter = gather_adapter(policy, config, start_folder, ranks)
+        is_merged = config.lora_merge
+    entries = []
+    if is_merged:
+        entries = _entries_beside_text(Path(start_folder), list(_entries(policy, dtype, ranks)))
     if ranks.is_first:
         with atomic_folder(folder, sum(entry.size for entry in entries)) as temporary:
             copy_model_files(Path(start_folder), temporary, "float32" if checkpoint_dtype == "fp32" else "bfloat16")
-            if merged:
-                canary |= _write_weights(temporary, entries, max_shard_bytes)
+            if is_merged:
+                canary |= _write_weights(temporary, entries, max_shard_bytes, ranks)
             if adapter is not None:
                 adapter.write(temporary / ADAPTER_FOLDER)
             (temporary / CANARY_FILE).write_text(json_text(canary), encoding="utf-8")
-    elif merged:
-        _write_weights(None, entries, max_shard_bytes)
+    elif is_merged:
+        _send_weights(entries, max_shard_bytes, ranks)
     ranks.barrier()

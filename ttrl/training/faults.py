@@ -29,7 +29,7 @@ def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: 
     and `ranks` with different rows. Empty where the model's config.json does not say its shape."""
     device: Device = "cuda" if cuda else "cpu"
     try:
-        shape, workload = model_shape(config.model), Workload(row_length=seq_len)
+        shape, workload = model_shape(config.lora_base or config.model), Workload(row_length=seq_len)
         return savings_by_setting(shape, config, workload, device=device, ranks=ranks)
     except ModelFolderError:
         return {}

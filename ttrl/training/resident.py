@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from omegaconf import OmegaConf
-from torch import Tensor, distributed
+from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError, StorageError, TtrlError
@@ -141,7 +141,8 @@ class Residence:
         self, config: GRPOConfig, trained: Trained, canary: dict[str, Any], compared: dict[str, Any] | None = None
     ) -> bool:
         """Hold the policy out to servers, if `config` says so, before anything is written; return whether it is there. Where they
-        share the device, they may have it then: all of this has left it, and is written from where it is parked.
+        share the device, they may have it then: all of this has left it, and is written from where it is parked. From then on no
+        process runs anything on the device, until it is asked for the next iteration.
 
         canary: what they must compute. compared: what train.jsonl will say of sampler and trainer, so that it is known by then.
         """
@@ -191,10 +192,8 @@ class Residence:
 
     def _agreed(self, mine: bool) -> bool:
         """Return the first rank's answer: a file on its way to another host looks different there."""
-        answer = torch.tensor([int(mine)], device=self._here.device)
-        if self._here.processes > 1:
-            distributed.broadcast(answer, src=0)
-        return bool(answer)
+        answers = self._here.rows_of_each(torch.tensor([mine]))
+        return bool(answers[0])
 
 
 def _settings(config: GRPOConfig) -> dict[str, Any]:
@@ -247,13 +246,13 @@ def unpark(trained: Trained, device: torch.device) -> None:
 
 
 def _places(trained: Trained) -> list[tuple[Any, str]]:
-    """Return where the tensors of policy, value head and optimizers are."""
+    """Return where the tensors of policy, value head and optimizers are that live on the device."""
     tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())  # shards, also where a pass left them whole
     if trained.values is not None:
         tensors += trained.values.head.parameters()
-    for owner in (trained.stepper, trained.values):
-        for state in () if owner is None else owner.states():  # the step counts of some optimizers live on the CPU
-            tensors += [value for value in state.values() if isinstance(value, Tensor) and value.ndim]
+    tensors += trained.stepper.tensors()
+    if trained.values is not None:
+        tensors += trained.values.tensors()
     return [place for tensor in tensors for place in places(tensor)]
 
 

@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torchao.optim import CPUOffloadOptimizer
 
 from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.errors import RunFolderError
 from ttrl.system.files import write_json
 from ttrl.training.faults import Skipped, somewhere
-from ttrl.training.optimizer.optimizer import OptimizerInBackward, begin_step, clip_and_step, learning_rate, make_optimizer
+from ttrl.training.optimizer.optimizer import (
+    OptimizerInBackward,
+    begin_step,
+    clip_and_step,
+    learning_rate,
+    make_optimizer,
+    tensors_with_parameters,
+)
 from ttrl.training.optimizer.state import load_state, save_state
 from ttrl.training.optimizer.value_training import ValueTraining
 from ttrl.training.parallel.distributed import Ranks
@@ -45,17 +53,17 @@ class Stepper:
         """Whether parameters and state are in the CPU's memory anyway."""
         return self._config.cpu_offload or self._here.device.type == "cpu"
 
-    def states(self) -> Iterator[dict[str, Any]]:
-        """Yield the optimizers' states of each parameter that may have to be moved."""
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the optimizers hold where the parameters are."""
         optimizers: list[torch.optim.Optimizer]
         if isinstance(self.optimizer, OptimizerInBackward):
             optimizers = list(self.optimizer.by_parameter.values())
-        elif isinstance(self.optimizer, CPUOffloadOptimizer):  # what it has on the device is of small parameters alone
+        elif isinstance(self.optimizer, CPUOffloadOptimizer):  # what it has on the device is of small parameters only
             optimizers = [] if self.optimizer.d_opt is None else [self.optimizer.d_opt]
         else:
             optimizers = [self.optimizer]
         for optimizer in optimizers:
-            yield from optimizer.state.values()
+            yield from tensors_with_parameters(optimizer)
 
     def load(self, folder: Path) -> None:
         """Load the optimizer's state as it was written: 8-bit moments of several processes may be rounded once more."""

@@ -18,8 +18,8 @@ from ttrl.training.parallel.distributed import Ranks
 
 
 class Stopwatch:
-    """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the stream, which are waited for
-    only in `take`."""
+    """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the stream, and `take` waits for
+    them; one that mostly runs on the CPU is measured by its clock, and leaves the device as it is."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -27,9 +27,9 @@ class Stopwatch:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `name`."""
-        if self._on_cuda:
+    def part(self, name: str, on_cpu: bool = False) -> Iterator[None]:
+        """Add the time of the block to `name`. on_cpu: it ends where the CPU's work does, and begins when the device is idle."""
+        if self._on_cuda and not on_cpu:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             yield

@@ -7,6 +7,8 @@ takes half of the width, 2.2 times. Of the weight's gradient MKL computes 1.4 ti
 derivative, so that is written out here. Several projections of one input are one operation, in which the gradients of the input
 add up inside of the products, and so do a layer's own product and its adapter's.
 
+A frozen weight may be held in 16 bits: it is widened for each product, in the forward pass and again in the backward pass.
+
 Sums are in another order than MKL's. The choice depends on machine, dtype and modules, and on one measurement that is kept for
 good, so that a run that is repeated computes the same.
 
@@ -22,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from ttrl.system.files import keep_figure
 from ttrl.system.native_code import cpu_name
+from ttrl.training.kernels.widening import Linear, held_narrow, linear, widened
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
 PRODUCT = torch.ops.mkldnn._linear_pointwise if hasattr(torch.ops.mkldnn, "_linear_pointwise") else None
@@ -56,9 +58,10 @@ def serve(x: Tensor, *layers: nn.Module) -> bool:
     """Tell whether `project` can take these layers: plain ones, or sums, with whole parameters and without hooks, in fp32 on a
     CPU."""
     for layer in layers:
-        if not (type(layer) is nn.Linear or (isinstance(layer, SumOfProducts) and layer.is_sum())) or _hooked(layer):
+        is_plain = type(layer) in (nn.Linear, Linear)
+        if not (is_plain or (isinstance(layer, SumOfProducts) and layer.is_sum())) or _hooked(layer):
             return False
-        if not fast(x, *layer.parameters(recurse=False)) or not _has_no_gaps(layer.weight):
+        if not _takes(x, *layer.parameters(recurse=False)) or not _has_no_gaps(layer.weight):
             return False
     return True
 
@@ -69,6 +72,13 @@ def fast(*tensors: Tensor) -> bool:
         return False
     known = _X86 and PRODUCT is not None and torch.backends.mkldnn.is_available() and bool(torch.backends.mkldnn.enabled)
     return known and not torch.is_autocast_enabled("cpu")
+
+
+def _takes(x: Tensor, *weights: Tensor) -> bool:
+    """Tell whether `_Projections` can compute with these weights: in fp32, or frozen in 16 bits."""
+    narrow = [weight for weight in weights if held_narrow(weight)]
+    others = [weight for weight in weights if not held_narrow(weight)]
+    return plain_on_cpu(*narrow) and fast(x, *others)
 
 
 def _has_no_gaps(weight_OD: Tensor) -> bool:
@@ -95,10 +105,11 @@ def project(x: Tensor, *layers: nn.Module, pairs: tuple[int, ...] = ()) -> tuple
 
 def product_of(x: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """Return x·Wᵀ + b, [..., O], through oneDNN where it may compute that."""
-    if fast(x, weight_OD, *(() if bias_O is None else (bias_O,))) and _has_no_gaps(weight_OD):
+    parameters = (weight_OD,) if bias_O is None else (weight_OD, bias_O)
+    if _takes(x, *parameters) and _has_no_gaps(weight_OD):
         apply: Callable[..., tuple[Tensor, ...]] = _Projections.apply
         return apply(x, (0,), weight_OD, bias_O, None, None)[0]
-    return F.linear(x, weight_OD, bias_O)
+    return linear(x, weight_OD, bias_O)
 
 
 def product(x_ND: Tensor, weight_OD: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -156,7 +167,8 @@ def as_halves(rows: Tensor, head_dim: int) -> Tensor:
 
 
 def _ordered(rows: Tensor, head_dim: int) -> Tensor:
-    return as_pairs(rows, head_dim) if head_dim else rows
+    """Return a weight or bias as products take it: in fp32, the rows of heads as pairs."""
+    return widened(as_pairs(rows, head_dim) if head_dim else rows)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ def run_head(
     to the gradient of the hidden states, for a product more each.
 
     Chunks: `num_chunks` of about the same size, or `chunk_size` positions each, or neither. Products run in autocast's dtype, or
-    else that of the weight. With `vocab_group`, `weight_VD`, `bias_V` and the reference's are this rank's rows, in the order of
+    else in the wider one of the two factors'. With `vocab_group`, `weight_VD`, `bias_V` and the reference's are this rank's rows, in the order of
     ranks, `h_ND` is the same on all of them, and so is its gradient. N = 0 works, and keeps the graph: ranks without a trained
     token still take part in every collective of the backward pass.
     """
@@ -102,12 +102,15 @@ def run_head(
     device = h_ND.device.type
     autocast = torch.is_autocast_enabled(device)
     shards = VocabShards.of(weight_VD.shape[0], vocab_group, h_ND.device)
+    of_products = torch.promote_types(h_ND.dtype, weight_VD.dtype)  # a frozen head may be held in 16 bits
+    if autocast:
+        of_products = torch.get_autocast_dtype(device)
     if num_chunks is not None:
         chunk_size = -(-len(h_ND) // num_chunks)
     task = _Task(
         labels=labels_N,
         chunk_size=max(1, _CHUNK.get(device, _CHUNK_ELSEWHERE) if chunk_size is None else chunk_size),
-        dtype=torch.get_autocast_dtype(device) if autocast else weight_VD.dtype,
+        dtype=of_products,
         temperature=temperature,
         soft_cap=soft_cap,
         shards=shards,

@@ -13,6 +13,7 @@ from torchtune.modules import FeedForward, TransformerSelfAttentionLayer
 
 from ttrl.training.kernels import cpu_ops, cpu_products
 from ttrl.training.kernels.attention import AttentionPlan, attend
+from ttrl.training.kernels.widening import LayerNorm, Linear
 from ttrl.training.models.architecture import Architecture
 from ttrl.training.models.rope import Rotary, rotate, turns_of
 
@@ -39,7 +40,7 @@ class RMSNorm(nn.Module):
 
 def norm(shape: Architecture, dim: int) -> nn.Module:
     if shape.norm == "layer":
-        return nn.LayerNorm(dim, shape.norm_eps)
+        return LayerNorm(dim, shape.norm_eps)
     return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one", bare=shape.norm == "rms_bare")
 
 
@@ -85,10 +86,10 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: Architecture, layer: int) -> None:
         super().__init__()
         dim, self.head_dim = shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(dim, shape.num_attention_heads * self.head_dim, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
-        self.output_proj = nn.Linear(shape.num_attention_heads * self.head_dim, dim, bias=shape.output_bias)
+        self.q_proj = Linear(dim, shape.num_attention_heads * self.head_dim, bias=shape.qkv_bias)
+        self.k_proj = Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
+        self.v_proj = Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
+        self.output_proj = Linear(shape.num_attention_heads * self.head_dim, dim, bias=shape.output_bias)
         self.q_norm = norm(shape, self.head_dim) if shape.qk_norm else None
         self.k_norm = norm(shape, self.head_dim) if shape.qk_norm else None
         self.norms_last = shape.norm == "rms_bare"
@@ -147,9 +148,9 @@ def layer(shape: Architecture, number: int) -> TransformerSelfAttentionLayer:
     """Make the layer of that number, counted from 0."""
     dim, width, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
     feed_forward = (GatedFeedForward if shape.gated_mlp else FeedForward)(
-        gate_proj=nn.Linear(dim, width, bias=bias),
-        down_proj=nn.Linear(width, dim, bias=bias),
-        up_proj=nn.Linear(dim, width, bias=bias) if shape.gated_mlp else None,
+        gate_proj=Linear(dim, width, bias=bias),
+        down_proj=Linear(width, dim, bias=bias),
+        up_proj=Linear(dim, width, bias=bias) if shape.gated_mlp else None,
         activation=activation(shape.activation),
     )
     return (ParallelLayer if shape.parallel else TransformerSelfAttentionLayer)(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torchtune.modules import TiedLinear, TransformerDecoder
+from torchtune.modules import TransformerDecoder
 from transformers import PretrainedConfig
 
 from ttrl.training.kernels.attention import AttentionPlan
+from ttrl.training.kernels.widening import Linear, TiedLinear, widened
 from ttrl.training.models.architecture import Architecture, architecture
 from ttrl.training.models.blocks import layer, norm
 from ttrl.training.models.rope import RotaryEmbedding
@@ -37,9 +38,10 @@ class Decoder(TransformerDecoder):
         layer and the hidden states that leave it."""
         h: Tensor = self.tok_embeddings(tokens_BT)
         device = h.device.type
+        h = widened(h)  # layers add up in fp32, even if embeddings are held or gathered in 16 bits
         dtype = h.dtype
-        if torch.is_autocast_enabled(device):  # what the layers add up is fp32, whatever the embeddings are stored or gathered in
-            dtype, h = torch.get_autocast_dtype(device), h.float()
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
         if (scale := self.architecture.embedding_scale) is not None:
             # Rounded to the dtype of the computation, as in the original, in transformers and in vLLM.
             h = h * torch.tensor(scale, dtype=dtype, device="cpu").item()
@@ -85,7 +87,7 @@ def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decod
         norm=norm(shape, shape.hidden_size),
         output=TiedLinear(embeddings)
         if shape.tie_word_embeddings
-        else nn.Linear(shape.hidden_size, shape.vocab_size, bias=shape.head_bias),
+        else Linear(shape.hidden_size, shape.vocab_size, bias=shape.head_bias),
     )
     decoder.pos_embeddings = nn.Embedding(shape.learned_positions, shape.hidden_size) if shape.learned_positions else None
     kinds = tuple(sorted({kind for kind in shape.rope_kinds if kind is not None}))

@@ -176,7 +176,7 @@ def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more"
             )
         if _is_transposed(template, family):
-            tensor = tensor.T.contiguous()
+            tensor = tensor.T
         ours = family.names[template]
         parts = [part.format(layer) for part in ((ours,) if isinstance(ours, str) else ours)]
         if len(parts) == 1:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -93,6 +93,16 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     make = _maker(config)
     return OptimizerInBackward(groups, make) if config.optimizer_in_backward else make(groups)
+
+
+def tensors_with_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state that live on the device of its parameters. Only fused optimizers count steps
+    there; others do on the CPU."""
+    counts_there = bool(optimizer.defaults.get("fused"))
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, Tensor) and (value.ndim or counts_there):
+                yield value
 
 
 def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0) -> None:

@@ -1,6 +1,6 @@
 """The optimizer's state on disk, by parameter name: written by any number of ranks, read by any other.
 
-    whole     optimizer.safetensors: each tensor gathered, one at a time, and held and written by the first rank
+    whole     optimizer.safetensors: the first rank gathers each tensor, one at a time, holds and writes them
     sharded   RANK.safetensors and RANK.json: each rank writes its parts, and where in the whole they begin, for models whose
               state no one rank can hold; no pickle, which runs what it says, as torch.distributed.checkpoint has one
 
@@ -11,7 +11,7 @@ Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json:
 import contextlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.models.weights import FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part, part_of, place_of_part
+from ttrl.training.parallel.sharding import copy_whole, full_tensor, gather_whole, local_part, part_of, place_of_part
 from ttrl.training.policy.policy import Policy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -125,12 +125,12 @@ def save_state(
     each = 2 * (1 if isinstance(one, AdamW8bit) else 4)
     size = sum(each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     if state_format == "sharded" or (state_format == "auto" and ranks.processes > 1 and size > WHOLE_STATE_LIMIT):
-        _save_sharded(Path(folder), dict(state_tensors(policy, optimizer, as_stored=True)), global_step, ranks, beside)
+        _save_sharded(Path(folder), state_tensors(policy, optimizer, as_stored=True), global_step, ranks, beside)
         return
     tensors: dict[str, Tensor] = {}
     for name, tensor in state_tensors(policy, optimizer, as_stored=True):
-        whole = full_tensor(tensor)
-        if ranks.is_first:
+        whole = gather_whole(tensor, ranks)
+        if whole is not None:
             tensors[name] = whole.cpu().contiguous()
     if ranks.is_first:
         with atomic_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
@@ -142,7 +142,7 @@ def save_state(
 
 
 def _save_sharded(
-    folder: Path, tensors: dict[str, Tensor], global_step: int, ranks: Ranks, beside: Callable[[Path], None]
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], global_step: int, ranks: Ranks, beside: Callable[[Path], None]
 ) -> None:
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(atomic_folder(folder)) if ranks.is_first else None
@@ -160,10 +160,10 @@ def _save_sharded(
     ranks.barrier()
 
 
-def _write_parts(folder: Path, ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
+def _write_parts(folder: Path, ranks: Ranks, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write what this process holds; of what several hold alike, the first of them writes it. Raises OSError."""
     parts, table = {}, {}
-    for name, tensor in tensors.items():
+    for name, tensor in tensors:
         copies = [not ranks.is_first]
         if isinstance(tensor, DTensor):
             coordinates = tensor.device_mesh.get_coordinate()

@@ -7,7 +7,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ttrl.configs import GRPOConfig
 from ttrl.errors import RunFolderError
-from ttrl.training.optimizer.optimizer import learning_rate
+from ttrl.training.optimizer.optimizer import learning_rate, tensors_with_parameters
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.value_head import ValueHead, load_value_head, save_value_head
 
@@ -58,9 +57,9 @@ class ValueTraining:
         self._optimizer.step()
         self.forget()
 
-    def states(self) -> Iterator[dict[str, Any]]:
-        """Yield the optimizer's states of each parameter."""
-        yield from self._optimizer.state.values()
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield what the optimizer holds where the parameters are."""
+        yield from tensors_with_parameters(self._optimizer)
 
     def forget(self) -> None:
         self._optimizer.zero_grad()

@@ -2,7 +2,10 @@
 
 torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR). They
 form a grid, data × tensor: those in one tensor row share the layers and see the same packed rows, those in one data column hold
-the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (run with one GPU only)."""
+the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (run with one GPU only).
+
+What processes tell each other besides tensors of the model goes over a gloo group of its own. So does each wait for the first
+process while it writes files: servers may have the GPUs by then, and nothing must run there."""
 
 import contextlib
 import hashlib
@@ -44,6 +47,8 @@ class Ranks:
     """The grid, with dimensions DATA and TENSOR; None without a process group."""
     tensor_rank: int = 0
     tensor_ranks: int = 1
+    host_group: distributed.ProcessGroup | None = None
+    """All processes, over gloo: for tensors in the CPU's memory. None without a process group."""
 
     @property
     def is_first(self) -> bool:
@@ -81,19 +86,19 @@ class Ranks:
 
     def rows_of_each(self, rows: torch.Tensor) -> list[torch.Tensor]:
         """Return the rows of every process, on every one and in the CPU's memory, the first one's first; each may have another
-        number of them, of the same shape and dtype."""
+        number of them, of the same shape and dtype. Exchanges them over the host group."""
+        rows = rows.cpu()
         if self.processes == 1:
-            return [rows.cpu()]
-        rows = rows.to(self.device)
-        counts = [torch.empty(1, dtype=torch.int64, device=self.device) for _ in range(self.processes)]
-        distributed.all_gather(counts, torch.tensor([len(rows)], device=self.device))
+            return [rows]
+        counts = [torch.empty(1, dtype=torch.int64) for _ in range(self.processes)]
+        distributed.all_gather(counts, torch.tensor([len(rows)]), group=self.host_group)
         lengths = [int(count) for count in counts]
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
         padded[: len(rows)] = rows
         found = [torch.empty_like(padded) for _ in lengths]
         if padded.numel():
-            distributed.all_gather(found, padded)
-        return [part[:length].cpu() for part, length in zip(found, lengths, strict=True)]
+            distributed.all_gather(found, padded, group=self.host_group)
+        return [part[:length] for part, length in zip(found, lengths, strict=True)]
 
     def texts_of_each(self, text: str) -> list[str]:
         """Return what every process says, on every one, the first one's first."""
@@ -101,8 +106,11 @@ class Ranks:
         return [bytes(found.tolist()).decode() for found in self.rows_of_each(letters)]
 
     def barrier(self) -> None:
+        """Wait for all processes, on the CPU. Fails at once if one of them has died, and after the group's timeout if one of them
+        does not come."""
         if self.processes > 1:
-            distributed.barrier()
+            # Not `distributed.barrier`, which puts its tensor on the GPU, whatever the group.
+            distributed.all_reduce(torch.zeros(1), group=self.host_group)
 
 
 def parse_config(config_class: type[C], raw: Any) -> C:
@@ -212,14 +220,21 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
     """Return this process's place in the data × tensor grid over the whole process group, with a `timeout` of what they exchange.
-    Neighbours share layers: they are on one machine."""
+    Neighbours share layers: they are on one machine. A collective."""
     world_size = distributed.get_world_size()
     mesh = init_device_mesh(device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR))
     if timeout is not None:  # a group that is made for a part of the grid has PyTorch's own, of gloo 30 minutes
         for name in (DATA, TENSOR):
             _set_pg_timeout(timeout, mesh.get_group(name))
-    data_rank, tensor_rank = mesh.get_local_rank(DATA), mesh.get_local_rank(TENSOR)
-    return Ranks(data_rank, world_size // tensor_ranks, device, mesh, tensor_rank, tensor_ranks)
+    return Ranks(
+        rank=mesh.get_local_rank(DATA),
+        world_size=world_size // tensor_ranks,
+        device=device,
+        mesh=mesh,
+        tensor_rank=mesh.get_local_rank(TENSOR),
+        tensor_ranks=tensor_ranks,
+        host_group=distributed.new_group(backend="gloo", timeout=timeout),
+    )
 
 
 def derived_generator(*parts: int | str) -> torch.Generator:

@@ -10,7 +10,8 @@ Has run on CPU over gloo, and on one GPU with CPU offload; several GPUs: never r
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 
 from ttrl.configs import TrainingConfig
 from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
@@ -29,6 +32,65 @@ from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded; a collective if it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def gather_whole(tensor: Tensor, here: Ranks) -> Tensor | None:
+    """Return the whole of a tensor on the first process, on the device of its parts, and None on the others, which send theirs and
+    receive nothing. A collective of all processes, if it is sharded."""
+    part = local_part(tensor).detach()
+    is_whole = not isinstance(tensor, DTensor) or all(how.is_replicate() for how in tensor.placements)
+    if is_whole or here.processes == 1:
+        return part if here.is_first else None
+    assert tensor.device_mesh.size() == here.processes
+    places = _places_of_parts(tensor)
+    sizes = [part.element_size() * math.prod(_lengths(place)) for place in places]
+    sent = _padded_bytes(part, max(sizes))
+    group = here.host_group if part.device.type == "cpu" else None
+    if not here.is_first:
+        distributed.gather(sent, dst=0, group=group)
+        return None
+    received = sent.new_empty(len(places), max(sizes))
+    distributed.gather(sent, list(received), dst=0, group=group)
+    if _follow_each_other(places, tensor.shape):
+        return received.view(-1)[: sum(sizes)].view(part.dtype).view(tensor.shape)
+    whole = part.new_empty(tensor.shape)
+    for place, size, row in zip(places, sizes, received, strict=True):
+        whole[place] = row[:size].view(part.dtype).view(_lengths(place))
+    return whole
+
+
+def _places_of_parts(tensor: DTensor) -> list[tuple[slice, ...]]:
+    """Return where in the whole of a tensor each process's part is, in the order of processes."""
+    mesh = tensor.device_mesh
+    places = []
+    for rank in range(mesh.size()):
+        [coordinates] = (mesh.mesh == rank).nonzero().tolist()
+        found = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, coordinates, tensor.placements)
+        places.append(_as_slices(*found, tensor.shape))
+    return places
+
+
+def _lengths(place: tuple[slice, ...]) -> tuple[int, ...]:
+    return tuple(part.stop - part.start for part in place)
+
+
+def _padded_bytes(part: Tensor, size: int) -> Tensor:
+    """Return the bytes of a tensor, and as many behind them as are missing to `size`; a copy only if there are any, or gaps."""
+    flat = part.contiguous().view(-1).view(torch.uint8)
+    if len(flat) == size:
+        return flat
+    padded = flat.new_zeros(size)
+    padded[: len(flat)] = flat
+    return padded
+
+
+def _follow_each_other(places: Sequence[tuple[slice, ...]], shape: torch.Size) -> bool:
+    """Tell whether parts are whole rows, one after the other, of which only the last ones are shorter than the first."""
+    most = places[0][0].stop
+    starts = [min(number * most, shape[0]) for number in range(len(places))]
+    in_order = [place[0].start for place in places] == starts
+    return in_order and all(_lengths(place)[1:] == tuple(shape[1:]) for place in places)
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -40,9 +102,13 @@ def place_of_part(like: Tensor) -> tuple[slice, ...]:
     """Return where in the whole of `like` this process's part is."""
     if not isinstance(like, DTensor):
         return tuple(slice(0, length) for length in like.shape)
-    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    starts = [min(start, size) for start, size in zip(offset, like.shape, strict=True)]
-    return tuple(slice(start, start + length) for start, length in zip(starts, shape, strict=True))
+    found = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return _as_slices(*found, like.shape)
+
+
+def _as_slices(lengths: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
+    starts = [min(offset, size) for offset, size in zip(offsets, whole, strict=True)]
+    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
@@ -148,12 +214,15 @@ class _WithAdapter(ParallelStyle):
 class TiedHead:
     """The output projection that uses vocabulary-sharded embeddings: h [..., D], the same on all → logits [..., V], whole."""
 
-    def __init__(self, embeddings: nn.Embedding, mesh: DeviceMesh) -> None:
-        self.tied_module, self._mesh = embeddings, mesh
+    def __init__(self, whole: Any, mesh: DeviceMesh) -> None:
+        """Spread the head of a decoder in one process, `whole`."""
+        self.tied_module = whole.tied_module
+        self._whole = whole
+        self._mesh = mesh
 
     def __call__(self, h: Tensor) -> Tensor:
         spread = DTensor.from_local(h, self._mesh, (Replicate(),), run_check=False)
-        logits = F.linear(spread, self.tied_module.weight)
+        logits = self._whole(spread)
         assert isinstance(logits, DTensor)
         return local_part(logits.redistribute(placements=(Replicate(),)))
 
@@ -186,17 +255,16 @@ def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
 
 def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
     """Spread a decoder over the processes of a one-dimensional mesh; its hidden states and logits stay whole on each."""
-    tied = decoder.output.tied_module if hasattr(decoder.output, "tied_module") else None
     parallelize_module(decoder, mesh, tensor_parallel_plan(decoder))
-    if tied is not None:
-        decoder.output = TiedHead(tied, mesh)
+    if hasattr(decoder.output, "tied_module"):
+        decoder.output = TiedHead(decoder.output, mesh)
 
 
 def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
     """Choose the dtypes of gathering and reducing. On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in
-    fp32, and the stream between layers stays fp32; else all stay fp32, and autocast converts as without FSDP. DoRA's stay fp32
-    too: a magnitude or a row's length that is rounded to bf16 (0.4%) would hide what it learns, and checkpoints are merged from
-    those that are not rounded."""
+    fp32, and the stream between layers stays fp32; else all are gathered as they are held, and autocast converts as without FSDP.
+    So are DoRA's: a magnitude or a row's length that is rounded to bf16 (0.4%) would hide what it learns, and checkpoints are
+    merged from those that are not rounded."""
     mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
     if not mixed:
         return MixedPrecisionPolicy()

@@ -59,7 +59,7 @@ class WeightMemory:
     """The memory of one trainer; one per rank. It stays from one iteration to the next."""
 
     def __init__(self, here: Ranks) -> None:
-        self._here = here
+        self.here = here
         self._layout: bytes | None = None
         self._path = ""
         self._descriptor: int | None = None
@@ -74,8 +74,8 @@ class WeightMemory:
         """
         begins = self._open(tensors, dtype)
         assert self._data is not None
-        if self._here.device.type == "cuda":
-            torch.cuda.synchronize(self._here.device)  # the threads' streams know nothing of the steps before
+        if self.here.device.type == "cuda":
+            torch.cuda.synchronize(self.here.device)  # the threads' streams know nothing of the steps before
         places: list[tuple[int, list[int], list[int]]] = []
         digests: list[Future[bytes]] = []
         with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as copying:
@@ -84,7 +84,7 @@ class WeightMemory:
                 whole = self._data[begin : begin + size].view(dtype).view(held.shape)
                 place = 0
                 for block in held.blocks:
-                    found = _own_part(block, self._here)
+                    found = _own_part(block, self.here)
                     if found is not None:
                         part, starts = found
                         starts[held.dim] += place
@@ -106,7 +106,7 @@ class WeightMemory:
             line[1 + most : 1 + most + len(lengths)] = torch.tensor(lengths)
             line[1 + 2 * most :] = torch.frombuffer(bytearray(digest.result()), dtype=torch.int64)
         parts = []
-        for line in torch.cat(self._here.rows_of_each(own)):
+        for line in torch.cat(self.here.rows_of_each(own)):
             held = tensors[int(line[0])]
             starts, lengths = (line[first : first + len(held.shape)].tolist() for first in (1, 1 + most))
             parts.append((held.name, starts, lengths, line[1 + 2 * most :].numpy().tobytes().hex()))
@@ -140,7 +140,7 @@ class WeightMemory:
 
     def _make(self, layout: bytes, size: int) -> None:
         path, problem = "", ""
-        if self._here.is_first:
+        if self.here.is_first:
             self._descriptor = os.memfd_create("ttrl-weights", os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
             try:
@@ -149,18 +149,18 @@ class WeightMemory:
                 os.posix_fallocate(self._descriptor, 0, size)
             except OSError as error:
                 problem = f"no {size / 2**30:.1f} GiB of memory for them: {error.strerror}"
-        self._path = self._here.texts_of_each(path)[0]
+        self._path = self.here.texts_of_each(path)[0]
         if self._descriptor is None:
             try:
                 self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 problem = f"the first rank's memory cannot be opened by another: {error}"
-        if problems := [one for one in self._here.texts_of_each(problem) if one]:
+        if problems := [one for one in self.here.texts_of_each(problem) if one]:
             self.close()
             raise StorageError(f"weights cannot be held out in memory: {problems[0]}")
         assert self._descriptor is not None  # else there was a problem
         memory = mmap.mmap(self._descriptor, size)
-        if self._here.is_first:
+        if self.here.is_first:
             memory[: len(layout)] = layout
         self._data = torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -11,10 +11,11 @@ peft sees one matrix: its A stacks ours, its B has ours along the diagonal, and 
 """
 
 import contextlib
+import functools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,9 +30,9 @@ from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.system.files import write_json
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
-from ttrl.training.models.weights import check_weights, composite_of, files_of, stored_as
-from ttrl.training.parallel.distributed import derived_generator
-from ttrl.training.parallel.sharding import copy_whole, full_tensor, materialise
+from ttrl.training.models.weights import check_weights, composite_of, files_of, iter_weights, stored_as
+from ttrl.training.parallel.distributed import Ranks, derived_generator
+from ttrl.training.parallel.sharding import copy_whole, full_tensor, gather_whole, materialise
 from ttrl.training.policy.lora import AdaptedLinear, adapted, apply_lora, is_adapter, merge, plain, without_adapters
 from ttrl.training.policy.policy import Policy, fill_parameters
 
@@ -57,8 +58,9 @@ def base_folder(config: TrainingConfig) -> str:
         different = [
             f"{name} is {wanted!r} and there {stored.get(name)!r}"
             for name, wanted in _settings(config, base).items()
-            if name != "lora_base" and wanted != stored.get(name)
+            if name not in ("lora_base", "lora_base_dtype") and wanted != stored.get(name)
         ]
+        different += _other_numbers(config.lora_base_dtype, str(stored.get("lora_base_dtype")), base)
         if different:
             raise ConfigError("config", [f"{folder} holds another kind of adapter: {'; '.join(different)}"])
         if not Path(base, "config.json").is_file():
@@ -79,6 +81,21 @@ def base_folder(config: TrainingConfig) -> str:
             ],
         )
     return base
+
+
+def _other_numbers(wanted: str, stored: str, base: str) -> list[str]:
+    """Return what is wrong, in a line, if bases held as `wanted` and as `stored` are not the same numbers. Those of "auto" and
+    "fp32" are: a run that began with one goes on with the other."""
+    exact = ("auto", "fp32")
+    if wanted == stored or (wanted in exact and stored in exact):
+        return []
+    problem = f"lora_base_dtype is {wanted!r} and there {stored!r}"
+    if "nf4" in (wanted, stored):
+        return [problem]
+    rounded = [name for name, weight in iter_weights(base) if weight.dtype is not torch.bfloat16]
+    if not rounded:
+        return []
+    return [f"{problem}, which rounds {len(rounded)} tensors of {base}, such as {rounded[0]}"]
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -164,14 +181,14 @@ def _load(folder: Path, policy: Policy, base: str) -> None:
     except (SafetensorError, OSError) as error:
         raise ModelFolderError(f"{folder / WEIGHTS_FILE} cannot be read ({error}); copy the checkpoint again") from error
     fused = _fused(policy, base)
-    wanted = {name: _together(one, part) for one in fused for name, part in one.names()}
+    wanted = {name: _together(one, part, _wholes(one, part, full_tensor)) for one in fused for name, part in one.names()}
     check_weights(wanted, tensors, folder)
     for one in fused:
         for name, part in one.names():
             for layer, piece in zip(one.layers, _apart(one, part, tensors[name]), strict=True):
                 if layer is not None and piece is not None:
                     copy_whole(getattr(layer, part), piece)
-            if not torch.equal(tensors[name], _together(one, part)):
+            if not torch.equal(tensors[name], _together(one, part, _wholes(one, part, full_tensor))):
                 raise ModelFolderError(f"{folder}: {name} mixes matrices that ttrl has apart; it cannot be continued")
 
 
@@ -231,16 +248,25 @@ def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
 
 
 @torch.no_grad()
-def _together(one: _Fused, part: str) -> Tensor:
-    """Return a tensor of peft's from ours, on the CPU; a collective if sharded."""
-    whole = [None if layer is None else full_tensor(getattr(layer, part).detach()).cpu() for layer in one.layers]
-    pieces = [piece for piece in whole if piece is not None]
+def _wholes(one: _Fused, part: str, whole_of: Callable[[Tensor], Tensor | None]) -> list[Tensor | None]:
+    """Return the part of each layer's adapter, made whole by `whole_of`, on the CPU; None for a layer without one, and where
+    `whole_of` returns that."""
+    wholes = []
+    for layer in one.layers:
+        whole = None if layer is None else whole_of(getattr(layer, part))
+        wholes.append(None if whole is None else whole.detach().cpu())
+    return wholes
+
+
+def _together(one: _Fused, part: str, wholes: Sequence[Tensor | None]) -> Tensor:
+    """Return a tensor of peft's from ours (`_wholes`)."""
+    pieces = [piece for piece in wholes if piece is not None]
     if part != "lora_b":
         return torch.cat(pieces)
     rank = pieces[0].shape[1]
     fused = pieces[0].new_zeros(sum(one.rows), rank * len(pieces))
     row = column = 0
-    for piece, rows in zip(whole, one.rows, strict=True):
+    for piece, rows in zip(wholes, one.rows, strict=True):
         if piece is not None:
             fused[row : row + rows, column : column + rank] = piece
             column += rank
@@ -283,11 +309,16 @@ class Adapter(NamedTuple):
         write_json(folder / OWN_FILE, self.settings)
 
 
-def gather_adapter(policy: Policy, config: TrainingConfig, base: str) -> Adapter:
-    """Return the adapter whole. A collective if the policy is sharded: all ranks must call it."""
+def gather_adapter(policy: Policy, config: TrainingConfig, base: str, here: Ranks) -> Adapter | None:
+    """Return the adapter whole on the first process, None on the others. A collective if the policy is sharded."""
     fused = _fused(policy, base)
-    tensors = {name: _together(one, part).contiguous() for one in fused for name, part in one.names()}
-    return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
+    tensors: dict[str, Tensor] = {}
+    for one in fused:
+        for name, part in one.names():
+            wholes = _wholes(one, part, functools.partial(gather_whole, here=here))
+            if here.is_first:
+                tensors[name] = _together(one, part, wholes).contiguous()
+    return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base)) if here.is_first else None
 
 
 def _settings(config: TrainingConfig, base: str) -> dict[str, Any]:
@@ -335,13 +366,20 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
     }
 
 
-def merged_weight(parameter: Tensor, layer: AdaptedLinear | None) -> Tensor:
-    """Return a parameter of the base, with its adapter if it has one: whole, on its device. A collective if sharded."""
-    whole = full_tensor(plain(parameter.detach()))
+@torch.no_grad()
+def merged_weight(parameter: Tensor, layer: AdaptedLinear | None, here: Ranks) -> Tensor | None:
+    """Return a parameter of the base, with its adapter if it has one: whole and on its device on the first process, None on the
+    others. A collective if sharded. A merged one is in fp32: what is held in 16 bits is widened before the adapter is added, so
+    nothing is rounded but the sum."""
+    whole = gather_whole(plain(parameter), here)
     if layer is None:
         return whole
-    a, b = full_tensor(layer.lora_a.detach()), full_tensor(layer.lora_b.detach())
-    return merge(whole, a, b, None if layer.magnitude is None else full_tensor(layer.magnitude.detach()), layer.scaling)
+    lora_a = gather_whole(layer.lora_a, here)
+    lora_b = gather_whole(layer.lora_b, here)
+    magnitude = None if layer.magnitude is None else gather_whole(layer.magnitude, here)
+    if whole is None or lora_a is None or lora_b is None:
+        return None
+    return merge(whole, lora_a, lora_b, magnitude, layer.scaling)
 
 
 # The reference

@@ -10,24 +10,28 @@ import torch
 from ttrl.configs import TrainingConfig
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
+from ttrl.training.models.weights import iter_weights
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.host_memory import HostMemory
 from ttrl.training.parallel.sharding import materialise, shard
 from ttrl.training.policy.activations import checkpoint_layers, offload_activations
 from ttrl.training.policy.adapters import base_folder, fill_policy
-from ttrl.training.policy.lora import adapted, apply_lora, check_parts
+from ttrl.training.policy.lora import adapted, apply_lora, check_parts, hold_base
 from ttrl.training.policy.policy import Policy, fill_parameters
 
 
 def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
-    """Load the policy of `config.model` on this rank's device: fp32 parameters, sharded if there are several ranks. Raises
-    ModelFolderError for folders that are missing, incomplete or of a family that is not supported."""
+    """Load the policy of `config.model` on this rank's device, sharded if there are several ranks: parameters in fp32, a frozen
+    base as `lora_base_dtype` says. Raises ModelFolderError for folders that are missing, incomplete or of a family that is not
+    supported."""
     base = base_folder(config)
     hf_config = read_config(base)
     with torch.device("meta"):
         decoder = build_decoder(hf_config, config.context)
         if config.lora_rank is not None:
             apply_lora(decoder, config)
+    if config.lora_rank is not None:
+        hold_base(decoder, {name: weight.dtype for name, weight in iter_weights(base)}, config)
     policy = Policy(
         decoder,
         num_output_chunks=config.num_output_chunks,

@@ -24,6 +24,7 @@ from ttrl.configs import TrainingConfig
 from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.errors import ConfigError
 from ttrl.training.kernels.cpu_products import SumOfProducts, product_of
+from ttrl.training.kernels.widening import NARROW
 from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
 ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
@@ -239,15 +240,30 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
                 "config",
                 [
                     f"lora_base_dtype is 'nf4', which holds blocks of {NF4_BLOCK} numbers, but {odd[0]} has "
-                    f"{found[odd[0]].weight.numel()}; use 'fp32'"
+                    f"{found[odd[0]].weight.numel()}; leave lora_base_dtype out"
                 ],
             )
     for name, linear in found.items():
         parent, _, last = name.rpartition(".")
         setattr(decoder.get_submodule(parent), last, AdaptedLinear(linear, config))
-    if config.lora_base_dtype == "bf16":
-        for parameter in (p for name, p in decoder.named_parameters() if not is_adapter(name)):
-            parameter.data = parameter.data.bfloat16()
+
+
+def hold_base(decoder: nn.Module, stored: Mapping[str, torch.dtype], config: TrainingConfig) -> None:
+    """Give the frozen parameters of a decoder on the meta device the dtypes that `lora_base_dtype` asks for; `stored` says which
+    their files have. Call it after `apply_lora`."""
+    head = "tok_embeddings.weight" if hasattr(decoder.output, "tied_module") else "output.weight"
+    in_four_bits = {f"{name}.weight" for name in adapted(decoder)} if config.lora_base_dtype == "nf4" else set()
+    for name, parameter in decoder.named_parameters():
+        if is_adapter(name) or name in in_four_bits:
+            continue
+        dtype = torch.float32
+        if config.lora_base_dtype == "bf16":
+            dtype = torch.bfloat16
+        # A pass needs the whole head in fp32 at once, where it computes in that: both copies would take more than the wide one.
+        elif config.lora_base_dtype != "fp32" and not (config.dtype == "fp32" and name == head):
+            dtype = stored.get(name, dtype)
+        if dtype in NARROW:
+            parameter.data = parameter.data.to(dtype)
 
 
 def is_adapter(name: str) -> bool:
