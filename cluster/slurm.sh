@@ -17,7 +17,8 @@ cd "$SLURM_SUBMIT_DIR"
 export RAY_AUTH_MODE=token
 export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300 RAY_py_gcs_connect_timeout_s=300 # for one another, instead of 30
 export PATH=$PWD/.venv/bin:$PATH # where symmetric-run looks for `ray`
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# awk reads to the end, where head would kill scontrol with SIGPIPE, and pipefail then ends the job.
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | awk 'NR == 1')
 # An address, and not the 127.0.1.1 that Debian gives a machine's own name; Ray does not find every name that the machine does.
 head=$({ getent ahostsv4 "$first"; hostname -I | tr ' ' '\n'; } | awk '!/^127\./ && !found++ { print $1 }')
 # All CPUs for each of them, and where one fails, all end.

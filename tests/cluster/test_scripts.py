@@ -24,7 +24,8 @@ def program(path: Path, text: str) -> None:
 
 
 def test_the_slurm_script(tmp_path: Path) -> None:
-    program(tmp_path / "scontrol", "echo host-a; echo host-b")
+    many = "seq --format 'host-%.0f' 2 20000"  # more than a pipe holds: scontrol writes until someone has read it
+    program(tmp_path / "scontrol", f"echo host-a; {many}")
     program(tmp_path / "getent", "echo '127.0.1.1  STREAM host-a'; echo '10.1.2.3  STREAM'; echo '10.1.2.4  STREAM'")
     program(tmp_path / "hostname", "echo '10.1.2.3 10.1.2.4 '")
     program(tmp_path / ".venv/bin/ray", "true")

@@ -126,7 +126,7 @@ def test_a_trainer_that_fails_is_run_again_on_the_same_rows(world, error):
 
 
 def test_rows_too_short_for_everything_can_be_made_longer(world):
-    with pytest.raises(ValueError, match="raise seq_len"):
+    with pytest.raises(ValueError, match="seq_len is 4, below max_tokens 8: raise it"):
         world.train(iterations=1, seq_len=4)
     world.train(iterations=1, seq_len=128)
     assert world.rows()[1]["trained"] is True
