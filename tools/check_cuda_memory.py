@@ -50,7 +50,7 @@ from ttrl.training.models.decoder import build_decoder
 from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 from ttrl.training.parallel.sharding import shard
 from ttrl.training.policy.activations import checkpoint_layers
-from ttrl.training.policy.lora import adapted, apply_lora, frozen_part
+from ttrl.training.policy.lora import adapted, apply_lora, frozen_part, hold_base
 from ttrl.training.policy.policy import HeadOptions, Policy
 
 ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
@@ -59,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, nothing recomputed": {"activation_checkpointing": False},
     "LoRA": {"lora_rank": 16},
-    "LoRA, base in bf16": {"lora_rank": 16, "lora_base_dtype": "bf16"},
+    "LoRA, base in fp32": {"lora_rank": 16, "lora_base_dtype": "fp32"},
     "QLoRA": {"lora_rank": 16, "lora_base_dtype": "nf4"},
 }
 
@@ -183,6 +183,7 @@ def counted(model: dict[str, Any], config: GRPOConfig, positions: int, gpus: int
         decoder = build_decoder(AutoConfig.for_model(**model))
         if config.lora_rank is not None:
             apply_lora(decoder, config)
+            hold_base(decoder, dict.fromkeys(decoder.state_dict(), torch.bfloat16), config)
         policy = AllTrained(decoder, num_output_chunks=config.num_output_chunks, compute_dtype=torch.bfloat16)
         shard(policy, config, here, lambda: config.activation_checkpointing and checkpoint_layers(decoder.layers, config))
         for layer in adapted(policy).values() if config.lora_base_dtype == "nf4" else ():

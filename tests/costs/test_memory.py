@@ -243,7 +243,8 @@ def test_held_memory_by_hand():
     base = training_memory(QWEN, four_bits, ONCE).moments["optimizer"]["parameters"]
     decoder = decoder_parameters(QWEN)
     matrices = decoder.shape.layers * decoder.shape.layer_weights
-    whole = 4 * (total - matrices + adapter_parameters(decoder, recipe(**four_bits)))
+    in_fp32 = decoder.vocabulary_matrix + adapter_parameters(decoder, recipe(**four_bits))
+    whole = 4 * in_fp32 + 2 * (total - matrices - decoder.vocabulary_matrix)  # the files are in bf16
     assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
 
 
@@ -256,7 +257,7 @@ def test_four_bits_are_shared_and_gathered_as_they_are():
     whole = 2 * rest + 2 * decoder.shape.layer_weights / 2  # in bf16 and in 4 bits
     assert whole < four["gathered parameters"] < 1.05 * whole
     shared = training_memory(QWEN, settings | {"tensor_parallel": 4}, ONCE, device="cuda").moments["gradient"]
-    assert "gathered parameters" not in shared and shared["parameters"] == pytest.approx(one["parameters"] / 4, rel=0.01)
+    assert "gathered parameters" not in shared and shared["parameters"] == pytest.approx(one["parameters"] / 4, rel=0.02)
 
 
 def test_tensor_parallelism_leaves_one_of_an_adapters_matrices_whole():
@@ -271,7 +272,9 @@ def test_tensor_parallelism_leaves_one_of_an_adapters_matrices_whole():
 def test_what_is_not_in_four_bits_is_copied_in_bf16():
     decoder = decoder_parameters(QWEN)
     settings = {"lora_rank": 8, "lora_base_dtype": "nf4", "lora_targets": ["q_proj", "v_proj"], "dtype": "bf16"}
-    copies = training_memory(QWEN, settings, ONCE).moments["gradient"]["bf16 copies"]
+    files_in_fp32 = QWEN | {"torch_dtype": "float32"}
+    copies = training_memory(files_in_fp32, settings, ONCE).moments["gradient"]["bf16 copies"]
+    assert "bf16 copies" not in training_memory(QWEN, settings, ONCE).moments["gradient"]
     q_and_v = 3584 * (3584 + 512)
     assert copies == 2 * 28 * (decoder.layer - q_and_v)
 
@@ -330,7 +333,7 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpus"), [*((kind, 1) for kind in check_cuda_memory.KINDS), ("full", 8), ("LoRA, base in bf16", 2), ("QLoRA", 2)]
+    ("kind", "gpus"), [*((kind, 1) for kind in check_cuda_memory.KINDS), ("full", 8), ("LoRA", 2), ("QLoRA", 2)]
 )
 def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
     """Two layers of a 7B model; tools/check_cuda_memory.py counts whole ones."""

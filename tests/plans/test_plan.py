@@ -297,7 +297,7 @@ def test_what_goes_between_gpus_and_their_host_takes_time(big):
     adapters = config_of(big, device="cuda", weight_sync="sleep", training={"lora_rank": 8})
     parks, stays = (plan(dataclasses.replace(adapters, trainer_memory=where), gpu="H100") for where in ("free", "keep"))
     moved = 2 * parks.memory.host["trainer's weights and moments"] / 1e10
-    assert moved > 5 and parks.seconds.phases["train"].seconds - stays.seconds.phases["train"].seconds == pytest.approx(moved)
+    assert moved > 3 and parks.seconds.phases["train"].seconds - stays.seconds.phases["train"].seconds == pytest.approx(moved)
     assert parks.seconds.phases["sync"].seconds > 2 * 2 * QWEN["parameters"] / 1e10  # the base waits there as well
     assert parks.seconds.start["trainer"].seconds > 2 * QWEN["parameters"] / 1e9  # it is read from files
     said = " ".join(str(parks).split())

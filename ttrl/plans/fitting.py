@@ -271,10 +271,12 @@ class Fit:
         most = min(_MOST_SEQUENCES, serving.step_tokens // 4)  # which leaves prompts room in a step
         wanted = min(most, max(_VLLM_SEQUENCES, 8 * math.ceil(samples / 8)))
         token = token_cache_bytes(self.model, serving)
+        longest = self.given.context or server.length or self.context
         for sequences in range(wanted, min(_FEWEST_SEQUENCES, wanted) - 1, -8):
             serving = dataclasses.replace(serving, sequences=sequences)
             room = budget - sum(server_memory(self.model, serving).values())
-            if room >= sequences * self.sample * token:
+            # vLLM does not start unless its cache holds one sequence as long as the context.
+            if room >= max(sequences * self.sample, longest) * token:
                 break
         why = f"sequences of a step; an iteration has {counted(samples, 'sample')} for a server"
         if serving.sequences < wanted:
