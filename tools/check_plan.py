@@ -87,7 +87,7 @@ def tables() -> str:
     kinds: list[tuple[str, dict[str, Any], tuple[tuple[str, dict[str, Any]], ...]]] = [
         ("All weights trained", {}, (("", WHOLE),)),
         (
-            "Adapters of rank 32, beside a base in bf16, as these models are published; in 4 bits (nf4) where only that fits well",
+            "Adapters of rank 32 on a base in bf16, as these models are published; in 4 bits (nf4) where only that fits well",
             {},
             (("", LORA), ("nf4", QLORA)),
         ),

@@ -1,8 +1,8 @@
 """Trainer processes over gloo that say what they exchange and allocate: `python watched_ranks.py JOBS.json`. Not a test.
 
-A job: {"name", "processes", "kind", "output_dir", …}; its kind is a function below. Each process writes what it found to
-OUTPUT_DIR/RANK.json, or its traceback to OUTPUT_DIR/error.txt. The parent imports everything and computes nothing, so its children
-can be forked from it.
+A job: {"name", "processes", "kind", "output_dir", …}; its kind is a function below. Each process
+writes its findings to OUTPUT_DIR/RANK.json, or its traceback to OUTPUT_DIR/error.txt. The parent
+imports everything and computes nothing, so that it can fork its children.
 """
 
 import contextlib

@@ -171,10 +171,11 @@ class TrainingConfig(Config):
     lora_base: str | None = None
     """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder that its adapter names."""
     lora_base_dtype: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
-    """How the frozen base is held in memory. "auto": each tensor in the 16 bits of its file, or else in fp32; results equal those of
-    "fp32" bit for bit, since 16 bits are widened without a loss where products are computed in fp32. "bf16" rounds files in fp32 to
-    half their size, as a server in bf16 does; for `dtype` bf16. "nf4" holds the adapted matrices in 4 bits (QLoRA, arXiv
-    2305.14314), and the rest as "auto"; several processes share them by FSDP2 or by tensor_parallel, not both."""
+    """How the frozen base is held in memory. "auto" keeps each tensor in the 16 bits of its file, or
+    else in fp32. Results equal those of "fp32" bit for bit, as 16 bits widen without loss where
+    products are computed in fp32. "bf16" rounds files in fp32 to half their size, as a server in bf16
+    does; for `dtype` bf16. "nf4" holds the adapted matrices in 4 bits (QLoRA, arXiv 2305.14314), and
+    the rest as "auto"; several processes share them by FSDP2 or by tensor_parallel, not both."""
     lora_merge: bool = True
     """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter
     only, which `python -m ttrl.training.merge` merges later, and whatever serves it (`ttrl eval`, `ttrl chat`)."""

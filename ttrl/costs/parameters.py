@@ -229,8 +229,10 @@ def _stored_dtype(config: Mapping[str, Any]) -> str:
 
 
 def held_dtype(decoder: DecoderParameters, config: TrainingConfig) -> str:
-    """Return the dtype in which training holds the weights that it does not train, "fp32", "bf16" or "fp16", but for matrices in 4
-    bits."""
+    """Return the dtype of the weights that training holds frozen: "fp32", "bf16" or "fp16".
+
+    Matrices in 4 bits are not meant.
+    """
     if config.lora_rank is None:
         return "fp32"
     if config.lora_base_dtype in ("auto", "nf4"):

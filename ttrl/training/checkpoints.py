@@ -1,8 +1,9 @@
 """Checkpoints in Hugging Face layout, which transformers and vLLM load as they are.
 
-Everything but the weights is copied from the folder that training started from (config, tokenizer, chat template); weights are
-safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute (`ttrl.training.canary`). The first
-process gathers and writes one shard at a time; the others send it their parts, tensor by tensor, and receive nothing.
+Config, tokenizer and chat template are copied from the folder that training started from. Weights
+are safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute
+(`ttrl.training.canary`). The first process gathers and writes one shard at a time; the others send
+it their parts, tensor by tensor, and receive nothing.
 """
 
 import functools

@@ -61,7 +61,9 @@ def serve(x: Tensor, *layers: nn.Module) -> bool:
         is_plain = type(layer) in (nn.Linear, Linear)
         if not (is_plain or (isinstance(layer, SumOfProducts) and layer.is_sum())) or _hooked(layer):
             return False
-        if not _takes(x, *layer.parameters(recurse=False)) or not _has_no_gaps(layer.weight):
+        weight = layer.weight
+        assert isinstance(weight, Tensor)
+        if not _takes(x, *layer.parameters(recurse=False)) or not _has_no_gaps(weight):
             return False
     return True
 

@@ -91,10 +91,11 @@ def run_head(
     `divergence_N` where it is asked for; `apart` is then told in the backward pass, chunk by chunk, what each of these two adds
     to the gradient of the hidden states, for a product more each.
 
-    Chunks: `num_chunks` of about the same size, or `chunk_size` positions each, or neither. Products run in autocast's dtype, or
-    else in the wider one of the two factors'. With `vocab_group`, `weight_VD`, `bias_V` and the reference's are this rank's rows, in the order of
-    ranks, `h_ND` is the same on all of them, and so is its gradient. N = 0 works, and keeps the graph: ranks without a trained
-    token still take part in every collective of the backward pass.
+    Chunks: `num_chunks` of about the same size, or `chunk_size` positions each, or neither.
+    Products run in autocast's dtype, or else in the wider one of the two factors'. With
+    `vocab_group`, `weight_VD`, `bias_V` and the reference's are this rank's rows, in the order of
+    ranks, `h_ND` is the same on all of them, and so is its gradient. N = 0 works, and keeps the
+    graph: ranks without a trained token still take part in every collective of the backward pass.
     """
     assert num_chunks is None or chunk_size is None, "num_chunks or chunk_size, not both"
     assert token_loss is None or not (entropy_grad or divergence_grad), "gradients of whole distributions need the recompute form"

@@ -34,7 +34,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not (in_fp32 and is_narrow):
         return F.linear(x, weight, bias)
     assert not weight.requires_grad
-    product: Tensor = _WidenedLinear.apply(x, weight, bias)
+    product: Tensor = _WidenedLinear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
     return product
 
 

@@ -36,11 +36,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_whole(tensor: Tensor, here: Ranks) -> Tensor | None:
-    """Return the whole of a tensor on the first process, on the device of its parts, and None on the others, which send theirs and
-    receive nothing. A collective of all processes, if it is sharded."""
+    """Return the whole tensor on the first process, on the device of its parts; None on the others.
+
+    The others send their parts and receive nothing. A collective of all processes, if it is sharded.
+    """
     part = local_part(tensor).detach()
-    is_whole = not isinstance(tensor, DTensor) or all(how.is_replicate() for how in tensor.placements)
-    if is_whole or here.processes == 1:
+    if not isinstance(tensor, DTensor) or here.processes == 1 or all(how.is_replicate() for how in tensor.placements):
         return part if here.is_first else None
     assert tensor.device_mesh.size() == here.processes
     places = _places_of_parts(tensor)
