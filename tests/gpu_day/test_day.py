@@ -30,6 +30,8 @@ def unsound(place):
 
 def crash(place):
     place.report.figure("before", 1)
+    import atexit
+    atexit.register(print, "nanobind: leaked 64 types!", file=sys.stderr, flush=True)
     raise ValueError("no such kernel")
 
 def abort(place):

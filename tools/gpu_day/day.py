@@ -22,6 +22,7 @@ import ctypes
 import json
 import os
 import platform
+import re
 import shutil
 import signal
 import subprocess
@@ -333,10 +334,13 @@ def children() -> list[int]:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that says anything, shortened."""
+    """Return the last line of a log that names an error, or else the last one, shortened."""
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     said = [line.strip() for line in lines if line.strip()]
-    return said[-1][-300:] if said else "it printed nothing"
+    # Libraries print more after a traceback, such as what has leaked.
+    named = [line for line in said if re.match(r"[\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
+    ends = named or said
+    return ends[-1][-300:] if ends else "it printed nothing"
 
 
 def about_machine(facts: dict[str, str]) -> dict[str, object]:
