@@ -4,8 +4,8 @@
     python tools/picture_report.py RUN --readme
 
 The first command writes the first screen and the whole page at desktop width, and the whole page
-at phone width, each in light and dark. The second writes docs/report.png, docs/packed_row.png and
-docs/learning_curve.png; README.md names the run that they show.
+at phone width, each in light and dark. The second writes docs/report.png, docs/before_and_after.png
+and docs/packed_row.png; README.md shows those of a run of the quickstart.
 
 Both use a headless Chromium: the one that the environment variable CHROMIUM names, or one on the
 PATH. It is controlled over its own protocol (Chrome DevTools) through a pair of pipes, so that no
@@ -42,7 +42,7 @@ VIEWS = {
 """By file name: width and height of the window, and whether the whole page is shown."""
 README_BYTES = 150_000
 """Of the largest picture in README.md, which every visitor loads."""
-_README_WIDTH = 1000
+_README_WIDTH = 1120
 """About the width at which GitHub shows a README."""
 _MAX_HEIGHT = 16_000  # pixels: beyond it, GPU-less Chromium draws white
 _TIMEOUT = 60
@@ -213,16 +213,16 @@ class ReadmePicture:
     height: int
     """Of the window, in pixels."""
     element: str = ""
-    """A CSS selector; without it, the picture shows the first screen of the page."""
+    """A CSS selector of what it shows; without it, the first screen of the page."""
 
 
 def readme_pictures(run: Path, packed_page: Path) -> list[ReadmePicture]:
-    """Return the pictures of README.md, by a run's report and its first packed row."""
+    """Return the pictures of README.md: of a run's report, and of its first packed row."""
     report = run / "report.html"
     return [
-        ReadmePicture("report", report, height=860),
-        ReadmePicture("packed_row", packed_page, height=720),
-        ReadmePicture("learning_curve", report, height=860, element=".grid-of-charts figure"),
+        ReadmePicture("report", report, height=915),
+        ReadmePicture("before_and_after", report, height=915, element="article"),
+        ReadmePicture("packed_row", packed_page, height=900),
     ]
 
 

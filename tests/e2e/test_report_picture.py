@@ -92,8 +92,19 @@ def quickstart(tmp_path_factory):
         for number in range(2)
     ]
     packed = packed_tensors_from_tokenized_results(samples, seq_len=32, pad_id=0)
-    iteration = folder / "iterations" / "0001"
-    iteration.mkdir(parents=True)
+    question = [{"role": "user", "content": "Which letter?"}]
+    for number, answer in enumerate(["I do not know.", "A"]):
+        iteration = folder / "iterations" / f"{number:04d}"
+        iteration.mkdir(parents=True)
+        sample = Sample(
+            task_id="letters/1",
+            sample=0,
+            messages=question,
+            text=answer,
+            reward=float(number),
+            finish_reason="stop",
+        )
+        (iteration / "validation.jsonl").write_text(json.dumps(sample.to_json()) + "\n")
     packed.save(iteration / "packed.safetensors")
     write_report(folder)
     return folder
@@ -132,9 +143,10 @@ def test_pages_turn_without_any_script_of_the_page(tool, page):
 
 def test_the_pictures_of_the_readme_show_the_report_and_a_packed_row(tool, quickstart, tmp_path):
     written = tool.write_readme_pictures(quickstart, tmp_path)
-    assert [path.name for path in written] == ["report.png", "packed_row.png", "learning_curve.png"]
-    report, row, curve = (size_of(path.read_bytes()) for path in written)
-    assert report[0] == row[0] > curve[0] > 400  # the curve is one of the charts of the page
+    assert [path.name for path in written] == ["report.png", "before_and_after.png", "packed_row.png"]
+    report, answers, row = (size_of(path.read_bytes()) for path in written)
+    assert report[0] == row[0] > answers[0] > 900  # the answers are a part of the page
+    assert answers[1] < report[1]
     assert all(path.stat().st_size <= tool.README_BYTES for path in written)
 
 
@@ -146,8 +158,8 @@ def test_a_missing_element_is_named(tool, page):
 
 @pytest.mark.parametrize("width", [620, 1000, 1440])
 def test_no_figure_leaves_its_tile(tool, quickstart, width):
-    tiles = "[...document.querySelectorAll('.tiles > div')]"
-    wide = f"{tiles}.filter(tile => tile.scrollWidth > tile.clientWidth).length"
+    tiles = "[...document.querySelectorAll('.tiles dd')]"
+    wide = f"{tiles}.filter(figure => figure.scrollWidth > figure.clientWidth).length"
     with tool.Browser(tool.find_chromium()) as browser:
         browser.picture(quickstart / "report.html", width, 900)
         assert browser.call("Runtime.evaluate", expression=wide)["result"]["value"] == 0
