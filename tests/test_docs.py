@@ -9,6 +9,7 @@ import sys
 import types
 from pathlib import Path
 
+import picture_report
 import pytest
 import yaml
 from support.readme import first_task
@@ -18,6 +19,7 @@ from ttrl.cli.commands import SUBCOMMANDS, main
 from ttrl.configs import GRPOConfig
 from ttrl.ready_models import READY_MODELS
 from ttrl.tasks.reference import load_tasks
+from ttrl.training.models.families import COMPOSITES, FAMILIES
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -178,3 +180,67 @@ def test_the_page_of_settings_is_up_to_date(capsys: pytest.CaptureFixture[str]) 
     assert main(["config"]) == 0
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
     assert page == capsys.readouterr().out, "make it again: ttrl config > docs/settings.md"
+
+
+# README.md
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PICTURES = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", README)
+
+
+def section(heading: str) -> str:
+    """Return what README.md says below a heading."""
+    (text,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", README, re.DOTALL | re.MULTILINE)
+    return text
+
+
+def tables(text: str) -> list[list[list[str]]]:
+    """Return the tables of a page: rows of cells, the heading first."""
+    blocks = re.findall(r"(?:^\|.*\|\n)+", text, re.MULTILINE)
+    rows = [[line.strip("|").split("|") for line in block.splitlines()] for block in blocks]
+    return [[[cell.strip() for cell in row] for row in [table[0], *table[2:]]] for table in rows]
+
+
+def test_the_readme_names_every_model_that_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    """And no other; `ttrl models` names the same."""
+    models, _ = tables(section("Models and hardware"))
+    named = [name for row in models[1:] for name in re.findall(r"`(\w+)`", row[1])]
+    assert sorted(named) == sorted([*FAMILIES, *COMPOSITES])
+    assert main(["models"]) == 0
+    assert set(named) <= set(re.findall(r"\w+", capsys.readouterr().out))
+
+
+def largest_that_fits(table: list[list[str]], machine: str) -> str:
+    """Return the largest model in a column of a table of docs/machines.md that is not refused."""
+    column = table[0].index(machine)
+    return [row[0] for row in table[1:] if row[column] != "refused"][-1]
+
+
+def test_the_readmes_sizes_for_gpus_are_those_of_the_page_of_machines() -> None:
+    page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    planned = tables(page.partition("<!-- tables -->")[2])
+    _, machines = tables(section("Models and hardware"))
+    rows = [row for row in machines[1:] if "GB" in row[0]]
+    assert len(rows) == 3
+    for machine, whole, adapters, _ in rows:
+        assert whole == largest_that_fits(planned[0], machine)
+        assert adapters == largest_that_fits(planned[1], machine)
+
+
+def test_the_readme_claims_runs_on_measured_gpus_only() -> None:
+    """Those with a section in docs/hardware.md."""
+    page = (ROOT / "docs" / "hardware.md").read_text(encoding="utf-8")
+    measured = set(re.findall(r"^## NVIDIA (\w+)", page, re.MULTILINE))
+    card = r"\b(?:[ABHLTV]\d+S?|GH200|GB\d00|RTX \d+)\b"
+    claimed = set(re.findall(card, section("Models and hardware")))
+    assert measured and claimed == measured
+
+
+def test_the_readmes_pictures_are_made_by_the_tool_and_load_quickly() -> None:
+    made = {f"docs/{one.name}.png" for one in picture_report.readme_pictures(Path(), Path())}
+    assert sorted(PICTURES) == sorted(made)
+    for name in PICTURES:
+        content = (ROOT / name).read_bytes()
+        assert content.startswith(b"\x89PNG\r\n\x1a\n"), name
+        assert len(content) <= picture_report.README_BYTES, name

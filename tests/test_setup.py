@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from support.nvidia_smi import pretend, pretend_failure
+from support.nvidia_smi import HEADERS, pretend, pretend_failure
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "install.py"
@@ -431,6 +431,30 @@ def test_a_driver_that_is_new_enough_gets_the_gpu_extra(
     install: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
     assert install_beside(install, tmp_path, monkeypatch, driver) == (0, ["gpu", "dev", "tasks", "models"])
+
+
+def test_the_installer_does_what_the_readme_says_of_gpus(
+    install: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It finds GPUs, takes the driver that is named and no older one, and needs as much disk."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, text = page.partition("## Installing for GPUs\n")
+    pattern = r"for CUDA (\d+)\..* driver (\d+) or newer, .* (\d+) GB of disk"
+    said = re.search(pattern, text.replace("\n", " "))
+    assert said is not None
+    cuda, driver, gigabytes = (int(number) for number in said.groups())
+    assert install.GIGABYTES["gpu"] == gigabytes
+    old = f"{driver - 1}.99"
+    new = f"{driver}.10"
+    monkeypatch.setitem(HEADERS, old, f"Driver Version: {old}  CUDA Version: {cuda - 1}.9")
+    monkeypatch.setitem(HEADERS, new, f"Driver Version: {new}  CUDA Version: {cuda}.0")
+    assert install_beside(install, tmp_path, monkeypatch, old) == (1, [])
+    assert f"needs driver {driver} or newer" in capsys.readouterr().err
+    begun = ["gpu", "dev", "tasks", "models"]
+    assert install_beside(install, tmp_path, monkeypatch, new) == (0, begun)
 
 
 def test_without_a_driver_the_cpu_extra_is_taken_unless_gpu_is_asked_for(

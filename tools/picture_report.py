@@ -1,8 +1,15 @@
-"""Screenshots of a run's report: `python tools/picture_report.py RUN [--output DIR]`.
+"""Take screenshots of a run's report, or the pictures of README.md.
 
-Uses a headless Chromium (the environment variable CHROMIUM, or one on the PATH) and writes PNG files: the first screen and the
-whole page at desktop width, the whole page at phone width, each in light and dark. Only the standard library is used; the browser
-is controlled over its own protocol (Chrome DevTools) through a pair of pipes, so no port is opened.
+    python tools/picture_report.py RUN [--output DIR]
+    python tools/picture_report.py RUN --readme
+
+The first command writes the first screen and the whole page at desktop width, and the whole page
+at phone width, each in light and dark. The second writes docs/report.png, docs/before_and_after.png
+and docs/packed_row.png; README.md shows those of a run of the quickstart.
+
+Both use a headless Chromium: the one that the environment variable CHROMIUM names, or one on the
+PATH. It is controlled over its own protocol (Chrome DevTools) through a pair of pipes, so that no
+port is opened.
 """
 
 import argparse
@@ -14,22 +21,43 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "headless_shell")
-VIEWS = {"desktop": (1440, 900, False), "desktop_whole": (1440, 900, True), "phone_whole": (390, 844, True)}
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = (
+    "chromium",
+    "chromium-browser",
+    "google-chrome",
+    "google-chrome-stable",
+    "chrome",
+    "headless_shell",
+)
+VIEWS = {
+    "desktop": (1440, 900, False),
+    "desktop_whole": (1440, 900, True),
+    "phone_whole": (390, 844, True),
+}
+"""By file name: width and height of the window, and whether the whole page is shown."""
+README_BYTES = 150_000
+"""Of the largest picture in README.md, which every visitor loads."""
+_README_WIDTH = 1120
+"""About the width at which GitHub shows a README."""
 _MAX_HEIGHT = 16_000  # pixels: beyond it, GPU-less Chromium draws white
 _TIMEOUT = 60
 
 
 def find_chromium() -> str:
-    """The browser's path. Raises SystemExit where there is none."""
+    """Return the browser's path. Raises SystemExit where there is none."""
     given = os.environ.get("CHROMIUM")
-    found = given or next((path for name in NAMES if (path := shutil.which(name))), None)
-    if found is None or shutil.which(found) is None:
-        sys.exit(f"picture_report: no Chromium ({given or ', '.join(NAMES)}); install one (apt install chromium) or set CHROMIUM")
-    return found
+    names = (given,) if given else NAMES
+    for name in names:
+        found = shutil.which(name)
+        if found is not None:
+            return found
+    advice = "install one (apt install chromium) or set CHROMIUM"
+    sys.exit(f"picture_report: no Chromium ({', '.join(names)}); {advice}")
 
 
 class Browser:
@@ -50,9 +78,12 @@ class Browser:
             "--disable-dev-shm-usage",
             "--mute-audio",
         ]
-        flags += ["--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "--disable-background-networking"]
+        flags += ["--remote-debugging-pipe", "--disable-background-networking"]
+        flags += [f"--user-data-dir={self._profile.name}"]
 
-        def pipes() -> None:  # Chromium reads from 3 and writes to 4; they are put beyond reach first, as either may be 3 or 4
+        # Chromium reads from 3 and writes to 4. Either pipe may have one of these numbers, so both
+        # are moved out of the way first.
+        def pipes() -> None:
             reads, writes = os.dup(to_browser), os.dup(to_us)
             reads, writes = os.dup2(reads, 20), os.dup2(writes, 21)
             os.dup2(reads, 3)
@@ -71,7 +102,8 @@ class Browser:
         self._rest = b""
         self._events: list[Any] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self._session = attached["sessionId"]
         self.call("Page.enable")
         return self
 
@@ -113,10 +145,24 @@ class Browser:
         line, _, self._rest = self._rest.partition(b"\0")
         return json.loads(line)
 
-    def picture(self, page: Path, width: int, height: int, *, whole: bool, dark: bool, script: str = "") -> bytes:
-        """PNG of a page; `script` is run in it first (for tests of what clicks do)."""
+    def picture(
+        self,
+        page: Path,
+        width: int,
+        height: int,
+        *,
+        whole: bool = False,
+        dark: bool = False,
+        script: str = "",
+        element: str = "",
+    ) -> bytes:
+        """Return a PNG of a page, or of its first element that a CSS selector matches.
+
+        `script` is run in the page first, for tests of what clicks do.
+        """
         phone = width < 600
-        size = {"width": width, "height": height, "deviceScaleFactor": 2 if phone else 1, "mobile": phone}
+        size = {"width": width, "height": height, "mobile": phone}
+        size["deviceScaleFactor"] = 2 if phone else 1
         self.call("Emulation.setDeviceMetricsOverride", **size)
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
@@ -125,42 +171,117 @@ class Browser:
         self.wait_for("Page.loadEventFired")
         if script:
             self.call("Runtime.evaluate", expression=script)
-        clip = {}
-        if whole:
-            content = self.call("Page.getLayoutMetrics")["cssContentSize"]
-            tall = min(content["height"], _MAX_HEIGHT / size["deviceScaleFactor"])
-            clip = {"clip": {"x": 0, "y": 0, "width": width, "height": tall, "scale": 1}, "captureBeyondViewport": True}
-        return base64.b64decode(self.call("Page.captureScreenshot", format="png", **clip)["data"])
+        options: dict[str, Any] = {"format": "png"}
+        if whole or element:
+            box = self._box_of(element) if element else self._whole_page(width)
+            box["height"] = min(box["height"], _MAX_HEIGHT / size["deviceScaleFactor"])
+            options |= {"clip": {**box, "scale": 1}, "captureBeyondViewport": True}
+        return base64.b64decode(self.call("Page.captureScreenshot", **options)["data"])
+
+    def _whole_page(self, width: int) -> dict[str, float]:
+        content = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        return {"x": 0, "y": 0, "width": width, "height": content["height"]}
+
+    def _box_of(self, element: str) -> dict[str, float]:
+        """Return where an element lies on the page, in CSS pixels.
+
+        Raises RuntimeError for an element that is missing.
+        """
+        box_of = f"document.querySelector({json.dumps(element)})?.getBoundingClientRect()"
+        answer = self.call("Runtime.evaluate", expression=f"JSON.stringify({box_of})")
+        found = answer["result"].get("value")
+        if found is None:
+            raise RuntimeError(f"the page has no element {element!r}")
+        box = json.loads(found)
+        return {name: box[name] for name in ("x", "y", "width", "height")}
 
     def overflow(self) -> float:
-        """Pixels by which the page last shown is wider than its window: above 0, a phone scrolls sideways."""
+        """Return by how many pixels the page last shown is wider than its window.
+
+        Above 0, a phone scrolls sideways.
+        """
         expression = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
         return float(self.call("Runtime.evaluate", expression=expression)["result"]["value"])
 
 
-def main() -> int:
-    """Writes the pictures; 1 where the page is wider than a window."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, help="a run folder, or an .html file")
-    parser.add_argument("--output", type=Path, help="a folder; by default RUN/pictures")
-    arguments = parser.parse_args()
-    page = arguments.run if arguments.run.suffix == ".html" else arguments.run / "report.html"
-    if not page.is_file():
-        sys.exit(f"picture_report: {page} does not exist; `ttrl report {arguments.run}` writes it")
-    output = arguments.output or page.parent / "pictures"
+@dataclass(frozen=True)
+class ReadmePicture:
+    """A picture of README.md."""
+
+    name: str
+    page: Path
+    height: int
+    """Of the window, in pixels."""
+    element: str = ""
+    """A CSS selector of what it shows; without it, the first screen of the page."""
+
+
+def readme_pictures(run: Path, packed_page: Path) -> list[ReadmePicture]:
+    """Return the pictures of README.md: of a run's report, and of its first packed row."""
+    report = run / "report.html"
+    return [
+        ReadmePicture("report", report, height=915),
+        ReadmePicture("before_and_after", report, height=915, element="article"),
+        ReadmePicture("packed_row", packed_page, height=900),
+    ]
+
+
+def write_readme_pictures(run: Path, output: Path) -> list[Path]:
+    """Write the pictures of README.md into a folder, and return their paths.
+
+    Raises RuntimeError for a picture of more than README_BYTES.
+    """
+    from ttrl.report.view import open_pack
+
+    written = []
+    with tempfile.TemporaryDirectory() as folder, Browser(find_chromium()) as browser:
+        packed_page = open_pack(run, iteration=1, rows="0").write_html(Path(folder, "packed.html"))
+        for one in readme_pictures(run, packed_page):
+            png = browser.picture(one.page, _README_WIDTH, one.height, element=one.element)
+            if len(png) > README_BYTES:
+                size = f"{len(png):,} bytes; {README_BYTES:,} at most"
+                raise RuntimeError(f"{one.name}.png has {size}")
+            path = output / f"{one.name}.png"
+            path.write_bytes(png)
+            written.append(path)
+    return written
+
+
+def write_screenshots(page: Path, output: Path) -> int:
+    """Write screenshots of a page in every view; return 1 if it is wider than a window."""
     output.mkdir(parents=True, exist_ok=True)
-    wide = []
+    status = 0
     with Browser(find_chromium()) as browser:
         for name, (width, height, whole) in VIEWS.items():
             for dark in (False, True):
                 path = output / f"{name}_{'dark' if dark else 'light'}.png"
                 path.write_bytes(browser.picture(page, width, height, whole=whole, dark=dark))
                 print(path)
-                if (pixels := browser.overflow()) > 0:
-                    wide.append(f"{name}: {pixels:g} pixels wider than its window")
-    for line in wide:
-        print(line, file=sys.stderr)
-    return 1 if wide else 0
+                pixels = browser.overflow()
+                if pixels > 0:
+                    print(f"{name}: {pixels:g} pixels wider than its window", file=sys.stderr)
+                    status = 1
+    return status
+
+
+def main() -> int:
+    """Write the pictures; return 1 where the page is wider than a window."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run folder, or an .html file")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="where they go (RUN/pictures)")
+    readme = "write the pictures of README.md (into docs)"
+    parser.add_argument("--readme", action="store_true", help=readme)
+    arguments = parser.parse_args()
+    run = arguments.run
+    page = run if run.suffix == ".html" else run / "report.html"
+    if not page.is_file():
+        sys.exit(f"picture_report: {page} does not exist; `ttrl report {run}` writes it")
+    if not arguments.readme:
+        return write_screenshots(page, arguments.output or page.parent / "pictures")
+    for path in write_readme_pictures(run, arguments.output or ROOT / "docs"):
+        print(path)
+    return 0
 
 
 if __name__ == "__main__":

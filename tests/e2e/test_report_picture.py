@@ -1,5 +1,6 @@
 """The report as a browser shows it; skipped where there is no Chromium."""
 
+import json
 import os
 import shutil
 import struct
@@ -7,6 +8,10 @@ from pathlib import Path
 
 import picture_report
 import pytest
+
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.records import Sample, TokenizedResult
+from ttrl.report.page import write_report
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TOOL = Path(__file__).parents[2] / "tools" / "picture_report.py"
@@ -22,11 +27,6 @@ def tool():
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     """A run with a finding, long names, and an answer without a single space."""
-    import json
-
-    from ttrl.records import Sample
-    from ttrl.report.page import write_report
-
     folder = tmp_path_factory.mktemp("runs") / ("a_run_with_a_long_name_" * 4)
     for iteration in range(3):
         there = folder / "iterations" / f"{iteration:04d}"
@@ -59,6 +59,57 @@ def page(tmp_path_factory):
     return write_report(folder)
 
 
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    """A run with a report and a packed row, and the metric of the quickstart."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    rows = [
+        {
+            "iteration": number,
+            "reward": share,
+            "validation_reward": share,
+            "validation": {"exact": share},
+            "seconds": {"total": 100.0},
+            "completion_tokens": 3000,
+            "flops": {"cumulated": 4.5e12},
+        }
+        for number, share in enumerate([0.0625, 0.59375])
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text("model: tiny\nvalidation_metric: exact\n")
+    samples = [
+        TokenizedResult(
+            task_id="letters/1",
+            sample=number,
+            token_ids=[1, 2, 3, 4, 5, number],
+            assistant_mask=[False] * 4 + [True] * 2,
+            input_pos=list(range(6)),
+            logprobs=[float("nan")] * 4 + [-0.5] * 2,
+            prompt_length=4,
+            reward=float(number),
+            advantage=number - 0.5,
+        )
+        for number in range(2)
+    ]
+    packed = packed_tensors_from_tokenized_results(samples, seq_len=32, pad_id=0)
+    question = [{"role": "user", "content": "Which letter?"}]
+    for number, answer in enumerate(["I do not know.", "A"]):
+        iteration = folder / "iterations" / f"{number:04d}"
+        iteration.mkdir(parents=True)
+        sample = Sample(
+            task_id="letters/1",
+            sample=0,
+            messages=question,
+            text=answer,
+            reward=float(number),
+            finish_reason="stop",
+        )
+        (iteration / "validation.jsonl").write_text(json.dumps(sample.to_json()) + "\n")
+    packed.save(iteration / "packed.safetensors")
+    write_report(folder)
+    return folder
+
+
 def size_of(png: bytes) -> tuple[int, int]:
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     return struct.unpack(">II", png[16:24])
@@ -88,3 +139,27 @@ def test_pages_turn_without_any_script_of_the_page(tool, page):
         assert "1 of " in before and "," not in before  # of each pager, one page
         value("document.querySelector('label[for=t1]').click(), ''")
         assert value(shown) == before[::-1].replace("1 of "[::-1], "2 of "[::-1], 1)[::-1]  # the last pager turned
+
+
+def test_the_pictures_of_the_readme_show_the_report_and_a_packed_row(tool, quickstart, tmp_path):
+    written = tool.write_readme_pictures(quickstart, tmp_path)
+    assert [path.name for path in written] == ["report.png", "before_and_after.png", "packed_row.png"]
+    report, answers, row = (size_of(path.read_bytes()) for path in written)
+    assert report[0] == row[0] > answers[0] > 900  # the answers are a part of the page
+    assert answers[1] < report[1]
+    assert all(path.stat().st_size <= tool.README_BYTES for path in written)
+
+
+def test_a_missing_element_is_named(tool, page):
+    missing = pytest.raises(RuntimeError, match="no element 'nav'")
+    with tool.Browser(tool.find_chromium()) as browser, missing:
+        browser.picture(page, 1440, 900, element="nav")
+
+
+@pytest.mark.parametrize("width", [620, 1000, 1440])
+def test_no_figure_leaves_its_tile(tool, quickstart, width):
+    tiles = "[...document.querySelectorAll('.tiles dd')]"
+    wide = f"{tiles}.filter(figure => figure.scrollWidth > figure.clientWidth).length"
+    with tool.Browser(tool.find_chromium()) as browser:
+        browser.picture(quickstart / "report.html", width, 900)
+        assert browser.call("Runtime.evaluate", expression=wide)["result"]["value"] == 0
