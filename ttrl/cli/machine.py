@@ -67,6 +67,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from ttrl.ready_models import ready_model
     from ttrl.server.chat_template import templated
     from ttrl.server.cpu import is_cpu_build
+    from ttrl.server.model_folder import local_folder
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -75,12 +76,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("--vllm", refused)
     model = str(ready_model(arguments.model) or arguments.model)
     if arguments.adapters is not None:
-        from ttrl.loop.train import local_model  # here: it imports torch
-
+        # The files of the hub that the run has, as their digest is compared.
         has_own = arguments.chat_template is not None
-        model = str(
-            local_model(model, chat_template=not has_own)
-        )  # the files of the hub that the run has, as their digest is compared
+        model = str(local_folder(model, chat_template=not has_own))
     dtype = arguments.dtype
     if dtype == "auto":
         dtype = auto_dtype(cuda=not is_cpu_build())

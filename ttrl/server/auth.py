@@ -28,8 +28,8 @@ OPEN_PATHS = frozenset({"/health"})
 """Says only "up", and is asked by monitors that do not have the key."""
 FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
-"""GET returns {"weights": those it is open to, or null, "chat_template": the digest of its chat template}; POST, with the header,
-opens it to those; DELETE closes it."""
+"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, where it is known}; POST, with the header, opens it
+to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
 NAME_VARIABLE = "TTRL_SERVER_NAME"
 TEMPLATE_VARIABLE = "TTRL_CHAT_TEMPLATE"
@@ -128,7 +128,8 @@ class RequireKey:
         has = self._open_to()
         weights = None if has is None else _text(has)
         template = os.environ.get(TEMPLATE_VARIABLE)
-        await answer(send, 200, {"weights": weights, "chat_template": template})
+        known = {} if template is None else {"chat_template": template}
+        await answer(send, 200, {"weights": weights, **known})
 
     def _has_key(self, scope: Scope) -> bool:
         for place, (name, value) in enumerate(scope["headers"]):

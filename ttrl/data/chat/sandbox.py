@@ -117,13 +117,13 @@ def render(
 
 def compile_problem(source: str) -> str | None:
     """Say why a text is no template of messages; None where it is one."""
+    if len(source) > _MOST_SOURCE:
+        return f"it has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
     try:
         _compiled(source)
         names = meta.find_undeclared_variables(_environment().parse(source))
     except jinja2.TemplateSyntaxError as error:
         return f"line {error.lineno} is not valid Jinja: {error.message}"
-    except TemplateSizeError as error:
-        return f"it {error}"
     if "messages" not in names:
         return "it never reads `messages`, so every prompt would be the same"
     return None
