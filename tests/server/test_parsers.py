@@ -8,6 +8,7 @@ import pytest
 from support.tool_templates import CALLS, HERMES_CALL, template
 
 from ttrl.errors import ConfigError
+from ttrl.server import parsers as parsers_module
 from ttrl.server.parsers import parsers_of
 from ttrl.server.vllm import VLLMServer
 
@@ -58,7 +59,7 @@ def test_a_published_template_says_which_parser(tmp_path: Path, name: str, token
 
 @pytest.mark.parametrize("parser", CALLS)
 def test_each_form_of_a_call_has_its_parser(tmp_path: Path, parser: str) -> None:
-    tokens = ("<|python_tag|>", "[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+    tokens = ("<|python_tag|>", "[TOOL_CALLS]", *parsers_module._DEEPSEEK)
     model = folder_with(tmp_path, template(CALLS[parser]), tokens=tokens)
     assert chosen(model) == parser
 

@@ -241,7 +241,9 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
         if config.pbar and served.parsers:
             logger.info("%s", served.parsers)
         result.settings["name"] = served.model
-        digest = _digest(config, folder) if config.cache is not None else None
+        digest = None
+        if config.cache is not None:
+            digest = _digest(dataclasses.replace(config, model=folder))
         for one in sets:
             results = run_async(
                 get_task_results(
@@ -387,14 +389,11 @@ def _pass_at(config: EvalConfig) -> list[int]:
     return [*(k for k in powers if k < config.samples_per_task), config.samples_per_task]
 
 
-def _digest(config: EvalConfig, folder: str) -> str | None:
-    """Name the weights and the chat template in a model folder, for the cache.
-
-    None for servers elsewhere, which the cache knows by their address.
-    """
+def _digest(config: EvalConfig) -> str | None:
+    """Name the weights, for the cache; None for servers elsewhere, which the cache knows by their address."""
     if config.weights_digest is not None or is_address(config.model):
         return config.weights_digest
-    digest = f"{weights_digest(folder)}/{config.dtype or default_dtype()}"
+    digest = f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
     # The context's length cuts replies off; of vLLM's arguments some change what it computes, such as quantization.
     server = {"max_model_len": config.max_model_len, **{name.replace("_", "-"): v for name, v in config.server_args.items()}}
     given = {name: value for name, value in server.items() if value is not None and name not in _SAME_ANSWERS}

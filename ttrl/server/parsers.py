@@ -64,7 +64,12 @@ class _Form:
     """What the tokenizer must have: without them vLLM ends at its start."""
 
 
-_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+)
 _FORMS = (
     # Qwen 2.5 and 3, QwQ, Hermes 2 Pro and 3, and whoever took over their form
     _Form("hermes", rf'<tool_call>\s*\{{"name": "{_NAME}", "arguments": \{{'),

@@ -130,10 +130,10 @@ def serve(
         names = " and ".join(repr(known) for known in (SERVED_MODEL_NAME, *server.other_names))
         say(f"serving at {address}/v1, where the model is called {names}")
         say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")
-        say(parsers_of(model, arguments).said)
         if adapters_from is not None:
             say(f"that is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
         say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
+        say(parsers_of(model, arguments).said)
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
