@@ -153,6 +153,10 @@ def test_vllms_parsers_read_what_templates_write_and_leave_other_replies_as_they
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         reply = text.removeprefix("<|end_header_id|>\n\n")  # of the prompt
         cases[name] = {"text": reply, "tokens": list(forms[name].tokens)}
+    for name, start in (("granite", "<|tool_call|>"), ("phi4_mini_json", "functools")):
+        text = start + json.dumps([function])
+        cases[name] = {"text": text, "tokens": list(forms[name].tokens)}
+    assert cases.keys() == forms.keys() - {"openai"}  # Harmony reads token ids of gpt-oss alone
     given = {"model": str(model), "cases": cases, "tools": [parsers._TOOL], "plain": PLAIN}
     done = subprocess.run(
         [sys.executable, "-c", VLLM],

@@ -132,10 +132,7 @@ def test_a_template_that_refuses_a_task_is_named(world, tmp_path):
 def test_prompts_are_counted_with_the_runs_own_chat_template(world):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}XX"
     longer = template.replace("XX", "X" * 32)
-    short, long = (
-        plan(world.config(tasks_per_iteration=1, chat_template=text), world.tasks(1))
-        for text in (template, longer)
-    )
+    short, long = (plan(world.config(tasks_per_iteration=1, chat_template=text), world.tasks(1)) for text in (template, longer))
     assert long.work.prompt_mean == short.work.prompt_mean + 30
 
 

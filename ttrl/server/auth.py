@@ -28,8 +28,8 @@ OPEN_PATHS = frozenset({"/health"})
 """Says only "up", and is asked by monitors that do not have the key."""
 FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
-"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, where it is known}; POST, with the header, opens it
-to those; DELETE closes it."""
+"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, if it is known};
+POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
 NAME_VARIABLE = "TTRL_SERVER_NAME"
 TEMPLATE_VARIABLE = "TTRL_CHAT_TEMPLATE"
