@@ -77,7 +77,7 @@ HOUSE = {
     "rollouts.scheduling": _room("rollouts.client", "numpy"),
     "rollouts.cache": _room("rollouts.client", "obstore msgspec"),
     "rollouts.graders": _room("rollouts.client tasks", "openai cloudpickle"),
-    "server": _room("configs costs records", "openai psutil huggingface_hub"),
+    "server": _room("data.chat configs costs records", "openai psutil huggingface_hub"),
     # From samples to rows.
     "data": _room("data.chat configs records", "numpy"),
     "data.chat": _room("records", "jinja2 markupsafe"),
@@ -132,7 +132,8 @@ HOUSE = {
         "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models configs records", "openai tqdm numpy"
     ),
     "replays": _room(
-        "loop launch report run_folder rollouts rollouts.client rollouts.graders data tasks configs records", "numpy tqdm yaml"
+        "loop launch report run_folder rollouts rollouts.client rollouts.graders data server tasks configs records",
+        "numpy tqdm yaml",
     ),
     "cli": _room(
         "agents instruments evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks "

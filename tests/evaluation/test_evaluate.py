@@ -1,5 +1,6 @@
 """`ttrl eval` and `ttrl compare` against a server that counts letters, rightly but for what its name says."""
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ttrl.evaluation.comparison import compare_seeds
 from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import FAMILIES, TaskSpec
 from ttrl.intervals import difference_over_seeds, wilson
+from ttrl.server.serving import ServedModel, serving
 
 
 class _Counter(ChatHandler):
@@ -312,6 +314,35 @@ def test_the_cache_knows_what_changes_answers() -> None:
     assert digest(server_args={"tensor_parallel_size": 2}) == plain
     others = [digest(max_model_len=256), digest(max_model_len=512), digest(server_args={"quantization": "fp8"})]
     assert len({plain, *others}) == 4
+
+
+def test_a_chat_template_is_for_servers_that_are_started_and_changes_the_cache_key(
+    address: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="chat_template is for servers that are started here"):
+        evaluate(address, "countdown", n=1, chat_template=template, pbar=False)
+    with pytest.raises(ConfigError, match="chat_template: line 1 is not valid Jinja"):
+        evaluate(str(tiny_model), "countdown", n=1, chat_template="{% if messages %}", pbar=False)
+    (tmp_path / "ours.jinja").write_text(template)
+    asked_with: list[tuple[str, str]] = []
+
+    @contextlib.contextmanager
+    def serving_here(model: str, **settings: object) -> Iterator[ServedModel]:
+        with serving(address) as served:
+            own = (Path(model) / "chat_template.jinja").read_text()
+            digest = _digest(EvalConfig(model=model, tasks="countdown"))
+            asked_with.append((own, str(digest)))
+            yield served
+
+    monkeypatch.setattr("ttrl.evaluation.evaluate.serving", serving_here)
+    given = {"x": [asked("quiz")]}
+    for settings in ({}, {"chat_template": str(tmp_path / "ours.jinja")}, {"chat_template": template}):
+        with contextlib.suppress(ServerError):
+            evaluate(str(tiny_model), given, pbar=False, **settings)
+    (own, plain), (from_file, first), (from_text, second) = asked_with
+    assert own != template == from_file == from_text
+    assert plain != first == second
 
 
 def test_servers_that_do_not_answer_or_serve_another_model(address: str) -> None:

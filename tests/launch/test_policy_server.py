@@ -30,6 +30,8 @@ class FakeServer:
     """As much of a server as is asked of it, and a record of what happened."""
 
     base_url = ""
+    other_template: str | None = None
+    """The address of the one that writes prompts with another chat template."""
     without_weights: str | None = None
     """The address of the one that knows nothing of weights."""
 
@@ -50,6 +52,10 @@ class FakeServer:
         if self.base_url == self.without_weights:
             raise ServerError("GET /ttrl/weights: the server answered 404")
         return self.version
+
+    def check_chat_template(self, model):
+        if self.base_url == self.other_template:
+            raise WeightSyncError(f"{self.base_url} has another chat template")
 
     def weights_digest(self):
         return f"digest of {self.policy_folder}"
@@ -131,6 +137,7 @@ class Syncs:
 def syncs():
     record = Syncs()
     FakeVLLM.made, FakeVLLM.start_error, FakeVLLM.slow, FakeServer.without_weights = [], None, False, None
+    FakeServer.other_template = None
     return record
 
 
@@ -505,6 +512,13 @@ def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key):
     assert server.serve(A)["left_out"] == {"http://one:1": "GET /ttrl/weights: the server answered 404"}
     assert [client.base_url for client, _ in asked(server)] == ["http://server-0/v1", "http://two:2/v1"]
     assert ("sync by reload", "A") in syncs.events
+
+
+def test_one_that_writes_prompts_with_another_template_is_left_out(make, syncs, key):
+    FakeServer.other_template = "http://one:1"
+    server = make(**JOINED)
+    assert server.serve(A)["left_out"] == {"http://one:1": "http://one:1 has another chat template"}
+    assert [client.base_url for client, _ in asked(server)] == ["http://server-0/v1", "http://two:2/v1"]
 
 
 def test_stop_does_not_wait_for_a_server_of_somebody_else(make, syncs, key):

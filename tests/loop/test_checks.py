@@ -51,6 +51,17 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["lr is -1.0", "did you mean 'kl_in'?", "did you mean 'iterations'?"],
         ),
         (
+            {"chat_template": "not/there.jinja", "server": {"chat_template": "x.jinja"}},
+            [
+                "chat_template not/there.jinja: the file cannot be read: No such file",
+                "chat-template is the setting chat_template",
+            ],
+        ),
+        (
+            {"chat_template": "{% for m in messages %}", "server": {"port": 1}},
+            ["chat_template: line 1 is not valid Jinja", "port is set by ttrl"],
+        ),
+        (
             {"servers": 0, "nnodes": 2, "tasks_per_iteration": 64},
             ["nobody would sample", "needs a Ray cluster", "there are only 2 tasks"],
         ),
@@ -136,7 +147,7 @@ import sys, time
 from ttrl import Task, TrainConfig, train
 assert "torch" not in sys.modules
 import ttrl.loop.train
-def work(*_):
+def work(*_, **__):
     print("at work", flush=True)
     time.sleep(60)
 ttrl.loop.train.local_model = work

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -376,3 +377,26 @@ def test_logging_is_silent_at_warning_level_in_a_healthy_run(world, caplog):
     with caplog.at_level(logging.WARNING):
         world.train(iterations=1)
     assert [record.getMessage() for record in caplog.records if record.name.startswith("ttrl")] == []
+
+
+TEMPLATE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}{# ours #}"
+
+
+def test_a_run_with_a_chat_template_starts_from_a_model_that_has_it(world, tmp_path, capsys):
+    """The model's files stay as they are; the text, not the file, is what the run remembers."""
+    file = tmp_path / "ours.jinja"
+    file.write_text(TEMPLATE)
+    bare = tmp_path / "bare"  # without a template of its own
+    shutil.copytree(world.model, bare)
+    (bare / "chat_template.jinja").unlink()
+    result = world.train(iterations=1, model=str(bare), chat_template=str(file))
+    start = world.run / "iterations/0000/checkpoint"
+    assert (start / "chat_template.jinja").read_text() == TEMPLATE
+    assert not (bare / "chat_template.jinja").exists()
+    assert RunFolder(world.run).config()["chat_template"] == TEMPLATE
+    assert result.checkpoint.is_dir()
+    assert "tool calls: no parser, as its chat template does not show tools" in capsys.readouterr().out
+    file.write_text(TEMPLATE + "{# changed #}")
+    with pytest.raises(RunFolderError, match=r"was started with another config:\n *- chat_template"):
+        world.train(iterations=1, model=str(bare), chat_template=str(file))

@@ -129,6 +129,13 @@ def test_a_template_that_refuses_a_task_is_named(world, tmp_path):
         plan(world.config(tasks_per_iteration=1, model=str(model)), world.tasks(1))
 
 
+def test_prompts_are_counted_with_the_runs_own_chat_template(world):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}XX"
+    longer = template.replace("XX", "X" * 32)
+    short, long = (plan(world.config(tasks_per_iteration=1, chat_template=text), world.tasks(1)) for text in (template, longer))
+    assert long.work.prompt_mean == short.work.prompt_mean + 30
+
+
 def test_assumed_lengths(big):
     assumptions = Assumptions(prompt_tokens=100, completion_tokens=50, signal_share=0.5)
     whole, half = (plan(config_of(big, tasks_per_iteration=64), assumptions=a) for a in (Assumptions(100, 50), assumptions))

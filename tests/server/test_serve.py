@@ -52,7 +52,8 @@ def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == seen["name"] == "m"
     assert seen["dtype"] == TrainConfig(run="r", model="m", iterations=1).resolved(cuda=False).dtype == "fp32"
     assert cli.main(["serve", "m", "--vllm", "x"]) == 2
-    monkeypatch.setattr("ttrl.loop.train.local_model", lambda name: tmp_path / name)
+    folder = "ttrl.server.model_folder.local_folder"
+    monkeypatch.setattr(folder, lambda name, **_: tmp_path / name)
     assert cli.main(["serve", "m", "--adapters", "s3://bucket/run"]) == 0
     assert (seen["model"], seen["adapters_from"]) == (str(tmp_path / "m"), "s3://bucket/run")  # the files that the run has
     assert seen["name"] == "m"  # as it was typed, whatever folder that is

@@ -246,7 +246,7 @@ def test_a_secret_is_never_on_a_command_line(arguments, way_out, tmp_path):
     assert "sesame" not in str(refused.value)
     harmless = {
         "allowed_headers": ["*"],
-        "chat_template": "{{ x }}?y=1",
+        "chat_template_content_format": "{{ x }}?y=1",
         "speculative_config": {"model": "m", "num_speculative_tokens": 3},
         "max_num_seqs": 8,
     }

@@ -155,7 +155,8 @@ def _run_arms(
     of_start = dataclasses.replace(asked, metric=start.metric)
     model = _start(run / "start", config, start, of_start, hardware)
     sampled = {"n": arguments.sets_n, "max_tokens": config.max_tokens}
-    sampled |= {name: how[name] for name in ("dtype", "max_model_len", "server_args")}
+    served = ("dtype", "max_model_len", "server_args", "chat_template")
+    sampled |= {name: how[name] for name in served}
     _ask_sets(model, sets, sampled, run / "start" / "sets.json")
     write_jsonl(run / "examples.jsonl", [dict(one) for one in sft.examples])
     folders: list[tuple[str, Path]] = []
@@ -186,6 +187,7 @@ def _how(config: TrainConfig) -> dict[str, Any]:
         "dtype": None if config.dtype == "auto" else config.dtype,
         "max_model_len": config.context,
         "server_args": {name: value for name, value in config.server.items() if name != "max_model_len"},
+        "chat_template": config.chat_template,
     }
 
 
@@ -271,10 +273,12 @@ def _start(
 ) -> Path:
     """Train the model that a run starts from, unless it is good enough as it is; return its folder."""
     from ttrl.loop.train import local_model  # loads PyTorch
+    from ttrl.server.chat_template import with_chat_template
 
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
     settings = start_settings(config, start.settings, cuda=hardware.cuda)
-    settings["model"] = str(local_model(config.model))
+    model = local_model(config.model, chat_template=config.chat_template is None)
+    settings["model"] = str(with_chat_template(model, config.chat_template, run.absolute() / "model"))
     settings["data"] = str(run / "examples.jsonl")
     fitted = fit_supervised(settings, config, hardware, run)
     return supervised_run(

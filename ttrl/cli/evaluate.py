@@ -41,6 +41,8 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     server.add_argument("--dtype", help="for a server that is started here: fp32, bf16, auto (fp32 on CPU)")
     server.add_argument("--max-model-len", type=int, metavar="N", help="the same: tokens of prompt and reply")
     server.add_argument("--server-args", type=_json_object, default={}, metavar="JSON", help="the same: arguments of vLLM")
+    template = "the same: a file with another chat template than the model's"
+    server.add_argument("--chat-template", metavar="FILE", help=template)
     server.add_argument("--server-log", type=Path, metavar="FILE", help="the same: where it logs")
     server.add_argument("--concurrency", type=int, metavar="N", help="concurrent requests (as many as fit the server's KV cache)")
     kept = parser.add_argument_group("what is kept")

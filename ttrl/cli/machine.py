@@ -53,6 +53,8 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)")
     adapters = "fetch a run's adapters from its mirror, this address, instead of weights from a file system that both share"
     parser.add_argument("--adapters", metavar="ADDRESS", help=adapters)
+    template = "a file with another chat template than the model's"
+    parser.add_argument("--chat-template", metavar="FILE", help=template)
     vllm = "any other argument of vLLM; may be repeated"
     parser.add_argument("--vllm", action="append", default=[], metavar="NAME=VALUE", help=vllm)
     parser.set_defaults(run_command=run_serve)
@@ -63,7 +65,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
     from ttrl.configs.vllm_arguments import argument_problems
     from ttrl.errors import ConfigError
     from ttrl.ready_models import ready_model
+    from ttrl.server.chat_template import templated
     from ttrl.server.cpu import is_cpu_build
+    from ttrl.server.model_folder import local_folder
     from ttrl.server.serve import serve, vllm_arguments
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
@@ -72,23 +76,24 @@ def run_serve(arguments: argparse.Namespace) -> int:
         raise ConfigError("--vllm", refused)
     model = str(ready_model(arguments.model) or arguments.model)
     if arguments.adapters is not None:
-        from ttrl.loop.train import local_model  # here: it imports torch
-
-        model = str(local_model(model))  # the files of the hub that the run has, as their digest is compared
+        # The files of the hub that the run has, as their digest is compared.
+        has_own = arguments.chat_template is not None
+        model = str(local_folder(model, chat_template=not has_own))
     dtype = arguments.dtype
     if dtype == "auto":
         dtype = auto_dtype(cuda=not is_cpu_build())
-    serve(
-        model,
-        name=arguments.model,
-        host=arguments.host,
-        port=arguments.port,
-        key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",
-        log_path=arguments.log,
-        dtype=dtype,
-        max_model_len=arguments.max_model_len,
-        arguments=given,
-        adapters_from=arguments.adapters,
-        say=say,
-    )
+    with templated(model, arguments.chat_template) as folder:
+        serve(
+            folder,
+            name=arguments.model,
+            host=arguments.host,
+            port=arguments.port,
+            key_file=arguments.key_file or Path.home() / ".config" / "ttrl" / "server.key",
+            log_path=arguments.log,
+            dtype=dtype,
+            max_model_len=arguments.max_model_len,
+            arguments=given,
+            adapters_from=arguments.adapters,
+            say=say,
+        )
     return 0

@@ -30,6 +30,8 @@ def add_proxy(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key-variable", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
     server = "arguments of vLLM for a server that is started here: JSON"
     parser.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=server)
+    template = "the same: a file with another chat template than the model's"
+    parser.add_argument("--chat-template", metavar="FILE", help=template)
     parser.set_defaults(run_command=run_proxy)
 
 
@@ -39,6 +41,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     from ttrl.ready_models import ready_model
     from ttrl.rollouts.settings import SamplingSettings
     from ttrl.run_folder.folder import RunFolder
+    from ttrl.server.chat_template import read_chat_template
     from ttrl.server.cpu import is_cpu_build
     from ttrl.server.serve import read_or_make_key
     from ttrl.server.serving import is_address, serving
@@ -49,13 +52,24 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     params: dict[str, Any] = {"temperature": arguments.temperature}
     if arguments.max_tokens is not None:
         params["max_tokens"] = arguments.max_tokens
-    options = {"name": arguments.name, "key_variable": arguments.key_variable, "server_args": arguments.server_args}
+    names = ("name", "key_variable", "server_args", "chat_template")
+    options = {name: getattr(arguments, name) for name in names}
+    if arguments.chat_template is not None:  # the run remembers the text
+        options["chat_template"] = read_chat_template(arguments.chat_template)
     key_file = arguments.key_file or Path.home() / ".config" / "ttrl" / "proxy.key"
     key = read_or_make_key(key_file)
     if not is_address(model) and not RunFolder(run).config():  # what `ttrl replay --train` trains, and how
-        config = TrainConfig(run=str(run), model=model, iterations=1, temperature=arguments.temperature)
+        config = TrainConfig(
+            run=str(run),
+            model=model,
+            iterations=1,
+            temperature=arguments.temperature,
+            chat_template=options["chat_template"],
+        )
         RunFolder(run).remember_config(config.resolved(cuda=not is_cpu_build()).to_dict())
     with serving(model, **options) as served:
+        if served.parsers:
+            say(served.parsers)
         proxy = Proxy(
             SamplingSettings(client=served.endpoint, model=served.model, params=params, weights_version=0, pbar=False),
             run,

@@ -28,8 +28,10 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks or tasks")
     attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
     attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, a model folder or a name of `ttrl models`")
-    vllm = 'for a server that is started here: {"enable_auto_tool_choice": true, "tool_call_parser": "hermes"}'
+    vllm = 'for a server that is started here: arguments of vLLM, such as {"max_model_len": 8192}'
     attempt.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=vllm)
+    template = "the same: a file with another chat template than the model's"
+    attempt.add_argument("--chat-template", metavar="FILE", help=template)
     attempt.add_argument("--reply", action="append", default=[], metavar="TEXT", help="grade this reply; may be repeated")
     replies = "replies of the model to each task (1)"
     attempt.add_argument("--samples-per-task", "--samples", dest="samples", type=int, default=1, metavar="K", help=replies)
@@ -60,5 +62,6 @@ def run_try(arguments: argparse.Namespace) -> int:
     from ttrl.tasks.reference import load_tasks
 
     tasks = load_tasks(arguments.file, arguments.n)
-    options = {name: getattr(arguments, name) for name in ("model", "samples", "max_tokens", "temperature", "server_args")}
+    names = ("model", "samples", "max_tokens", "temperature", "server_args", "chat_template")
+    options = {name: getattr(arguments, name) for name in names}
     return 0 if try_tasks(tasks, say, replies=arguments.reply, **options) else 1

@@ -48,12 +48,14 @@ def try_tasks(
     max_tokens: int = 512,
     temperature: float = 1.0,
     server_args: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
 ) -> bool:
     """Show each task's prompt, replies and grades; return True where every reply was graded.
 
-    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name, for which a vLLM server is started
-        here with `server_args`; it replies `samples` times to each task. None: the `replies` given are graded, and without any
-        only the prompts are said.
+    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name, for which
+        a vLLM server is started here with `server_args` and `chat_template`; it replies `samples`
+        times to each task. None: the `replies` given are graded, and without any only the prompts
+        are said.
     Raises UserError, ServerError.
     """
     if model is None:
@@ -63,10 +65,12 @@ def try_tasks(
     else:
         folder = str(ready_model(model) or model)
         if not is_address(folder):
-            check_model_folder(folder)
+            check_model_folder(folder, chat_template=chat_template is None)
             say(f"starting a vLLM server for {model} (half a minute or more) ...")
         params = {"max_tokens": max_tokens, "temperature": temperature}
-        with serving(folder, server_args=server_args) as served:
+        with serving(folder, server_args=server_args, chat_template=chat_template) as served:
+            if served.parsers:
+                say(served.parsers)
             options: dict[str, Any] = {"n": samples, "params": params, "token_ids": served.is_ours, "pbar": False}
             answers = [
                 result.samples for result in asyncio.run(get_task_results(tasks, served.endpoint, served.model, **options))

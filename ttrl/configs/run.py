@@ -49,6 +49,9 @@ class TrainConfig(Config):
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of servers and trainer; "auto" is bf16 on CUDA and fp32 on CPU."""
 
+    chat_template: str | None = None
+    """Another chat template than the model's, a file or the text, for servers, tokenization and every checkpoint."""
+
     # Sampling
 
     tasks_per_iteration: int = 32
@@ -94,12 +97,10 @@ class TrainConfig(Config):
     repeated with the same seed, settings and weights is served from there."""
 
     sample_files: bool = False
-    """Write each completion of training to a readable text file while it is sampled, in the iteration's folder samples/; to look
-    on: tail -F. A task that comes up again in the same iteration replaces its files. Completions are streamed for it, which
-    costs the client several times the CPU."""
+    """Write each completion of training to a text file while it is sampled, in the iteration's folder samples/ (tail -F shows
+    them). A task that comes up again replaces its files. Completions are streamed, which costs several times the CPU."""
     requests_log: bool = False
-    """Append a line for each request, what it cost and how it ended, to logs/requests.jsonl; of sampling workers to
-    logs/requests.N.jsonl, one for each."""
+    """Append a line for each request, its cost and its end, to logs/requests.jsonl (requests.N.jsonl of each sampling worker)."""
 
     # Validation
 
@@ -220,7 +221,6 @@ class TrainConfig(Config):
     """Seconds that the trainer waits for all nodes when it starts; after that the run ends, and the same command continues it."""
 
     # What is kept, and who is told. None of these changes what is trained either.
-
     keep_checkpoints: int = 3
     """How many of the newest checkpoints and states are kept, besides the best and the last; at least 3, so that either of the
     last two iterations can be trained again from its inputs."""

@@ -32,6 +32,7 @@ from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.task_results import get_task_results
+from ttrl.server.chat_template import read_chat_template, templated
 from ttrl.server.model_folder import check_model, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
 from ttrl.server.vllm import own_argument_problems
@@ -88,6 +89,8 @@ class EvalConfig:
     """The same: tokens of prompt and reply; None: the model's context."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
     """Of vLLM, such as {"tensor_parallel_size": 2}."""
+    chat_template: str | None = None
+    """The same: another chat template than the model's, as text or as the file that it is in."""
     server_log: str | os.PathLike[str] | None = None
     """The file that a server started here logs to; None: one that is deleted with it."""
     cache: str | os.PathLike[str] | None = None
@@ -136,11 +139,14 @@ class EvalConfig:
         found += complaints(lambda: request_kwargs(self.sampling_params()))
         refused = [*own_argument_problems(self.server_args), *argument_problems(self.server_args)]
         found += [f"server_args: {problem}" for problem in refused]
+        if self.chat_template is not None:
+            found += complaints(lambda: read_chat_template(self.chat_template or ""))
         if self.cache is not None:
             found += complaints(self._check_cache)
         if isinstance(self.model, str) and is_address(self.model):
             found += filter(None, [address_problem(self.model)])
-            given = {"dtype": self.dtype, "max_model_len": self.max_model_len, "server_args": self.server_args or None}
+            given = {name: getattr(self, name) for name in ("dtype", "max_model_len", "chat_template")}
+            given["server_args"] = self.server_args or None
             found += [
                 f"{name} is for servers that are started here; one at an address already runs"
                 for name, value in given.items()
@@ -211,15 +217,19 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
     """Evaluate what a config says; see `evaluate`."""
     sets = checked_sets(config)
     config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
+    if config.chat_template is not None:  # the results keep the text
+        template = read_chat_template(config.chat_template)
+        config = dataclasses.replace(config, chat_template=template)
     result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
     started = time.monotonic()
     if config.pbar and not is_address(config.model):
         logger.info("starting a vLLM server for %s (half a minute or more)", config.model)
     with contextlib.ExitStack() as stack:
         samples = stack.enter_context(_samples(config.samples_file))
+        folder = stack.enter_context(templated(config.model, config.chat_template))
         served = stack.enter_context(
             serving(
-                config.model,
+                folder,
                 name=config.name,
                 key_variable=config.key_variable,
                 dtype=config.dtype,
@@ -228,8 +238,12 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
                 log_path=config.server_log,
             )
         )
+        if config.pbar and served.parsers:
+            logger.info("%s", served.parsers)
         result.settings["name"] = served.model
-        digest = _digest(config) if config.cache is not None else None
+        digest = None
+        if config.cache is not None:
+            digest = _digest(dataclasses.replace(config, model=folder))
         for one in sets:
             results = run_async(
                 get_task_results(
@@ -303,7 +317,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     if isinstance(config.model, str) and config.model and not is_address(config.model):
         try:
             if not is_ready(config.model):
-                check_model(config.model)
+                check_model(config.model, chat_template=config.chat_template is None)
         except ModelFolderError as error:
             hint = f"; the address of a server begins with http://: http://{config.model}"
             problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")

@@ -177,6 +177,8 @@ class ServerMember:
             if not self.is_fenced:
                 server.open_version()  # a server without our middleware does not know this path
                 self.is_fenced = True
+            if self.ours is None:
+                server.check_chat_template(checkpoint if has_files else base)
             may_have_it = fresh and has_files and not server.serves_adapters
             if may_have_it and (facts := self._started_with(checkpoint)) is not None:
                 return facts

@@ -2,10 +2,12 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, complaints
 from ttrl.ready_models import is_ready
+from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import check_model
 from ttrl.server.vllm import own_argument_problems
 from ttrl.tasks.rewards import only_evaluates
@@ -42,6 +44,11 @@ def checked(
     server = {name: value for name, value in config.server.items() if name != "max_model_len"}
     problems += [f"server: extra_args: {problem}" for problem in own_argument_problems(server)]
     problems += config.local_problems()
+    if config.chat_template is not None:
+        try:
+            config = replace(config, chat_template=read_chat_template(config.chat_template))
+        except UserError as error:
+            problems.append(str(error))
     if config.sampling:
         from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai
 
@@ -56,7 +63,7 @@ def checked(
         problems += _task_problems(config, tasks, validation_tasks, said)
     if model and config.model and not is_ready(config.model):
         try:
-            check_model(config.model)
+            check_model(config.model, chat_template=config.chat_template is None)
         except ModelFolderError as error:
             errors.append(error)
     if len(errors) == 1 and not problems:

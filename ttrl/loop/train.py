@@ -41,7 +41,9 @@ from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.reader import read_mapping
 from ttrl.run_folder.redo import redo_asked
-from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter, stored_dtype
+from ttrl.server.chat_template import with_chat_template
+from ttrl.server.model_folder import check_model_folder, local_folder, merge_adapter, stored_dtype
+from ttrl.server.parsers import parsers_of
 from ttrl.server.sites import SiteServer
 from ttrl.system.console import Console
 from ttrl.system.processes import reap_leftovers
@@ -81,13 +83,13 @@ def train(
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
     }
     if not is_ready(config.model):
-        check_model_folder(config.model)
+        check_model_folder(config.model, chat_template=config.chat_template is None)
         check_trainable(config.model)
     folder, console = RunFolder(config.run), Console(quiet=quiet)
     is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
     if is_here:
         config = _chosen(config, folder.config() if folder.begun() else {}, console)
-    model = local_model(config.model)
+    model = local_model(config.model, chat_template=config.chat_template is None)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
     redo = redo_asked(redo)
     with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over, redo=redo) as mirror:
@@ -107,6 +109,8 @@ def train(
         for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):
             console.line(f"note: {note}")
         folder.remember_tasks(described)
+        model = with_chat_template(model, config.chat_template, folder.path.absolute() / "model")
+        console.line(parsers_of(model, config.server).said)
         if (warning := check_disk(config, model, folder, len(validation_tasks))) is not None:
             console.line(f"note: {warning}")
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
@@ -210,19 +214,7 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
 def local_model(model: str, *, chat_template: bool = True) -> Path:
     """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub. Raises ModelFolderError, also
     for one without a chat template unless told otherwise."""
-    folder = ready_model(model) or check_model_folder(model, chat_template=chat_template)
-    if folder is None:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-        files, offline = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"], hub_is_out_of_reach()
-        try:
-            folder = Path(snapshot_download(model, allow_patterns=files, local_files_only=offline))
-        except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {NO_HUB if offline else error}") from error
-        check_model_folder(folder, chat_template=chat_template)
-    merge_adapter(folder)
-    return folder.absolute()
+    return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 
 __all__ = ["RunResult", "TrainConfig", "train"]

@@ -34,6 +34,7 @@ from ttrl.plans.warnings import warnings_of
 from ttrl.ready_models import ready_model
 from ttrl.run_folder.config_changes import changes
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
@@ -282,6 +283,8 @@ def _lengths(
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(config.model)
+            if config.chat_template is not None:
+                tokenizer.chat_template = read_chat_template(config.chat_template)
         return task_lengths(config, assumptions, tasks, tokenizer)
     return assumed_lengths(config, assumptions, decoder.shape.vocabulary)
 

@@ -19,6 +19,7 @@ from ttrl.loop.train import local_model
 from ttrl.report.page import write_report
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import metrics_row
+from ttrl.server.chat_template import with_chat_template
 from ttrl.system.console import Console
 from ttrl.system.files import digest, write_json, write_jsonl
 from ttrl.text import percent
@@ -139,7 +140,10 @@ def _can_start_from(original: RunFolder, number: int) -> bool:
 def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
     """Return the model that a run started from. Raises ModelFolderError, and RunFolderError where it is not what it was."""
     linked = original.iteration(0).path / "checkpoint"
-    folder = linked if (linked / "config.json").is_file() else local_model(config.model)
+    folder = linked
+    if not (linked / "config.json").is_file():
+        model = local_model(config.model, chat_template=config.chat_template is None)
+        folder = with_chat_template(model, config.chat_template, original.path.absolute() / "model")
     for name, expected in original.iteration(0).weights("prepare").items():
         path = folder / Path(name).relative_to("checkpoint")
         if not path.is_file() or digest(path) != expected:

@@ -28,9 +28,12 @@ OPEN_PATHS = frozenset({"/health"})
 """Says only "up", and is asked by monitors that do not have the key."""
 FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
-"""GET returns {"weights": those it is open to, or null}; POST, with the header, opens it to those; DELETE closes it."""
+"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, if it is known};
+POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
 NAME_VARIABLE = "TTRL_SERVER_NAME"
+TEMPLATE_VARIABLE = "TTRL_CHAT_TEMPLATE"
+"""SHA-256 of the chat template with which the server writes prompts."""
 PROOF_PATH = "/ttrl/proof"
 """GET ?NUMBER, without a key: {"name": the server's, "proof": derived(key, "proof", NUMBER, name)}."""
 _WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/completions", "/embeddings", "/responses"})
@@ -123,7 +126,10 @@ class RequireKey:
         elif method != "GET":
             return await answer(send, 400, {"error": f"{method} without {FENCE_HEADER}"})
         has = self._open_to()
-        await answer(send, 200, {"weights": None if has is None else _text(has)})
+        weights = None if has is None else _text(has)
+        template = os.environ.get(TEMPLATE_VARIABLE)
+        known = {} if template is None else {"chat_template": template}
+        await answer(send, 200, {"weights": weights, **known})
 
     def _has_key(self, scope: Scope) -> bool:
         for place, (name, value) in enumerate(scope["headers"]):

@@ -14,9 +14,10 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from ttrl.errors import ServerDiedError, ServerError
+from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
 from ttrl.records import ADAPTER_FOLDER, Endpoint
 from ttrl.server.auth import FENCE_HEADER, FENCE_PATH, PROOF_PATH, derived
+from ttrl.server.chat_template import template_digest
 from ttrl.server.model_folder import weights_digest
 from ttrl.text import gib
 
@@ -138,6 +139,18 @@ class ServerConnection:
         """Return which weights it answers for; None: for none, as after any start. Raises ServerError."""
         version: str | None = self.request("GET", FENCE_PATH, timeout=10.0)["weights"]
         return version
+
+    def check_chat_template(self, model: Path) -> None:
+        """Raise WeightSyncError where the server writes prompts with another chat template than that of `model`.
+
+        An older server does not say which it has.
+        """
+        digest = self.request("GET", FENCE_PATH, timeout=10.0).get("chat_template")
+        if digest not in (None, template_digest(model)):
+            raise WeightSyncError(
+                f"the server at {self.base_url} has another chat template than the run's model; start it with "
+                "`ttrl serve` and that model, or with the run's chat_template as --chat-template FILE"
+            )
 
     def weights_digest(self) -> str:
         """Return a name for what this server computes with now, its weights and their dtype, for the cache of

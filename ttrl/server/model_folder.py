@@ -61,9 +61,12 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
     return folder
 
 
-def check_model(model: str) -> None:
-    """Check that a model can be had: a complete folder, or a name that the hub knows. Raises ModelFolderError."""
-    if check_model_folder(model) is None:
+def check_model(model: str, *, chat_template: bool = True) -> None:
+    """Check that a model can be had: a complete folder, or a name that the hub knows.
+
+    Raises ModelFolderError, also for a folder without a chat template unless told otherwise.
+    """
+    if check_model_folder(model, chat_template=chat_template) is None:
         _check_hub(model)
 
 
@@ -102,6 +105,44 @@ def merge_adapter(folder: Path, base: Path | None = None) -> None:
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
         raise ModelFolderError(f"{folder}: the adapter could not be merged into its base: {done.stderr.strip()[-2000:]}")
+
+
+def local_folder(model: str, *, chat_template: bool = True) -> Path:
+    """Return a model's folder with whole weights; download it where `model` is a name on the hub.
+
+    Raises ModelFolderError, also for one without a chat template unless told otherwise.
+    """
+    folder = check_model_folder(model, chat_template=chat_template)
+    if folder is None:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        files = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+        offline = hub_is_out_of_reach()
+        try:
+            downloaded = snapshot_download(model, allow_patterns=files, local_files_only=offline)
+        except (HfHubHTTPError, HFValidationError, OSError) as error:
+            why = NO_HUB if offline else str(error)
+            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {why}") from error
+        folder = check_model_folder(downloaded, chat_template=chat_template)
+        assert folder is not None, "it was just downloaded"
+    merge_adapter(folder)
+    return folder.absolute()
+
+
+def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
+    """Return a file of a model other than its weights, from its folder or from the hub; None where it cannot be had."""
+    if Path(model).exists() or not _HUB_NAME.fullmatch(str(model)):
+        path = Path(model, name)
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    offline = hub_is_out_of_reach()
+    try:
+        return Path(hf_hub_download(str(model), name, local_files_only=offline, etag_timeout=_HUB_SECONDS))
+    except (HfHubHTTPError, HFValidationError, OSError):
+        return None
 
 
 NO_HUB = "this machine does not know its name (no network?), and it is not in the cache; give a model folder"
@@ -215,6 +256,6 @@ def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
     if chat_template and not has_chat_template(folder):
         problems.append(
             "no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; tasks are chat messages, "
-            "so take an instruct model, or set tokenizer.chat_template and save the tokenizer again"
+            "so take an instruct model, or give the setting chat_template a file with a template"
         )
     return problems

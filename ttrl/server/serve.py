@@ -25,6 +25,7 @@ from typing import Any
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
 from ttrl.server.connection import ADAPTER_NAME
 from ttrl.server.model_folder import check_model_folder, weights_digest
+from ttrl.server.parsers import parsers_of
 from ttrl.server.sites import check_store
 from ttrl.server.vllm import HOST, OTHER_MACHINES, VLLMServer
 from ttrl.system.files import read_private
@@ -104,9 +105,11 @@ def serve(
     check_model_folder(model)
     if adapters_from is not None:
         check_store(adapters_from)
-        for name, value in (arguments or {}).items():
-            if name.replace("_", "-") in OTHER_MACHINES and value not in ("mp", "uni", 1, None):
-                raise UserError(f"--adapters is for a server on one machine, where they are fetched to; leave out {name}={value}")
+        for argument, value in (arguments or {}).items():
+            if argument.replace("_", "-") in OTHER_MACHINES and value not in ("mp", "uni", 1, None):
+                raise UserError(
+                    f"--adapters is for a server on one machine, where they are fetched to; leave out {argument}={value}"
+                )
         arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
     server = make_server(
         model,
@@ -121,7 +124,7 @@ def serve(
         api_key=read_or_make_key(key_file),
         adapters_from=adapters_from,
     )
-    say(f"starting vLLM with {model}; its log is {log_path}")
+    say(f"starting vLLM with {name or model}; its log is {log_path}")
     with server:
         address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
         names = " and ".join(repr(known) for known in (SERVED_MODEL_NAME, *server.other_names))
@@ -130,6 +133,7 @@ def serve(
         if adapters_from is not None:
             say(f"that is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
         say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
+        say(parsers_of(model, arguments).said)
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights

@@ -14,7 +14,9 @@ import openai
 
 from ttrl.errors import ServerError, UserError
 from ttrl.records import Endpoint
+from ttrl.server.chat_template import templated
 from ttrl.server.cpu import is_cpu_build
+from ttrl.server.parsers import parsers_of
 from ttrl.server.vllm import VLLMServer
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -32,6 +34,8 @@ class ServedModel:
     """The name under which it is served."""
     is_ours: bool
     """True for a vLLM server that was started here: it returns token ids."""
+    parsers: str = ""
+    """What was chosen for it, in a line; of a server that was started here."""
 
 
 def is_address(model: str) -> bool:
@@ -70,13 +74,15 @@ def serving(
     dtype: str | None = None,
     max_model_len: int | None = None,
     server_args: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
     log_path: str | os.PathLike[str] | None = None,
     start_timeout: float | None = None,
 ) -> Iterator[ServedModel]:
     """Yield the server of an address, whose key is in the environment; or start a vLLM server for a model, and stop it at the
     end.
 
-    name: the name under which an address serves the model; None: the first that it lists. dtype: None: `default_dtype`. log_path:
+    name: the name under which an address serves the model; None: the first that it lists. dtype: None: `default_dtype`.
+    chat_template: another one than the model's, a file or the text, for a server that is started here. log_path:
     the log of the server that is started here; None: a file that is deleted with it. Raises UserError for an address with a key
     in it; ServerError if nothing answers there, or it serves no model of that name; and what VLLMServer raises."""
     if is_address(model):
@@ -90,6 +96,7 @@ def serving(
     with contextlib.ExitStack() as stack:
         if log_path is None:
             log_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ttrl-server-")), "server.log")
+        model = stack.enter_context(templated(model, chat_template))
         server = VLLMServer(
             model,
             served_model_name=_OWN_NAME,
@@ -100,7 +107,7 @@ def serving(
             start_timeout=start_timeout,
         )
         stack.enter_context(server)
-        yield ServedModel(server.endpoint(), _OWN_NAME, True)
+        yield ServedModel(server.endpoint(), _OWN_NAME, True, parsers_of(model, server_args).said)
 
 
 def _served_name(address: str, key: str, name: str | None, key_variable: str) -> str:

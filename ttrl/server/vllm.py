@@ -6,6 +6,7 @@ here imports vLLM or torch. Where training needs something else than vLLM's defa
 
 - `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
 - `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
+- `--tool-call-parser`: the one for the form in which the model writes calls (`ttrl.server.parsers`);
 - `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
 - on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its pages, `--enforce-eager`, and
   the worker inside the engine's process: healthy in 15 s instead of 37 to 70 s, at the same speed. One OpenMP thread for each
@@ -31,10 +32,12 @@ from typing import Any
 
 from ttrl.configs.base import without_secrets
 from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
-from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE
+from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE, TEMPLATE_VARIABLE
+from ttrl.server.chat_template import template_digest
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
+from ttrl.server.parsers import parsers_of
 from ttrl.server.sites import ADAPTERS_VARIABLE
 from ttrl.server.transfer import BACKEND
 from ttrl.system.files import compile_cache
@@ -66,6 +69,8 @@ def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
     given = {name.replace("_", "-"): value for name, value in arguments.items()}
     own = sorted(_OWN_ARGUMENTS & given.keys())
     found = [f"{name} is set by ttrl; there is an argument for it" for name in own]
+    if "chat-template" in given:
+        found.append("chat-template is the setting chat_template, which tokenization follows, too")
     shown = "would be on a command line, which all users of the machine can read"
     for name, value in given.items():
         way_out = _SECRETS.get(name) or _way_out(value)
@@ -174,6 +179,8 @@ class VLLMServer(ServerConnection):
             raise RuntimeError("this server was started already; stop() it first")
         if (folder := check_model_folder(self.model_folder)) is not None:
             merge_adapter(folder)
+        if (problem := parsers_of(self.model_folder, self.extra_args).problem) is not None:
+            raise ConfigError("server", [problem])
         self.policy_folder, self.version, self._stopped = self.model_folder, None, False
         start = time.monotonic()
         self.port = self._hold_port()
@@ -310,6 +317,7 @@ class VLLMServer(ServerConnection):
         if self.serves_adapters:
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)
+        arguments.update(parsers_of(self.model_folder, self.extra_args).arguments)
         middleware = arguments.pop("middleware", None) or []
         middleware = [middleware] if isinstance(middleware, str) else list(middleware)
         if self.adapters_from is not None:
@@ -344,6 +352,7 @@ class VLLMServer(ServerConnection):
         fence = self._private / "weights"
         fence.unlink(missing_ok=True)  # it has not been synced yet
         own = {"VLLM_SERVER_DEV_MODE": "1", KEY_VARIABLE: self.api_key, FENCE_VARIABLE: str(fence)}
+        own[TEMPLATE_VARIABLE] = template_digest(self.model_folder)
         if self.adapters_from is not None:
             own[ADAPTERS_VARIABLE] = json.dumps(
                 [self.adapters_from, str(self._private / "adapters"), os.fspath(self.model_folder)]

@@ -236,8 +236,9 @@ class Chat:
     messages: the conversation so far, the model's replies included; a list of yours to change: what is in it is sent next. Where
         what was said before is changed or left out, the reply is trained as one to another prompt, which costs more tokens.
         A single message of the role "prompt" is no chat: the model goes on with its content, a text or a list of token ids.
-    tools: descriptions of functions that the model may call, as in the OpenAI API (the server must know how to read calls, such
-        as vLLM with --enable-auto-tool-choice --tool-call-parser); once given, they stay.
+    tools: descriptions of functions that the model may call, as in the OpenAI API; once given, they
+        stay. Servers that ttrl starts read calls as the model's chat template writes them
+        (`ttrl.server.parsers`).
     task_id, sample: which rollout this is; a random generator made of them gives the same game each time.
     params: what is sampled with.
     """

@@ -408,3 +408,18 @@ def test_how_large_an_answer_may_be():
         assert 8 * 1000 * size < most_bytes(asked) < 8 * 1000 * size * 4 + 2**22
     assert most_bytes({"max_tokens": 1, "prompt_logprobs": 1}) > most_bytes({"max_tokens": 1}) and most_bytes(None) > 10**8
     assert most_bytes({"max_completion_tokens": 1, "top_logprobs": -1}) > 2**17 * 512
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+        'tool_choice="required" requires --tool-call-parser to be set',
+        'tool_choice=function "look" requires --tool-call-parser to be set',
+    ],
+)
+def test_a_server_without_a_parser_of_calls_is_told_what_to_set(words: str) -> None:
+    body = json.dumps({"error": {"message": words}}).encode()
+    said = str(status_error("http://h:1/v1", 400, body, {}))
+    assert 'server={"tool_call_parser": "hermes"} in a run, server_args (--server-args)' in said
+    assert "--vllm tool_call_parser=hermes for `ttrl serve`" in said and words in said

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
@@ -113,6 +113,20 @@ def render(
         return "".join(pieces), meter.regions
     finally:
         _meter.reset(token)
+
+
+def compile_problem(source: str) -> str | None:
+    """Say why a text is no template of messages; None where it is one."""
+    if len(source) > _MOST_SOURCE:
+        return f"it has {len(source):,} characters, and at most {_MOST_SOURCE:,} are read"
+    try:
+        _compiled(source)
+        names = meta.find_undeclared_variables(_environment().parse(source))
+    except jinja2.TemplateSyntaxError as error:
+        return f"line {error.lineno} is not valid Jinja: {error.message}"
+    if "messages" not in names:
+        return "it never reads `messages`, so every prompt would be the same"
+    return None
 
 
 @functools.lru_cache(32)

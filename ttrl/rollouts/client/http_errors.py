@@ -3,11 +3,20 @@
 import datetime
 import email.utils
 import math
+import re
 from collections.abc import AsyncIterable, Mapping
 
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.wire import loads
 from ttrl.text import gib, one_line
+
+_NO_PARSER = re.compile(r"tool[ _]choice.* requires .*--tool-call-parser to be set")
+_NAME_A_PARSER = (
+    "this server has no parser for the model's tool calls, which a request with tools needs; at its "
+    "start ttrl said why none was chosen. Name the one that reads the model's calls, such as hermes: "
+    'server={"tool_call_parser": "hermes"} in a run, server_args (--server-args) elsewhere, '
+    "--vllm tool_call_parser=hermes for `ttrl serve`; or set chat_template to one that shows tools"
+)
 
 
 def root_of(base_url: str) -> str:
@@ -43,6 +52,8 @@ def status_error(
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
     text = one_line(words or error or body.decode(errors="replace") or "no words")
+    if _NO_PARSER.search(text):
+        text = f"{_NAME_A_PARSER} (vLLM: {text})"
     if len(secret) >= 8:
         text = text.replace(secret, "…")  # some servers repeat the key that they refuse
     if address and status == 401 and "OPENAI_API_KEY" not in text:

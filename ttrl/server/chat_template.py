@@ -1,0 +1,152 @@
+"""The chat template of a model folder, and a model folder with another one.
+
+The setting `chat_template` replaces it by a folder of links to the model's files, with the new
+template among them. Whatever reads the folder then agrees: server, tokenization, checkpoints, the
+digests of caches and of joined servers.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ttrl.data.chat.sandbox import compile_problem
+from ttrl.errors import ModelFolderError, UserError
+from ttrl.server.model_folder import local_folder, small_file
+from ttrl.system.files import atomic_folder
+
+TEMPLATE_FILE = "chat_template.jinja"
+_NAMED = "additional_chat_templates"
+_JINJA = ("{{", "{%")
+_OTHER_TEMPLATES = (TEMPLATE_FILE, "chat_template.json", _NAMED)
+"""What transformers would read besides the new template."""
+_MISTRAL = ("tekken.json", "tokenizer.model.v*")
+"""Files of Mistral's own tokenizer, with which vLLM writes prompts without any template."""
+
+Templates = str | Mapping[str, str]
+"""A template, or several by name, such as "default" and "tool_use"."""
+
+
+def read_chat_template(given: str) -> str:
+    """Return the template that a setting holds, or that is in the file that it names.
+
+    Raises UserError for a file that cannot be read, and for what is no template of messages.
+    """
+    text, place = given, "chat_template"
+    if not any(mark in given for mark in _JINJA):
+        place = f"chat_template {given}"
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or "it is not text"
+            way_out = "give a file, or the text of a template, which contains {{ or {%"
+            raise UserError(f"{place}: the file cannot be read: {why}; {way_out}") from error
+    problem = compile_problem(text)
+    if problem is not None:
+        raise UserError(f"{place}: {problem}")
+    return text
+
+
+def is_with_mistral_tokenizer(model: str | os.PathLike[str]) -> bool:
+    """Tell whether a model comes with the files of Mistral's own tokenizer, which vLLM prefers."""
+    folder = Path(model)
+    if folder.is_dir():
+        return any(any(folder.glob(pattern)) for pattern in _MISTRAL)
+    return small_file(model, "tekken.json") is not None
+
+
+def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
+    """Return the chat template that transformers takes from a model's files; None without one."""
+    templates = {}
+    file = small_file(model, TEMPLATE_FILE)
+    if file is not None:
+        templates["default"] = file.read_text(encoding="utf-8")
+    for named in sorted(Path(model, _NAMED).glob("*.jinja")):
+        templates[named.stem] = named.read_text(encoding="utf-8")
+    if templates:
+        return templates["default"] if templates.keys() == {"default"} else templates
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        found = json_file(model, name).get("chat_template")
+        if isinstance(found, list):
+            return {row["name"]: row["template"] for row in found}
+        if isinstance(found, str) and found:
+            return found
+    return None
+
+
+def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
+    """Return a file of a model; {} where it is missing or holds something else."""
+    file = small_file(model, name)
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def template_digest(model: str | os.PathLike[str]) -> str:
+    """Return SHA-256 of a model's default template, which a run compares with a joined server's."""
+    found = chat_template_of(model) or ""
+    default = found if isinstance(found, str) else found.get("default", "")
+    return hashlib.sha256(default.encode()).hexdigest()
+
+
+def with_chat_template(model: Path, template: str | None, folder: Path) -> Path:
+    """Return `folder`: links to the files of `model`, and the template; `model` without one.
+
+    A folder that an earlier call made is used again if it is the same. Raises ModelFolderError.
+    """
+    if template is None:
+        return model
+    links = _links(model)
+    if folder.is_dir():
+        if _is_made_of(folder, links, template):
+            return folder
+        shutil.rmtree(folder)
+    with atomic_folder(folder) as temporary:
+        for name, target in links.items():
+            (temporary / name).symlink_to(target)
+        (temporary / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+    return folder
+
+
+@contextlib.contextmanager
+def templated(model: str, given: str | None) -> Iterator[str]:
+    """Yield the model's folder with another chat template for a while; `model` itself without one.
+
+    given: a template, or the file that it is in. Raises UserError, and ModelFolderError where the
+    model has to be downloaded and cannot be.
+    """
+    if given is None:
+        yield model
+        return
+    template = read_chat_template(given)
+    with tempfile.TemporaryDirectory(prefix="ttrl-model-") as temporary:
+        source = local_folder(model, chat_template=False)
+        yield str(with_chat_template(source, template, Path(temporary, "model")))
+
+
+def _links(model: Path) -> dict[str, Path]:
+    skipped = set(_OTHER_TEMPLATES)
+    if is_with_mistral_tokenizer(model):
+        if not (model / "tokenizer.json").is_file():
+            raise ModelFolderError(
+                f"{model} has only Mistral's own tokenizer, which takes no chat template; "
+                "leave chat_template out, or add a tokenizer.json"
+            )
+        skipped |= {path.name for pattern in _MISTRAL for path in model.glob(pattern)}
+    return {path.name: path.resolve() for path in model.iterdir() if path.name not in skipped}
+
+
+def _is_made_of(folder: Path, links: Mapping[str, Path], template: str) -> bool:
+    try:
+        has = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
+    found = {path.name: path.resolve() for path in folder.iterdir() if path.is_symlink()}
+    return has == template and found == links

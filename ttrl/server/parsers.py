@@ -1,0 +1,284 @@
+"""Choose vLLM's parser of tool calls for a model, by how its chat template writes calls.
+
+vLLM refuses requests with tools unless it is started with `--enable-auto-tool-choice` and
+`--tool-call-parser NAME`. Each parser reads one form of calls. So the chat template is the
+evidence: it is rendered with a tool and a call of that tool, and the text says which parser reads
+it. A form that is not in the table has no parser. Sources, for vLLM 0.32: its pages
+docs/features/tool_calling.md and docs/features/reasoning_outputs.md, and the code in
+vllm/tool_parsers, which says what tokenizers must have.
+
+A parser of reasoning is chosen only if asked for (`reasoning_parser` is "auto"). It takes the
+thinking out of a reply's content, which would change what graders read, and an agent that does not
+send it back would have its earlier turns rendered without it.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttrl.data.chat.rendering import ChatTemplate
+from ttrl.errors import ModelFolderError, TokenizationError
+from ttrl.server.chat_template import (
+    Templates,
+    chat_template_of,
+    is_with_mistral_tokenizer,
+    json_file,
+)
+from ttrl.server.model_folder import small_file
+
+AUTO = "auto"
+"""As the name of a parser: the one that fits the model."""
+_OFF = (None, "", "none")
+_NAME, _ARGUMENT, _VALUE = "ttrl_look", "ttrl_at", "ttrl_hall"
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _NAME,
+        "description": "Look.",
+        "parameters": {
+            "type": "object",
+            "properties": {_ARGUMENT: {"type": "string", "description": "Where."}},
+            "required": [_ARGUMENT],
+        },
+    },
+}
+_CALL_ID = "123456789"  # Mistral's templates refuse ids of other lengths
+_CALL = {
+    "id": _CALL_ID,
+    "type": "function",
+    "function": {"name": _NAME, "arguments": json.dumps({_ARGUMENT: _VALUE})},
+}
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of tool calls, and the parser that reads it."""
+
+    parser: str
+    pattern: str
+    """Found in a conversation with a tool and its call, as the template writes it."""
+    tokens: tuple[str, ...] = ()
+    """What the tokenizer must have: without them vLLM ends at its start."""
+
+
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+)
+_FORMS = (
+    # Qwen 2.5 and 3, QwQ, Hermes 2 Pro and 3, and whoever took over their form
+    _Form("hermes", rf'<tool_call>\s*\{{"name": "{_NAME}", "arguments": \{{'),
+    # Qwen3-Coder, Qwen 3.5
+    _Form("qwen3_xml", rf"<tool_call>\s*<function={_NAME}>"),
+    # Llama 3.1 to 3.3
+    _Form(
+        "llama3_json",
+        rf'<\|end_header_id\|>\s*\{{"name": "{_NAME}", "parameters": \{{',
+        ("<|python_tag|>",),
+    ),
+    _Form(
+        "mistral",
+        rf'\[TOOL_CALLS\]\s*(\[\{{"name": "{_NAME}"|{_NAME}\[ARGS\])',
+        ("[TOOL_CALLS]",),
+    ),
+    # Phi-4-mini with the template in vLLM's examples; its own shows no tools
+    _Form("phi4_mini_json", r'functools\[\{"name": \[function name\], "arguments": '),
+    # Granite 3: its template shows the form in words only
+    _Form(
+        "granite",
+        r"respond only with <\|tool_call\|> followed by a JSON list",
+        ("<|tool_call|>",),
+    ),
+    # GLM 4.5 to 4.7. vLLM constrains their calls to the tools' names, also without `strict`.
+    _Form("glm45", rf"<tool_call>{_NAME}\s*<arg_key>"),
+    _Form(
+        "deepseek_v3",
+        rf"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{_NAME}",
+        _DEEPSEEK,
+    ),
+    _Form("deepseek_v31", rf"<｜tool▁call▁begin｜>{_NAME}<｜tool▁sep｜>", _DEEPSEEK),
+    _Form("kimi_k2", rf"<\|tool_call_begin\|>functions\.{_NAME}:\d"),
+    _Form("olmo3", rf"<function_calls>\s*{_NAME}\({_ARGUMENT}="),
+    _Form("openai", rf"to=functions\.{_NAME}<\|channel\|>commentary"),  # gpt-oss
+)
+
+
+@dataclass(frozen=True)
+class _Thinking:
+    """A family that thinks before it answers, and the parser that takes the thinking out."""
+
+    parser: str
+    model_types: str
+    """A pattern."""
+    pattern: str
+    """Found in the source of the chat template."""
+    tokens: tuple[str, ...] = ("<think>", "</think>")
+
+
+_THINKING = (
+    _Thinking("qwen3", r"qwen3.*", "<think>"),  # but Qwen3-Instruct-2507, which does not think
+    _Thinking("glm45", r"glm4.*", "<think>"),
+    # QwQ, DeepSeek R1's distillations: the prompt opens the thinking, and the parser relies on that
+    _Thinking("deepseek_r1", r"qwen2|llama", r"add_generation_prompt.*<think>"),
+    _Thinking("openai_gptoss", r"gpt_oss", r"<\|channel\|>", ()),
+)
+
+
+@dataclass(frozen=True)
+class Parsers:
+    """The parsers of a server."""
+
+    arguments: Mapping[str, Any]
+    """vLLM's, by name."""
+    said: str
+    """What was chosen and why, in a line."""
+    problem: str | None = None
+    """Why vLLM would not start with these arguments."""
+
+
+def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = None) -> Parsers:
+    """Return the parsers for a model folder or a name on the hub.
+
+    given: the user's arguments of vLLM. A parser that is named there is taken; None or "none"
+    stands for no parser. Raises nothing for a model that cannot be read: it has no parser.
+    """
+    named = {name.replace("_", "-"): value for name, value in (given or {}).items()}
+    tools = named.get("tool-call-parser", AUTO)
+    switch = named.get("enable-auto-tool-choice")
+    reasoning = named.get("reasoning-parser")
+    evidence = _Evidence.of(model) if AUTO in (tools, reasoning) else _Evidence()
+    arguments: dict[str, Any] = {"enable-auto-tool-choice": True}
+    problem = None
+    if switch is False or tools in _OFF:
+        arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
+        said = "tool calls: no parser, as the settings say"
+    elif tools != AUTO:
+        arguments["tool-call-parser"] = tools
+        said = f"tool calls: vLLM's parser {tools!r}, as the settings say"
+    elif evidence.parser is not None:
+        arguments["tool-call-parser"] = evidence.parser
+        said = f"tool calls: vLLM's parser {evidence.parser!r}, by the model's chat template"
+    else:
+        arguments = {"tool-call-parser": None, "enable-auto-tool-choice": None}
+        said = f"tool calls: no parser, as {evidence.why}"
+        said += "; requests with tools need tool_call_parser"
+    if switch is True and arguments["tool-call-parser"] is None:
+        problem = "enable_auto_tool_choice is true, but there is no tool_call_parser"
+        if tools == AUTO:
+            problem += f" for this model: {evidence.why}"
+        problem += "; name one, such as 'hermes'"
+    if reasoning == AUTO:
+        arguments["reasoning-parser"] = evidence.thinking
+        thinking = f"parser {evidence.thinking!r}"
+        if evidence.thinking is None:
+            thinking = "no parser is known for the model"
+        said += f"; reasoning: {thinking}"
+    elif reasoning == "none":
+        arguments["reasoning-parser"] = None
+    return Parsers(arguments, said, problem)
+
+
+@dataclass(frozen=True)
+class _Evidence:
+    """What a model's files say of parsers."""
+
+    parser: str | None = None
+    why: str = ""
+    """Why there is no parser of calls."""
+    thinking: str | None = None
+
+    @classmethod
+    def of(cls, model: str | os.PathLike[str]) -> "_Evidence":
+        template = chat_template_of(model)
+        if template is None:
+            return cls(why="its chat template cannot be read here")
+        source = _source(template)
+        thinking = _thinking(model, source)
+        try:
+            written = _written(_FilesOfTokenizer.of(model, template))
+        except (ModelFolderError, TokenizationError) as error:
+            return cls(why=f"its chat template fails: {error}", thinking=thinking)
+        if written is None:
+            return cls(why="its chat template does not show tools to the model", thinking=thinking)
+        form = next((form for form in _FORMS if re.search(form.pattern, written)), None)
+        if form is None:
+            why = "its chat template writes calls in no form that ttrl knows a parser for"
+            return cls(why=why, thinking=thinking)
+        lacking = _lacking(model, form.tokens)
+        if lacking:
+            names = ", ".join(lacking)
+            why = f"the tokenizer lacks {names}, which the parser {form.parser!r} needs"
+            return cls(why=why, thinking=thinking)
+        if form.parser == "mistral" and is_with_mistral_tokenizer(model):
+            why = "with Mistral's own tokenizer vLLM would sample calls by a grammar"
+            return cls(why=why, thinking=thinking)
+        return cls(form.parser, thinking=thinking)
+
+
+@dataclass(frozen=True)
+class _FilesOfTokenizer:
+    """What a chat template needs of a tokenizer, read without loading transformers."""
+
+    chat_template: Templates
+    name_or_path: str
+    special_tokens_map: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: str | os.PathLike[str], template: Templates) -> "_FilesOfTokenizer":
+        special = {}
+        for name, value in json_file(model, "tokenizer_config.json").items():
+            text = value.get("content") if isinstance(value, dict) else value
+            if name.endswith("_token") and isinstance(text, str):
+                special[name] = text
+        return cls(template, os.fspath(model), special)
+
+
+def _written(tokenizer: _FilesOfTokenizer) -> str | None:
+    """Return a conversation with a tool and a call of it; None where it does not show the tool.
+
+    Of a template that refuses calls, it is the prompt, which may say how to write them. Raises
+    ModelFolderError, TokenizationError.
+    """
+    template = ChatTemplate(tokenizer, [_TOOL])
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Where is it?"}]
+    prompt = template.render(template.prepared(messages), answer_next=True)
+    if _ARGUMENT not in prompt:
+        return None
+    messages.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
+    messages.append({"role": "tool", "tool_call_id": _CALL_ID, "name": _NAME, "content": "Here."})
+    try:
+        return prompt + template.render(template.prepared(messages), answer_next=False)
+    except TokenizationError:
+        return prompt
+
+
+def _source(template: Templates) -> str:
+    return template if isinstance(template, str) else "\n".join(template.values())
+
+
+def _thinking(model: str | os.PathLike[str], source: str) -> str | None:
+    model_type = str(json_file(model, "config.json").get("model_type", ""))
+    for family in _THINKING:
+        is_family = re.fullmatch(family.model_types, model_type) is not None
+        if is_family and re.search(family.pattern, source, re.DOTALL):
+            return None if _lacking(model, family.tokens) else family.parser
+    return None
+
+
+def _lacking(model: str | os.PathLike[str], tokens: Sequence[str]) -> list[str]:
+    """Return which of these tokens the tokenizer's files do not name."""
+    if not tokens:
+        return []
+    files = [small_file(model, name) for name in ("tokenizer.json", "tokenizer_config.json")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files if file is not None)
+    missing = []
+    for token in tokens:
+        spellings = (json.dumps(token), json.dumps(token, ensure_ascii=False))
+        if not any(spelling in text for spelling in spellings):
+            missing.append(token)
+    return missing
