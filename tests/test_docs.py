@@ -166,7 +166,7 @@ def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
         assert config.model in READY_MODELS
         return
     name = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
-    shape = json.loads((ROOT / "tests" / "architectures.json").read_text())[name]
+    shape = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())[name]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     made = plan(dataclasses.replace(config, model=str(tmp_path)), gpu=for_gpu[1])
     assert not [warning for warning in made.warnings if "fit" in warning], str(made)

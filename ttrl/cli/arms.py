@@ -125,7 +125,10 @@ def run_arms(
     problems += setting_problems(SFT, sft_settings(config, sft.settings))
     checked(config, tasks, held_out, model=False, problems=problems)
     if arguments.check:
-        return run_recipe(arguments, config, tasks, held_out, "")
+        said = run_recipe(arguments, config, tasks, held_out, "")
+        if arguments.plan is None or arguments.plan.json:
+            return said
+        return f"{said}\n\nThis is the arm {RL}; with --probe, the plan has the others, too."
     planned = _planned(arguments, named, start, sft)
     if arguments.plan:
         said = run_recipe(arguments, config, tasks, held_out, "")

@@ -200,7 +200,8 @@ def local_model(model: str, *, chat_template: bool = True) -> Path:
         try:
             folder = Path(snapshot_download(model, allow_patterns=files, local_files_only=offline))
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {NO_HUB if offline else error}") from error
+            why = f"{NO_HUB}; give a model folder" if offline else error
+            raise ModelFolderError(f"{model} cannot be downloaded from the hub: {why}") from error
         check_model_folder(folder, chat_template=chat_template)
     merge_adapter(folder)
     return folder.absolute()

@@ -100,7 +100,7 @@ def merge_adapter(folder: Path, base: Path | None = None) -> None:
         raise ModelFolderError(f"{folder}: the adapter could not be merged into its base: {done.stderr.strip()[-2000:]}")
 
 
-NO_HUB = "this machine does not know its name (no network?), and it is not in the cache; give a model folder"
+NO_HUB = "this machine does not know its name (no network?), and it is not in the cache"
 
 
 def hub_is_out_of_reach() -> bool:
