@@ -90,7 +90,7 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     assert cli.main(["sweep", str(path)]) == 0
     assert calls(tmp_path)[4:] == ["wide,seed=1"]
     said = capsys.readouterr().out
-    assert "3 TFLOP" in said and "tasks_per_iteration" in said and "wide,seed=0, wide,seed=1" in said
+    assert "3 TFLOP" in said and "tasks_per_iteration" in said and "\nwide  2      2 2 " in said
     assert (tmp_path / "runs/shape/compare.html").is_file()
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
     names = {"wide,seed=0", "wide,seed=1", "deep,seed=0", "deep,seed=1"}

@@ -455,8 +455,10 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
     for name, each in {"start": [start], **files}.items():
         if name != RL:
             for one in compare_seeds(files[RL], each, confidence=found.confidence):
-                verdict = "" if one.difference is None else one.difference.verdict
-                table.append([name, *one.row(), verdict if name != "start" else ""])
+                verdict = ""
+                if one.difference is not None and name != "start":
+                    verdict = one.difference.verdict(found.confidence) if len(each) > 1 else "one seed"
+                table.append([name, *one.row(), verdict])
     return dataclasses.replace(found, sets=table)
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 from ttrl.errors import ConfigError, UserError
@@ -207,6 +208,7 @@ def run_study(arguments: argparse.Namespace) -> int:
 
     options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "device", "seed")}
     if is_run:
+        say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
         every = study_run.study_run(arguments.path, **options, seen=lambda row: say(study_run.row_text(row)))
         say(study_run.last_words(every))

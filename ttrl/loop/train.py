@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,9 +42,13 @@ from ttrl.run_folder.redo import redo_asked
 from ttrl.server.model_folder import NO_HUB, check_model_folder, hub_is_out_of_reach, merge_adapter
 from ttrl.server.sites import SiteServer
 from ttrl.system.console import Console
+from ttrl.system.frames import data_frame
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.text import gib
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,11 @@ class RunResult:
     metrics: list[dict[str, Any]]
     """One row per iteration, the model before training (0) included, as in metrics.jsonl."""
     report: Path
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each iteration and the columns of metrics.jsonl, such
+        as "train.loss". Raises UserError where pandas is not installed."""
+        return data_frame(self.metrics, ("iteration",))
 
 
 def train(

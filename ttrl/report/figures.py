@@ -83,6 +83,8 @@ def learning(run: RunData) -> list[Figure]:
     if band:
         caption += " The band: where the mean would lie for other tasks of this kind (95% interval)."
     before = "Mean over the samples of each iteration, before that iteration's update."
+    if some := run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None:
+        before += f" Not every sample has {name}: the mean is over those that do, {some} in the newest iteration."
     title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
     return [*_lines(run, title, caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 
