@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.compared_runs import make_run
 
 from ttrl import cli
 from ttrl.cli.sweep import read_sweep
 from ttrl.errors import UserError
-
-HERE = Path(__file__).parent.parent / "report"
 
 RECIPE = """
     import os, pathlib, shutil, sys
@@ -75,9 +74,6 @@ def test_a_recipe_by_its_name_over_models(sweep, capsys):
 
 def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, capsys, monkeypatch):
     path = sweep(arms=ARMS, seeds=[0, 1], by="flops")
-    monkeypatch.syspath_prepend(HERE)
-    from test_comparison import make_run  # here: a script that imports it takes seconds
-
     for arm, settings in ARMS.items():
         for seed in (0, 1):
             make_run(tmp_path / "made" / f"{arm},seed={seed}", seed=seed, iterations=2, **settings)

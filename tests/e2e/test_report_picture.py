@@ -7,6 +7,9 @@ from pathlib import Path
 
 import picture_report
 import pytest
+from support.compared_runs import make_run
+
+from ttrl.report.comparison import compare_runs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 TOOL = Path(__file__).parents[2] / "tools" / "picture_report.py"

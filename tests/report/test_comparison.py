@@ -2,42 +2,15 @@
 
 import json
 import random
-import sys
 
 import pytest
-import yaml
+from support.compared_runs import TASKS, make_run
 
 from ttrl import cli
 from ttrl.errors import UserError
 from ttrl.intervals import difference_over_seeds, paired_difference
 from ttrl.report.comparison import compare_runs, spent
 from ttrl.run_folder.reader import read_run
-
-TASKS = 40
-
-
-def make_run(folder, *, seed=0, skill=0.5, gain=0.05, iterations=4, flops=1e12, **settings):
-    """A run whose held-out tasks are right where a number of their own lies below its skill, which grows with the iterations."""
-    noise = random.Random(seed)
-    rows = []
-    for number in range(iterations + 1):
-        level = skill + gain * number + 0.02 * noise.gauss(0, 1)
-        lines = []
-        for task in range(TASKS):
-            right = float(random.Random(task).random() < level)
-            messages = [{"role": "user", "content": f"task {task}"}]
-            lines.append({"task_id": f"v{task}", "sample": 0, "messages": messages, "reward": right, "metrics": {"exact": right}})
-        path = folder / "iterations" / f"{number:04d}" / "validation.jsonl"
-        path.parent.mkdir(parents=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        exact = sum(line["reward"] for line in lines) / TASKS
-        row = {"iteration": number, "validation": {"exact": exact}, "validation_reward": exact, "validation_samples": TASKS}
-        row |= {"seconds": {"total": 10.0}, "flops": {"total": flops, "cumulated": flops * (number + 1)}}
-        rows.append(row | ({"reward": level, "completion_tokens": 1000} if number else {}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"run": str(folder), "seed": seed, "validation_metric": "exact", "model": f"{folder}/warm_start/checkpoint"}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"training": {"lr": 1e-4}, **settings}))
-    return folder
 
 
 def test_arms_are_compared_where_the_shortest_ended(tmp_path):
@@ -155,11 +128,11 @@ def test_what_held_out_samples_take_is_no_cost_of_training(tmp_path):
     assert found == pytest.approx([0.7e12, 1.3e12, 1.9e12, 2.5e12, 3.1e12])
 
 
-def test_one_seed_and_few_tasks_are_said_first(tmp_path, monkeypatch):
+def test_one_seed_and_few_tasks_are_said_first(tmp_path):
     """Runs of one seed are told apart, their settings are not called better."""
-    monkeypatch.setattr(sys.modules[__name__], "TASKS", 12)
-    base = make_run(tmp_path / "base", skill=0.2, gain=0)
-    found = compare_runs([base, make_run(tmp_path / "other", skill=0.9, gain=0, objective="gspo")])
+    base = make_run(tmp_path / "base", skill=0.2, gain=0, tasks=12)
+    other = make_run(tmp_path / "other", skill=0.9, gain=0, tasks=12, objective="gspo")
+    found = compare_runs([base, other])
     (said,) = found.verdicts()
     assert said.startswith("with one seed, other scored higher than base on these tasks: held-out exact +")
     text = found.table()

@@ -186,7 +186,7 @@ class EvalResult:
             for task in one.tasks
             for number, score in enumerate(task["scores"])
         ]
-        return data_frame(rows, ("set", "task_id", "digest", "sample", "score"))
+        return data_frame(rows, columns=("set", "task_id", "digest", "sample", "score"))
 
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the JSON, whole or not at all, and return the path."""

@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 from ttrl.instruments.tokens import outliers_text
 from ttrl.system.files import write_json
 
-
 _WIDTH = 100
 
 

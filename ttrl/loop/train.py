@@ -67,7 +67,7 @@ class RunResult:
     def to_pandas(self) -> "DataFrame":
         """Return a DataFrame with a row for each iteration and the columns of metrics.jsonl, such
         as "train.loss". Raises UserError where pandas is not installed."""
-        return data_frame(self.metrics, ("iteration",))
+        return data_frame(self.metrics, columns=("iteration",))
 
 
 def train(

@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ttrl.monitoring.drift import limits
 from ttrl.report import words
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
 from ttrl.run_folder.metrics import FLOPS_PARTS
@@ -250,8 +251,7 @@ def training(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Sampler against trainer",
-            "|difference| of the log-probabilities that both give the sampled tokens, nats. In fp32 about 1e-6; above "
-            "0.01, they no longer compute with the same weights or settings (or the tokens are of an older policy).",
+            _apart(run),
             apart,
             log=True,
         ),
@@ -264,6 +264,18 @@ def training(run: RunData) -> list[Figure]:
             y_range=(0.0, 1.0),
         ),
     ]
+
+
+def _apart(run: RunData) -> str:
+    """Say what the chart of sampler and trainer shows, with the limits that hold for the run."""
+    config = run.config
+    allowed = limits(config.get("dtype"), config.get("device"), config.get("drift_limits"))
+    beyond = f"means above {compact(allowed.mean)} or 99.9th percentiles above {compact(allowed.p999)}"
+    return (
+        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding alone makes some, more in "
+        f"larger models and in bf16. For this run's dtype and device, {beyond} under the sampler's own weights mean that the two "
+        "compute with different weights or settings; docs/watching.md lists what healthy runs have."
+    )
 
 
 def _gradient_noise(run: RunData) -> list[Figure]:

@@ -157,7 +157,7 @@ class TaskResults(Sequence[TaskResult]):
                 row: dict[str, Any] = {name: getattr(sample, name) for name in _COLUMNS if name != "tokens"}
                 row["tokens"] = None if sample.token_ids is None else len(sample.token_ids)
                 rows.append(row | {"metrics": sample.scores})
-        return data_frame(rows, _COLUMNS)
+        return data_frame(rows, columns=_COLUMNS)
 
     def __len__(self) -> int:
         return len(self._results)

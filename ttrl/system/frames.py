@@ -1,6 +1,7 @@
 """Tables for pandas, of whatever has rows: samples, tasks of an evaluation, iterations of a run.
 
-pandas is imported when a table is asked for: nothing else in ttrl needs it.
+pandas is imported when a table is asked for: nothing else in ttrl needs it. What a table is made
+of says which columns it has: `EvalResult`, `TaskResults`, `RunResult`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,12 +16,13 @@ if TYPE_CHECKING:
 
 def data_frame(
     rows: Iterable[Mapping[str, Any]],
+    *,
     columns: Iterable[str] = (),
 ) -> "DataFrame":
     """Return a DataFrame of rows; mappings inside them become columns with dotted names.
 
-    columns: those that come first, and are there even if no row has them. Values that a row lacks
-    are missing (NaN).
+    columns: those that come first, and are there even if no row has them. The others follow in the
+    order in which rows first have them. Values that a row lacks are missing (NaN).
 
     Raises UserError where pandas is not installed.
     """
