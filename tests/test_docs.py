@@ -17,7 +17,9 @@ from support.readme import first_task
 from ttrl import TrainConfig, plan
 from ttrl.cli.commands import SUBCOMMANDS, main
 from ttrl.configs import GRPOConfig
+from ttrl.monitoring.loggers import make_loggers
 from ttrl.ready_models import READY_MODELS
+from ttrl.system.console import Console
 from ttrl.tasks.reference import load_tasks
 from ttrl.training.models.families import COMPOSITES, FAMILIES
 
@@ -158,6 +160,27 @@ def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
         assert asyncio.run(output) == expected
 
 
+def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for MLflow, which is none of ours."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/runs.md").read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "import mlflow" in block)
+    (tmp_path / "mlflow_logger.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[object] = []
+    fake = types.SimpleNamespace(
+        set_experiment=told.append,
+        start_run=lambda: told.append("started"),
+        log_metrics=lambda metrics, step: told.append((metrics, step)),
+        end_run=lambda: told.append("ended"),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    entry = {"name": "mlflow_logger.MLflow", "experiment": "letters"}
+    loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
+    loggers.log([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}])
+    loggers.close()
+    assert told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
+
+
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))
 def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
     """By the plan: on the GPU that their first line names, and the one without a GPU here."""
@@ -168,7 +191,7 @@ def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
         assert config.model in READY_MODELS
         return
     name = config.model.removeprefix("Qwen/").removesuffix("-Instruct").lower().replace("-", "_")
-    shape = json.loads((ROOT / "tests" / "architectures.json").read_text())[name]
+    shape = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())[name]
     (tmp_path / "config.json").write_text(json.dumps(shape))
     made = plan(dataclasses.replace(config, model=str(tmp_path)), gpu=for_gpu[1])
     assert not [warning for warning in made.warnings if "fit" in warning], str(made)

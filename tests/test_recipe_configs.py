@@ -28,7 +28,7 @@ from ttrl.training.policy.lora import apply_lora, is_adapter
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "recipe_configs").glob("*.yaml"))
-ARCHITECTURES = json.loads((ROOT / "tests" / "architectures.json").read_text())
+ARCHITECTURES = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 GPUS = re.compile(
     r"# (?P<count>\d+) x (?P<gigabytes>\d+) GB GPU(?: in (?P<machines>\d+) machines)?; rows of up to (?P<row>\d+) pos"
 )

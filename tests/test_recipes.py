@@ -19,7 +19,7 @@ from ttrl.plans.choices import choose
 from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
-MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
+MODELS = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 
 
@@ -281,7 +281,8 @@ def test_overfitting_refuses_what_it_would_have_to_override(tmp_path: Path, monk
         (["--iterations", "9"], "iterations=8", "--iterations is 9, and --set says iterations=8; leave one out"),
         (["--cluster", "auto"], "cluster=h:1", "--cluster is auto, and --set says cluster=h:1; leave one out"),
         ([], "seed=3", "--set seed=3: write --seed instead, as the recipe itself uses it, too"),
-        ([], "model=m", "--set model=m: write --model instead, as the recipe itself uses it, too"),
+        (["--model", "tiny"], "model=m", "--model is tiny, and --set says model=m; leave one out"),
+        ([], "model=tiny", None),
         ([], "run=r", "--set run=r: write --run instead, as the recipe itself uses it, too"),
         (["--seed", "3"], "seed=3", None),
         ([], "iterations=8", None),
@@ -292,11 +293,28 @@ def test_a_setting_that_an_option_contradicts_is_refused(
 ) -> None:
     arguments = ["--check", "--run", str(tmp_path), *option, "--set", setting]
     if said is None:
-        run("countdown", monkeypatch, *arguments, "--model", "tiny")
+        own = ["--model", "tiny"] * ("model" not in setting)
+        run("countdown", monkeypatch, *arguments, *own)
         return
     with pytest.raises(ConfigError) as caught:
         run("countdown", monkeypatch, *arguments)
     assert caught.value.problems == [said]
+
+
+@pytest.mark.parametrize("name", ["letter_counting", "countdown"])
+def test_a_model_that_is_set_is_the_recipes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with --model, also where the recipe would make one of its own, and settings follow it."""
+    configs: list[TrainConfig] = []
+
+    def train(config, *, tasks, validation_tasks):
+        configs.append(config)
+        return types.SimpleNamespace(metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)])
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
+    for given in (["--model", "tiny"], ["--set", "model=tiny"]):
+        run(name, monkeypatch, "--run", str(tmp_path), *given)
+    assert configs[0] == configs[1]
+    assert configs[0].model == "tiny"
 
 
 def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

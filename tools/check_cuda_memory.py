@@ -53,7 +53,7 @@ from ttrl.training.policy.activations import checkpoint_layers
 from ttrl.training.policy.lora import adapted, apply_lora, frozen_part, hold_base
 from ttrl.training.policy.policy import HeadOptions, Policy
 
-ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
+ARCHITECTURES = json.loads((Path(__file__).parents[1] / "ttrl" / "costs" / "architectures.json").read_text())
 MODELS = {"0.5B": "qwen2.5_0.5b", "7B": "qwen2.5_7b", "32B": "qwen2.5_32b", "70B": "llama3.3_70b"}
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -56,7 +56,7 @@ HOUSE = {
     "text": _room(),
     "version": _room(),
     "intervals": _room(),
-    "system": _room("text", "safetensors obstore tqdm psutil pynvml"),  # safetensors' error class alone: it loads no torch
+    "system": _room("text", "safetensors obstore tqdm psutil pynvml pandas"),  # safetensors' error class alone: it loads no torch
     # What passes between rooms, and what is known without running anything.
     "records": _room(),
     "tiny_model": _room("", "torch transformers tokenizers"),

@@ -102,7 +102,7 @@ CASES: dict[str, Case] = {
 }
 
 NOT_ALLOCATED = ("context", "NCCL", "allocator's gaps")
-ARCHITECTURES = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text())
+ARCHITECTURES = json.loads((Path(__file__).parents[1] / "ttrl" / "costs" / "architectures.json").read_text())
 FULL: dict[str, Any] = {"dtype": "bf16", "drift_rows": "first_update", "updates_per_iteration": 2}
 """Of all models on a GPU; two steps, the second of which is timed."""
 RECOMPUTED = FULL | CHECKPOINTING

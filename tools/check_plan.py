@@ -56,8 +56,8 @@ def compare(run: Path, peaks: dict[str, float]) -> list[PlanOutcome]:
 
 
 def choices_for(name: str, count: int, gigabytes: int, training: dict[str, Any], **settings: Any) -> Choices:
-    """What is chosen for a model of tests/architectures.json."""
-    model = json.loads((Path(__file__).parents[1] / "tests" / "architectures.json").read_text(encoding="utf-8"))[name]
+    """What is chosen for a model of ttrl/costs/architectures.json."""
+    model = json.loads((Path(__file__).parents[1] / "ttrl" / "costs" / "architectures.json").read_text(encoding="utf-8"))[name]
     config = TrainConfig(run="", model="", iterations=1, training=training, **settings)
     return choose(model, config, [1e9 * gigabytes] * count, advise=False)
 

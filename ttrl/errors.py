@@ -7,6 +7,7 @@ TtrlError
 │   ├── ModelFolderError        a model folder: missing, incomplete, of a family that ttrl does not train, no chat template
 │   ├── TokenizationError       tokens of a sample that are not known exactly
 │   │   └── TemplateRefusalError  a chat template raised an error for these messages
+│   ├── UnmovedStepError        an optimizer step that moved nothing, which leaves nothing to study
 │   ├── PackError               packed tensors that break their contract, or cannot be read
 │   └── RunFolderError          a run folder: made with another config, damaged, of an owner elsewhere
 │       └── RunFolderInUseError   another process has it, and lives
@@ -70,6 +71,14 @@ class TokenizationError(UserError):
 
 class TemplateRefusalError(TokenizationError):
     """The chat template raised an error for these messages; the message says which."""
+
+
+class UnmovedStepError(UserError):
+    """An optimizer step moved nothing. updates: how many steps its iteration has."""
+
+    def __init__(self, message: str, updates: int) -> None:
+        super().__init__(message)
+        self.updates = updates
 
 
 class PackError(UserError):

@@ -168,10 +168,15 @@ class Difference:
     """Tasks on which the second does better."""
     worse: int
 
-    @property
-    def verdict(self) -> Literal["better", "worse", "no difference"]:
-        """Return what the interval says of the second; "no difference" where it holds 0: none was seen, there may be one."""
-        return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference"
+    def verdict(self, confidence: float) -> Literal["better", "worse", "no difference"]:
+        """Return what interval and test say of the second where they agree.
+
+        "no difference": none was seen, there may be one. With few tasks, the interval may leave 0
+        out although chance does as much more often than 1 - confidence.
+        """
+        if self.low <= 0 <= self.high or self.p_value > 1 - confidence:
+            return "no difference"
+        return "better" if self.low > 0 else "worse"
 
 
 def paired_difference(

@@ -1,17 +1,18 @@
 """`ttrl sweep`: which runs a file means, that finished ones are not run again, and the comparison at the end."""
 
 import json
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import yaml
+from support.compared_runs import make_run
 
 from ttrl import cli
 from ttrl.cli.sweep import read_sweep
 from ttrl.errors import UserError
-
-HERE = Path(__file__).parent.parent / "report"
 
 RECIPE = """
     import os, pathlib, shutil, sys
@@ -59,11 +60,20 @@ def test_every_arm_with_every_combination_and_seed(sweep, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 8 and not Path("runs").exists()
 
 
+def test_a_recipe_by_its_name_over_models(sweep, capsys):
+    """Each run has its model, in a folder of its own, and its command is one that the recipe takes."""
+    path = sweep(recipe="letter_counting", grid={"model": ["tiny", "models/other"]}, arguments=["--check"])
+    commands = read_sweep(path).commands()
+    assert list(commands) == ["model=tiny,seed=0", "model=models_other,seed=0"]
+    for name, code, said in (("tiny", 0, "the settings are right"), ("models_other", 1, "models/other")):
+        command = [sys.executable, *commands[f"model={name},seed=0"]]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert ended.returncode == code
+        assert said in ended.stdout + ended.stderr
+
+
 def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, capsys, monkeypatch):
     path = sweep(arms=ARMS, seeds=[0, 1], by="flops")
-    monkeypatch.syspath_prepend(HERE)
-    from test_comparison import make_run  # here: a script that imports it takes seconds
-
     for arm, settings in ARMS.items():
         for seed in (0, 1):
             make_run(tmp_path / "made" / f"{arm},seed={seed}", seed=seed, iterations=2, **settings)
@@ -76,7 +86,7 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     assert cli.main(["sweep", str(path)]) == 0
     assert calls(tmp_path)[4:] == ["wide,seed=1"]
     said = capsys.readouterr().out
-    assert "3 TFLOP" in said and "tasks_per_iteration" in said and "wide,seed=0, wide,seed=1" in said
+    assert "3 TFLOP" in said and "tasks_per_iteration" in said and "\nwide  2      2 2 " in said
     assert (tmp_path / "runs/shape/compare.html").is_file()
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
     names = {"wide,seed=0", "wide,seed=1", "deep,seed=0", "deep,seed=1"}
@@ -101,7 +111,9 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
     with pytest.raises(UserError, match=r"unknown key 'grids'(.|\n)*recipe is 5; it must be a str"):
         read_sweep(path)
     path = sweep(seeds=["a"], by="hours", arms={"a": 3}, grid={"lr": 1}, recipe="none.py")
-    with pytest.raises(UserError, match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no file none.py(.|\n)*by is 'hours'"):
+    with pytest.raises(
+        UserError, match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no file or recipe none.py(.|\n)*by is 'hours'"
+    ):
         read_sweep(path)
     with pytest.raises(UserError, match="that is a single run"):
         read_sweep(sweep())

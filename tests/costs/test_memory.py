@@ -25,7 +25,7 @@ from ttrl.training.policy.policy import Policy
 
 ROOT = Path(__file__).parents[2]
 
-ARCHITECTURES = json.loads((ROOT / "tests" / "architectures.json").read_text())
+ARCHITECTURES = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 QWEN = ARCHITECTURES["qwen2.5_7b"]
 ONCE = Workload(4096, microbatches=1)
 SMALL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 500}

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import picture_report
 import pytest
+from support.compared_runs import make_run
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import Sample, TokenizedResult
+from ttrl.report.comparison import compare_runs
 from ttrl.report.page import write_report
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -124,6 +126,19 @@ def test_it_fits_a_desktop_and_a_phone(tool, page):
         assert width == 780 and height > 2 * 844  # two pixels to one on a phone
         assert browser.overflow() == 0, "it scrolls sideways"
         assert browser.picture(page, 390, 844, whole=True, dark=False) != phone  # it follows the reader's setting
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_comparison_is_not_cut_off(tool, tmp_path, width):
+    """Of three arms with long names: neither the page nor a table in it scrolls sideways."""
+    settings = ({"objective": "gspo"}, {"objective": "ppo"}, {"objective": "reinforce"})
+    runs = [make_run(tmp_path / f"an_arm_with_a_long_name_{n}", **one) for n, one in enumerate(settings)]
+    page = compare_runs(runs).write_html(tmp_path / "compare.html")
+    hidden = "Math.max(...[...document.querySelectorAll('.wide')].map(e => e.scrollWidth - e.clientWidth))"
+    with tool.Browser(tool.find_chromium()) as browser:
+        browser.picture(page, width, 844, whole=True, dark=False)
+        assert browser.overflow() == 0
+        assert browser.call("Runtime.evaluate", expression=hidden)["result"]["value"] == 0
 
 
 def test_pages_turn_without_any_script_of_the_page(tool, page):

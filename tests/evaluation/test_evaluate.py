@@ -15,7 +15,10 @@ from ttrl.errors import ConfigError, ServerError, UserError
 from ttrl.evaluation.comparison import compare_seeds
 from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import FAMILIES, TaskSpec
+from ttrl.evaluation.results import EvalResult, SetResult
 from ttrl.intervals import difference_over_seeds, wilson
+from ttrl.records import Sample, TaskResult
+from ttrl.rollouts.results import TaskResults
 from ttrl.server.serving import ServedModel, serving
 
 
@@ -89,6 +92,18 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
     assert "1 of 10 samples were cut off" in table
     others = [name for name in fruit.metrics if name != fruit.score]
     assert others and all(f"fruit: {name} {fruit.metrics[name].mean:.3f} (" in table for name in others[:1])
+
+
+def test_a_metric_that_some_samples_lack_says_how_many_have_it() -> None:
+    messages = [{"role": "user", "content": "?"}]
+    samples = [Sample(task_id="a", sample=n, messages=messages, reward=0.5, metrics={"form": 1.0}) for n in range(3)]
+    samples[0].metrics["right"] = 1.0
+    results = TaskResults([TaskResult(task_id="a", messages=messages, samples=samples)])
+    one = SetResult.of("mine", [Task(messages, len, id="a")], results, samples_per_task=3)
+    assert one.partial_metrics == {"right": 1}
+    (line,) = [line for line in EvalResult(model="m", settings={}, sets=[one]).table().splitlines() if "form" in line]
+    assert "right 1.000 (0.207 to 1.000; in 1 sample)" in line
+    assert "(in " not in line[line.index("form") : line.index("right")]
 
 
 def test_several_samples_and_pass_at_k(address: str) -> None:

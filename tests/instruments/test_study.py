@@ -21,12 +21,12 @@ from ttrl.cli import main
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing import masks
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.errors import UserError
+from ttrl.errors import UnmovedStepError
 from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.study import study
-from ttrl.instruments.study_report import draw_tokens
+from ttrl.instruments.study_report import draw_tokens, headline
 from ttrl.instruments.study_run import draw_noise
 from ttrl.training import batches
 from ttrl.training.kernels import attention, logprobs
@@ -268,8 +268,41 @@ def test_a_step_that_moved_nothing_is_named(model_folder, tmp_path, monkeypatch)
         dataclasses.replace(one, advantage=0.0) for one in random_samples(number, (3, 5), 2)
     ])  # fmt: skip
     checkpoint = train(tmp_path, 1, model_folder())
-    with pytest.raises(UserError, match="update 1 of iteration 1 moved nothing"):
+    with pytest.raises(UnmovedStepError, match="update 1 of iteration 1 moved nothing"):
         study(checkpoint, sequences=16, factors=[1.0])
+
+
+def test_a_step_of_learning_rate_0_is_named(model_folder, tmp_path, capsys):
+    """As the first one of a warm-up is; a study of the run leaves it out."""
+    model = model_folder()
+    folder = tmp_path / "run"
+    first = train(folder / "iterations", 1, model, lr=0.0)
+    with pytest.raises(UnmovedStepError, match="update 1 of iteration 1 moved nothing: its learning rate is 0"):
+        study(first, sequences=16, factors=[1.0])
+    train(folder / "iterations", 2, first, first.parent / "state")
+    assert main(["study", str(folder), "--sequences", "16"]) == 0
+    found = json.loads((folder / "study" / "study.json").read_text())
+    assert (found["unmoved"], [one["iteration"] for one in found["steps"]]) == ([1], [2])
+    assert "Left out: steps of iterations 1 that moved nothing." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [
+        (-0.04, "it fell: -0.04 ± 0.01 (-2%), measured on other answers. Answers become more alike"),
+        (0.04, "it rose: +0.04 ± 0.01 (+2%), measured on other answers. Answers become more varied"),
+        (0.019, "it did not change beyond the noise: +0.019 ± 0.01"),
+    ],
+)
+def test_the_first_lines_say_what_was_measured(measured, said):
+    own = {"eta": 1e-3, "measured": measured, "error": 0.01, "first": -0.05}
+    entropy = {"rao_blackwell": {"value": 2.0, "error": 0.1}}
+    found = {"global_step": 7, "lr": 1e-3, "entropy": entropy, "sweep": [own, own | {"eta": 4e-3}]}
+    text = headline(found | {"linear_regime": (1e-3, 4e-3)})
+    assert text.startswith("What optimizer step 7 did to the entropy of whole answers")
+    assert said in text
+    assert text.endswith("The gradient predicts -0.05, and is right within 10% up to 4 learning rates.")
+    assert "off by more than 10%" in headline(found | {"linear_regime": (1e-4, 5e-4)})
 
 
 def test_the_policy_that_sampled_leaves_nothing_behind(model_folder, tmp_path):
@@ -409,6 +442,7 @@ def test_the_command(run, tmp_path, capsys):
     arguments = ["study", str(run), "--sequences", "8", "--factors", "1,-1", "--kernel", "9", "--output", str(tmp_path / "study")]
     assert main(arguments) == 0
     said = capsys.readouterr().out
+    assert said.startswith("What optimizer step 2 did to the entropy of whole answers")
     assert "true step: cosine" in said and "Entropy of an answer" in said and "ESS" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
@@ -446,6 +480,8 @@ def test_every_step_of_a_run(run, tmp_path, capsys):
     assert found["right"] == sum(one["measured"] * one["first"] > 0 for one in found["steps"])
     assert found["linear"] == len(linear) and found["linear_right"] == sum(one["measured"] * one["first"] > 0 for one in linear)
     assert f"in {found['right']} of 2 steps" in said
+    assert said.startswith("How each optimizer step changed the entropy of whole answers")
+    assert "before the first of 2 steps to" in said
     assert (folder / "study" / "steps.png").read_bytes().startswith(b"\x89PNG")
     assert main(["study", str(folder), "--kernel", "3", "--factors", "1"]) == 2
     assert "is a run" in capsys.readouterr().err

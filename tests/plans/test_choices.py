@@ -22,7 +22,7 @@ from ttrl.plans.open_settings import CHOSEN, as_begun, value_of
 from ttrl.system.console import Console
 
 ROOT = Path(__file__).parents[2]
-MODELS = json.loads((ROOT / "tests" / "architectures.json").read_text())
+MODELS = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 GB = 1e9
 WAYS = {
     "whole": {},

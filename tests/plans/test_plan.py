@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from ttrl import Task, TrainConfig, train
 from ttrl.cli import main
-from ttrl.cli.settings import read_config
+from ttrl.cli.settings import read_planned
 from ttrl.configs import GRPOConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import decoder_parameters
@@ -35,7 +35,7 @@ from ttrl.training.counts import work_counts
 from ttrl.training.timing import matmul_peak
 
 ROOT = Path(__file__).parents[2]
-QWEN = json.loads((ROOT / "tests" / "architectures.json").read_text())["qwen2.5_7b"]
+QWEN = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())["qwen2.5_7b"]
 HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")
 
 
@@ -365,16 +365,17 @@ def test_measured_seconds_count_for_the_same_model_device_and_settings_alone(wor
         sources, made = planned(*arguments)
         assert sources == {"rough"} and any("do not count" in line and name in line for line in made["warnings"])
     assert planned("--set", f"model={big}")[1]["completions_from"] == "other"
-    config, _, _ = read_config(world.run, elsewhere=True)
+    config = read_planned(world.run, elsewhere=True).config
     assert (config.device, config.dtype, config.num_threads, config.trainer_memory) == ("auto", "auto", None, "auto")
-    assert read_config(world.run, ["trainer_memory=free"], elsewhere=True)[0].trainer_memory == "free"
+    assert read_planned(world.run, ["trainer_memory=free"], elsewhere=True).config.trainer_memory == "free"
 
 
 def test_a_recipes_config_is_planned_as_its_first_line_promises(big):
-    made = plan(read_config(ROOT / "recipe_configs" / "qwen2.5_7b.yaml", [f"model={big}"])[0], gpu="H100", recipe_only=True)
+    asked = read_planned(ROOT / "recipe_configs" / "qwen2.5_7b.yaml", [f"model={big}"])
+    made = plan(asked.config, gpu="H100", recipe_only=True)
     assert (made.work.seq_len, made.processes) == (16_384, 4) and not warned("does not fit", made)
     assert f"in all            {made.memory.peak / 2**30:.3g} GiB of 74.5 GiB" in str(made)
-    config, _, _ = read_config(ROOT / "recipe_configs" / "llama3.3_70b.yaml", [f"model={big}", "seq_len=4096"])
+    config = read_planned(ROOT / "recipe_configs" / "llama3.3_70b.yaml", [f"model={big}", "seq_len=4096"]).config
     assert (config.nnodes, config.nproc_per_node, config.seq_len) == (2, 8, 4096) and not config.problems()
 
 
@@ -546,17 +547,17 @@ def test_the_command_on_a_recipes_config(big, capsys):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipe_configs").glob("*.yaml")))
 def test_every_recipe_config_can_be_read(name, big):
-    config, run, recipe_only = read_config(ROOT / "recipe_configs" / name, [f"model={big}"])
-    assert recipe_only and run is None and config.model == big
+    asked = read_planned(ROOT / "recipe_configs" / name, [f"model={big}"])
+    assert asked.recipe_only and asked.run is None and asked.config.model == big
 
 
 def test_the_command_on_a_run(world, capsys):
     world.train(iterations=1)
     assert main(["plan", str(world.run), "--set", "iterations=50", "lr=1e-3"]) == 0
     assert "50 iterations" in capsys.readouterr().out
-    config, run, recipe_only = read_config(world.run, ["lr=1e-3"])
-    assert run == world.run and not recipe_only and config.recipe_config({}).lr == 1e-3
-    assert read_config(world.run, ["training.lr=1e-3"])[0] == config  # as config.yaml has it
+    asked = read_planned(world.run, ["lr=1e-3"])
+    assert asked.run == world.run and not asked.recipe_only and asked.config.recipe_config({}).lr == 1e-3
+    assert read_planned(world.run, ["training.lr=1e-3"]).config == asked.config  # as config.yaml has it
 
 
 @pytest.mark.parametrize(
@@ -575,7 +576,7 @@ def test_what_is_no_config_is_refused(text, settings, message, tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises((UserError, ConfigError), match=message):
-        read_config(path, settings)
+        read_planned(path, settings)
 
 
 def test_what_cannot_be_planned_is_said(big, tmp_path):

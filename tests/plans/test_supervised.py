@@ -10,7 +10,7 @@ from ttrl import TrainConfig
 from ttrl.plans.choices import IGNORE_VARIABLE
 from ttrl.plans.supervised import ArmsPlan, Hardware, fit_supervised, sft_settings, start_settings
 
-MODELS = json.loads((Path(__file__).parents[1] / "architectures.json").read_text())
+MODELS = json.loads((Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text())
 OWN = {"lr": 1e-5, "batch_size": 32, "seq_len": 4096, "rows_per_microbatch": 4}
 CPU = Hardware([], 64e9)
 

@@ -4,39 +4,13 @@ import json
 import random
 
 import pytest
-import yaml
+from support.compared_runs import TASKS, make_run
 
 from ttrl import cli
 from ttrl.errors import UserError
 from ttrl.intervals import difference_over_seeds, paired_difference
 from ttrl.report.comparison import compare_runs, spent
 from ttrl.run_folder.reader import read_run
-
-TASKS = 40
-
-
-def make_run(folder, *, seed=0, skill=0.5, gain=0.05, iterations=4, flops=1e12, **settings):
-    """A run whose held-out tasks are right where a number of their own lies below its skill, which grows with the iterations."""
-    noise = random.Random(seed)
-    rows = []
-    for number in range(iterations + 1):
-        level = skill + gain * number + 0.02 * noise.gauss(0, 1)
-        lines = []
-        for task in range(TASKS):
-            right = float(random.Random(task).random() < level)
-            messages = [{"role": "user", "content": f"task {task}"}]
-            lines.append({"task_id": f"v{task}", "sample": 0, "messages": messages, "reward": right, "metrics": {"exact": right}})
-        path = folder / "iterations" / f"{number:04d}" / "validation.jsonl"
-        path.parent.mkdir(parents=True)
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        exact = sum(line["reward"] for line in lines) / TASKS
-        row = {"iteration": number, "validation": {"exact": exact}, "validation_reward": exact, "validation_samples": TASKS}
-        row |= {"seconds": {"total": 10.0}, "flops": {"total": flops, "cumulated": flops * (number + 1)}}
-        rows.append(row | ({"reward": level, "completion_tokens": 1000} if number else {}))
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = {"run": str(folder), "seed": seed, "validation_metric": "exact", "model": f"{folder}/warm_start/checkpoint"}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"training": {"lr": 1e-4}, **settings}))
-    return folder
 
 
 def test_arms_are_compared_where_the_shortest_ended(tmp_path):
@@ -49,7 +23,7 @@ def test_arms_are_compared_where_the_shortest_ended(tmp_path):
     assert one.difference is None and two.difference.mean == pytest.approx(two.mean - one.mean) and two.difference.mean > 0.1
     assert two.difference.low > 0 and one.interval[0] < one.mean < one.interval[1]
     assert dict(found.settings()) == {"training.lr": ["0.0001", "0.0002"], "tasks_per_iteration": ["not set", "8"]}
-    assert "other seeds" in found.table()
+    assert "tell two runs apart, not their settings" in found.table()
     by_flops = compare_runs([base, better], by="flops")  # 7e12 and 10e12 in all
     assert by_flops.reached == 7e12 and [arm.points[0].iteration for arm in by_flops.arms] == [6, 2]
     assert [compare_runs([base, better], by=by).reached for by in ("tokens", "seconds")] == [4000, 50]
@@ -152,6 +126,29 @@ def test_what_held_out_samples_take_is_no_cost_of_training(tmp_path):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = spent(read_run(run))["flops"]
     assert found == pytest.approx([0.7e12, 1.3e12, 1.9e12, 2.5e12, 3.1e12])
+
+
+def test_one_seed_and_few_tasks_are_said_first(tmp_path):
+    """Runs of one seed are told apart, their settings are not called better."""
+    base = make_run(tmp_path / "base", skill=0.2, gain=0, tasks=12)
+    other = make_run(tmp_path / "other", skill=0.9, gain=0, tasks=12, objective="gspo")
+    found = compare_runs([base, other])
+    (said,) = found.verdicts()
+    assert said.startswith("with one seed, other scored higher than base on these tasks: held-out exact +")
+    text = found.table()
+    assert "is better" not in text
+    warned = [text.index("tell two runs apart, not their settings"), text.index("only 12 held-out tasks: each of them is 0.083")]
+    assert max(warned) < text.index(said) < text.index("95% interval")
+    page = found.write_html(tmp_path / "page.html").read_text()
+    assert page.index("only 12 held-out tasks") < page.index(said) < page.index("<table")
+
+
+def test_a_difference_that_only_its_interval_sees_is_none():
+    """Of 8 tasks, 5 better and none worse: the interval leaves 0 out, and chance does so in one of 16."""
+    d = paired_difference([[0.0]] * 5 + [[1.0]] * 3, [[1.0]] * 8)
+    assert d.low > 0 and d.p_value == pytest.approx(2 / 2**5)
+    assert d.verdict(0.95) == "no difference"
+    assert d.verdict(0.9) == "better"
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,12 @@ def test_summary_figures_and_what_stands_out_fit_the_terminal(tmp_path):
     assert " ! In 90% of the groups every sample was wrong" in text
 
 
+def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
+    ends = [{"iteration": n, "validation_reward": 0.2 + 0.2 * n, "trained": bool(n)} for n in (0, 1, 2)]
+    write_run(tmp_path / "run", [{**row, "validation": {"right": 0.0, "words": 12.5 * n}} for n, row in enumerate(ends, 1)])
+    assert "from 0.2 to 0.6 in 2 iterations. Held out, too: right 0% → 0%." in report_text(tmp_path / "run")
+
+
 def test_a_run_in_which_nothing_stands_out_says_so(tmp_path):
     write_run(tmp_path / "run", rows(0))
     assert report_text(tmp_path / "run").endswith("Nothing stands out.")

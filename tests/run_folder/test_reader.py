@@ -14,3 +14,10 @@ def test_failed_held_out_samples_are_named_with_the_figure() -> None:
     row = {"iteration": 1, "validation_reward": 0.5, "validation_sampling": "greedy, 4 tasks", "validation_failed": 3}
     assert reader.held_out_text(row, "reward") == "0.500 (greedy, 4 tasks, 3 samples failed)"
     assert reader.held_out_text(row | {"validation_failed": 0}, "reward") == "0.500 (greedy, 4 tasks)"
+
+
+def test_a_held_out_metric_that_some_samples_lack_says_so() -> None:
+    row = {"validation": {"exact": 0.5, "form": 1.0}, "validation_sampling": "greedy, 64 tasks"}
+    row |= {"validation_partial_metrics": {"exact": 12}}
+    assert reader.held_out_text(row, "exact") == "0.500 (greedy, 64 tasks, exact of 12 samples)"
+    assert reader.held_out_text(row, "form") == "1.000 (greedy, 64 tasks)"

@@ -125,7 +125,10 @@ def run_arms(
     problems += setting_problems(SFT, sft_settings(config, sft.settings))
     checked(config, tasks, held_out, model=False, problems=problems)
     if arguments.check:
-        return run_recipe(arguments, config, tasks, held_out, "")
+        said = run_recipe(arguments, config, tasks, held_out, "")
+        if arguments.plan is None or arguments.plan.json:
+            return said
+        return f"{said}\n\nThis is the arm {RL}; with --probe, the plan has the others, too."
     planned = _planned(arguments, named, start, sft)
     if arguments.plan:
         said = run_recipe(arguments, config, tasks, held_out, "")
@@ -456,8 +459,10 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
     for name, each in {"start": [start], **files}.items():
         if name != RL:
             for one in compare_seeds(files[RL], each, confidence=found.confidence):
-                verdict = "" if one.difference is None else one.difference.verdict
-                table.append([name, *one.row(), verdict if name != "start" else ""])
+                verdict = ""
+                if one.difference is not None and name != "start":
+                    verdict = one.difference.verdict(found.confidence) if len(each) > 1 else "one seed"
+                table.append([name, *one.row(), verdict])
     return dataclasses.replace(found, sets=table)
 
 

@@ -69,7 +69,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser, given = make_parser(), sys.argv[1:] if argv is None else argv
     if not given:  # somebody looks around
         parser.exit(2, parser.format_help())
-    arguments = parser.parse_args(given)
+    arguments, others = parser.parse_known_args(given)
+    if others and not getattr(arguments, "takes_others", False):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.others = others
     handler = logging.StreamHandler()
     handler.setFormatter(Lines("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

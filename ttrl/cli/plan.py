@@ -1,16 +1,93 @@
-"""`ttrl plan CONFIG`: what a run will take."""
+"""`ttrl plan`: what a run will take, of a run, a config, a model, a script or a recipe."""
 
 import argparse
+import dataclasses
+import difflib
 import json
+import os
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from ttrl.errors import UserError
+
+if TYPE_CHECKING:
+    from ttrl.configs.run import TrainConfig
+    from ttrl.plans.plan import Plan
+    from ttrl.tasks.task import Task
+
+_PLAN = """Say what a run will take: memory, disk, FLOPs, time, money.
+
+    ttrl plan Qwen/Qwen3-4B --gpu 1x24GB     a model: a name on the hub or of `ttrl models`, a folder
+    ttrl plan structured_output              a recipe by its name
+    ttrl plan my_task.py --seed 1            a script, such as `ttrl tasks new` writes
+    ttrl plan run.yaml --set lora_rank=16    a file of settings, as for `ttrl train`
+    ttrl plan runs/NAME                      a run, with the lengths and times that it measured
+
+What is no option below goes to the script or recipe. Of a model, one iteration is planned with the
+defaults of `ttrl config`; --set changes them."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """How a plan is made, and printed. To a script, they are passed as JSON (`--plan JSON`)."""
+
+    gpu: str | None = None
+    probe: bool = False
+    price_per_hour: float | None = None
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    signal_share: float | None = None
+    json: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "PlanOptions":
+        """Read what a script was given behind --plan."""
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: --plan stands without a value; `ttrl plan SCRIPT` plans in other ways"
+            ) from None
+
+    def plan(
+        self,
+        config: "TrainConfig",
+        tasks: Sequence["Task"] = (),
+        validation_tasks: Sequence["Task"] = (),
+        *,
+        recipe_only: bool = False,
+        run: Path | None = None,
+    ) -> "Plan":
+        """Plan a run. Raises what `ttrl.plan` raises."""
+        from ttrl.loop.plan import plan  # loads PyTorch
+        from ttrl.plans.lengths import Assumptions
+
+        return plan(
+            config,
+            tasks,
+            validation_tasks,
+            assumptions=Assumptions(self.prompt_tokens, self.completion_tokens, self.signal_share),
+            gpu=self.gpu,
+            probe=self.probe,
+            price_per_hour=self.price_per_hour,
+            recipe_only=recipe_only,
+            run=run,
+        )
+
+    def text(self, made: "Plan") -> str:
+        """Write a plan for a person, or as JSON."""
+        return json.dumps(made.to_dict(), indent=2) if self.json else str(made)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    config = "a run folder, its config.yaml, or a recipe's config (recipe_configs/)"
-    parser.add_argument("config", type=Path, metavar="CONFIG", help=config)
-    others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
+    parser.description = _PLAN
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    what = "a model, a recipe, a script, a run folder, or a file of settings (recipe_configs/, too)"
+    parser.add_argument("config", metavar="WHAT", help=what)
+    others = "settings to use instead: model=FOLDER iterations=100 lora_rank=16"
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=others)
     parser.add_argument("--tasks", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME: tasks whose prompts are counted")
     parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts, where there are no tasks (200)")
@@ -21,30 +98,72 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="NAME", help=which)
     parser.add_argument("--price-per-hour", type=float, metavar="P", help="of the whole machine")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run_command=run_plan)
+    parser.set_defaults(run_command=run_plan, takes_others=True)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
+    """Plan what is named, or become the script, which plans itself."""
     print(f"ttrl plan: reading {arguments.config}", file=sys.stderr, flush=True)
-    from ttrl.cli.settings import read_config
-
-    config, run, recipe_only = read_config(arguments.config, arguments.set, elsewhere=arguments.gpu is not None)
-    from ttrl.loop.plan import plan  # loads PyTorch, for which no mistake in a config waits
-    from ttrl.plans.lengths import Assumptions
+    how = PlanOptions(**{one.name: getattr(arguments, one.name) for one in dataclasses.fields(PlanOptions)})
+    script = _script(arguments.config)
+    if script is not None:
+        return _plan_script(script, arguments, how)
+    if arguments.others:
+        raise UserError(f"{' '.join(arguments.others)}: `ttrl plan` of what is no script has no such option")
+    from ttrl.cli.settings import Planned, model_run, read_planned
     from ttrl.tasks.reference import load_tasks
 
-    tasks: list[Any] = []
-    if arguments.tasks is not None:
-        tasks = load_tasks(arguments.tasks, config.tasks_per_iteration * config.iterations)
-    made = plan(
-        config,
-        tasks,
-        assumptions=Assumptions(arguments.prompt_tokens, arguments.completion_tokens, arguments.signal_share),
-        gpu=arguments.gpu,
-        probe=arguments.probe,
-        price_per_hour=arguments.price_per_hour,
-        recipe_only=recipe_only,
-        run=None if tasks else run,
-    )
-    print(json.dumps(made.to_dict(), indent=2) if arguments.json else str(made))
+    own = arguments.tasks is None
+    if Path(arguments.config).exists() or arguments.config.endswith((".yaml", ".yml", ".json")):
+        given = {"elsewhere": arguments.gpu is not None, "with_tasks": own}
+        asked = read_planned(Path(arguments.config), arguments.set, **given)
+    else:
+        _check_name(arguments.config)
+        asked = Planned(model_run(arguments.config, arguments.set))
+    if not own:
+        count = asked.config.tasks_per_iteration * asked.config.iterations
+        asked = dataclasses.replace(asked, run=None, tasks=load_tasks(arguments.tasks, count))
+    more: dict[str, Any] = {"recipe_only": asked.recipe_only, "run": asked.run}
+    print(how.text(how.plan(asked.config, asked.tasks, asked.validation_tasks, **more)))
     return 0
+
+
+def _script(what: str) -> Path | None:
+    """Return the script or recipe of that name, if it is one. Raises UserError for a script that
+    cannot be run."""
+    from ttrl.cli.runs import recipes, script_named
+
+    is_recipe = what.replace("-", "_") in recipes() and not Path(what).exists()
+    return script_named(what) if is_recipe or what.endswith(".py") else None
+
+
+def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) -> int:
+    """Become a script that plans itself; does not return. Raises UserError for one that would train
+    instead."""
+    if arguments.tasks is not None:
+        raise UserError(f"--tasks {arguments.tasks}: {script} has tasks of its own; leave --tasks out")
+    if "script_arguments(" not in script.read_text(encoding="utf-8", errors="replace"):
+        raise UserError(
+            f"{script} would train, as it reads no options; build it on script_arguments() and run_recipe(), as what "
+            f"`ttrl tasks new` writes, or call ttrl.plan(config, tasks) in it"
+        )
+    settings = ["--set", *arguments.set] if arguments.set else []
+    options = [*arguments.others, *settings, "--plan", json.dumps(dataclasses.asdict(how))]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, str(script), *options])
+
+
+def _check_name(name: str) -> None:
+    """Raise UserError for what is neither a model's name nor anything else that can be planned."""
+    from ttrl.cli.runs import recipes
+    from ttrl.ready_models import READY_MODELS, is_ready
+
+    if is_ready(name) or name.count("/") == 1:
+        return
+    known = [*READY_MODELS, *recipes()]
+    near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise UserError(
+        f"there is nothing named {name!r}; {hint}Give a run folder, a file of settings, a script, a model folder, a name on the "
+        f"hub (ORG/NAME), or one of {', '.join(known)}"
+    )

@@ -13,11 +13,13 @@ import dataclasses
 import inspect
 import json
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ttrl.cli.plan import PlanOptions
 from ttrl.cli.settings import settings_in, with_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, TaskError, TtrlError, UserError
@@ -36,13 +38,15 @@ from ttrl.tiny_model import make_tiny_model
 if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
-_BY_OPTION = ("run", "seed", "model")
+_BY_OPTION = ("run", "seed")
 """Settings that recipes read as well, so that --set would change them for the run alone."""
-_ALSO_OPTIONS = ("iterations", "weight_sync", "cluster", "nproc_per_node")
+_ALSO_OPTIONS = ("model", "iterations", "weight_sync", "cluster", "nproc_per_node")
+"""Settings that --set changes as an option does."""
 _PLAIN_TEMPLATE = (
     "{%- for message in messages -%}{{- message['content'] -}}"
     "{%- if message['role'] == 'assistant' -%}{{- eos_token -}}{%- endif -%}{%- endfor -%}"
 )
+_PROBED = PlanOptions(probe=True)
 _TINY_CONTEXT = 16_384
 _TINY_TASKS, _TINY_TOKENS = 2, 8
 
@@ -92,18 +96,23 @@ def script_arguments(
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
     parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
-    parser.add_argument("--plan", action="store_true", help="say what the run will take, by a short run; see docs/plan.md")
+    how = "say what the run will take, by a short run; `ttrl plan SCRIPT` needs none"
+    parser.add_argument("--plan", nargs="?", const=_PROBED, type=PlanOptions.parse, metavar="", help=how)
     if options is not None:
         options(parser)
     arguments = parser.parse_args()
     problems = _contradictions(arguments, parser)
     if problems:
         raise ConfigError("arguments", problems)
+    if model is not None:
+        _take_model(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
     arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.run = arguments.run.absolute()
+    if arguments.plan is not None and not arguments.plan.probe:
+        arguments.check = True  # such a plan needs no model that the recipe makes first
     print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments
 
@@ -136,6 +145,14 @@ def _contradictions(
     if not found:
         return []
     return [*sorted(found), *misspelled]
+
+
+def _take_model(arguments: argparse.Namespace) -> None:
+    """Make a model of --set the option's, which recipes read themselves."""
+    given = settings_in(arguments.set)[0].get("model")
+    if given is not None:
+        arguments.model = str(given)
+    arguments.set = [text for text in arguments.set if text.partition("=")[0] != "model"]
 
 
 def _written(name: str, value: Any) -> str:
@@ -240,20 +257,22 @@ def run_recipe(
         validation_tasks = tasks
         config = dataclasses.replace(config, **_overfit_settings(count))
         what = f"{what}, of the {count} tasks that it was trained on"
+    asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
-        checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments), problems=problems)
+        is_planned = asked is not None and not problems
+        checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments) and not is_planned, problems=problems)
+        if is_planned:
+            return _rough_plan(arguments, config, tasks, validation_tasks)
         if not tasks or not validation_tasks:
             raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
         longest = max(_prompt_size(task) for task in tasks)
         prompts = f"the longest prompt has {longest:,} bytes"
         return f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are right"
-    if arguments.plan:
-        from ttrl.loop.plan import plan  # loads PyTorch
-
+    if asked is not None:
         print("planning, with a short run to measure (a minute or two)", file=sys.stderr)
-        made = plan(config, tasks, validation_tasks, probe=True)
+        made = asked.plan(config, tasks, validation_tasks)
         made.save(Path(config.run))  # the run's report holds it against what comes out
-        return str(made)
+        return asked.text(made)
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
     rows = [row for row in result.metrics if validation_metric(row, config) is not None]
     before, after = (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1])) if rows else ("", "")
@@ -262,6 +281,23 @@ def run_recipe(
     tried = "tried out, with chance added to the rewards of training\n" if getattr(arguments, "tiny", False) else ""
     held_out = "" if getattr(arguments, "overfit", None) else "held-out "
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
+
+
+def _rough_plan(
+    arguments: argparse.Namespace,
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    validation_tasks: Sequence[Task],
+) -> str:
+    """Plan without running anything. A model that the recipe makes of a tiny one has its shape."""
+    asked: PlanOptions = arguments.plan
+    made_first = not _is_to_be_had(arguments) and not Path(config.model).exists()
+    with tempfile.TemporaryDirectory(prefix="ttrl-plan-") as scratch:
+        planned = config
+        if made_first:
+            planned = dataclasses.replace(config, model=str(make_tiny_model(Path(scratch, "model"))))
+        made = asked.plan(planned, tasks, validation_tasks)
+    return asked.text(dataclasses.replace(made, model=config.model))
 
 
 def _prompt_size(task: Task) -> int:

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 from ttrl.errors import ConfigError, UserError
@@ -39,13 +40,18 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Train by a file of settings, or become the script."""
     if arguments.what.endswith((".yaml", ".yml")):
         return _train_by_settings(Path(arguments.what), arguments.options)
-    script = _script(arguments.what)
+    script = script_named(arguments.what)
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *arguments.options])
 
 
-def _script(what: str) -> Path:
-    """Return the script that is named. Raises UserError where there is none."""
+def recipes() -> dict[str, Path]:
+    """Return the recipes of a clone by their names; none where ttrl was installed without them."""
+    return {path.stem: path for path in sorted(_RECIPES.glob("*.py"))}
+
+
+def script_named(what: str) -> Path:
+    """Return the script or recipe that is named. Raises UserError where there is none."""
     if what.endswith(".py"):
         if not Path(what).is_file():
             raise UserError(f"there is no file {what}; `ttrl tasks new {what}` writes one to start from")
@@ -55,16 +61,16 @@ def _script(what: str) -> Path:
                 f"or name its tasks in a file of settings (tasks: {what})"
             )
         return Path(what)
-    recipes = {path.stem: path for path in sorted(_RECIPES.glob("*.py"))}
+    known = recipes()
     name = what.replace("-", "_")
-    if name not in recipes:
-        near = difflib.get_close_matches(name, recipes, n=1)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
             f"there is no recipe {what!r}; {hint}Give a script (FILE.py), a file of settings (RUN.yaml) or one of "
-            f"{', '.join(recipes) or f'the recipes in a clone of ttrl: there are none in {_RECIPES}'}"
+            f"{', '.join(known) or f'the recipes in a clone of ttrl: there are none in {_RECIPES}'}"
         )
-    return recipes[name]
+    return known[name]
 
 
 def _train_by_settings(file: Path, options: list[str]) -> int:
@@ -202,6 +208,7 @@ def run_study(arguments: argparse.Namespace) -> int:
 
     options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "device", "seed")}
     if is_run:
+        say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
         every = study_run.study_run(arguments.path, **options, seen=lambda row: say(study_run.row_text(row)))
         say(study_run.last_words(every))

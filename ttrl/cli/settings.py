@@ -1,8 +1,9 @@
-"""What `ttrl plan` is given: a run folder, a run's config.yaml, or a recipe's config with the model that it is for."""
+"""Settings in files and on command lines: of a run, of a recipe with the model that it is for, of a model."""
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +22,87 @@ _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
 """Settings that config.yaml of a run holds as the machine decided them."""
 
 
-def read_config(path: Path, settings: Sequence[str] = (), *, elsewhere: bool = False) -> tuple[TrainConfig, Path | None, bool]:
-    """Read a config; return it, the run folder it lies in (None where it is not one), and whether it is a recipe's alone.
+@dataclass(frozen=True)
+class Planned:
+    """What `ttrl plan` is asked about."""
 
-    settings: "KEY=VALUE", of the run or else of the recipe. elsewhere: for another machine, whose defaults take the place of what
-    a run folder's config.yaml says of the one that it ran on. Raises UserError, ConfigError.
+    config: TrainConfig
+    run: Path | None = None
+    """The run folder that the config lies in."""
+    recipe_only: bool = False
+    """Whether it is a config of the recipe, of which the trainer alone is planned."""
+    tasks: list[Task] = field(default_factory=list)
+    validation_tasks: list[Task] = field(default_factory=list)
+
+
+def read_planned(
+    path: Path,
+    settings: Sequence[str] = (),
+    *,
+    elsewhere: bool = False,
+    with_tasks: bool = True,
+) -> Planned:
+    """Read a run folder, a file of a run's or a recipe's settings, a model folder, or config.json.
+
+    settings: "KEY=VALUE", of the run or else of the recipe. elsewhere: for another machine, whose
+    defaults take the place of what a run folder's config.yaml says of the one that it ran on.
+    with_tasks: make the tasks that a file names.
+
+    Raises UserError, ConfigError, TaskError.
     """
+    is_model = path.is_dir() and not (path / "config.yaml").is_file() and (path / "config.json").is_file()
+    if is_model or path.suffix == ".json":
+        return Planned(model_run(str(path), settings))
     file = path / "config.yaml" if path.is_dir() else path
     values = _read_mapping(file)
+    changes = _known(settings)
+    if not values.keys() & {"iterations", "tasks_per_iteration", "tasks"}:
+        if not values.keys() & _OF_RECIPE:
+            raise UserError(f"{file} is neither a run's config nor a recipe's: it has no setting of either")
+        return Planned(_of_recipe(_promised(file) | values | changes, file), recipe_only=True)
+    named = {key: values.pop(key, None) for key in _SPLITS}
+    run = file.parent if (file.parent / "iterations").is_dir() else None
+    if run is not None and (elsewhere or "device" in changes):
+        values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
+    config = TrainConfig.parse(_changed(_with_run(values, path), changes), str(file))
+    if not with_tasks:
+        return Planned(config, run)
+    tasks, problems = _named_tasks(named, config.seed)
+    if problems:
+        raise ConfigError(str(file), problems)
+    return Planned(config, run, tasks=tasks["tasks"], validation_tasks=tasks["validation_tasks"])
+
+
+def model_run(model: str, settings: Sequence[str] = ()) -> TrainConfig:
+    """Return a run of one iteration of a model, with defaults where `settings` say nothing: those
+    of every run, but no longer than the model's context.
+
+    Raises ConfigError for settings that are none, ModelFolderError.
+    """
+    changes = _known(settings)
+    values: dict[str, Any] = {"run": f"runs/{Path(model).name}", "model": model, "iterations": 1}
+    if not changes.keys() & {"seq_len", "max_tokens"}:
+        from ttrl.plans.planner import context_of  # loads PyTorch
+
+        usual = TrainConfig.defaults()
+        context = context_of(str(changes.get("model", model)))
+        if context is not None and context < usual["seq_len"]:
+            values["seq_len"] = context
+            values["max_tokens"] = min(usual["max_tokens"], context // 3)
+    return TrainConfig.parse(_changed(values, changes), "--set")
+
+
+def _known(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the settings in "KEY=VALUE" texts. Raises ConfigError for those that are none."""
     changes, unknown = settings_in(settings)
     if unknown:
         raise ConfigError("--set", unknown)
-    if "iterations" in values or "tasks_per_iteration" in values:
-        run = file.parent if (file.parent / "iterations").is_dir() else None
-        if run is not None and (elsewhere or "device" in changes):
-            values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
-        return TrainConfig.parse(_changed(values, changes), str(file)), run, False
-    if not values.keys() & _OF_RECIPE:
-        raise UserError(f"{file} is neither a run's config nor a recipe's: it has no setting of either")
-    return _of_recipe(_promised(file) | values | changes, file), None, True
+    return changes
+
+
+def _with_run(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return a file's settings with a run folder: runs/ and the file's name, where it names none."""
+    return {"run": f"runs/{path.stem}"} | values
 
 
 def _read_mapping(file: Path) -> dict[str, Any]:
@@ -72,19 +135,29 @@ def read_run(path: Path, settings: Sequence[str]) -> tuple[TrainConfig, list[Tas
     settings: "KEY=VALUE", which prevail over the file's. Without `run` in the file, the run folder is runs/ and the file's name.
     Raises UserError for a file that cannot be read, TaskError.
     """
-    values = {"run": f"runs/{path.stem}"} | _read_mapping(path)
-    named = {key: values.pop(key, None) for key in ("tasks", "validation_tasks")}
+    values = _with_run(_read_mapping(path), path)
+    named = {key: values.pop(key, None) for key in _SPLITS}
     changes, problems = settings_in(settings)
     config, found = TrainConfig.examine(_changed(values, changes))
-    tasks: dict[str, list[Task]] = {}
-    for key, name in named.items():
-        if name is not None and not isinstance(name, str):
-            problems.append(f"{key} is {name!r}; name a family of `ttrl eval`, FILE.py or FILE.py:NAME")
-            name = None
-        tasks[key] = [] if name is None else tasks_named(name, _SPLITS[key], seed=config.seed)
+    tasks, wrong = _named_tasks(named, config.seed)
+    problems += wrong
     if named["tasks"] is None:
         problems.append(f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as structured_output")
     return config, tasks["tasks"], tasks["validation_tasks"], problems + found + config.absent()
+
+
+def _named_tasks(named: Mapping[str, Any], seed: int) -> tuple[dict[str, list[Task]], list[str]]:
+    """Make the tasks that a file of settings names; return them, and what is wrong with the names.
+    Raises TaskError."""
+    tasks: dict[str, list[Task]] = {}
+    problems = []
+    for key, name in named.items():
+        tasks[key] = []
+        if isinstance(name, str):
+            tasks[key] = tasks_named(name, _SPLITS[key], seed=seed)
+        elif name is not None:
+            problems.append(f"{key} is {name!r}; name a family of `ttrl eval`, FILE.py or FILE.py:NAME")
+    return tasks, problems
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:

@@ -1,6 +1,6 @@
 """`ttrl sweep FILE`: the runs of a grid, one after the other, and one comparison at the end.
 
-    recipe: recipes/sort_letters.py        # a script with the options of recipes/
+    recipe: sort_letters                   # a recipe by its name, or a script with the same options
     runs: runs/shape                       # where the runs go, each in a folder named after its settings
     arguments: ["--iterations", "20"]      # for all of them (none)
     seeds: [0, 1, 2]                       # ([0])
@@ -8,7 +8,7 @@
       wide: {tasks_per_iteration: 32, samples_per_task: 8}
       deep: {tasks_per_iteration: 8, samples_per_task: 32}
     grid:                                  # every combination of these values, with every arm (none)
-      lr: [1.0e-4, 3.0e-4]
+      lr: [1.0e-4, 3.0e-4]                 # also model: [FOLDER, NAME]
     by: flops                              # where they are compared (iteration)
 
 A run is finished when its script has ended well. RUNS/sweep.json keeps a digest of the command of
@@ -30,6 +30,7 @@ from typing import Any
 
 import yaml
 
+from ttrl.cli.runs import recipes
 from ttrl.errors import UserError
 from ttrl.system.console import say
 from ttrl.system.files import write_json
@@ -89,7 +90,9 @@ def read_sweep(path: Path) -> Sweep:
             f"arms: {name} must be a mapping of settings" for name, one in values.get("arms", {}).items() if type(one) is not dict
         ]
         found += [f"seeds: {one!r} is no whole number" for one in values.get("seeds", []) if type(one) is not int]
-        found += [] if Path(values["recipe"]).is_file() else [f"recipe: there is no file {values['recipe']}"]
+        recipe = values["recipe"]
+        values["recipe"] = str(recipes().get(recipe.replace("-", "_"), recipe))
+        found += [] if Path(values["recipe"]).is_file() else [f"recipe: there is no file or recipe {recipe}"]
         found += [] if values.get("by", "flops") in _BY else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
     if found:
         raise UserError(f"{path}: " + "\n".join(found))

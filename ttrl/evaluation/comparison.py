@@ -65,19 +65,23 @@ class Comparison:
             ["tasks", "n", "score", "first", "second", "difference", f"{percent(self.confidence)} interval", "p", "better/worse"]
         ]
         rows += [one.row() for one in self.sets]
-        lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *aligned(rows)]
+        lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *self._limits(), *aligned(rows)]
         left_out = "tasks were asked of one alone, or in other words, and are left out"
         ungraded = "tasks have no grade in one of them, and are left out: the difference says nothing of them"
         lines += [f"{one.name}: {one.num_others} {left_out}" for one in self.sets if one.num_others]
         lines += [f"{one.name}: {one.num_ungraded} {ungraded}" for one in self.sets if one.num_ungraded]
-        lines += [f"the evaluation of the {which} is not complete" for which in self.incomplete]
         if self.left_out:
             lines.append(f"in one of them alone: {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+    def _limits(self) -> list[str]:
+        """Say what should be known before the figures are read."""
+        lines = [f"the evaluation of the {which} is not complete" for which in self.incomplete]
         if self.settings_that_differ:
             lines.append(f"asked with other settings: {', '.join(self.settings_that_differ)}")
         if len(self.sets) > 1:
             lines.append(f"{len(self.sets)} sets were compared: by chance alone, one in twenty differs at p < 0.05")
-        return "\n".join(lines)
+        return lines
 
 
 def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, confidence: float = 0.95) -> Comparison:

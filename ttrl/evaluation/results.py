@@ -8,15 +8,19 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import UserError
 from ttrl.intervals import Estimate, estimate_mean, pass_at_k, pooled
 from ttrl.records import Sample
 from ttrl.rollouts.results import TaskResults
 from ttrl.system.files import write_text
+from ttrl.system.frames import data_frame
 from ttrl.tasks.task import Task
-from ttrl.text import percent, si
+from ttrl.text import counted, percent, si
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 FORMAT = 1
 """Of the JSON; raised when a reader of older files would misread it."""
@@ -33,6 +37,8 @@ class SetResult:
     accuracy: Estimate
     reward: Estimate
     metrics: dict[str, Estimate]
+    partial_metrics: dict[str, int]
+    """How many samples have a metric that some graded ones lack: its mean is over these."""
     pass_at: dict[int, Estimate]
     """By k: the chance that at least one of k samples is right (its score is 1), and its interval over tasks."""
     num_tasks: int
@@ -102,6 +108,7 @@ class SetResult:
             accuracy=estimate_mean(scores, confidence),
             reward=estimate_mean(rewards, confidence),
             metrics=metrics,
+            partial_metrics=dict(stats.partial_metrics),
             pass_at=passed,
             num_tasks=stats.num_tasks,
             num_repeats=len(rows) - len(scores),
@@ -119,6 +126,16 @@ class SetResult:
             spend=stats.spend,
             tasks=rows,
         )
+
+    def metric_text(self, name: str) -> str:
+        """Write a metric with its interval, and how many samples have it if not all do."""
+        estimate = self.metrics[name]
+        count = self.partial_metrics.get(name)
+        notes = [_interval(estimate)]
+        if count is not None:
+            notes.append(f"in {counted(count, 'sample')}")
+        shown = "; ".join(filter(None, notes))
+        return f"{name} {_number(estimate.mean)}" + (f" ({shown})" if shown else "")
 
     def to_json(self) -> dict[str, Any]:
         row = dataclasses.asdict(self)
@@ -159,6 +176,18 @@ class EvalResult:
             "sets": {one.name: one.to_json() for one in self.sets},
         }
 
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each sample: set, task_id, digest of the messages,
+        sample, score. Failed samples have no score. Raises UserError where pandas is not installed.
+        """
+        rows = [
+            {"set": one.name, "task_id": task["id"], "digest": task["digest"], "sample": number, "score": score}
+            for one in self.sets
+            for task in one.tasks
+            for number, score in enumerate(task["scores"])
+        ]
+        return data_frame(rows, columns=("set", "task_id", "digest", "sample", "score"))
+
     def write(self, path: str | os.PathLike[str]) -> Path:
         """Write the JSON, whole or not at all, and return the path."""
         path = Path(path)
@@ -177,7 +206,7 @@ class EvalResult:
         for one in self.sets:
             others = {name: estimate for name, estimate in one.metrics.items() if name != one.score}
             if others:
-                lines.append(f"{one.name}: " + ", ".join(f"{name} {_with_interval(one)}" for name, one in others.items()))
+                lines.append(f"{one.name}: " + ", ".join(one.metric_text(name) for name in others))
             if one.num_repeats:
                 lines.append(
                     f"{one.name}: {one.num_repeats} of {one.num_tasks} tasks repeat another; each "
@@ -239,10 +268,6 @@ def _number(value: float | None) -> str:
 
 def _interval(estimate: Estimate) -> str:
     return "" if estimate.low is None or estimate.high is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
-
-
-def _with_interval(estimate: Estimate) -> str:
-    return f"{_number(estimate.mean)} ({span})" if (span := _interval(estimate)) else _number(estimate.mean)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -43,7 +43,7 @@ from torch import Tensor
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors
 from ttrl.data.packing.packed import normaliser
-from ttrl.errors import ConfigError, RunFolderError, UserError
+from ttrl.errors import ConfigError, RunFolderError, UnmovedStepError
 from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
@@ -98,7 +98,7 @@ def study(
 
     Returns what study.json holds. Raises RunFolderError where something that the iteration started
     from is gone, ConfigError for an optimizer that is not plain AdamW and for a device that is not
-    there, UserError for a step that moved nothing.
+    there, UnmovedStepError for a step that moved nothing.
     """
     with tempfile.TemporaryDirectory(prefix="ttrl-study-") as scratch:
         config = _config_of(Path(checkpoint), scratch, device)
@@ -186,6 +186,12 @@ class _Study:
         self.taken = max(int(self.moments[f"{name}.step"]) for name in self.names)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
+        if not self.eta:
+            raise self._unmoved("its learning rate is 0 (lr, lr_schedule, warmup_steps)")
+
+    def _unmoved(self, why: str) -> UnmovedStepError:
+        which = f"update {self.number + 1} of iteration {self.config.iteration}"
+        return UnmovedStepError(f"{which} moved nothing: {why}; study another", len(self.steps))
 
     @property
     def _as_trained(self) -> bool:
@@ -347,10 +353,7 @@ class _Study:
     def _true_step(self) -> Vector:
         found = self._moved_by(self.start)
         if not any(bool(moved.any()) for moved in found.values()):
-            raise UserError(
-                f"update {self.number + 1} of iteration {self.config.iteration} moved nothing: its "
-                "gradient and AdamW's moments are 0; study another"
-            )
+            raise self._unmoved("its gradient and AdamW's moments are 0")
         return found
 
     @torch.no_grad()

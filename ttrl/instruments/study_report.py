@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,15 @@ from matplotlib.figure import Figure
 from ttrl.instruments.tokens import outliers_text
 from ttrl.system.files import write_json
 
+_WIDTH = 100
+
 
 def study_text(found: Mapping[str, Any]) -> str:
     """Say what was found, for a terminal."""
     step, entropy, parts, regime = found["step"], found["entropy"], found["parts"], found["linear_regime"]
     lines = [
+        *textwrap.wrap(headline(found), _WIDTH),
+        "",
         how_computed(found),
         f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the true step: cosine "
         f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
@@ -50,6 +56,42 @@ def study_text(found: Mapping[str, Any]) -> str:
                     f"themselves + {one['others']:.4g} from others"
                 )
     return "\n".join(lines)
+
+
+def headline(found: Mapping[str, Any]) -> str:
+    """Say what was measured, and what it means."""
+    entropy = found["entropy"]["rao_blackwell"]["value"]
+    text = (
+        f"What optimizer step {found['global_step']} did to the entropy of whole answers: how far the policy is from always "
+        f"answering the same, {entropy:.4g} nats before the step. "
+    )
+    own = next((one for one in found["sweep"] if math.isclose(one["eta"], found["lr"])), None)
+    if own is None:
+        return text + "The sweep has no step of the run's own learning rate (--factors 1)."
+    kind = change_text(own["measured"], own["error"])
+    text += f"With half of the step's answers, it {kind}: {own['measured']:+.3g} ± {own['error']:.2g}"
+    if entropy:
+        text += f" ({100 * own['measured'] / entropy:+.2g}%)"
+    text += f", measured on other answers. {_MEANINGS[kind]} The gradient predicts {own['first']:+.3g}"
+    regime = found["linear_regime"]
+    if regime and regime[1] >= found["lr"] * (1 - 1e-9):
+        return text + f", and is right within 10% up to {regime[1] / found['lr']:.3g} learning rates."
+    return text + ", which is off by more than 10%: such a step is too large, or its effect too small, for the first order."
+
+
+def change_text(measured: float, error: float) -> str:
+    """Say which way the entropy went, if it is clear: beyond two standard errors."""
+    if abs(measured) <= 2 * error:
+        return CHANGES[2]
+    return CHANGES[0] if measured < 0 else CHANGES[1]
+
+
+CHANGES = ("fell", "rose", "did not change beyond the noise")
+_MEANINGS = {
+    "fell": "Answers become more alike; at 0, all are the same and nothing is left to learn from.",
+    "rose": "Answers become more varied.",
+    "did not change beyond the noise": "More answers (--sequences) would tell a smaller change.",
+}
 
 
 def how_computed(found: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 from matplotlib.figure import Figure
 
-from ttrl.errors import RunFolderError
+from ttrl.errors import RunFolderError, UnmovedStepError, UserError
 from ttrl.instruments.study import StudyDtype, study
-from ttrl.instruments.study_report import how_computed
+from ttrl.instruments.study_report import CHANGES, change_text, how_computed
 from ttrl.system.files import read_jsonl, write_json
+from ttrl.text import counted
 
 LINEAR = 0.5
 """A step is in the linear regime where the second order is at most this share of the first, as the two predict."""
@@ -32,14 +33,15 @@ def study_run(
     """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as it is found.
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured", "error", "first", "second",
-    "is_linear"), "gone", the iterations whose start is no longer there, and what `signs` says. Raises RunFolderError where no
-    iteration can be studied.
+    "is_linear"), "gone", the iterations whose start is no longer there, "unmoved", those with a step that moved nothing, and what
+    `signs` says. Raises RunFolderError or UnmovedStepError where no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
     steps: list[dict[str, Any]] = []
     gone: list[int] = []
+    unmoved: list[int] = []
     computed: dict[str, Any] = {}
-    why = f"{run} has no iteration that was trained"
+    why: UserError = RunFolderError(f"{run} has no iteration that was trained")
     for number, checkpoint in _iterations(Path(run)):
         update, updates = 1, 1
         while update <= updates:
@@ -47,8 +49,14 @@ def study_run(
                 found = study(checkpoint, factors=(1.0,), update=update, **how)
             except RunFolderError as error:
                 gone.append(number)
-                why = str(error)
+                why = error
                 break
+            except UnmovedStepError as error:
+                unmoved.append(number)
+                why = error
+                update += 1
+                updates = error.updates
+                continue
             update, updates = update + 1, found["updates"]
             computed = {name: found[name] for name in ("device", "dtype", "run_dtype")}
             (here,) = found["sweep"]
@@ -57,8 +65,9 @@ def study_run(
             steps.append(row | {name: here[name] for name in ("measured", "error", "first", "second")})
             seen(steps[-1])
     if not steps:
-        raise RunFolderError(why)
-    return {"run": str(run), **computed, "steps": steps, "gone": gone, **signs(steps)}
+        raise why
+    found_out = {"steps": steps, "gone": gone, "unmoved": list(dict.fromkeys(unmoved))}
+    return {"run": str(run), **computed, **found_out, **signs(steps)}
 
 
 def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
@@ -72,6 +81,14 @@ def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     right = [one["measured"] * one["first"] > 0 for one in steps]
     linear = [is_right for is_right, one in zip(right, steps, strict=True) if one["is_linear"]]
     return {"right": sum(right), "linear": len(linear), "linear_right": sum(linear)}
+
+
+HEADING = (
+    "How each optimizer step changed the entropy of whole answers: how far the policy is from always answering the same. A "
+    "change below 0 makes answers more alike. Measured on answers that the step was not made of, and predicted from the "
+    "gradient (first order) and its curvature (with second)."
+)
+"""What the rows are, above them."""
 
 
 def row_text(row: Mapping[str, Any] | None) -> str:
@@ -89,14 +106,28 @@ def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
 
 def last_words(found: Mapping[str, Any]) -> str:
     """Say how it was computed, and how often the first order had the right sign."""
-    text = how_computed(found) + "\n"
+    text = _course(found["steps"]) + "\n" + how_computed(found) + "\n"
     text += f"The first order has the sign of what was measured in {found['right']} of "
     text += f"{len(found['steps'])} steps; in {found['linear_right']} of the {found['linear']} "
     text += "whose second order is at most half of the first."
     if found["gone"]:
         which = ", ".join(map(str, found["gone"]))
         text += f"\nNot there any more: what iterations {which} started from (keep_checkpoints says how many a run keeps)."
+    if found["unmoved"]:
+        which = ", ".join(map(str, found["unmoved"]))
+        text += f"\nLeft out: steps of iterations {which} that moved nothing."
     return text
+
+
+def _course(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Say what the steps came to."""
+    changes = [change_text(one["measured"], one["error"]) for one in steps]
+    counts = [f"{kind} in {changes.count(kind)}" for kind in CHANGES if kind in changes]
+    (first, _), (last, _) = _pairs(steps[0])[0], _pairs(steps[-1])[0]
+    return (
+        f"The entropy of an answer went from {first:.4g} nats before the first of {counted(len(steps), 'step')} to {last:.4g} "
+        f"before the last: it {', '.join(counts)}."
+    )
 
 
 def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -46,9 +46,13 @@ from ttrl.server.model_folder import check_model_folder, local_folder, merge_ada
 from ttrl.server.parsers import parsers_of
 from ttrl.server.sites import SiteServer
 from ttrl.system.console import Console
+from ttrl.system.frames import data_frame
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.text import gib
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class RunResult:
     metrics: list[dict[str, Any]]
     """One row per iteration, the model before training (0) included, as in metrics.jsonl."""
     report: Path
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each iteration and the columns of metrics.jsonl, such
+        as "train.loss". Raises UserError where pandas is not installed."""
+        return data_frame(self.metrics, columns=("iteration",))
 
 
 def train(

@@ -7,6 +7,8 @@ measured, in a probe (`ttrl.loop.plan`) or in the run itself.
 
 import contextlib
 import dataclasses
+import functools
+import importlib.resources
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters, model_settings, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.plans.choices import choose
@@ -31,11 +33,12 @@ from ttrl.plans.open_settings import Choices, value_of
 from ttrl.plans.plan import Plan
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
-from ttrl.ready_models import ready_model
+from ttrl.ready_models import READY_MODELS, ready_model
 from ttrl.run_folder.config_changes import changes
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import NO_HUB, hub_is_out_of_reach, stored_dtype
+from ttrl.system.console import note
 from ttrl.system.files import free_bytes
 from ttrl.tasks.task import Task
 
@@ -85,7 +88,8 @@ def make_plan(
     config = config.check("TrainConfig")
     if price_per_hour is not None and not 0 <= price_per_hour < float("inf"):
         raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
-    config = dataclasses.replace(config, model=str(ready_model(config.model) or config.model))
+    named = config.model
+    config = dataclasses.replace(config, model=str(ready_model(named) or named))
     check_trainable(config.model)
     model = read_model_config(config.model)
     decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
@@ -133,7 +137,7 @@ def make_plan(
         *warned,
     ]
     return Plan(
-        model=config.model,
+        model=named,
         parameters=decoder.total,
         trained_parameters=trained_parameters(decoder, recipe),
         machine=machine,
@@ -189,14 +193,31 @@ def check_trainable(model: str) -> None:
     """
     from ttrl.training.models.architecture import read_config  # loads transformers
 
-    file = config_file(model)
+    try:
+        file = config_file(model)
+    except ModelFolderError:
+        if published_config(model) is not None:
+            return  # the tests build its decoder
+        raise
     read_config(file.parent if file.name == "config.json" else file)
 
 
 def read_model_config(model: str) -> dict[str, Any]:
-    """Read config.json of a model folder, or of a name on the hub; the file's own path will do as well. Its dtype is that of the
-    weights, if they are there. Raises ModelFolderError."""
-    path = config_file(model)
+    """Read config.json of a model folder, its own path, or a name on the hub.
+
+    Its dtype is that of the weights, if they are there. Where the hub does not give the file, models
+    that ttrl knows have the figures of their publication.
+
+    Raises ModelFolderError.
+    """
+    try:
+        path = config_file(model)
+    except ModelFolderError:
+        known = published_config(model)
+        if known is None:
+            raise
+        _say_published(model)
+        return known
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -227,8 +248,36 @@ def config_file(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = NO_HUB if offline else error
         raise ModelFolderError(
-            f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}"
+            f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}. "
+            f"A plan needs only that file: give its path or the folder that holds it. Known without "
+            f"the hub: {', '.join([*READY_MODELS, *_published()])}"
         ) from error
+
+
+def context_of(model: str) -> int | None:
+    """Return the longest sequence of a model in tokens; None where config.json does not say.
+    Raises ModelFolderError."""
+    config = model_settings(read_model_config(str(ready_model(model) or model)))
+    longest = config.get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
+
+
+def published_config(model: str) -> dict[str, Any] | None:
+    """Return the config of a model that ttrl knows without the hub; None for any other name."""
+    return _published().get(model)
+
+
+@functools.cache
+def _published() -> dict[str, dict[str, Any]]:
+    """Read the configs of published models, by their names on the hub."""
+    text = importlib.resources.files("ttrl.costs").joinpath("architectures.json").read_text("utf-8")
+    return {name: config for config in json.loads(text).values() for name in config["hub"]}
+
+
+@functools.cache
+def _say_published(model: str) -> None:
+    """Say once that the hub's config.json was not there to plan with."""
+    note(f"{model}: config.json could not be fetched from the hub; planning with its published figures")
 
 
 def iteration_folders(run: Path) -> list[Path]:
@@ -280,13 +329,24 @@ def _lengths(
             return found
     if tasks:
         if tokenizer is None:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(config.model)
-            if config.chat_template is not None:
-                tokenizer.chat_template = read_chat_template(config.chat_template)
-        return task_lengths(config, assumptions, tasks, tokenizer)
+            tokenizer = _tokenizer_of(config)
+        if tokenizer is not None:
+            return task_lengths(config, assumptions, tasks, tokenizer)
     return assumed_lengths(config, assumptions, decoder.shape.vocabulary)
+
+
+def _tokenizer_of(config: TrainConfig) -> Any:
+    """Load the tokenizer that counts prompts; None where only the model's config is to be had."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=hub_is_out_of_reach())
+    except (OSError, ValueError):
+        note(f"{config.model} has no tokenizer here; lengths of prompts are assumed, not counted in the tasks")
+        return None
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_chat_template(config.chat_template)
+    return tokenizer
 
 
 def _task_counts(run: Path | None) -> dict[str, int]:

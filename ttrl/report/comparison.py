@@ -27,13 +27,15 @@ from ttrl.report.page import css, visible
 from ttrl.run_folder.config_changes import flat
 from ttrl.run_folder.reader import RunData, held_out_metric, number, read_run
 from ttrl.system.files import read_jsonl, write_text
-from ttrl.text import compact, duration, si_spaced
+from ttrl.text import compact, counted, duration, si_spaced
 
 By = Literal["iteration", "flops", "tokens", "seconds"]
 BY: tuple[By, ...] = ("iteration", "flops", "tokens", "seconds")
 UNITS = {"iteration": "iteration", "flops": "FLOP", "tokens": "answer tokens", "seconds": "seconds"}
 _OURS = frozenset({"run", "seed", "cache", "loggers", "mirror", "sample_files", "requests_log"})
 """Settings that make no other arm."""
+_FEW_TASKS = 30
+"""Below so many held-out tasks, a comparison says what one of them is worth."""
 _TOLERANCE = 0.01
 """By how much a run of a named arm may have spent more than the other arms' runs of its seed."""
 
@@ -122,28 +124,42 @@ class RunComparison:
         )
 
     def verdicts(self) -> list[str]:
-        """Say of each further arm whether it is better than the first, worse, or no difference is seen, and how sure that is."""
-        first, sure = self.arms[0].name, f"{self.confidence * 100:g}%"
+        """Say of each further arm whether it is better than the first, and how sure that is.
+
+        Only several seeds tell arms apart. With one, what is said is about the two runs.
+        """
+        first, sure = self.arms[0], f"{self.confidence * 100:g}%"
         found = []
         for arm in self.arms[1:]:
             if (d := arm.difference) is None:
                 continue
-            figures = f"held-out {self.metric} {d.mean:+.3f} ({sure}: {d.low:+.3f} to {d.high:+.3f}; p = {d.p_value:.2g})"
-            if d.verdict == "no difference":
-                most = max(abs(d.low), abs(d.high))
-                figures += f"; more than {most:.3f} either way is ruled out"
-                found.append(f"no difference seen between {first} and {arm.name}: {figures}")
+            interval = f"{sure}: {d.low:+.3f} to {d.high:+.3f}"
+            figures = f"held-out {self.metric} {d.mean:+.3f} ({interval}; p = {d.p_value:.2g})"
+            verdict = d.verdict(self.confidence)
+            if verdict == "no difference":
+                found.append(f"no difference seen between {first.name} and {arm.name}: {figures}; {self._ruled_out(d)}")
+                continue
+            higher, lower = (arm.name, first.name) if verdict == "better" else (first.name, arm.name)
+            what = f"{figures}, {arm.name} less {first.name}"
+            if min(len(arm.points), len(first.points)) > 1:
+                found.append(f"{higher} is better than {lower}: {what}")
             else:
-                better, other = (arm.name, first) if d.verdict == "better" else (first, arm.name)
-                found.append(f"{better} is better than {other}: {figures}, {arm.name} less {first}")
+                found.append(f"with one seed, {higher} scored higher than {lower} on these tasks: {what}")
         return found
 
+    def _ruled_out(self, difference: Difference) -> str:
+        """Say what can still be, where no difference was seen."""
+        if difference.low <= 0 <= difference.high:
+            return f"more than {max(abs(difference.low), abs(difference.high)):.3f} either way is ruled out"
+        return f"chance does as much in {100 * difference.p_value:.2g}% of the cases"
+
     def table(self) -> str:
-        """Write all of it for a terminal."""
+        """Write all of it for a terminal: where runs are compared, what limits it, then the results."""
         differ = [["differs", *(arm.name for arm in self.arms)], *([name, *values] for name, values in self.settings())]
-        blocks = [[self.matched()], _aligned(self.rows()), self.verdicts(), _aligned(self.sets) if self.sets else []]
-        blocks += [_aligned(differ) if len(differ) > 1 else [], self.notes]
-        return "\n".join("\n".join(block) for block in blocks if block)
+        blocks = [[self.matched()], self.notes, self.verdicts(), _aligned(self.rows())]
+        blocks += [_aligned(self.sets)] if self.sets else []
+        blocks += [_aligned(differ)] if len(differ) > 1 else []
+        return "\n\n".join("\n".join(block) for block in blocks if block)
 
     def write_html(self, path: Path) -> Path:
         """Write a page with curves. Raises StorageError."""
@@ -223,7 +239,7 @@ def compare_runs(
         mean = estimate_mean(by_task, confidence)
         compared.append(
             Arm(
-                name=arm if arms is not None else ", ".join(point.run.folder.absolute().name for point in members),
+                name=arm if arms is not None else _name([point.run.folder.absolute().name for point in members]),
                 points=members,
                 settings=json.loads(settings[places[0]]),
                 mean=mean.mean,
@@ -243,6 +259,12 @@ def compare_runs(
     )
 
 
+def _name(folders: Sequence[str]) -> str:
+    """Name an arm: its folders, of those of a sweep what they share."""
+    shared = {folder.rpartition(",seed=")[0] for folder in folders}
+    return min(shared) if len(shared) == 1 and all(shared) else ", ".join(folders)
+
+
 def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
     """Return by how much the runs of a seed differ in what they spent, at most, as a share of the largest."""
     by_seed: dict[int, list[float]] = defaultdict(list)
@@ -256,7 +278,13 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
     if len(arms) == 1:
         notes.append("the runs differ in nothing but their seeds: one arm, and nothing to compare it with")
     if len(arms) > 1 and min(len(arm.points) for arm in arms) < 2:
-        notes.append("an arm has one seed: intervals of differences to it hold for other tasks, not for other seeds")
+        notes.append(
+            "an arm has one seed: its differences tell two runs apart, not their settings, as runs that differ in the seed alone "
+            "may differ as much; give every arm three seeds or more (`ttrl sweep`)"
+        )
+    if shared < _FEW_TASKS:
+        tasks = counted(shared, "held-out task")
+        notes.append(f"only {tasks}: each of them is {1 / shared:.2g} of the score")
     if others := len({task for point in points for task in point.scores}) - shared:
         notes.append(f"{others} held-out tasks were not asked in all runs, or have no grade there, and are left out")
     if len(arms) > 2:

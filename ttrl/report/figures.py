@@ -6,6 +6,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ttrl.monitoring.drift import limits
 from ttrl.report import words
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
 from ttrl.run_folder.metrics import FLOPS_PARTS
@@ -83,6 +84,8 @@ def learning(run: RunData) -> list[Figure]:
     if band:
         caption += " The band: where the mean would lie for other tasks of this kind (95% interval)."
     before = "Mean over the samples of each iteration, before that iteration's update."
+    if some := run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None:
+        before += f" Not every sample has {name}: the mean is over those that do, {some} in the newest iteration."
     title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
     return [*_lines(run, title, caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 
@@ -248,8 +251,7 @@ def training(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Sampler against trainer",
-            "|difference| of the log-probabilities that both give the sampled tokens, nats. In fp32 about 1e-6; above "
-            "0.01, they no longer compute with the same weights or settings (or the tokens are of an older policy).",
+            _apart(run),
             apart,
             log=True,
         ),
@@ -262,6 +264,18 @@ def training(run: RunData) -> list[Figure]:
             y_range=(0.0, 1.0),
         ),
     ]
+
+
+def _apart(run: RunData) -> str:
+    """Say what the chart of sampler and trainer shows, with the limits that hold for the run."""
+    config = run.config
+    allowed = limits(config.get("dtype"), config.get("device"), config.get("drift_limits"))
+    beyond = f"means above {compact(allowed.mean)} or 99.9th percentiles above {compact(allowed.p999)}"
+    return (
+        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding alone makes some, more in "
+        f"larger models and in bf16. For this run's dtype and device, {beyond} under the sampler's own weights mean that the two "
+        "compute with different weights or settings; docs/watching.md lists what healthy runs have."
+    )
 
 
 def _gradient_noise(run: RunData) -> list[Figure]:

@@ -24,7 +24,7 @@ from ttrl.run_folder.reader import (
     read_run,
     total_seconds,
 )
-from ttrl.text import compact, duration, percent, si_spaced
+from ttrl.text import compact, duration, flat, percent, si_spaced
 
 
 def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
@@ -78,7 +78,20 @@ def summary(run: RunData) -> str:
     return (
         f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to {_value(end, is_share)}{bounds} in {within}{time}."
         + _best(run, path, end, is_share)
+        + (_other_shares(run, ends) if path == "validation_reward" else "")
     )
+
+
+def _other_shares(run: RunData, ends: tuple[dict[str, Any], dict[str, Any]]) -> str:
+    """Say how other held-out metrics went where the headline is the reward, which may rise while
+    nothing is solved."""
+    found = []
+    for path in sorted({name for row in ends for name in flat(row) if name.startswith("validation.")}):
+        values = [value for value in run.column(path) if value is not None]
+        before, after = (number(row, path) for row in ends)
+        if before is not None and after is not None and all(0 <= value <= 1 for value in values):
+            found.append(f"{path.removeprefix('validation.')} {percent(before)} → {percent(after)}")
+    return f" Held out, too: {', '.join(found[:_OTHERS])}." if found else ""
 
 
 def _whose(run: RunData, label: str) -> str:
@@ -182,6 +195,8 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
     ]
 
 
+_OTHERS = 3
+"""Metrics that the headline names besides the reward."""
 _MARKS = {"stop": "!!", "warn": " !", "note": " ·"}
 
 

@@ -4,13 +4,17 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
 from ttrl.system.files import json_line
+from ttrl.system.frames import data_frame
 from ttrl.text import si
+
+if TYPE_CHECKING:
+    from ttrl.system.frames import DataFrame
 
 
 @dataclass
@@ -112,6 +116,10 @@ class RolloutStats:
         return "; ".join(shown)
 
 
+_COLUMNS = ("task_id", "sample", "reward", "error", "finish_reason", "tokens", "cached", "text")
+"""Of a DataFrame of samples, before those of metrics."""
+
+
 class TaskResults(Sequence[TaskResult]):
     """The result of each task, in the order of the tasks that were given; a sequence of TaskResult.
 
@@ -137,6 +145,19 @@ class TaskResults(Sequence[TaskResult]):
         self._other_failures = dict(other_failures or {})
         self.transformed = transformed
         assert len(self._usage) == len(self._results)
+
+    def to_pandas(self) -> "DataFrame":
+        """Return a DataFrame with a row for each sample: task_id, sample, reward, error,
+        finish_reason, tokens, cached, text, and each metric as metrics.NAME. Raises UserError where
+        pandas is not installed.
+        """
+        rows = []
+        for result in self._results:
+            for sample in result.samples:
+                row: dict[str, Any] = {name: getattr(sample, name) for name in _COLUMNS if name != "tokens"}
+                row["tokens"] = None if sample.token_ids is None else len(sample.token_ids)
+                rows.append(row | {"metrics": sample.scores})
+        return data_frame(rows, columns=_COLUMNS)
 
     def __len__(self) -> int:
         return len(self._results)

@@ -54,6 +54,7 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         stats = done["validate"]["stats"]
         row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
         row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
+        row |= {"validation_partial_metrics": partial} if (partial := stats.get("partial_metrics")) else {}
         row |= {f"validation_{name}": done["validate"][name] for name in ("sampling", "intervals") if name in done["validate"]}
     if parts := _flops(done):
         row["flops"] = parts | {"total": sum(parts.values())}

@@ -155,7 +155,7 @@ class Metric:
 def held_out_text(row: dict[str, Any], name: str) -> str:
     """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606; greedy, 64 tasks)"."""
     path = "validation_reward" if name == "reward" else f"validation.{name}"
-    span, how = interval(row, path), _sampling(row)
+    span, how = interval(row, path), _sampling(row, name)
     more = [] if span is None else [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
     more += [how] if how else []
     return f"{number(row, path):.3f}" + (f" ({'; '.join(more)})" if more else "")
@@ -163,16 +163,25 @@ def held_out_text(row: dict[str, Any], name: str) -> str:
 
 def held_out_sampling(run: RunData) -> str | None:
     """Say how the newest held-out samples were drawn: "greedy, 64 tasks"; None for runs that did not note it."""
-    known = [how for row in run.rows if (how := _sampling(row)) is not None]
+    metric = held_out_metric(run)
+    name = "reward" if metric is None else metric.path.removeprefix("validation.")
+    known = [how for row in run.rows if (how := _sampling(row, name)) is not None]
     return known[-1] if known else None
 
 
-def _sampling(row: dict[str, Any]) -> str | None:
-    """Say how a row's held-out samples were drawn, and how many have no grade: "greedy, 64 tasks, 3 samples failed"."""
+def _sampling(row: dict[str, Any], name: str) -> str | None:
+    """Say how a row's held-out samples were drawn, how many have no grade, and how many have the
+    metric if not all do: "greedy, 64 tasks, 3 samples failed, exact of 12 samples"."""
     how, failed = row.get("validation_sampling"), row.get("validation_failed")
     if not isinstance(how, str):
         return None
-    return f"{how}, {counted(failed, 'sample')} failed" if failed else how
+    parts = [how]
+    if failed:
+        parts.append(f"{counted(failed, 'sample')} failed")
+    some = (row.get("validation_partial_metrics") or {}).get(name)
+    if some is not None:
+        parts.append(f"{name} of {counted(some, 'sample')}")
+    return ", ".join(parts)
 
 
 def held_out_metric(run: RunData) -> Metric | None:

@@ -122,7 +122,7 @@ def local_folder(model: str, *, chat_template: bool = True) -> Path:
         try:
             downloaded = snapshot_download(model, allow_patterns=files, local_files_only=offline)
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            why = NO_HUB if offline else str(error)
+            why = f"{NO_HUB}; give a model folder" if offline else str(error)
             raise ModelFolderError(f"{model} cannot be downloaded from the hub: {why}") from error
         folder = check_model_folder(downloaded, chat_template=chat_template)
         assert folder is not None, "it was just downloaded"
@@ -145,7 +145,7 @@ def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
         return None
 
 
-NO_HUB = "this machine does not know its name (no network?), and it is not in the cache; give a model folder"
+NO_HUB = "this machine does not know its name (no network?), and it is not in the cache"
 
 
 def hub_is_out_of_reach() -> bool:
