@@ -50,7 +50,7 @@ def tasks(count: int) -> list[Task]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tools") / "model"
-    return make_tiny_model(folder, layers=2, width=64, heads=2)
+    return make_tiny_model(folder, layers=2, width=64, heads=2, context=1024)
 
 
 def test_an_agent_with_tools_is_evaluated_without_naming_a_parser(model: Path, caplog: pytest.LogCaptureFixture) -> None:

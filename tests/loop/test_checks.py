@@ -51,15 +51,12 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["lr is -1.0", "did you mean 'kl_in'?", "did you mean 'iterations'?"],
         ),
         (
-            {"chat_template": "not/there.jinja", "server": {"chat_template": "x.jinja"}},
+            {"chat_template": "not/there.jinja", "server": {"chat_template": "x", "port": 1}},
             [
                 "chat_template not/there.jinja: the file cannot be read: No such file",
                 "chat-template is the setting chat_template",
+                "port is set by ttrl",
             ],
-        ),
-        (
-            {"chat_template": "{% for m in messages %}", "server": {"port": 1}},
-            ["chat_template: line 1 is not valid Jinja", "port is set by ttrl"],
         ),
         (
             {"servers": 0, "nnodes": 2, "tasks_per_iteration": 64},
@@ -78,7 +75,7 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["did you mean 'iterations'?", "model folder /not/there does not exist", "max_tokens is 0"],
         ),
     ],
-    ids=range(1, 13),
+    ids=range(1, 14),
 )
 def test_three_mistakes_are_named_at_once(wrong, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

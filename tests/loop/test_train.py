@@ -192,15 +192,16 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     captured = capfd.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert lines[0].startswith("weight_sync: memory (") and len(lines) == 10 and "entropy" in lines[5]
-    assert lines[6].startswith("held-out reward: start ") and re.fullmatch(r"advantages .* to .*; .* reward/s", lines[7])
+    assert lines[0].startswith("weight_sync: memory (") and len(lines) == 11 and "entropy" in lines[6]
+    assert lines[1].startswith("tool calls: no parser, as its chat template does not show tools")
+    assert lines[7].startswith("held-out reward: start ") and re.fullmatch(r"advantages .* to .*; .* reward/s", lines[8])
     folder = world.run / "iterations" / "0001" / "checkpoint"
-    assert lines[8:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
-    assert lines[1].startswith("starting vLLM and the trainer")
+    assert lines[9:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
+    assert lines[2].startswith("starting vLLM and the trainer")
     planned = r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of 3 "
-    assert re.fullmatch(planned + r"\(completions of [1-8] tokens are assumed\)", lines[2])
-    assert lines[3].startswith("before") and " left" not in lines[3]  # nothing is known of an iteration yet
-    assert lines[4].startswith(
+    assert re.fullmatch(planned + r"\(completions of [1-8] tokens are assumed\)", lines[3])
+    assert lines[4].startswith("before") and " left" not in lines[4]  # nothing is known of an iteration yet
+    assert lines[5].startswith(
         "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; greedy, 2 tasks)  "
     )
 

@@ -1,5 +1,8 @@
 """A model by the address of its server."""
 
+import pytest
+
+from ttrl.errors import UserError
 from ttrl.server.serving import serving
 
 
@@ -15,3 +18,12 @@ def test_requests_to_an_address_name_the_account_that_the_environment_names(monk
     with serving("https://api.example.com/v1") as served:
         assert served.endpoint.headers == {"OpenAI-Organization": "org-1", "OpenAI-Project": "proj-2"}
         assert "secret" not in repr(served)
+
+
+def test_a_server_that_runs_takes_no_chat_template() -> None:
+    given = {"chat_template": "{{ messages }}"}
+    with (
+        pytest.raises(UserError, match="already runs, with a chat template of its own"),
+        serving("https://api.example.com/v1", **given),
+    ):
+        pass

@@ -28,7 +28,7 @@ def add_tasks(parser: argparse.ArgumentParser) -> None:
     attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks or tasks")
     attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
     attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, a model folder or a name of `ttrl models`")
-    vllm = 'for a server that is started here: arguments of vLLM, such as {"max_model_len": 8192}'
+    vllm = 'for a server that is started here: arguments of vLLM, such as {"max_num_seqs": 8}'
     attempt.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=vllm)
     template = "the same: a file with another chat template than the model's"
     attempt.add_argument("--chat-template", metavar="FILE", help=template)

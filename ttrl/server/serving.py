@@ -88,6 +88,10 @@ def serving(
     if is_address(model):
         if problem := address_problem(model):
             raise UserError(problem)
+        if chat_template is not None:
+            raise UserError(
+                f"{model} already runs, with a chat template of its own; leave chat_template out, or give the model's folder"
+            )
         key = os.environ.get(key_variable) or "none"  # local servers need no key, but the client insists on one
         served = _served_name(model, key, name, key_variable)
         headers = {name: os.environ[variable] for name, variable in _ACCOUNT.items() if os.environ.get(variable)}
