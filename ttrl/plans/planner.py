@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.machines import gpus_of_a_server
+from ttrl.configs.recipe import model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters, model_settings, trained_parameters
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.plans.choices import choose
