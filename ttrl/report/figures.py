@@ -273,8 +273,8 @@ def _apart(run: RunData) -> str:
     named = {"means": allowed.mean, "99.9th percentiles": allowed.p999}
     beyond = " or ".join(f"{name} above {compact(limit)}" for name, limit in named.items() if limit is not None)
     text = (
-        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding alone makes some, more in larger "
-        "models and in bf16: docs/watching.md lists what healthy runs have."
+        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding alone makes some, more in "
+        "larger models and in bf16: docs/watching.md lists what healthy runs have."
     )
     if beyond:
         text += f" For this run's dtype and device, {beyond} mean other weights or settings, unless the policy has moved since."
