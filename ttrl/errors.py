@@ -76,7 +76,7 @@ class TemplateRefusalError(TokenizationError):
 class UnmovedStepError(UserError):
     """An optimizer step moved nothing. updates: how many steps its iteration has."""
 
-    def __init__(self, message: str, updates: int) -> None:
+    def __init__(self, message: str, updates: int = 1) -> None:
         super().__init__(message)
         self.updates = updates
 

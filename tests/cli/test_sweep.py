@@ -80,7 +80,7 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     monkeypatch.setenv("FAILS", "wide,seed=1")
     assert cli.main(["sweep", str(path)]) == 2
     said = capsys.readouterr()
-    assert "1 of 4 runs failed" in said.err and "wide,seed=0" in said.out
+    assert "1 of 4 runs failed" in said.err and "\nwide  1 " in said.out
     assert calls(tmp_path) == ["wide,seed=0", "wide,seed=1", "deep,seed=0", "deep,seed=1"]
     monkeypatch.delenv("FAILS")
     assert cli.main(["sweep", str(path)]) == 0

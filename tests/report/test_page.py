@@ -143,7 +143,7 @@ def test_the_report_says_what_happened(tmp_path: Path) -> None:
     assert "50% → 94%" in text
     for heading in ("Learning", "Seconds per phase", "Tokens per second", "Sampler against trainer", "Effective sample size"):
         assert heading in text
-    assert "means above 0.0002 or 99.9th percentiles above 0.005 under the sampler's own weights" in text
+    assert "means above 2e-4 or 99.9th percentiles above 0.005 mean other weights" in text
     for heading in ("Entropy", "KL to the reference model", "Gradient norm", "Groups without signal", "Clipped tokens"):
         assert heading in text
     assert "What stands out" not in text and "disagree" not in text  # nothing was wrong

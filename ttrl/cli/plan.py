@@ -122,7 +122,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         asked = Planned(model_run(arguments.config, arguments.set))
     if not own:
         count = asked.config.tasks_per_iteration * asked.config.iterations
-        asked = dataclasses.replace(asked, run=None, tasks=load_tasks(arguments.tasks, count))
+        asked = dataclasses.replace(asked, run=None, tasks=load_tasks(arguments.tasks, count, split="train"))
     more: dict[str, Any] = {"recipe_only": asked.recipe_only, "run": asked.run}
     print(how.text(how.plan(asked.config, asked.tasks, asked.validation_tasks, **more)))
     return 0

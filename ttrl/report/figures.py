@@ -270,12 +270,15 @@ def _apart(run: RunData) -> str:
     """Say what the chart of sampler and trainer shows, with the limits that hold for the run."""
     config = run.config
     allowed = limits(config.get("dtype"), config.get("device"), config.get("drift_limits"))
-    beyond = f"means above {compact(allowed.mean)} or 99.9th percentiles above {compact(allowed.p999)}"
-    return (
+    named = {"means": allowed.mean, "99.9th percentiles": allowed.p999}
+    beyond = " or ".join(f"{name} above {compact(limit)}" for name, limit in named.items() if limit is not None)
+    text = (
         "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding alone makes some, more in "
-        f"larger models and in bf16. For this run's dtype and device, {beyond} under the sampler's own weights mean that the two "
-        "compute with different weights or settings; docs/watching.md lists what healthy runs have."
+        "larger models and in bf16: docs/watching.md lists what healthy runs have."
     )
+    if beyond:
+        text += f" For this run's dtype and device, {beyond} mean other weights or settings, unless the policy has moved since."
+    return text
 
 
 def _gradient_noise(run: RunData) -> list[Figure]:
