@@ -40,6 +40,26 @@ def test_a_variable_of_the_environment_is_named_in_one_place() -> None:
     assert named and sorted(named) == sorted(set(named))
 
 
+def is_long(expression: ast.expr) -> bool:
+    return "pytest.mark.long" in ast.unparse(expression)
+
+
+def test_each_long_test_says_what_it_alone_proves() -> None:
+    """`make test` leaves it out, so whoever wonders what that costs finds the answer there, or in its file's docstring."""
+    found = 0
+    for path in sorted(ROOT.glob("tests/**/test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign) and is_long(node.value)]
+        if any(ast.unparse(node.targets[0]) == "pytestmark" for node in assigned):
+            found += 1
+            assert "Long: " in (ast.get_docstring(tree) or ""), path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and any(map(is_long, node.decorator_list)):
+                found += 1
+                assert re.search(r"\bLong\b", ast.get_docstring(node) or ""), f"{path}: {node.name}"
+    assert found > 20
+
+
 @pytest.mark.parametrize(
     ("files", "expected"),
     [

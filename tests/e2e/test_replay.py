@@ -84,9 +84,13 @@ def test_the_same_grades_give_the_same_bits(run):
     assert (folder / "report.html").is_file() and not list(folder.rglob(".partial-*"))
 
 
-@pytest.mark.long  # runs are killed in test_run.py and test_crash.py; other grades: tests/replays
+@pytest.mark.long
 def test_other_grades_and_a_kill(run, tmp_path):
-    """Killed with its trainer in iteration 2; the same command goes on there, and ends with the bits of one that was not."""
+    """Killed with its trainer in iteration 2; the same command goes on there, and ends with the bits of one that was not.
+
+    Long: this alone kills a replay's real trainer. Runs are killed in test_run.py and test_crash.py; replays with other grades
+    and interruptions on fake parts: tests/replays/test_training.py.
+    """
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     said = replay(run, "--grader", "graders.py:consonants", "--train", "--output", str(whole))
     assert "bit for bit" not in said and "After iteration 1 the rollouts are another policy's" in said
@@ -112,7 +116,9 @@ def test_other_grades_and_a_kill(run, tmp_path):
         assert digest(torn / "iterations/0002" / name) == digest(whole / "iterations/0002" / name), name
 
 
+@pytest.mark.long
 def test_each_iteration_from_the_checkpoint_that_sampled_it(run, tmp_path):
+    """Long: this alone sees the real trainer agree with the sampler there. The option: tests/replays/test_training.py."""
     replay(
         run,
         "--grader",

@@ -187,9 +187,13 @@ def test_a_finished_run_does_nothing_again(finished):
     assert (finished / "logs" / "server.log").read_bytes() == log  # no server was started
 
 
-@pytest.mark.long  # test_crash.py kills at any time, test_agents.py in sampling, test_real_model.py and the next one in training
+@pytest.mark.long
 def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
-    """kill -9 of all processes, twice in one run; the same command continues in that iteration each time."""
+    """kill -9 of all processes, twice in one run; the same command continues in that iteration each time.
+
+    Long: this alone kills between checkpoint and state with vLLM running. test_crash.py kills at random moments without
+    vLLM, and the next test while weights are written.
+    """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 2
     one, torn = (run / f"iterations/000{n}" for n in (1, 2))
     partial = one / "rollouts.partial.jsonl"
