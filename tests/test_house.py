@@ -30,7 +30,9 @@ def make_tree(root: Path, files: dict[str, str], dependencies: str = '"torch", "
     return root
 
 
+@pytest.mark.long
 def test_our_house_is_in_order() -> None:
+    """Long: it is what `make lint` does, with the same tool."""
     done = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, check=False)
     assert done.returncode == 0, "\n" + done.stdout
 
@@ -48,7 +50,10 @@ def test_each_long_test_says_what_it_alone_proves() -> None:
     """`make test` leaves it out, so whoever wonders what that costs finds the answer there, or in its file's docstring."""
     found = 0
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if "mark.long" not in text:
+            continue
+        tree = ast.parse(text)
         assigned = [node for node in tree.body if isinstance(node, ast.Assign) and is_long(node.value)]
         if any(ast.unparse(node.targets[0]) == "pytestmark" for node in assigned):
             found += 1
