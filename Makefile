@@ -53,7 +53,7 @@ test-cluster: $(RAY)
 	$(TEST_VARIABLES) $(VENV)/ray/bin/python -m pytest tests/cluster $(TEST_OPTIONS) $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
-	$(TEST_VARIABLES) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e" $(TEST_OPTIONS)
+	$(TEST_VARIABLES) $(RUN) -m pytest -n 3 --dist worksteal -m "not e2e" $(TEST_OPTIONS)
 
 # For the tests of cache and mirror; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install

@@ -607,7 +607,7 @@ def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path
     """`make test` with a Python whose pytest fails must fail, and must not go on to the next step."""
     code, calls = make(tmp_path, "test", failing="not e2e")
     assert code != 0
-    assert calls == ["tools/install.py .venv", "-m pytest -n 2 --dist worksteal -m not e2e --short"]
+    assert calls == ["tools/install.py .venv", "-m pytest -n 3 --dist worksteal -m not e2e --short"]
 
 
 def test_only_test_all_runs_the_long_tests(tmp_path: Path) -> None:
