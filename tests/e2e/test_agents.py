@@ -122,8 +122,13 @@ def test_64_sessions_killed_in_the_middle_go_on_and_5_percent_crash_and_hang(tmp
         assert [row for row in rows if row["task_id"] == task_id] == samples
 
 
+@pytest.mark.long
 def test_ttrl_proxy_collects_what_replay_trains_on(tmp_path: Path) -> None:
-    """A model folder is served; Ctrl-C ends the proxy; the sessions become an iteration, which is graded and trained on."""
+    """A model folder is served; Ctrl-C ends the proxy; the sessions become an iteration, which is graded and trained on.
+
+    Long: this alone joins proxy, vLLM and trainer. The proxy, and replay of its sessions, on a fake server:
+    tests/agents/test_proxy.py; replay with a real trainer: test_run.py.
+    """
     model, run, log = make_tiny_model(tmp_path / "model", layers=2, width=64, heads=2), tmp_path / "run", tmp_path / "log.txt"
     command = [sys.executable, "-m", "ttrl.cli", "proxy", str(model), "--output", str(run), "--max-tokens", "6"]
     command += ["--key-file", str(tmp_path / "key")]

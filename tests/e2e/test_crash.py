@@ -28,8 +28,8 @@ def test_two_kills(tmp_path: Path) -> None:
 def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it.
 
-    Long: this alone kills a run that saves only every second checkpoint. test_run.py kills one that syncs out of memory, and
-    tests/loop/test_saving.py saves every few iterations on fake parts.
+    Long: this alone kills a run that saves only every second checkpoint. test_two_kills kills
+    runs that save all of them, and tests/loop/test_saving.py saves every few iterations on fake parts.
     """
     settings = {"weight_sync": "memory", "save_every": 2}
     outcome = crash_test.crash_test(tmp_path, kills=2, iterations=3, seed=5, twice=False, settings=settings)

@@ -125,7 +125,9 @@ def test_adapters_are_the_same_files_from_processes_that_share_layers(kind, resu
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+@pytest.mark.long
 def test_compiled(model_folder):
+    """Long, as C++ is compiled: this alone compiles layers with adapters. Layers without: test_compiled.py."""
     packed = packed_rows()
     plain = adapter_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
     compiled = adapter_gradients(
@@ -134,8 +136,12 @@ def test_compiled(model_folder):
     assert distance(compiled, plain) < 1e-5
 
 
+@pytest.mark.long
 def test_vllm_serves_the_base_with_the_adapter(tmp_path):
-    """Which computes what the trainer said; the base alone does not."""
+    """Which computes what the trainer said; the base alone does not.
+
+    Long: this alone asks both of one server. In the next test the server is given adapters, and held to the canary.
+    """
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
     config = adapter_config(base, lora_rank=8)
     policy = move_adapters(load_policy(config, ALONE))

@@ -284,7 +284,7 @@ def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
     """kill -9 of all processes, twice in one run; the same command continues in that iteration each time.
 
     Long: this alone kills between checkpoint and state with vLLM running. test_crash.py kills at random moments without
-    vLLM, and the next test while weights are written.
+    vLLM.
     """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 2
     one, torn = (run / f"iterations/000{n}" for n in (1, 2))
@@ -318,9 +318,14 @@ def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
     assert yaml.safe_load((run / "config.yaml").read_text())["iterations"] == last
 
 
+@pytest.mark.long
 def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
     """The server samples from a policy whose files are not there yet. After kill -9 that is trained again, to the same bits, and
-    what was sampled from it stays."""
+    what was sampled from it stays.
+
+    Long: this alone kills a run whose vLLM has weights that are in no file. A run on fake parts is killed at every file in
+    tests/loop/test_overlap.py; real trainers are killed in test_crash.py; weights from memory: test_sync.py.
+    """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 3
     torn, after = run / "iterations/0002", run / "iterations/0003"
     (tmp_path / "hold-state").touch()

@@ -191,7 +191,9 @@ def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
         sync_weights(server, corrupted)
 
 
+@pytest.mark.long
 def test_old_weights_left_in_place_fall_back_to_a_restart(server, first, second, monkeypatch):
+    """Long: this alone mends vLLM by a restart. A fake one: tests/server/test_weights.py; a restart: the dead engine's below."""
     sync_weights(server, first)
     pid, port, key = server._child.pid, server.port, server.api_key
     monkeypatch.setattr(weights, "load_weights", lambda server, folder: None)
