@@ -38,8 +38,10 @@ quickstart: install
 quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
+# Tests on a cluster mostly wait, so they run beside those with servers and trainers.
 test: test-quick
-	@$(MAKE) --no-print-directory test-e2e test-cluster
+	@echo "Tests with servers, trainers and a cluster run side by side; either prints when it is through."
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync test-e2e test-cluster
 
 test-all:
 	@$(MAKE) --no-print-directory test TEST_OPTIONS=
