@@ -38,9 +38,9 @@ quickstart: install
 quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
-# Tests on a cluster mostly wait, so they run beside those with servers and trainers.
+# Tests on a cluster mostly wait, so they run at the same time as those with servers.
 test: test-quick
-	@echo "Tests with servers, trainers and a cluster run side by side; either prints when it is through."
+	@echo "Tests with servers and tests on a cluster run side by side; each prints at its end."
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync test-e2e test-cluster
 
 test-all:

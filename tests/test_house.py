@@ -46,8 +46,8 @@ def is_long(expression: ast.expr) -> bool:
     return "pytest.mark.long" in ast.unparse(expression)
 
 
-def test_each_long_test_says_what_it_alone_proves() -> None:
-    """`make test` leaves it out, so whoever wonders what that costs finds the answer there, or in its file's docstring."""
+def test_each_long_test_says_what_only_it_proves() -> None:
+    """`make test` leaves it out; the docstring of the test, or of its file, says what that costs."""
     found = 0
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
         text = path.read_text(encoding="utf-8")

@@ -1,8 +1,8 @@
 """A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is lost meanwhile.
 
-Long: this alone runs vLLM and trainers as actors of Ray. The lead, sampling workers and the weights' way are each tried with
-Ray and without vLLM in test_lead.py, test_workers.py and test_broadcast.py; losses of servers on fake parts:
-tests/launch/test_policy_server.py.
+Long: only this runs vLLM and trainers as actors of Ray. The lead, sampling workers and the weights'
+way are each tried with Ray and without vLLM in test_lead.py, test_workers.py and test_broadcast.py;
+losses of servers on fake parts: tests/launch/test_policy_server.py.
 """
 
 import json

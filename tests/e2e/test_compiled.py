@@ -26,7 +26,8 @@ def test_compiled_layers_give_the_same_gradient(model_folder, packed):
 def test_moments_of_eight_bits(packed, tmp_path):
     """Close to AdamW; a fp32 state can be continued in 8 bits, and what is saved comes back.
 
-    Long, as C++ is compiled: this alone takes torchao's steps. Their state: tests/training/optimizer/test_state.py.
+    Long, as C++ is compiled: only this takes torchao's steps. Their state:
+    tests/training/optimizer/test_state.py.
     """
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}

@@ -1,7 +1,8 @@
 """Compare the update of two processes with that of one, with switches that compile C++.
 
-Long: each process compiles for a minute or two. This alone compiles sharded layers and 8-bit moments; test_compiled.py does
-both in one process, and test_parallel.py and test_lora.py run several processes without a compiler.
+Long: each process compiles for a minute or two. Only this compiles sharded layers and 8-bit
+moments; test_compiled.py does both in one process, and test_parallel.py and test_lora.py run
+several processes without a compiler.
 """
 
 import json

@@ -96,8 +96,10 @@ def train_a_step(policy):
     ],
 )
 def test_a_trained_family_is_served(write, tmp_path):
-    """Long for two families: this alone loads their checkpoints into vLLM. GPT-2's differ most from ours in their layout;
-    all families are compared with transformers in tests/training/test_parity_families.py."""
+    """Long for two families: only this loads their checkpoints into vLLM. GPT-2's differ most from
+    ours in their layout; all families are compared with transformers in
+    tests/training/test_parity_families.py.
+    """
     start = write(tmp_path / "start")
     config = read_config(start)
     decoder = build_decoder(config)

@@ -1,7 +1,8 @@
 """A run over three hosts: trainers on one, vLLM servers on two; a server is cut off for a while, a trainer process killed.
 
-Long: this alone has real servers on hosts of a network, and cuts one off. Joined servers on fake parts:
-tests/launch/test_policy_server.py; whole weights in place: test_sync.py; a rank that dies: test_resident.py.
+Long: only this has real servers on hosts of a network, and cuts one off. Joined servers on fake
+parts: tests/launch/test_policy_server.py; whole weights in place: test_sync.py; a rank that dies:
+test_resident.py.
 """
 
 import contextlib

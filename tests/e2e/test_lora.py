@@ -104,8 +104,8 @@ def test_two_processes_do_what_one_does(kind, results):
 def test_processes_that_share_layers_do_what_one_does(start, world, results):
     """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way; parked between two steps.
 
-    Long for most pairs: these alone share plain LoRA, biases and 4 bits under FSDP, and step in the backward pass. What they
-    have in common is tried with the other two.
+    Long for most pairs: only these share plain LoRA, biases and 4 bits under FSDP, and step in the
+    backward pass. What they have in common is tried with the other two.
     """
     alone, many = results[f"{start}/alone{'-unclipped' if world == 'in-backward' else ''}"], results[f"{start}/{world}"]
     assert distance({"": many["logprobs"]}, {"": alone["logprobs"]}) < 1e-5
@@ -139,7 +139,9 @@ def test_adapters_are_the_same_files_from_processes_that_share_layers(kind, resu
 
 @pytest.mark.long
 def test_compiled(model_folder):
-    """Long, as C++ is compiled: this alone compiles layers with adapters. Layers without: test_compiled.py."""
+    """Long, as C++ is compiled: only this compiles layers with adapters. Layers without:
+    test_compiled.py.
+    """
     packed = packed_rows()
     plain = adapter_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
     compiled = adapter_gradients(
@@ -152,7 +154,8 @@ def test_compiled(model_folder):
 def test_vllm_serves_the_base_with_the_adapter(tmp_path):
     """Which computes what the trainer said; the base alone does not.
 
-    Long: this alone asks both of one server. In the next test the server is given adapters, and held to the canary.
+    Long: only this asks both of one server. In the next test the server is given adapters, and held
+    to the canary.
     """
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
     config = adapter_config(base, lora_rank=8)

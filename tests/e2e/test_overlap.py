@@ -1,7 +1,7 @@
 """One step off policy on real parts: who sampled what, and that policy lag is not taken for a fault.
 
-Long: this alone syncs vLLM while its next samples wait. Who samples what on fake parts: tests/loop/test_overlap.py; a real run
-that syncs ahead of its files: test_run.py.
+Long: only this syncs vLLM while its next samples wait. Who samples what on fake parts:
+tests/loop/test_overlap.py; a real run that syncs ahead of its files: test_run.py.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """`ttrl tasks try` with a model folder: a real server is started for it, asked, and ended.
 
-Long: this alone starts vLLM for `tasks try`. A server that is there is asked in tests/cli/test_tasks.py, and test_evaluate.py
-starts one the same way for `ttrl eval`.
+Long: only this starts vLLM for `tasks try`. A server that is there is asked in
+tests/cli/test_tasks.py, and test_evaluate.py starts one the same way for `ttrl eval`.
 """
 
 from pathlib import Path

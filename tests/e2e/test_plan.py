@@ -1,6 +1,7 @@
 """A probe with a real server and a real trainer: what a plan takes from it, whatever a random model says.
 
-Long: this alone measures the memory of real processes in a probe. Probes on fake parts: tests/loop/test_probe.py.
+Long: only this measures the memory of real processes in a probe. Probes on fake parts:
+tests/loop/test_probe.py.
 """
 
 import pytest

@@ -90,7 +90,8 @@ def test_parity_in_fp32(model, samples, judge):
 def test_parity_in_bf16(model, samples, judge):
     """Rounding differs: fp32 is the judge, and ours may be at most a quarter further from it than transformers' own bf16.
 
-    Long: this alone compares our rounding in bf16 with transformers'. In fp32: above; on GPUs: tests/gpu.
+    Long: only this compares our rounding in bf16 with transformers'. In fp32: above; on GPUs:
+    tests/gpu.
     """
     theirs = check_parity.transformers_computes(model, torch.bfloat16, samples)
     ours, packed = check_parity.ours_computes(model, torch.bfloat16, samples, 128)
@@ -171,7 +172,9 @@ def server(started, folder):
 
 @pytest.mark.long
 def test_the_servers_tokens_are_its_text(started, tokenizer):
-    """Long: this alone reads a trained tokenizer's ids back from vLLM. Of a tiny one: test_server.py and test_partial.py."""
+    """Long: only this reads a trained tokenizer's ids back from vLLM. Of a tiny one: test_server.py
+    and test_partial.py.
+    """
     request = {"model": "policy", "messages": CHAT[:-1], "max_tokens": 24, "n": 4, "return_token_ids": True, "seed": 1}
     answer = started.request("POST", "/v1/chat/completions", request)
     prompt = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=False)
@@ -183,7 +186,7 @@ def test_the_servers_tokens_are_its_text(started, tokenizer):
 
 @pytest.mark.long
 def test_healthy_weights_are_accepted(server, started, checkpoints):
-    """Long: this alone shows that limits for bf16 let trained weights pass. In fp32: test_sync.py."""
+    """Long: only this shows that limits for bf16 let trained weights pass. In fp32: test_sync.py."""
     for checkpoint in (checkpoints[1], checkpoints[0]):
         report = sync_weights(server, checkpoint)
         assert (report.mode, report.fell_back, report.comparison.unchecked) == ("reload", None, 0)
@@ -205,7 +208,8 @@ def test_healthy_weights_are_accepted(server, started, checkpoints):
 def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
     """By the comparison with the files; and by the canary, but for a single weight that hardly changes what is computed.
 
-    Long: this alone shows what a canary in bf16 notices. In fp32: test_sync.py; limits in bf16: tests/server/test_weights.py.
+    Long: only this shows what a canary in bf16 notices. In fp32: test_sync.py; limits in bf16:
+    tests/server/test_weights.py.
     """
     (folder / "fault.json").write_text(json.dumps(fault))
     with pytest.raises(WeightSyncError, match="what the server holds differs"):
@@ -218,7 +222,8 @@ def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
 def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, monkeypatch):
     """Whatever the numbers are: here the cache is even of the same weights.
 
-    Long, as it needs the server of the others. In fp32: test_sync.py; where bf16 hides it: tests/server/test_weights.py.
+    Long, as it needs the server of the others. In fp32: test_sync.py; where bf16 hides it:
+    tests/server/test_weights.py.
     """
     sync_weights(server, checkpoints[0])
     monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
@@ -246,7 +251,9 @@ SCRIPT = textwrap.dedent(
 
 @pytest.mark.long
 def test_grpo_killed_after_its_first_training_continues(started, server, checkpoints, folder):
-    """Long: this alone trains a real model, and judges its drift. Killed runs of tiny ones: test_run.py and test_crash.py."""
+    """Long: only this trains a real model, and judges its drift. Killed runs of tiny ones:
+    test_run.py and test_crash.py.
+    """
     run, log = folder / "run", folder / "output.log"
     settings = {**SETTINGS, "run": str(run), "model": str(checkpoints[0]), "iterations": 2}
     settings |= {"servers": 0, "joined_servers": [started.root_url]}
@@ -292,7 +299,7 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
 def test_an_adapter_is_trained_and_served(checkpoints, folder):
     """On the tasks of the README: the first own task of a newcomer has a signal on this model.
 
-    Long: this alone trains an adapter of a real model. Of a tiny one: test_lora.py.
+    Long: only this trains an adapter of a real model. Of a tiny one: test_lora.py.
     """
     settings = {**SETTINGS, "run": str(folder / "lora"), "model": str(checkpoints[0]), "iterations": 1}
     settings["training"] = {"lr": 1e-3, "updates_per_iteration": 1, "lora_rank": 8}

@@ -1,7 +1,7 @@
 """A script of recipes/ as its header says to try it out: a real server, a real trainer, and a checkpoint that was trained.
 
-Long: this alone runs a script of recipes/ with real parts. All scripts run on fake parts in tests/test_recipes.py, arms in
-tests/cli/test_arms.py; real parts without a script: test_run.py.
+Long: only this runs a script of recipes/ with real parts. All scripts run on fake parts in
+tests/test_recipes.py, arms in tests/cli/test_arms.py; real parts without a script: test_run.py.
 """
 
 import subprocess

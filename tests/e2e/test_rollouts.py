@@ -168,7 +168,8 @@ def test_the_prompt_of_a_task_is_computed_once(server, per_request):
 def test_a_server_that_is_started_again_in_mid_run_loses_nothing(server):
     """The process is ended while requests run, and another one listens at the same port 20 s later.
 
-    Long: this alone restarts vLLM under requests. A fake server is restarted in tests/rollouts/test_faults.py.
+    Long: only this restarts vLLM under requests. A fake server is restarted in
+    tests/rollouts/test_faults.py.
     """
     began = threading.Event()
 

@@ -233,8 +233,8 @@ def test_the_same_grades_give_the_same_bits(finished):
 def test_other_grades_and_a_kill(finished, tmp_path):
     """Killed with its trainer in iteration 2; the same command goes on there, and ends with the bits of one that was not.
 
-    Long: this alone kills a replay's real trainer. Runs are killed below and in test_crash.py; replays with other grades
-    and interruptions on fake parts: tests/replays/test_training.py.
+    Long: only this kills a replay's real trainer. Runs are killed below and in test_crash.py;
+    replays with other grades and interruptions on fake parts: tests/replays/test_training.py.
     """
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     said = replay(finished, "--grader", "graders.py:consonants", "--train", "--output", str(whole))
@@ -263,7 +263,9 @@ def test_other_grades_and_a_kill(finished, tmp_path):
 
 @pytest.mark.long
 def test_each_iteration_from_the_checkpoint_that_sampled_it(finished, tmp_path):
-    """Long: this alone sees the real trainer agree with the sampler there. The option: tests/replays/test_training.py."""
+    """Long: only this sees the real trainer agree with the sampler there. The option:
+    tests/replays/test_training.py.
+    """
     replay(
         finished,
         "--grader",
@@ -283,8 +285,8 @@ def test_each_iteration_from_the_checkpoint_that_sampled_it(finished, tmp_path):
 def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
     """kill -9 of all processes, twice in one run; the same command continues in that iteration each time.
 
-    Long: this alone kills between checkpoint and state with vLLM running. test_crash.py kills at random moments without
-    vLLM.
+    Long: only this kills between checkpoint and state with vLLM running. test_crash.py kills at
+    random moments without vLLM.
     """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 2
     one, torn = (run / f"iterations/000{n}" for n in (1, 2))
@@ -323,8 +325,9 @@ def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
     """The server samples from a policy whose files are not there yet. After kill -9 that is trained again, to the same bits, and
     what was sampled from it stays.
 
-    Long: this alone kills a run whose vLLM has weights that are in no file. A run on fake parts is killed at every file in
-    tests/loop/test_overlap.py; real trainers are killed in test_crash.py; weights from memory: test_sync.py.
+    Long: only this kills a run whose vLLM has weights that are in no file. A run on fake parts is
+    killed at every file in tests/loop/test_overlap.py; real trainers are killed in test_crash.py;
+    weights from memory: test_sync.py.
     """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 3
     torn, after = run / "iterations/0002", run / "iterations/0003"

@@ -1,6 +1,7 @@
 """What `ttrl.costs.flops` says that a server computed, against PyTorch's counter inside vLLM's worker.
 
-Long: this alone counts what vLLM computes. tests/costs/test_flops.py counts the same model in transformers and in ttrl.
+Long: only this counts what vLLM computes. tests/costs/test_flops.py counts the same model in
+transformers and in ttrl.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
 """A server at another site, which shares no file system with the run, and is given its adapters through the mirror.
 
-Long: this alone has vLLM fetch an adapter by the mirror. Fetching, with what is refused, and the run's side, on a fake vLLM:
-tests/server/test_sites.py; adapters of a run on this machine: test_lora.py.
+Long: only this has vLLM fetch an adapter by the mirror. Fetching, with what is refused, and the
+run's side, on a fake vLLM: tests/server/test_sites.py; adapters of a run on this machine:
+test_lora.py.
 """
 
 import json

@@ -64,7 +64,8 @@ def test_on_one_machine_nobody_listens_for_strangers(user_names_one, tmp_path, m
     """gloo's connections between the processes are on the loopback; torchrun and the store do not listen at all. But who names a
     meeting point has it.
 
-    Long for a meeting point that is named: this alone lets torchrun choose one. The arguments: tests/launch/test_tune.py.
+    Long for a meeting point that is named: only this lets torchrun choose one. The arguments:
+    tests/launch/test_tune.py.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

@@ -46,7 +46,9 @@ def config_of(**settings):
     [(1, 24), (3, 80), *(pytest.param(*gpus, marks=pytest.mark.long) for gpus in ((2, 24), (1, 80), (8, 80)))],
 )
 def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
-    """Long for three of five machines: these alone try every way with two and eight GPUs. Smallest and oddest stay."""
+    """Long for three of five machines: only these try every way with two and eight GPUs. Smallest
+    and oddest stay.
+    """
     model, memory = MODELS[name], size * GB
     made = choose(model, config_of(**WAYS[way]), [memory] * count)
     if made.problem is not None:

@@ -281,7 +281,7 @@ def many_files():
 def test_thousands_of_concurrent_requests(many_files, count, stream):
     """All of them wait at the server at the same time; then all are answered. The server is a process of its own.
 
-    Long for 5,000 streams: this alone has more connections than most limits of a shell allow.
+    Long for 5,000 streams: only this has more connections than most limits of a shell allow.
     """
     grades = Counter()
     with bad_server.process("--tokens", "4", "--gate", str(count)) as server:
@@ -401,7 +401,9 @@ def test_every_fault_at_once(bench, streamed, per_request):
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_fault_at_once_in_all_ways(bench):
-    """Long: this alone mixes all faults in the four ways of asking. Two of them are tried above, with fewer completions."""
+    """Long: only this mixes all faults in the four ways of asking. Two of them are tried above,
+    with fewer completions.
+    """
     check(bench, bench.run(completions=480, share=0.2, seed=2), 480)
 
 

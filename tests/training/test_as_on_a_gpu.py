@@ -65,7 +65,7 @@ COMPILED = {"compile": True, "row_length_multiple": tool.SEQ_LEN}
     ],
 )
 def test_the_gradient_is_that_of_transformers(settings, tmp_path):
-    """Long for compiled layers: this alone compiles them around FlexAttention, by a C++ compiler.
+    """Long for compiled layers: only this compiles them around FlexAttention, by a C++ compiler.
 
     Compiled layers around other attention: tests/e2e/test_compiled.py.
     """

@@ -196,8 +196,8 @@ def one_rank(rank, port, folder, output):
 def test_two_processes_see_what_one_does(model_folder, tmp_path):
     """The rows of either are pieces, and padding rows have no share.
 
-    Long: this alone gathers the noise of several processes. One process: above; several, without noise:
-    tests/e2e/test_parallel.py.
+    Long: only this gathers the noise of several processes. One process: above; several, without
+    noise: tests/e2e/test_parallel.py.
     """
     alone, _, _ = seen_by(config_of(model_folder()))
     with held_port() as port:

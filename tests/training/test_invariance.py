@@ -65,7 +65,8 @@ def test_rows_are_shared_and_several(inputs):
     ["ppo-k3", *(pytest.param(name, marks=pytest.mark.long) for name in tool.OBJECTIVES if name != "ppo-k3")],
 )
 def test_two_processes(objective, inputs, monkeypatch):
-    """Long for all objectives but one: these alone share out a group's ratio and full entropies among processes.
+    """Long for all objectives but one: only these share out a group's ratio and full entropies
+    among processes.
 
     All objectives are compared in one process above.
     """

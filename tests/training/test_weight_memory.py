@@ -109,7 +109,8 @@ def test_without_memory_for_it(enough, monkeypatch):
 def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder):
     """Of a layer's rows alone: tests/e2e/test_sync.py.
 
-    Long for four processes: these alone divide a tensor twice, and have GPT-2's fused and transposed matrices.
+    Long for four processes: only these divide a tensor twice, and have GPT-2's fused and transposed
+    matrices.
     """
     start, whole = model_folder(family), WeightMemory(HERE)
     with HandingOver(start, processes, tensor_parallel) as trainer:

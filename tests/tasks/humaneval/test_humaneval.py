@@ -125,7 +125,8 @@ def test_some_published_problems(shared, reply):
 def test_all_published_problems(shared, reply):
     """Every solution passes; with the next problem's solution, none does.
 
-    Long: this alone runs all 164 in processes of their own. Some of them, with hostile replies: above.
+    Long: only this runs all 164 in processes of their own. Some of them, with hostile replies:
+    above.
     """
     tasks = get_humaneval_tasks(path=shared / "humaneval" / "HumanEval.jsonl")
     assert len(tasks) == 164
