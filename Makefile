@@ -6,15 +6,19 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 S3_SERVER := $(VENV)/s3/bin/moto_server
 RAY := $(VENV)/ray/bin/ray
-CLUSTER_TESTS ?= tests/cluster
+# `make test-all` empties it. It leaves out the tests that are marked long (tests/conftest.py).
+TEST_OPTIONS ?= --short
+# Containers often set PYTHONDONTWRITEBYTECODE: each of hundreds of processes would compile ttrl again.
+TEST_VARIABLES := PYTHONDONTWRITEBYTECODE= TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER))
 
-.PHONY: help install quickstart quickstart-tiny test test-quick test-e2e test-cluster bench lint types audit clean
+.PHONY: help install quickstart quickstart-tiny test test-all test-quick test-e2e test-cluster bench lint types audit clean
 
 help:
 	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
 	@echo "make quickstart-tiny  the same with a model of a million parameters, from nothing (about 5 minutes)"
-	@echo "make test         every test that this machine can run"
-	@echo "make test-quick   the tests without servers and trainers"
+	@echo "make test         the tests that a change has to pass (15 minutes on 2 cores)"
+	@echo "make test-quick   those without servers and trainers (half of that time)"
+	@echo "make test-all     every test that this machine can run (an hour)"
 	@echo "make bench        the benchmarks in tools/"
 	@echo "make lint         ruff, and the rules of who may import whom"
 	@echo "make types        mypy, strict, over ttrl/"
@@ -34,18 +38,24 @@ quickstart: install
 quickstart-tiny: install
 	$(RUN) recipes/sort_letters.py $(ARGS)
 
+# Tests on a cluster mostly wait, so they run at the same time as those with servers.
 test: test-quick
-	@$(MAKE) --no-print-directory test-e2e test-cluster
+	@echo "Tests with servers and tests on a cluster run side by side; each prints at its end."
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync test-e2e test-cluster
+
+test-all:
+	@$(MAKE) --no-print-directory test TEST_OPTIONS=
 
 test-e2e: install $(S3_SERVER)
-	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e $(E2E_OPTIONS) \
+	$(TEST_VARIABLES) $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m e2e \
+	  $(TEST_OPTIONS) $(E2E_OPTIONS) \
 	  $$(grep --recursive --files-with-matches --include='test_*.py' mark.e2e tests | grep --invert-match tests/cluster)
 
 test-cluster: $(RAY)
-	$(VENV)/ray/bin/python -m pytest $(CLUSTER_TESTS) $(E2E_OPTIONS)
+	$(TEST_VARIABLES) $(VENV)/ray/bin/python -m pytest tests/cluster $(TEST_OPTIONS) $(E2E_OPTIONS)
 
 test-quick: install $(S3_SERVER)
-	TTRL_TEST_MOTO_SERVER=$(abspath $(S3_SERVER)) $(RUN) -m pytest -n 2 --dist worksteal -m "not e2e"
+	$(TEST_VARIABLES) $(RUN) -m pytest -n 3 --dist worksteal -m "not e2e" $(TEST_OPTIONS)
 
 # For the tests of cache and mirror; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install

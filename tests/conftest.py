@@ -25,18 +25,30 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # Machines are noisy: a slow example is no failure. What guards a change tries the same examples each time; people explore.
+    # Machines are noisy: a slow example is no failure.
     settings.register_profile("ttrl", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    settings.register_profile("same", settings.get_profile("ttrl"), derandomize=True)
-    settings.load_profile("same" if os.environ.get("TTRL_TESTS_SAME_EXAMPLES") else "ttrl")
+    # A property that fails once in a thousand examples is not the fault of the change under test.
+    settings.register_profile("short", settings.get_profile("ttrl"), derandomize=True)
+    settings.load_profile("ttrl")
 
 # A shell starts what is put into the background with Ctrl-C ignored, and every process below inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --short, with which `make test` runs; `make test-all` runs without it."""
+    told = "leave out tests marked long, and try properties on the same examples each time"
+    parser.addoption("--short", action="store_true", help=told)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Keep results in the file that TTRL_TEST_RESULTS names, and know the marker of pytest-timeout where that is missing."""
+    """Keep results in the file that TTRL_TEST_RESULTS names.
+
+    Also know the marker of pytest-timeout where that is missing, and choose hypothesis's profile.
+    """
+    if config.getoption("short") and importlib.util.find_spec("hypothesis") is not None:
+        settings.load_profile("short")
     config.addinivalue_line("markers", "timeout(seconds): how long the test may take; kept by pytest-timeout")
     if path := os.environ.get(VARIABLE):
         is_worker = hasattr(config, "workerinput")  # of xdist
@@ -44,8 +56,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes long begins first, lest one worker is left with it at the end; a test's time limit says how long that may be."""
-    if os.environ.get("TTRL_TESTS_SHORT"):
+    """Leave out long tests where --short is given, and begin with the slowest.
+
+    Else one worker would be left with a slow test at the end. A test's time limit tells how long it may take.
+    """
+    if config.getoption("short"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]
 

@@ -30,7 +30,9 @@ def make_tree(root: Path, files: dict[str, str], dependencies: str = '"torch", "
     return root
 
 
+@pytest.mark.long
 def test_our_house_is_in_order() -> None:
+    """Long: it is what `make lint` does, with the same tool."""
     done = subprocess.run([sys.executable, TOOL], capture_output=True, text=True, check=False)
     assert done.returncode == 0, "\n" + done.stdout
 
@@ -38,6 +40,29 @@ def test_our_house_is_in_order() -> None:
 def test_a_variable_of_the_environment_is_named_in_one_place() -> None:
     named = [name for path in ROOT.glob("ttrl/**/*.py") for name in re.findall(r'"TTRL_\w+"', path.read_text(encoding="utf-8"))]
     assert named and sorted(named) == sorted(set(named))
+
+
+def is_long(expression: ast.expr) -> bool:
+    return "pytest.mark.long" in ast.unparse(expression)
+
+
+def test_each_long_test_says_what_only_it_proves() -> None:
+    """`make test` leaves it out; the docstring of the test, or of its file, says what that costs."""
+    found = 0
+    for path in sorted(ROOT.glob("tests/**/test_*.py")):
+        text = path.read_text(encoding="utf-8")
+        if "mark.long" not in text:
+            continue
+        tree = ast.parse(text)
+        assigned = [node for node in tree.body if isinstance(node, ast.Assign) and is_long(node.value)]
+        if any(ast.unparse(node.targets[0]) == "pytestmark" for node in assigned):
+            found += 1
+            assert "Long: " in (ast.get_docstring(tree) or ""), path
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef) and any(map(is_long, node.decorator_list)):
+                found += 1
+                assert re.search(r"\bLong\b", ast.get_docstring(node) or ""), f"{path}: {node.name}"
+    assert found > 20
 
 
 @pytest.mark.parametrize(

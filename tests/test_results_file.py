@@ -112,8 +112,12 @@ def test_an_import_that_fails_is_a_line_too(tmp_path: Path) -> None:
     assert ends(rows) == [("test_it.py", "error", "collect")] and "nowhere_at_all" in rows[0]["reason"]
 
 
+@pytest.mark.long
 def test_the_tests_for_gpus_need_pytest_and_no_other_tool_of_tests(tmp_path: Path) -> None:
-    """A machine that is lent for a quarter of an hour has no network, and nobody installs tools there."""
+    """A machine that is lent for a quarter of an hour has no network, and nobody installs tools there.
+
+    Long: only this imports all tests for GPUs without the tools. Most changes touch none of them.
+    """
     tools = "hypothesis pytest_timeout xdist pytest_rerunfailures execnet certifi matplotlib mypy ruff"
     done, rows = run(tmp_path, "-rs", str(TESTS / "gpu"), blocked=tools)
     assert done.returncode == 0, done.stdout + done.stderr

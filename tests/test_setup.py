@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -610,9 +611,13 @@ def make(folder: Path, target: str, failing: str) -> tuple[int, list[str]]:
     (folder / ".venv" / "bin" / "python").symlink_to(fake)
     (folder / "tests").mkdir()
     (folder / "tests" / "s3_server.txt").write_text("moto\n", encoding="utf-8")
-    server = folder / ".venv" / "s3" / "bin" / "moto_server"  # there already, so that make does not install it
-    server.parent.mkdir(parents=True)
-    server.touch()
+    (folder / "tests" / "ray.txt").write_text("ray\n", encoding="utf-8")
+    # These are there already, so that make does not install them.
+    for tool in ("s3/bin/moto_server", "ray/bin/ray"):
+        path = folder / ".venv" / tool
+        path.parent.mkdir(parents=True)
+        path.touch()
+    (folder / ".venv" / "ray" / "bin" / "python").symlink_to(fake)
     # make hands variables of its command line to everything below it: those of a `make test` that runs this test, too
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("MAKE") and not name.endswith("_OPTIONS")
@@ -626,7 +631,46 @@ def test_the_makefile_installs_before_everything_and_passes_failures_on(tmp_path
     """`make test` with a Python whose pytest fails must fail, and must not go on to the next step."""
     code, calls = make(tmp_path, "test", failing="not e2e")
     assert code != 0
-    assert calls == ["tools/install.py .venv", "-m pytest -n 2 --dist worksteal -m not e2e"]
+    assert calls == ["tools/install.py .venv", "-m pytest -n 3 --dist worksteal -m not e2e --short"]
+
+
+def test_only_test_all_runs_the_long_tests(tmp_path: Path) -> None:
+    for target, short in (("test", True), ("test-all", False)):
+        (tmp_path / target).mkdir()
+        code, calls = make(tmp_path / target, target, failing="nothing")
+        started = [call.split() for call in calls if "-m pytest" in call]
+        assert code == 0 and len(started) == 3, calls
+        assert all(("--short" in words) is short for words in started), calls
+
+
+def test_a_long_test_is_left_out_by_the_option(tmp_path: Path) -> None:
+    """The Makefile's option is the one of tests/conftest.py, which also keeps the examples of properties."""
+    (tmp_path / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
+    (tmp_path / "test_two.py").write_text(
+        textwrap.dedent(
+            """
+            import hypothesis
+            import pytest
+
+            def test_soon():
+                print("the same examples:", hypothesis.settings.default.derandomize)
+
+            @pytest.mark.long
+            def test_later():
+                pass
+            """
+        )
+    )
+    said = {}
+    for options in ((), ("--short",)):
+        command = [sys.executable, "-m", "pytest", "-s", "-c", str(ROOT / "pyproject.toml"), *options]
+        command += [f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(tmp_path)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout
+        said[options] = done.stdout
+    assert "2 passed" in said[()] and "the same examples: False" in said[()]
+    assert "1 passed, 1 deselected" in said[("--short",)]
+    assert "the same examples: True" in said[("--short",)]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,9 @@
-"""A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is lost meanwhile."""
+"""A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is lost meanwhile.
+
+Long: only this runs vLLM and trainers as actors of Ray. The lead, sampling workers and the weights'
+way are each tried with Ray and without vLLM in test_lead.py, test_workers.py and test_broadcast.py;
+losses of servers on fake parts: tests/launch/test_policy_server.py.
+"""
 
 import json
 import os
@@ -21,7 +26,7 @@ from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 pytest.importorskip("ray")
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
 SERVER, ENGINE, TRAINER = "ttrl.vllm_worker.serve", "VLLM::EngineCore", "ttrl.grpo_recipe"
 SCRIPT = textwrap.dedent(
     """

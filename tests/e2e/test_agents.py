@@ -53,6 +53,11 @@ async def agent(session: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["function", pytest.param("command", marks=pytest.mark.long)])
 def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
+    """Agents that are functions, with tools and all APIs; and commands.
+
+    Long for commands: only this trains one on vLLM. On a fake server:
+    tests/agents/test_agent_task.py.
+    """
     given = agent if kind == "function" else [sys.executable, str(CLIENT)]
     found = check_agents.check(tmp_path, given, (), iterations=2, tasks=3, samples=4, max_tokens=6, sampling={})
     assert found.problems == [] and (found.samples, found.failed) == (24, 0)
@@ -70,7 +75,11 @@ def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
             assert turns[prompts[1]]["prompt_token_ids"] == [65, 66]
 
 
+@pytest.mark.long
 def test_agents_are_evaluated(tmp_path: Path) -> None:
+    """Long: only this evaluates agents on vLLM. They are trained on one above; `ttrl eval` on one:
+    test_evaluate.py.
+    """
     arguments = check_agents.write_calling_model(tmp_path, layers=2, width=64, heads=2)
     limits = RolloutLimits(turns=3)
     tasks = [ttrl.agent_task(agent, check_agents.letters, messages=f"Number {n}.", limits=limits) for n in range(3)]
@@ -81,8 +90,13 @@ def test_agents_are_evaluated(tmp_path: Path) -> None:
     assert {len(row["turns"]) for row in read_jsonl(tmp_path / "samples.jsonl")} == {3}
 
 
+@pytest.mark.long
 def test_64_sessions_killed_in_the_middle_go_on_and_5_percent_crash_and_hang(tmp_path: Path) -> None:
-    """Those that crash or hang are counted as failed, no others; finished groups stay as they were; nothing is trained twice."""
+    """Those that crash or hang are counted as failed, no others; finished groups stay as they were; nothing is trained twice.
+
+    Long: only this kills a run amid sessions of agents. 64 sessions at once, crashes and hangs with
+    a fake server: tests/agents/test_agent_task.py; killed runs: test_crash.py.
+    """
     arguments = check_agents.write_calling_model(tmp_path, layers=2, width=64, heads=2)
     log, hold, partial = tmp_path / "log.txt", tmp_path / "hold", tmp_path / "run/iterations/0001/rollouts.partial.jsonl"
     paths = [*sys.path, os.environ.get("PYTHONPATH", "")]
@@ -111,8 +125,13 @@ def test_64_sessions_killed_in_the_middle_go_on_and_5_percent_crash_and_hang(tmp
         assert [row for row in rows if row["task_id"] == task_id] == samples
 
 
+@pytest.mark.long
 def test_ttrl_proxy_collects_what_replay_trains_on(tmp_path: Path) -> None:
-    """A model folder is served; Ctrl-C ends the proxy; the sessions become an iteration, which is graded and trained on."""
+    """A model folder is served; Ctrl-C ends the proxy; the sessions become an iteration, which is graded and trained on.
+
+    Long: only this joins proxy, vLLM and trainer. The proxy, and replay of its sessions, on a fake
+    server: tests/agents/test_proxy.py; replay with a real trainer: test_run.py.
+    """
     model, run, log = make_tiny_model(tmp_path / "model", layers=2, width=64, heads=2), tmp_path / "run", tmp_path / "log.txt"
     command = [sys.executable, "-m", "ttrl.cli", "proxy", str(model), "--output", str(run), "--max-tokens", "6"]
     command += ["--key-file", str(tmp_path / "key")]

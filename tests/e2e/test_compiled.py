@@ -22,8 +22,13 @@ def test_compiled_layers_give_the_same_gradient(model_folder, packed):
     assert distance(compiled, plain) < 1e-5
 
 
+@pytest.mark.long
 def test_moments_of_eight_bits(packed, tmp_path):
-    """Close to AdamW; a fp32 state can be continued in 8 bits, and what is saved comes back."""
+    """Close to AdamW; a fp32 state can be continued in 8 bits, and what is saved comes back.
+
+    Long, as C++ is compiled: only this takes torchao's steps. Their state:
+    tests/training/optimizer/test_state.py.
+    """
     torch.manual_seed(0)
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(tmp_path / "model")

@@ -1,4 +1,9 @@
-"""What compiles C++, in two processes: the update is that of one process."""
+"""Compare the update of two processes with that of one, with switches that compile C++.
+
+Long: each process compiles for a minute or two. Only this compiles sharded layers and 8-bit
+moments; test_compiled.py does both in one process, and test_parallel.py and test_lora.py run
+several processes without a compiler.
+"""
 
 import json
 import math
@@ -13,7 +18,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 EIGHT_BIT = {"optimizer": "adamw_8bit"}

@@ -24,9 +24,13 @@ def test_two_kills(tmp_path: Path) -> None:
     assert outcome.requests["made"] >= outcome.requests["needed"] > 0
 
 
-@pytest.mark.long  # test_run.py kills one out of memory; save_every: tests/loop/test_saving.py
+@pytest.mark.long
 def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
-    """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it."""
+    """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it.
+
+    Long: only this kills a run that saves only every second checkpoint. test_two_kills kills runs
+    that save all of them, and tests/loop/test_saving.py saves every few iterations on fake parts.
+    """
     settings = {"weight_sync": "memory", "save_every": 2}
     outcome = crash_test.crash_test(tmp_path, kills=2, iterations=3, seed=5, twice=False, settings=settings)
     assert outcome.problems == [], outcome.table()
@@ -34,9 +38,12 @@ def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     assert len(outcome.kills) == 2 and written == [2, 3]
 
 
-@pytest.mark.long  # test_two_kills does it at any time
+@pytest.mark.long
 def test_killed_between_two_groups(tmp_path: Path) -> None:
-    """The group that was finished is kept as it was; only the others are asked for again, and one of them is checked as well."""
+    """The group that was finished is kept as it was; only the others are asked for again, and one of them is checked as well.
+
+    Long: only this kills between two groups on purpose; test_two_kills does so at random moments.
+    """
     harness = crash_test.Harness(tmp_path, 2, 3, {})
     harness.undisturbed(twice=False)
     run = tmp_path / "killed-001"
@@ -94,7 +101,13 @@ FULL_DISK = textwrap.dedent(
 )
 
 
+@pytest.mark.long
 def test_a_disk_that_is_full_in_mid_run(tmp_path: Path) -> None:
+    """The run ends with what to do, and goes on once there is room.
+
+    Long: only this fills a real file system under a run. Single writes that fail:
+    tests/system/test_files.py.
+    """
     if shutil.which("unshare") is None:
         pytest.skip("needs unshare for a private small file system")
     disk, script, work = tmp_path / "disk", tmp_path / "script.py", tmp_path / "work"

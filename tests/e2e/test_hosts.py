@@ -1,4 +1,9 @@
-"""A run over three hosts: trainers on one, vLLM servers on two; a server is cut off for a while, a trainer process killed."""
+"""A run over three hosts: trainers on one, vLLM servers on two; a server is cut off for a while, a trainer process killed.
+
+Long: only this has real servers on hosts of a network, and cuts one off. Joined servers on fake
+parts: tests/launch/test_policy_server.py; whole weights in place: test_sync.py; a rank that dies:
+test_resident.py.
+"""
 
 import contextlib
 import os
@@ -19,7 +24,7 @@ from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.long,  # test_sites.py has one such server with adapters, test_sync.py whole weights, test_resident.py a death
+    pytest.mark.long,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(not network_hosts.possible(), reason="needs root, ip(8) and network namespaces"),
 ]

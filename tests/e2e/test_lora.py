@@ -42,11 +42,16 @@ WORLDS = {"tp": (2, TP), "both": (4, TP), "in-backward": (2, IN_BACKWARD), "fsdp
 SHARED = [(start, world) for start in KINDS for world in ("tp", "in-backward")] + [("dora", "both"), ("biases", "tp")]
 SHARED += [(start, world) for start in ("nf4", "nf4-dora", "16-bit") for world in ("tp", "fsdp")]
 SHARED += [("16-bit", "both"), ("16-bit-dora", "tp")]
+# Kinds with tensor parallelism and FSDP, bases in 4 bits and in 16.
+SHORT = [("dora", "both"), ("nf4", "tp"), ("16-bit", "tp")]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, request):
     """name → what its first process left, for both kinds in one process and in two, and handed over in between."""
+    shared = SHARED
+    if request.config.getoption("short"):
+        shared = SHORT
     root = tmp_path_factory.mktemp("parallel")
     for family in ("qwen2", "phi", "qwen2-tied"):
         check_parity.make_folder(family, root / family)
@@ -66,15 +71,16 @@ def results(tmp_path_factory):
         add(f"{kind}-2", 2, "qwen2", settings, steps=2)
         add(f"{kind}-3", 1, f"{kind}-2/checkpoint", settings, steps=1, state=str(root / f"{kind}-2" / "state"))
         add(f"{kind}-stays", 2, f"{kind}-2/checkpoint", settings | TP | {"lr": 0.0})
-    for start, (family, settings) in STARTS.items():
+    for start in sorted({start for start, _ in shared}):
+        family, settings = STARTS[start]
         add(start, 1, family, settings, steps=2)
         add(f"{start}/alone", 1, f"{start}/checkpoint", settings, steps=2)
-    for start, world in SHARED:
+    for start, world in shared:
         processes, more = WORLDS[world]
         add(f"{start}/{world}", processes, f"{start}/checkpoint", STARTS[start][1] | more, steps=2, parks=True)
-    unclipped = {"max_grad_norm": None}
-    for kind, settings in KINDS.items():
-        add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings | unclipped, steps=2)
+    for kind in sorted({start for start, world in shared if world == "in-backward"}):
+        settings = STARTS[kind][1] | {"max_grad_norm": None}
+        add(f"{kind}/alone-unclipped", 1, f"{kind}/checkpoint", settings, steps=2)
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880)
@@ -98,9 +104,16 @@ def test_two_processes_do_what_one_does(kind, results):
     assert len(sizes) == 1 and sizes[0] > 4 * sum(one["weights"][name].numel() for name in trained)
 
 
-@pytest.mark.parametrize(("start", "world"), SHARED)
+@pytest.mark.parametrize(
+    ("start", "world"),
+    [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long) for pair in SHARED if pair not in SHORT)],
+)
 def test_processes_that_share_layers_do_what_one_does(start, world, results):
-    """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way; parked between two steps."""
+    """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way; parked between two steps.
+
+    Long for most pairs: only these share plain LoRA, biases and 4 bits under FSDP, and step in the
+    backward pass. What they have in common is tried with the other two.
+    """
     alone, many = results[f"{start}/alone{'-unclipped' if world == 'in-backward' else ''}"], results[f"{start}/{world}"]
     assert distance({"": many["logprobs"]}, {"": alone["logprobs"]}) < 1e-5
     gradients = many["gradients"]
@@ -134,7 +147,11 @@ def test_adapters_are_the_same_files_from_processes_that_share_layers(kind, resu
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+@pytest.mark.long
 def test_compiled(model_folder):
+    """Long, as C++ is compiled: only this compiles layers with adapters. Layers without:
+    test_compiled.py.
+    """
     packed = packed_rows()
     plain = adapter_gradients(model_folder(), packed, lora_kind="dora", lora_targets=["q_proj", "w2"])
     compiled = adapter_gradients(
@@ -143,8 +160,13 @@ def test_compiled(model_folder):
     assert distance(compiled, plain) < 1e-5
 
 
+@pytest.mark.long
 def test_vllm_serves_the_base_with_the_adapter(tmp_path):
-    """Which computes what the trainer said; the base alone does not."""
+    """Which computes what the trainer said; the base alone does not.
+
+    Long: only this asks both of one server. In the next test the server is given adapters, and held
+    to the canary.
+    """
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
     config = adapter_config(base, lora_rank=8)
     policy = move_adapters(load_policy(config, ALONE))

@@ -1,4 +1,8 @@
-"""One step off policy on real parts: who sampled what, and that policy lag is not taken for a fault."""
+"""One step off policy on real parts: who sampled what, and that policy lag is not taken for a fault.
+
+Long: only this syncs vLLM while its next samples wait. Who samples what on fake parts:
+tests/loop/test_overlap.py; a real run that syncs ahead of its files: test_run.py.
+"""
 
 import itertools
 
@@ -10,7 +14,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_one_step_off_policy(tmp_path):

@@ -1,4 +1,8 @@
-"""`ttrl tasks try` with a model folder: a real server is started for it, asked, and ended."""
+"""`ttrl tasks try` with a model folder: a real server is started for it, asked, and ended.
+
+Long: only this starts vLLM for `tasks try`. A server that is there is asked in
+tests/cli/test_tasks.py, and test_evaluate.py starts one the same way for `ttrl eval`.
+"""
 
 from pathlib import Path
 
@@ -7,7 +11,7 @@ import pytest
 from ttrl import cli
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_model_folder_is_served_and_asked(

@@ -1,4 +1,8 @@
-"""A probe with a real server and a real trainer: what a plan takes from it, whatever a random model says."""
+"""A probe with a real server and a real trainer: what a plan takes from it, whatever a random model says.
+
+Long: only this measures the memory of real processes in a probe. Probes on fake parts:
+tests/loop/test_probe.py.
+"""
 
 import pytest
 
@@ -6,7 +10,7 @@ from ttrl import TrainConfig, plan
 from ttrl.loop.plan import Assumptions
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_probe_measures_server_and_trainer(tmp_path, monkeypatch):

@@ -1,4 +1,7 @@
-"""A real model, SmolLM2-135M-Instruct: parity with transformers, its chats, and in bf16 sync, GRPO, a resume, and an adapter."""
+"""A real model, SmolLM2-135M-Instruct: parity with transformers, its chats, and in bf16 sync, GRPO, a resume, and an adapter.
+
+What computes in bf16 is long: a CPU takes minutes for it. test_judges.py serves this model in fp32.
+"""
 
 import json
 import os
@@ -83,8 +86,13 @@ def test_parity_in_fp32(model, samples, judge):
         assert check_parity.largest_distance(found.gradient, judge.gradient) < 2e-4
 
 
+@pytest.mark.long
 def test_parity_in_bf16(model, samples, judge):
-    """Rounding differs: fp32 is the judge, and ours may be at most a quarter further from it than transformers' own bf16."""
+    """Rounding differs: fp32 is the judge, and ours may be at most a quarter further from it than transformers' own bf16.
+
+    Long: only this compares our rounding in bf16 with transformers'. In fp32: above; on GPUs:
+    tests/gpu.
+    """
     theirs = check_parity.transformers_computes(model, torch.bfloat16, samples)
     ours, packed = check_parity.ours_computes(model, torch.bfloat16, samples, 128)
 
@@ -162,7 +170,11 @@ def server(started, folder):
     return JoinedServer(started.root_url, served_model_name="policy", dtype="bfloat16", api_key=started.api_key)
 
 
+@pytest.mark.long
 def test_the_servers_tokens_are_its_text(started, tokenizer):
+    """Long: only this reads a trained tokenizer's ids back from vLLM. Of a tiny one: test_server.py
+    and test_partial.py.
+    """
     request = {"model": "policy", "messages": CHAT[:-1], "max_tokens": 24, "n": 4, "return_token_ids": True, "seed": 1}
     answer = started.request("POST", "/v1/chat/completions", request)
     prompt = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=False)
@@ -172,7 +184,9 @@ def test_the_servers_tokens_are_its_text(started, tokenizer):
         assert (choice["token_ids"][-1] == tokenizer.eos_token_id) == (choice["finish_reason"] == "stop")
 
 
+@pytest.mark.long
 def test_healthy_weights_are_accepted(server, started, checkpoints):
+    """Long: only this shows that limits for bf16 let trained weights pass. In fp32: test_sync.py."""
     for checkpoint in (checkpoints[1], checkpoints[0]):
         report = sync_weights(server, checkpoint)
         assert (report.mode, report.fell_back, report.comparison.unchecked) == ("reload", None, 0)
@@ -190,8 +204,13 @@ def test_healthy_weights_are_accepted(server, started, checkpoints):
     ],
     ids=["old weights", "one weight", "values of a layer", "two layers"],
 )
+@pytest.mark.long
 def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
-    """By the comparison with the files; and by the canary, but for a single weight that hardly changes what is computed."""
+    """By the comparison with the files; and by the canary, but for a single weight that hardly changes what is computed.
+
+    Long: only this shows what a canary in bf16 notices. In fp32: test_sync.py; limits in bf16:
+    tests/server/test_weights.py.
+    """
     (folder / "fault.json").write_text(json.dumps(fault))
     with pytest.raises(WeightSyncError, match="what the server holds differs"):
         sync_weights(server, checkpoints[1])
@@ -199,8 +218,13 @@ def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
     assert check_canary(server, Canary.load(checkpoints[1])).passed is not shows
 
 
+@pytest.mark.long
 def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, monkeypatch):
-    """Whatever the numbers are: here the cache is even of the same weights."""
+    """Whatever the numbers are: here the cache is even of the same weights.
+
+    Long, as it needs the server of the others. In fp32: test_sync.py; where bf16 hides it:
+    tests/server/test_weights.py.
+    """
     sync_weights(server, checkpoints[0])
     monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
     with pytest.raises(WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"):
@@ -225,7 +249,11 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.long
 def test_grpo_killed_after_its_first_training_continues(started, server, checkpoints, folder):
+    """Long: only this trains a real model, and judges its drift. Killed runs of tiny ones:
+    test_run.py and test_crash.py.
+    """
     run, log = folder / "run", folder / "output.log"
     settings = {**SETTINGS, "run": str(run), "model": str(checkpoints[0]), "iterations": 2}
     settings |= {"servers": 0, "joined_servers": [started.root_url]}
@@ -267,9 +295,12 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
     }
 
 
-@pytest.mark.long  # test_lora.py and test_sites.py do it with a tiny model
+@pytest.mark.long
 def test_an_adapter_is_trained_and_served(checkpoints, folder):
-    """On the tasks of the README: the first own task of a newcomer has a signal on this model."""
+    """On the tasks of the README: the first own task of a newcomer has a signal on this model.
+
+    Long: only this trains an adapter of a real model. Of a tiny one: test_lora.py.
+    """
     settings = {**SETTINGS, "run": str(folder / "lora"), "model": str(checkpoints[0]), "iterations": 1}
     settings["training"] = {"lr": 1e-3, "updates_per_iteration": 1, "lora_rank": 8}
     settings["server"] = {"max_model_len": 512, "max_num_seqs": 32}

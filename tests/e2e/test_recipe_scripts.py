@@ -1,4 +1,8 @@
-"""A script of recipes/ as its header says to try it out: a real server, a real trainer, and a checkpoint that was trained."""
+"""A script of recipes/ as its header says to try it out: a real server, a real trainer, and a checkpoint that was trained.
+
+Long: only this runs a script of recipes/ with real parts. All scripts run on fake parts in
+tests/test_recipes.py, arms in tests/cli/test_arms.py; real parts without a script: test_run.py.
+"""
 
 import subprocess
 import sys
@@ -14,7 +18,7 @@ from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_tiny(tmp_path):

@@ -1,4 +1,7 @@
-"""get_task_results on a real vLLM server: streams, early stops, cache, prefix cache, restarts and budgets, with real numbers."""
+"""get_task_results on a real vLLM server: streams, early stops, cache, prefix cache, restarts, with real numbers.
+
+Budgets: test_partial.py.
+"""
 
 import asyncio
 import threading
@@ -161,8 +164,13 @@ def test_the_prompt_of_a_task_is_computed_once(server, per_request):
         assert stats.prefix_cached_tokens >= 0.5 * 3 * 3 * (prompt - 128), stats
 
 
+@pytest.mark.long
 def test_a_server_that_is_started_again_in_mid_run_loses_nothing(server):
-    """The process is ended while requests run, and another one listens at the same port 20 s later."""
+    """The process is ended while requests run, and another one listens at the same port 20 s later.
+
+    Long: only this restarts vLLM under requests. A fake server is restarted in
+    tests/rollouts/test_faults.py.
+    """
     began = threading.Event()
 
     def restart() -> None:
@@ -188,39 +196,3 @@ def test_a_server_that_is_started_again_in_mid_run_loses_nothing(server):
     stats = results.stats
     assert (stats.num_graded, stats.num_failed) == (80, 0), stats.failures()
     assert all(len(s.token_ids) == 200 for s in results.samples)
-
-
-def test_a_token_budget_in_several_calls(server):
-    given = tasks(8)
-    params = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
-    whole = sample(server, given, n=2, params=params)
-    for _ in range(5):  # where a client is slow, everything may have come before the budget cuts anything
-        rounds, versions = in_rounds(server, given, params, whole)
-        assert all(v is None or v == sorted(v) for v in versions)
-        if rounds > 2 and any(v is not None and len(set(v)) > 1 for v in versions):
-            return
-    raise AssertionError(f"no completion was cut, in {rounds} rounds")
-
-
-def in_rounds(server, given, params, whole) -> tuple[int, list]:
-    """Calls until all is done, compared with `whole`: how many, and each sample's token versions."""
-    kept: list = []
-    versions, rounds = [], 0
-    results = None
-    by_id = {task.id: task for task in given}
-    done: dict[str, object] = {}
-    left = given
-    while left:
-        results = sample(server, left, n=2, params=params, token_budget=200, unfinished=kept, weights_version=rounds)
-        done.update({r.task_id: r for r in results if r not in results.unfinished})
-        kept = results.unfinished
-        fresh = [task for task in left if task.id not in done and task.id not in {r.task_id for r in kept}]
-        left = [by_id[r.task_id] for r in kept] + fresh
-        rounds += 1
-        assert rounds < 30
-    for expected in whole:
-        for a, b in zip(expected.samples, done[expected.task_id].samples, strict=True):
-            assert (a.text, a.token_ids, a.finish_reason) == (b.text, b.token_ids, b.finish_reason)
-            assert a.logprobs == pytest.approx(b.logprobs, abs=1e-3)
-            versions.append(b.token_versions)
-    return rounds, versions

@@ -1,11 +1,16 @@
-"""Whole runs on real parts: vLLM, `tune run`, the run folder; killed at the worst moments and started again."""
+"""Whole runs on real parts: vLLM, `tune run`, the run folder; killed at the worst moments, started again, and replayed.
+
+Most tests look at one run of two iterations.
+"""
 
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import psutil
@@ -42,8 +47,8 @@ SCRIPT = textwrap.dedent(
     result = train(
         TrainConfig(
             run=run, model=model, iterations=int(iterations), tasks_per_iteration=8, samples_per_task=8, max_tokens=8,
-            seq_len=256, num_threads=1, training={"lr": 1e-3, "rows_per_microbatch": 1}, server={"max_num_seqs": 64},
-            weight_sync=sys.argv[4],
+            seq_len=256, num_threads=1, server={"max_num_seqs": 64}, weight_sync=sys.argv[4],
+            training={"lr": 1e-3, "rows_per_microbatch": 1, "kl_coefficient": 0.01},
         ),
         tasks[:16],
         tasks[16:],
@@ -51,6 +56,18 @@ SCRIPT = textwrap.dedent(
     print("finished", result.metrics[-1]["iteration"])
     """
 )
+# As the run's own grader, and another one, for replays.
+GRADERS = textwrap.dedent(
+    """
+    def same(choice):
+        text = choice.message.content or ""
+        return sum(ord(c) % 2 for c in text) / 8, {"letters": sum(c.isalpha() for c in text)}
+
+    def consonants(choice):
+        return sum(c.isalpha() and c not in "aeiou" for c in choice.message.content or "") / 8
+    """
+)
+BITS = ("checkpoint/model.safetensors", "checkpoint/canary.json", "state/optimizer.safetensors", "state/state.json")
 # In every process of a run: while hold-state is there, no trainer gets further than its checkpoint in iteration 2.
 SITE = textwrap.dedent(
     """
@@ -104,6 +121,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 def finished(tmp_path_factory):
     """A run of two iterations."""
     folder = tmp_path_factory.mktemp("finished")
+    (folder / "graders.py").write_text(GRADERS)
     finish(folder, 2)
     return folder / "run"
 
@@ -156,7 +174,7 @@ def test_training_by_hand_gives_the_same_bits(finished, tmp_path):
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", "ttrl/grpo_recipe"]
     command += ["--config", str(iteration / "grpo.yaml"), f"output_dir={tmp_path}"]
     subprocess.run(command, check=True, capture_output=True, timeout=600)
-    for name in ("checkpoint/model.safetensors", "checkpoint/canary.json", "state/optimizer.safetensors", "state/state.json"):
+    for name in BITS:
         assert digest(tmp_path / name) == digest(iteration / name), name
 
 
@@ -187,9 +205,89 @@ def test_a_finished_run_does_nothing_again(finished):
     assert (finished / "logs" / "server.log").read_bytes() == log  # no server was started
 
 
-@pytest.mark.long  # test_crash.py kills at any time, test_agents.py in sampling, test_real_model.py and the next one in training
+def replay_command(run: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ttrl.cli", "replay", str(run), *arguments]
+
+
+def replay(run: Path, *arguments: str) -> str:
+    done = subprocess.run(replay_command(run, *arguments), cwd=run.parent, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == f"ttrl replay: reading {run}\n"
+    return done.stdout
+
+
+def test_the_same_grades_give_the_same_bits(finished):
+    before = {path: digest(path) for path in finished.rglob("*") if path.is_file()}
+    said = replay(finished, "--grader", "graders:same", "--train")
+    assert said.count("the same checkpoint as the run's, bit for bit") == 2
+    (folder,) = (finished / "replays").iterdir()
+    for number in (1, 2):
+        for name in ("rollouts.jsonl", "packed.safetensors", *BITS):
+            assert digest(folder / f"iterations/000{number}" / name) == digest(finished / f"iterations/000{number}" / name), name
+    assert json.loads((folder / "replay.json").read_text())["total"]["changed"] == 0
+    assert {path: digest(path) for path in before} == before
+    assert (folder / "report.html").is_file() and not list(folder.rglob(".partial-*"))
+
+
+@pytest.mark.long
+def test_other_grades_and_a_kill(finished, tmp_path):
+    """Killed with its trainer in iteration 2; the same command goes on there, and ends with the bits of one that was not.
+
+    Long: only this kills a replay's real trainer. Runs are killed below and in test_crash.py;
+    replays with other grades and interruptions on fake parts: tests/replays/test_training.py.
+    """
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    said = replay(finished, "--grader", "graders.py:consonants", "--train", "--output", str(whole))
+    assert "bit for bit" not in said and "After iteration 1 the rollouts are another policy's" in said
+    rows = read_jsonl(whole / "metrics.jsonl")
+    assert rows[0]["sampler_trainer"]["ess"] > 0.9999 > rows[1]["sampler_trainer"]["ess"] > 0  # off-policy from iteration 2 on
+    assert digest(whole / "iterations/0001" / BITS[0]) != digest(finished / "iterations/0001" / BITS[0])
+
+    arguments = ("--grader", "graders.py:consonants", "--train", "--output", str(torn))
+    process = subprocess.Popen(replay_command(finished, *arguments), cwd=finished.parent, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 600
+    while not (torn / "iterations/0002/train.log").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.001)
+    for pid in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+    assert not (torn / "iterations/0002/done/train.json").exists()
+    done = {path: path.stat().st_mtime_ns for path in torn.rglob("done/*.json")}
+    assert "all iterations graded before" in replay(finished, *arguments)
+    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
+    for name in BITS:
+        assert digest(torn / "iterations/0002" / name) == digest(whole / "iterations/0002" / name), name
+
+
+@pytest.mark.long
+def test_each_iteration_from_the_checkpoint_that_sampled_it(finished, tmp_path):
+    """Long: only this sees the real trainer agree with the sampler there. The option:
+    tests/replays/test_training.py.
+    """
+    replay(
+        finished,
+        "--grader",
+        "graders.py:consonants",
+        "--train",
+        "--from-checkpoints",
+        "--iterations",
+        "2",
+        "--output",
+        str(tmp_path / "r"),
+    )
+    (row,) = read_jsonl(tmp_path / "r/metrics.jsonl")
+    assert row["iteration"] == 2 and row["sampler_trainer"]["ess"] > 0.9999  # on-policy
+
+
+@pytest.mark.long
 def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
-    """kill -9 of all processes, twice in one run; the same command continues in that iteration each time."""
+    """kill -9 of all processes, twice in one run; the same command continues in that iteration each time.
+
+    Long: only this kills between checkpoint and state with vLLM running. test_crash.py kills at
+    random moments without vLLM.
+    """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 2
     one, torn = (run / f"iterations/000{n}" for n in (1, 2))
     partial = one / "rollouts.partial.jsonl"
@@ -222,9 +320,15 @@ def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
     assert yaml.safe_load((run / "config.yaml").read_text())["iterations"] == last
 
 
+@pytest.mark.long
 def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
     """The server samples from a policy whose files are not there yet. After kill -9 that is trained again, to the same bits, and
-    what was sampled from it stays."""
+    what was sampled from it stays.
+
+    Long: only this kills a run whose vLLM has weights that are in no file. A run on fake parts is
+    killed at every file in tests/loop/test_overlap.py; real trainers are killed in test_crash.py;
+    weights from memory: test_sync.py.
+    """
     run, log, last = tmp_path / "run", tmp_path / "output.log", 3
     torn, after = run / "iterations/0002", run / "iterations/0003"
     (tmp_path / "hold-state").touch()

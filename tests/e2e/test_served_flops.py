@@ -1,4 +1,8 @@
-"""What `ttrl.costs.flops` says that a server computed, against PyTorch's counter inside vLLM's worker."""
+"""What `ttrl.costs.flops` says that a server computed, against PyTorch's counter inside vLLM's worker.
+
+Long: only this counts what vLLM computes. tests/costs/test_flops.py counts the same model in
+transformers and in ttrl.
+"""
 
 import asyncio
 import dataclasses
@@ -16,7 +20,7 @@ from ttrl.loop.rollout_facts import sampled_reads
 from ttrl.server.vllm import VLLMServer
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 PROMPTS = ["sort cab", "sort zebra", "a longer one: " + "sort these letters please " * 12, "count: 1 2 3 4 5 6 7 8"]
 

@@ -173,8 +173,13 @@ def test_reload_to_other_weights(server, first, second):
     assert not check_canary(server, weights.Canary.load(second)).passed
 
 
+@pytest.mark.long
 def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
-    """One matrix is not what the trainer computed with: reload and restart both load it, and both are refused."""
+    """One matrix is not what the trainer computed with: reload and restart both load it, and both are refused.
+
+    Long: only this restarts vLLM with wrong weights. A fake one: tests/server/test_weights.py;
+    wrong weights in place: test_sync.py.
+    """
     sync_weights(server, first)
     corrupted = Path(shutil.copytree(second, folder / "corrupted"))
     tensors = load_file(corrupted / "model.safetensors")
@@ -186,7 +191,11 @@ def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
         sync_weights(server, corrupted)
 
 
+@pytest.mark.long
 def test_old_weights_left_in_place_fall_back_to_a_restart(server, first, second, monkeypatch):
+    """Long: only this mends vLLM by a restart. A fake one: tests/server/test_weights.py; a restart:
+    the dead engine's below.
+    """
     sync_weights(server, first)
     pid, port, key = server._child.pid, server.port, server.api_key
     monkeypatch.setattr(weights, "load_weights", lambda server, folder: None)
@@ -208,8 +217,13 @@ def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
     assert check_canary(server, canary).passed
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_vllm_refuses(server, first, folder):
-    """Reload and restart both fail, the error shows vLLM's own lines, and the server can be started again."""
+    """Reload and restart both fail, the error shows vLLM's own lines, and the server can be started again.
+
+    Long: only this finds the cause in vLLM's own log. With a fake server:
+    tests/server/test_weights.py and test_vllm.py.
+    """
     broken = Path(shutil.copytree(first, folder / "broken"))
     (broken / "model.safetensors").write_bytes(b"\0" * 1000)
     with pytest.raises(ServerStartError, match=r"(?s)exit code.*[Ss]afetensor"):
@@ -240,9 +254,14 @@ def test_a_dead_engine_is_noticed(server, first):
     verify_weights(server, first, compare=False)
 
 
+@pytest.mark.long
 def test_tied_embeddings(server, folder):
     """On CPU, vLLM keeps a packed copy of the head, which its own reload renews only if the checkpoint names lm_head.weight. So
-    neither the first nor the last of these does, and the one between them does."""
+    neither the first nor the last of these does, and the one between them does.
+
+    Long: only this mixes both kinds of checkpoints. test_sync.py is about tied models whose files
+    name no head.
+    """
     checkpoints = [write_model(folder / f"tied-{seed}", seed, tied=True) for seed in (1, 2, 3)]
     tensors = load_file(checkpoints[1] / "model.safetensors")
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
@@ -265,8 +284,13 @@ time.sleep(3600)
 """
 
 
+@pytest.mark.long
 def test_what_a_killed_run_leaves_behind_is_found(server, folder, first, tmp_path):
-    """ttrl, guard and API server are killed at once, as by the kernel when memory runs out; vLLM's engine survives that."""
+    """ttrl, guard and API server are killed at once, as by the kernel when memory runs out; vLLM's engine survives that.
+
+    Long: only this shows that vLLM's engine keeps the mark. Other processes:
+    tests/system/test_processes.py.
+    """
     server.stop()  # one server at a time
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(first), str(tmp_path)], stdout=subprocess.PIPE, text=True)
     guard, child = map(int, owner.stdout.readline().split())

@@ -1,4 +1,9 @@
-"""A server at another site, which shares no file system with the run, and is given its adapters through the mirror."""
+"""A server at another site, which shares no file system with the run, and is given its adapters through the mirror.
+
+Long: only this has vLLM fetch an adapter by the mirror. Fetching, with what is refused, and the
+run's side, on a fake vLLM: tests/server/test_sites.py; adapters of a run on this machine:
+test_lora.py.
+"""
 
 import json
 import re
@@ -16,7 +21,7 @@ import pytest
 from ttrl import Task, TrainConfig, train
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_server_at_another_site(tmp_path: Path, bucket: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

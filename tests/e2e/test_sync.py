@@ -215,9 +215,14 @@ def test_memory_that_cannot_be_mapped(near, checkpoints, handed_over):
     assert report.mode == "reload" and "No such file" in report.files_because
 
 
+@pytest.mark.long
 def test_from_the_ranks_of_a_trainer_to_those_of_a_server(started, checkpoints, folder):
     """Two ranks that hold half of each tensor's rows, and a server of two workers, which divide heads, columns and rows among
-    them; whole, no tensor is anywhere but in the memory that all of them map."""
+    them; whole, no tensor is anywhere but in the memory that all of them map.
+
+    Long: only this has a server of several workers. Ranks that write their parts:
+    tests/training/test_weight_memory.py; one worker: above.
+    """
     damaged = {"tensor": "model.layers.1.mlp.down_proj.weight", "index": [3, 40], "add": 1e-5}  # of the second worker's columns
     with (
         VLLMServer(

@@ -20,8 +20,15 @@ def test_rows_are_ragged():
     assert rows.num_rows > 1 and (rows.group_ids < 0).any() and (rows.parent_ids != rows.group_ids).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("window", "soft_cap"), [(None, None), (100, None), (None, 20.0)])
+@pytest.mark.parametrize(
+    ("window", "soft_cap", "dtype"),
+    [
+        (None, None, torch.float32),
+        (None, None, torch.bfloat16),
+        (100, None, torch.bfloat16),
+        (None, 20.0, torch.float32),
+    ],
+)
 def test_attention_passes_and_a_wrong_one_fails(dtype, window, soft_cap, monkeypatch):
     passed, found = certificate._try_attention(CPU, dtype, 64, 320, window, soft_cap)
     assert passed, found

@@ -239,8 +239,7 @@ OBJECTIVES = {
 }
 
 
-@pytest.mark.parametrize("update", [1, 2])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize(("name", "update"), [*((name, 2) for name in OBJECTIVES), ("KL", 1)])
 def test_what_precedes_a_step_is_measured_in_float64_as_well(name, update, model_folder, tmp_path):
     """Of every kind of objective: the vector is that of the step, and the first order its effect."""
     settings = OBJECTIVES[name]

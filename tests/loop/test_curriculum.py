@@ -271,8 +271,18 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     assert "curriculum" not in mixed.rows()[3] and "<b>Curriculum</b>" not in (mixed.run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("after", [1, 5, 8, 14])
-@pytest.mark.parametrize("more", [{}, {"off_policy_steps": 1}, {"dynamic_sampling": 2, "max_extra_tasks": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("after", "more"),
+    [
+        (1, {}),
+        (8, {}),
+        (5, {"off_policy_steps": 1}),
+        (14, {"off_policy_steps": 1}),
+        (5, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
+        (14, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
+    ],
+    ids=str,
+)
 def test_interrupted_it_chooses_what_it_would_have(mixed, monkeypatch, tmp_path, after, more):
     given = in_levels(mixed.tasks(9), mixed.tasks(9, "hard"))
     run = RUN | {"level_up_at": 0.5} | more

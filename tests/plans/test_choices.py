@@ -41,8 +41,14 @@ def config_of(**settings):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["qwen2.5_0.5b", "qwen2.5_3b", "llama3.1_8b", "qwen2.5_32b", "llama3.3_70b"])
-@pytest.mark.parametrize(("count", "size"), [(1, 24), (2, 24), (1, 80), (3, 80), (8, 80)])
+@pytest.mark.parametrize(
+    ("count", "size"),
+    [(1, 24), (3, 80), *(pytest.param(*gpus, marks=pytest.mark.long) for gpus in ((2, 24), (1, 80), (8, 80)))],
+)
 def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
+    """Long for three of five machines: only these try every way with two and eight GPUs. Smallest
+    and oddest stay.
+    """
     model, memory = MODELS[name], size * GB
     made = choose(model, config_of(**WAYS[way]), [memory] * count)
     if made.problem is not None:

@@ -276,10 +276,13 @@ def many_files():
 
 @pytest.mark.parametrize(
     ("count", "stream"),
-    [(1500, False), pytest.param(5000, True, marks=pytest.mark.e2e)],
+    [(1500, False), pytest.param(5000, True, marks=[pytest.mark.e2e, pytest.mark.long])],
 )
 def test_thousands_of_concurrent_requests(many_files, count, stream):
-    """All of them wait at the server at the same time; then all are answered. The server is a process of its own."""
+    """All of them wait at the server at the same time; then all are answered. The server is a process of its own.
+
+    Long for 5,000 streams: only this has more connections than most limits of a shell allow.
+    """
     grades = Counter()
     with bad_server.process("--tokens", "4", "--gate", str(count)) as server:
         results = asyncio.run(
@@ -395,8 +398,12 @@ def test_every_fault_at_once(bench, streamed, per_request):
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_fault_at_once_in_all_ways(bench):
+    """Long: only this mixes all faults in the four ways of asking. Two of them are tried above,
+    with fewer completions.
+    """
     check(bench, bench.run(completions=480, share=0.2, seed=2), 480)
 
 

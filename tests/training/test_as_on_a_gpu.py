@@ -58,10 +58,17 @@ COMPILED = {"compile": True, "row_length_multiple": tool.SEQ_LEN}
 
 @pytest.mark.parametrize(
     "settings",
-    [{"rows_per_microbatch": 2}, {"rows_per_microbatch": 1, "activation_checkpointing": True}, {**COMPILED}],
-    ids=["two rows", "checkpointing", "compiled layers"],
+    [
+        pytest.param({"rows_per_microbatch": 2}, id="two rows"),
+        pytest.param({"rows_per_microbatch": 1, "activation_checkpointing": True}, id="checkpointing"),
+        pytest.param(COMPILED, id="compiled layers", marks=pytest.mark.long),
+    ],
 )
 def test_the_gradient_is_that_of_transformers(settings, tmp_path):
+    """Long for compiled layers: only this compiles them around FlexAttention, by a C++ compiler.
+
+    Compiled layers around other attention: tests/e2e/test_compiled.py.
+    """
     gradient, step = tool.errors_of(tool.Way("as on a GPU", settings), tool.make_inputs(tmp_path, "ppo-k3", group_size=4), HERE)
     assert gradient < tool.TOLERANCE
     assert step < tool.TOLERANCE
@@ -88,8 +95,7 @@ class Moved(torch.autograd.graph.saved_tensors_hooks):
         return self.tracker.pop(number)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("objective", ["ppo-k3", "gspo-entropy-kl"])
+@pytest.mark.parametrize(("objective", "checkpointing"), [("ppo-k3", True), ("gspo-entropy-kl", False)])
 def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(objective, checkpointing, tmp_path, monkeypatch):
     monkeypatch.setattr(activations, "OffloadActivations", Moved)
 

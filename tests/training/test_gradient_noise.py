@@ -192,8 +192,13 @@ def one_rank(rank, port, folder, output):
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_two_processes_see_what_one_does(model_folder, tmp_path):
-    """The rows of either are pieces, and padding rows have no share."""
+    """The rows of either are pieces, and padding rows have no share.
+
+    Long: only this gathers the noise of several processes. One process: above; several, without
+    noise: tests/e2e/test_parallel.py.
+    """
     alone, _, _ = seen_by(config_of(model_folder()))
     with held_port() as port:
         multiprocessing.spawn(one_rank, (port, str(model_folder()), str(tmp_path)), nprocs=2)

@@ -103,9 +103,15 @@ def test_without_memory_for_it(enough, monkeypatch):
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("family, tensor_parallel, processes", [("phi3", 2, 2), ("gpt2", 2, 4)])
+@pytest.mark.parametrize(
+    "family, tensor_parallel, processes", [("phi3", 2, 2), pytest.param("gpt2", 2, 4, marks=pytest.mark.long)]
+)
 def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder):
-    """Of a layer's rows alone: tests/e2e/test_sync.py."""
+    """Of a layer's rows alone: tests/e2e/test_sync.py.
+
+    Long for four processes: only these divide a tensor twice, and have GPT-2's fused and transposed
+    matrices.
+    """
     start, whole = model_folder(family), WeightMemory(HERE)
     with HandingOver(start, processes, tensor_parallel) as trainer:
         said = [trainer.hold_out(start) for _ in range(2)][1]

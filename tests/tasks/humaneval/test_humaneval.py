@@ -121,8 +121,13 @@ def test_some_published_problems(shared, reply):
 
 @needs_sandbox
 @pytest.mark.e2e
+@pytest.mark.long
 def test_all_published_problems(shared, reply):
-    """Every solution passes; with the next problem's solution, none does."""
+    """Every solution passes; with the next problem's solution, none does.
+
+    Long: only this runs all 164 in processes of their own. Some of them, with hostile replies:
+    above.
+    """
     tasks = get_humaneval_tasks(path=shared / "humaneval" / "HumanEval.jsonl")
     assert len(tasks) == 164
     with concurrent.futures.ThreadPoolExecutor(4) as pool:

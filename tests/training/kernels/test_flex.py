@@ -44,7 +44,7 @@ def test_two_graphs_serve_all_lengths_and_batches_and_two_more_all_windows():
     """Today's limit is 8 graphs; the ninth length was computed with all T × T scores."""
     counting = Counting()
     kernel = compiled_flex(counting.backend)
-    for number, T in enumerate(range(1, 210, 7)):
+    for number, T in enumerate(range(1, 210, 19)):
         rows = 1 + number % 3
         ids = trees(T, rows, T, longest=40)
         plan = attention_plan(*ids, torch.float32)
@@ -62,7 +62,7 @@ def test_two_graphs_serve_all_lengths_and_batches_and_two_more_all_windows():
             with torch.no_grad():
                 again = flex_attend(*inputs, plan, 0.3, None, window, kernel) * (ids[0] >= 0)[:, None, :, None]
             torch.testing.assert_close(again, ours[0])
-    assert number >= 29 and (counting.forward, counting.backward) == (4, 2)
+    assert number > 8 and (counting.forward, counting.backward) == (4, 2)
 
 
 def test_soft_caps_have_gradients():
