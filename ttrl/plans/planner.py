@@ -275,7 +275,8 @@ def _published() -> dict[str, dict[str, Any]]:
 @functools.cache
 def _say_published(model: str) -> None:
     """Say once that the hub's config.json was not there to plan with."""
-    note(f"{model}: config.json could not be fetched from the hub; planning with its published figures")
+    missing = "config.json could not be fetched from the hub"
+    note(f"{model}: {missing}; planning with its published figures")
 
 
 def iteration_folders(run: Path) -> list[Path]:
@@ -339,7 +340,8 @@ def _tokenizer_of(model: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=hub_is_out_of_reach())
     except (OSError, ValueError):
-        note(f"{model} has no tokenizer here; lengths of prompts are assumed, not counted in the tasks")
+        assumed = "lengths of prompts are assumed, not counted in the tasks"
+        note(f"{model} has no tokenizer here; {assumed}")
         return None
 
 
