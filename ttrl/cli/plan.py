@@ -104,12 +104,14 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 def run_plan(arguments: argparse.Namespace) -> int:
     """Plan what is named, or become the script, which plans itself."""
     print(f"ttrl plan: reading {arguments.config}", file=sys.stderr, flush=True)
-    how = PlanOptions(**{one.name: getattr(arguments, one.name) for one in dataclasses.fields(PlanOptions)})
+    names = [one.name for one in dataclasses.fields(PlanOptions)]
+    how = PlanOptions(**{name: getattr(arguments, name) for name in names})
     script = _script(arguments.config)
     if script is not None:
         return _plan_script(script, arguments, how)
     if arguments.others:
-        raise UserError(f"{' '.join(arguments.others)}: `ttrl plan` of what is no script has no such option")
+        others = " ".join(arguments.others)
+        raise UserError(f"{others}: `ttrl plan` of what is no script has no such option")
     from ttrl.cli.settings import Planned, model_run, read_planned
     from ttrl.tasks.reference import load_tasks
 
@@ -122,7 +124,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
         asked = Planned(model_run(arguments.config, arguments.set))
     if not own:
         count = asked.config.tasks_per_iteration * asked.config.iterations
-        asked = dataclasses.replace(asked, run=None, tasks=load_tasks(arguments.tasks, count, split="train"))
+        tasks = load_tasks(arguments.tasks, count, split="train")
+        asked = dataclasses.replace(asked, run=None, tasks=tasks)
     more: dict[str, Any] = {"recipe_only": asked.recipe_only, "run": asked.run}
     print(how.text(how.plan(asked.config, asked.tasks, asked.validation_tasks, **more)))
     return 0
@@ -144,8 +147,8 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
         raise UserError(f"--tasks {arguments.tasks}: {script} has tasks of its own; leave --tasks out")
     if "script_arguments(" not in script.read_text(encoding="utf-8", errors="replace"):
         raise UserError(
-            f"{script} would train, as it reads no options; build it on script_arguments() and run_recipe(), as what "
-            f"`ttrl tasks new` writes, or call ttrl.plan(config, tasks) in it"
+            f"{script} would train, as it reads no options; build it on script_arguments() and "
+            "run_recipe(), as what `ttrl tasks new` writes, or call ttrl.plan(config, tasks) in it"
         )
     settings = ["--set", *arguments.set] if arguments.set else []
     options = [*arguments.others, *settings, "--plan", json.dumps(dataclasses.asdict(how))]
@@ -164,6 +167,6 @@ def _check_name(name: str) -> None:
     near = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise UserError(
-        f"there is nothing named {name!r}; {hint}Give a run folder, a file of settings, a script, a model folder, a name on the "
-        f"hub (ORG/NAME), or one of {', '.join(known)}"
+        f"there is nothing named {name!r}; {hint}Give a run folder, a file of settings, a script, "
+        f"a model folder, a name on the hub (ORG/NAME), or one of {', '.join(known)}"
     )

@@ -97,7 +97,8 @@ def script_arguments(
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
     parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
     how = "say what the run will take, by a short run; `ttrl plan SCRIPT` needs none"
-    parser.add_argument("--plan", nargs="?", const=_PROBED, type=PlanOptions.parse, metavar="", help=how)
+    reading: dict[str, Any] = {"nargs": "?", "const": _PROBED, "type": PlanOptions.parse}
+    parser.add_argument("--plan", **reading, metavar="", help=how)
     if options is not None:
         options(parser)
     arguments = parser.parse_args()
@@ -260,7 +261,8 @@ def run_recipe(
     asked: PlanOptions | None = arguments.plan
     if arguments.check or problems:
         is_planned = asked is not None and not problems
-        checked(config, tasks, validation_tasks, model=_is_to_be_had(arguments) and not is_planned, problems=problems)
+        needed = _is_to_be_had(arguments) and not is_planned
+        checked(config, tasks, validation_tasks, model=needed, problems=problems)
         if is_planned:
             return _rough_plan(arguments, config, tasks, validation_tasks)
         if not tasks or not validation_tasks:
@@ -295,7 +297,8 @@ def _rough_plan(
     with tempfile.TemporaryDirectory(prefix="ttrl-plan-") as scratch:
         planned = config
         if made_first:
-            planned = dataclasses.replace(config, model=str(make_tiny_model(Path(scratch, "model"))))
+            model = make_tiny_model(Path(scratch, "model"))
+            planned = dataclasses.replace(config, model=str(model))
         made = asked.plan(planned, tasks, validation_tasks)
     return asked.text(dataclasses.replace(made, model=config.model))
 

@@ -1,4 +1,4 @@
-"""Settings in files and on command lines: of a run, of a recipe with the model that it is for, of a model."""
+"""Read settings in files and on command lines: of a run, of a recipe, of a model."""
 
 import difflib
 import re
@@ -50,7 +50,8 @@ def read_planned(
 
     Raises UserError, ConfigError, TaskError.
     """
-    is_model = path.is_dir() and not (path / "config.yaml").is_file() and (path / "config.json").is_file()
+    is_run = (path / "config.yaml").is_file()
+    is_model = not is_run and (path / "config.json").is_file()
     if is_model or path.suffix == ".json":
         return Planned(model_run(str(path), settings))
     file = path / "config.yaml" if path.is_dir() else path
@@ -156,7 +157,8 @@ def _named_tasks(named: Mapping[str, Any], seed: int) -> tuple[dict[str, list[Ta
         if isinstance(name, str):
             tasks[key] = tasks_named(name, _SPLITS[key], seed=seed)
         elif name is not None:
-            problems.append(f"{key} is {name!r}; name a family of `ttrl eval`, FILE.py or FILE.py:NAME")
+            known = "a family of `ttrl eval`, FILE.py or FILE.py:NAME"
+            problems.append(f"{key} is {name!r}; name {known}")
     return tasks, problems
 
 

@@ -92,7 +92,8 @@ def read_sweep(path: Path) -> Sweep:
         found += [f"seeds: {one!r} is no whole number" for one in values.get("seeds", []) if type(one) is not int]
         recipe = values["recipe"]
         values["recipe"] = str(recipes().get(recipe.replace("-", "_"), recipe))
-        found += [] if Path(values["recipe"]).is_file() else [f"recipe: there is no file or recipe {recipe}"]
+        if not Path(values["recipe"]).is_file():
+            found.append(f"recipe: there is no file or recipe {recipe}")
         found += [] if values.get("by", "flops") in _BY else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
     if found:
         raise UserError(f"{path}: " + "\n".join(found))

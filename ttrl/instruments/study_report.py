@@ -62,8 +62,8 @@ def headline(found: Mapping[str, Any]) -> str:
     """Say what was measured, and what it means."""
     entropy = found["entropy"]["rao_blackwell"]["value"]
     text = (
-        f"What optimizer step {found['global_step']} did to the entropy of whole answers: how far the policy is from always "
-        f"answering the same, {entropy:.4g} nats before the step. "
+        f"What optimizer step {found['global_step']} did to the entropy of whole answers: how far "
+        f"the policy is from always answering the same, {entropy:.4g} nats before the step. "
     )
     own = next((one for one in found["sweep"] if math.isclose(one["eta"], found["lr"])), None)
     if own is None:
@@ -76,7 +76,7 @@ def headline(found: Mapping[str, Any]) -> str:
     regime = found["linear_regime"]
     if regime and regime[1] >= found["lr"] * (1 - 1e-9):
         return text + f", and is right within 10% up to {regime[1] / found['lr']:.3g} learning rates."
-    return text + ", which is off by more than 10%: such a step is too large, or its effect too small, for the first order."
+    return f"{text}, which is off by more than 10%: such a step is too large, or its effect too small, for the first order."
 
 
 def change_text(measured: float, error: float) -> str:

@@ -33,8 +33,8 @@ def study_run(
     """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as it is found.
 
     Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured", "error", "first", "second",
-    "is_linear"), "gone", the iterations whose start is no longer there, "unmoved", those with a step that moved nothing, and what
-    `signs` says. Raises RunFolderError or UnmovedStepError where no step can be studied.
+    "is_linear"), "gone", the iterations whose start is no longer there, "unmoved", those with a
+    step that moved nothing, and what `signs` says. Raises RunFolderError or UnmovedStepError where no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
     steps: list[dict[str, Any]] = []
@@ -84,9 +84,10 @@ def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 
 HEADING = (
-    "How each optimizer step changed the entropy of whole answers: how far the policy is from always answering the same. A "
-    "change below 0 makes answers more alike. Measured on answers that the step was not made of, and predicted from the "
-    "gradient (first order) and its curvature (with second)."
+    "How each optimizer step changed the entropy of whole answers: how far the policy is from "
+    "always answering the same. A change below 0 makes answers more alike. Measured on answers that "
+    "the step was not made of, and predicted from the gradient (first order) and its curvature "
+    "(with second)."
 )
 """What the rows are, above them."""
 
@@ -124,9 +125,10 @@ def _course(steps: Sequence[Mapping[str, Any]]) -> str:
     changes = [change_text(one["measured"], one["error"]) for one in steps]
     counts = [f"{kind} in {changes.count(kind)}" for kind in CHANGES if kind in changes]
     (first, _), (last, _) = _pairs(steps[0])[0], _pairs(steps[-1])[0]
+    number = counted(len(steps), "step")
     return (
-        f"The entropy of an answer went from {first:.4g} nats before the first of {counted(len(steps), 'step')} to {last:.4g} "
-        f"before the last: it {', '.join(counts)}."
+        f"The entropy of an answer went from {first:.4g} nats before the first of {number} to "
+        f"{last:.4g} before the last: it {', '.join(counts)}."
     )
 
 

@@ -278,7 +278,8 @@ def _published() -> dict[str, dict[str, Any]]:
 @functools.cache
 def _say_published(model: str) -> None:
     """Say once that the hub's config.json was not there to plan with."""
-    note(f"{model}: config.json could not be fetched from the hub; planning with its published figures")
+    missing = "config.json could not be fetched from the hub"
+    note(f"{model}: {missing}; planning with its published figures")
 
 
 def iteration_folders(run: Path) -> list[Path]:
@@ -343,7 +344,8 @@ def _tokenizer_of(config: TrainConfig) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=hub_is_out_of_reach())
     except (OSError, ValueError):
-        note(f"{config.model} has no tokenizer here; lengths of prompts are assumed, not counted in the tasks")
+        assumed = "lengths of prompts are assumed, not counted in the tasks"
+        note(f"{config.model} has no tokenizer here; {assumed}")
         return None
     if config.chat_template is not None:
         tokenizer.chat_template = read_chat_template(config.chat_template)

@@ -137,21 +137,19 @@ class RunComparison:
             figures = f"held-out {self.metric} {d.mean:+.3f} ({interval}; p = {d.p_value:.2g})"
             verdict = d.verdict(self.confidence)
             if verdict == "no difference":
-                found.append(f"no difference seen between {first.name} and {arm.name}: {figures}; {self._ruled_out(d)}")
+                between = f"{first.name} and {arm.name}"
+                found.append(f"no difference seen between {between}: {figures}; {_ruled_out(d)}")
                 continue
-            higher, lower = (arm.name, first.name) if verdict == "better" else (first.name, arm.name)
+            higher, lower = first.name, arm.name
+            if verdict == "better":
+                higher, lower = lower, higher
             what = f"{figures}, {arm.name} less {first.name}"
             if min(len(arm.points), len(first.points)) > 1:
                 found.append(f"{higher} is better than {lower}: {what}")
             else:
-                found.append(f"with one seed, {higher} scored higher than {lower} on these tasks: {what}")
+                seen = f"{higher} scored higher than {lower} on these tasks"
+                found.append(f"with one seed, {seen}: {what}")
         return found
-
-    def _ruled_out(self, difference: Difference) -> str:
-        """Say what can still be, where no difference was seen."""
-        if difference.low <= 0 <= difference.high:
-            return f"more than {max(abs(difference.low), abs(difference.high)):.3f} either way is ruled out"
-        return f"chance does as much in {100 * difference.p_value:.2g}% of the cases"
 
     def table(self) -> str:
         """Write all of it for a terminal: where runs are compared, what limits it, then the results."""
@@ -239,7 +237,7 @@ def compare_runs(
         mean = estimate_mean(by_task, confidence)
         compared.append(
             Arm(
-                name=arm if arms is not None else _name([point.run.folder.absolute().name for point in members]),
+                name=arm if arms is not None else _name([point.run.folder for point in members]),
                 points=members,
                 settings=json.loads(settings[places[0]]),
                 mean=mean.mean,
@@ -259,10 +257,19 @@ def compare_runs(
     )
 
 
-def _name(folders: Sequence[str]) -> str:
+def _name(folders: Sequence[Path]) -> str:
     """Name an arm: its folders, of those of a sweep what they share."""
-    shared = {folder.rpartition(",seed=")[0] for folder in folders}
-    return min(shared) if len(shared) == 1 and all(shared) else ", ".join(folders)
+    names = [folder.absolute().name for folder in folders]
+    shared = {name.rpartition(",seed=")[0] for name in names}
+    return min(shared) if len(shared) == 1 and all(shared) else ", ".join(names)
+
+
+def _ruled_out(difference: Difference) -> str:
+    """Say what can still be, where no difference was seen."""
+    if difference.low <= 0 <= difference.high:
+        most = max(abs(difference.low), abs(difference.high))
+        return f"more than {most:.3f} either way is ruled out"
+    return f"chance does as much in {100 * difference.p_value:.2g}% of the cases"
 
 
 def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
@@ -279,8 +286,9 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
         notes.append("the runs differ in nothing but their seeds: one arm, and nothing to compare it with")
     if len(arms) > 1 and min(len(arm.points) for arm in arms) < 2:
         notes.append(
-            "an arm has one seed: its differences tell two runs apart, not their settings, as runs that differ in the seed alone "
-            "may differ as much; give every arm three seeds or more (`ttrl sweep`)"
+            "an arm has one seed: its differences tell two runs apart, not their settings, as runs "
+            "that differ in the seed alone may differ as much; give every arm three seeds or more "
+            "(`ttrl sweep`)"
         )
     if shared < _FEW_TASKS:
         tasks = counted(shared, "held-out task")

@@ -85,7 +85,8 @@ def learning(run: RunData) -> list[Figure]:
         caption += " The band: where the mean would lie for other tasks of this kind (95% interval)."
     before = "Mean over the samples of each iteration, before that iteration's update."
     if some := run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None:
-        before += f" Not every sample has {name}: the mean is over those that do, {some} in the newest iteration."
+        before += f" Not every sample has {name}: the mean is over those that do"
+        before += f", {some} in the newest iteration."
     title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
     return [*_lines(run, title, caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
 
@@ -273,11 +274,13 @@ def _apart(run: RunData) -> str:
     named = {"means": allowed.mean, "99.9th percentiles": allowed.p999}
     beyond = " or ".join(f"{name} above {compact(limit)}" for name, limit in named.items() if limit is not None)
     text = (
-        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding alone makes some, more in "
-        "larger models and in bf16: docs/watching.md lists what healthy runs have."
+        "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding "
+        "makes some, more in larger models and in bf16: docs/watching.md lists what healthy runs "
+        "have."
     )
     if beyond:
-        text += f" For this run's dtype and device, {beyond} mean other weights or settings, unless the policy has moved since."
+        text += f" For this run's dtype and device, {beyond} mean other weights or settings"
+        text += ", unless the policy has moved since."
     return text
 
 
