@@ -275,10 +275,10 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     ("after", "more"),
     [
         (1, {}),
-        (8, {}),
-        (5, {"off_policy_steps": 1}),
+        (5, {}),
+        (8, {"off_policy_steps": 1}),
         (14, {"off_policy_steps": 1}),
-        (5, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
+        (8, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
         (14, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
     ],
     ids=str,
