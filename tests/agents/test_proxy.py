@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import json
 import signal
-from types import SimpleNamespace
 
 import aiohttp
 import pytest
@@ -14,9 +13,11 @@ from ttrl import cli
 from ttrl.agents.proxy import Proxy
 from ttrl.errors import StorageError, UserError
 from ttrl.loop.carried import groups_of
+from ttrl.records import Endpoint
 from ttrl.replays.replay import replay
 from ttrl.rollouts.settings import SamplingSettings
 from ttrl.run_folder.folder import RunFolder
+from ttrl.server.serving import ServedModel
 from ttrl.system.files import append_jsonl, read_jsonl
 from ttrl.tasks.task import RolloutLimits
 
@@ -166,7 +167,7 @@ def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
         finally:
             ended.append(self.run)
 
-    served = SimpleNamespace(endpoint="http://127.0.0.1:1/v1", model="m")
+    served = ServedModel(Endpoint("http://127.0.0.1:1/v1", ""), "m", is_ours=False)
     monkeypatch.setattr("ttrl.server.serving.serving", lambda *_, **__: contextlib.nullcontext(served))
     monkeypatch.setattr(Proxy, "serve", serve)
     command = ["proxy", "http://127.0.0.1:1/v1", "--output", str(tmp_path / "run"), "--key-file", str(tmp_path / "key")]
