@@ -36,10 +36,10 @@ SAVED = {
     "transposed": ("gpt2", LORA),
     "nf4": ("wide", LORA | {"lora_base_dtype": "nf4"}),
 }
-CASES = [
-    *(("whole", world) for world in WORLDS),
-    *(("8-bit", "fsdp"), ("fused", "fsdp"), ("fused", "tp"), ("fused", "both"), ("transposed", "uneven"), ("nf4", "tp")),
-]
+# Each kind of layout and of what is saved once; the others are pairs of them.
+SHORT = [("whole", "fsdp"), ("fused", "both"), ("transposed", "uneven"), ("nf4", "tp")]
+PAIRS = [("whole", "tp"), ("whole", "both"), ("whole", "uneven"), ("8-bit", "fsdp"), ("fused", "fsdp"), ("fused", "tp")]
+CASES = [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS)]
 HANDED_OVER = {"fsdp": (2, {}), "tp": (2, TP)}
 
 
@@ -77,8 +77,11 @@ def _requests(root: Path, name: str, settings: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
+def found(tmp_path_factory, request):
     """name → what each process found, and the folder that its job wrote into."""
+    saved = [*SHORT, *PAIRS]
+    if request.config.getoption("short"):
+        saved = SHORT
     root = tmp_path_factory.mktemp("turns")
     for family in ("qwen2-tied", "phi3", "gpt2"):
         check_parity.make_folder(family, root / family)
@@ -90,9 +93,9 @@ def found(tmp_path_factory):
     def add(name, kind, processes, **more):
         jobs.append({"name": name, "kind": kind, "processes": processes, "output_dir": str(root / name), **more})
 
-    for name in SAVED:
+    for name in sorted({name for name, _ in saved}):
         _saved_alone(root, name)
-    for name, world in CASES:
+    for name, world in saved:
         processes, settings = WORLDS[world]
         given = {"model": str(root / name / "checkpoint"), "state": str(root / name / "state")}
         add(f"{name}/{world}", "save", processes, settings=SAVED[name][1] | settings, **given)
@@ -117,6 +120,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_processes_save_what_one_does_to_the_last_byte(name, world, found):
+    """Long for six pairs: only these combine a layout with what another pair saves, and 8-bit moments."""
     alone, many = files(found["root"] / name / "checkpoint"), files(found["root"] / name / world / "checkpoint")
     assert alone.keys() == many.keys() and len(alone) > 3
     assert [file for file in alone if alone[file] != many[file]] == []
@@ -124,7 +128,10 @@ def test_processes_save_what_one_does_to_the_last_byte(name, world, found):
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_a_save_takes_no_more_of_other_processes_than_their_own_parts(name, world, found):
-    """They send them one by one, and receive nothing."""
+    """They send them one by one, and receive nothing.
+
+    Long for six pairs, as above: only these combine a layout with what another pair saves.
+    """
     first, *others = found[f"{name}/{world}"]
     assert len(others) == WORLDS[world][0] - 1
     times = 6.0 if name == "nf4" else 1.1  # which torchao turns into numbers by way of indices

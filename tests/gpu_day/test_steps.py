@@ -11,6 +11,8 @@ import step_checks
 import step_kernels
 import step_runs
 import torch
+from record import Report
+from steps import Place
 from transformers import AutoConfig, AutoTokenizer
 
 from ttrl.training.kernels.attention import dense_attend
@@ -46,6 +48,18 @@ def test_answers_of_a_random_model_end_after_as_many_tokens_as_gsm8ks():
         assert max(ids) < vocabulary - len(made_model.SPECIAL)
     prompts = {task.messages[0]["content"] for task in step_runs.questions(96)}
     assert len(prompts) == 96 and {len(text) for text in prompts} == {step_runs.QUESTION_CHARACTERS}
+
+
+@pytest.mark.parametrize("rehearse", [True, False])
+@pytest.mark.parametrize("step", [step_runs.whole_run, step_runs.lora_run])
+def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path, monkeypatch):
+    asked = []
+    place = Place(Report(tmp_path / "logs"), tmp_path, rehearse)
+    monkeypatch.setattr(step_runs, "made_elsewhere", lambda folder, *_: folder)
+    monkeypatch.setattr(step_runs, "train", lambda config, *_, **__: asked.append(config.check("TrainConfig")))
+    monkeypatch.setattr(step_runs.shutil, "rmtree", lambda _: None)
+    step(place)
+    assert asked[0].iterations > 1
 
 
 @pytest.mark.parametrize("mask", step_attention.SMALL, ids=lambda mask: mask.name)

@@ -70,7 +70,6 @@ def run_and_tell(
         model=str(model),
         iterations=iterations,
         device=place.device,
-        keep_checkpoints=1,
         training=training,
         sampling={"extra_body": {"stop_token_ids": endings(shape["vocab_size"])}},
         **sizes,
