@@ -76,7 +76,7 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
     assert cli.main(["plan", "qwen/not-there"]) == 2
     said = capsys.readouterr()
     assert not said.out
-    for text in ("no network?", "needs only that file: give its path", "Qwen/Qwen3-4B", "tiny"):
+    for text in ("no network?", "a plan needs no more than its config.json", "Qwen/Qwen3-4B", "tiny"):
         assert text in said.err
 
 

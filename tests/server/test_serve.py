@@ -18,6 +18,7 @@ from ttrl.server import serve as serve_module
 from ttrl.server.auth import derived
 from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
+from ttrl.server.parsers import Parsers
 from ttrl.server.serve import read_or_make_key, serve, vllm_arguments
 
 
@@ -66,6 +67,7 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
     class Made(contextlib.nullcontext):
         root_url, port, dtype, log_path = "http://127.0.0.1:1", 1, "float32", "log"
         other_names = ("old",)
+        parsers = Parsers({}, "tool calls: no parser")
 
     def make(model, **settings):
         made.append(settings)

@@ -250,7 +250,7 @@ def config_file(model: str) -> Path:
         why = NO_HUB if offline else error
         raise ModelFolderError(
             f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}. "
-            f"A plan needs only that file: give its path or the folder that holds it. Known without "
+            f"Give a model folder; a plan needs no more than its config.json. `ttrl plan` knows without "
             f"the hub: {', '.join([*READY_MODELS, *_published()])}"
         ) from error
 

@@ -25,7 +25,6 @@ from typing import Any
 from ttrl.errors import ServerDiedError, ServerStartError, TtrlError, UserError
 from ttrl.server.connection import ADAPTER_NAME
 from ttrl.server.model_folder import check_model_folder, weights_digest
-from ttrl.server.parsers import parsers_of
 from ttrl.server.sites import check_store
 from ttrl.server.vllm import HOST, OTHER_MACHINES, VLLMServer
 from ttrl.system.files import read_private
@@ -133,7 +132,7 @@ def serve(
         if adapters_from is not None:
             say(f"that is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
         say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
-        say(parsers_of(model, arguments).said)
+        say(server.parsers.said)
         if not _is_loopback(host):
             say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
         threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights

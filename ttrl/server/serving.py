@@ -16,7 +16,6 @@ from ttrl.errors import ServerError, UserError
 from ttrl.records import Endpoint
 from ttrl.server.chat_template import templated
 from ttrl.server.cpu import is_cpu_build
-from ttrl.server.parsers import parsers_of
 from ttrl.server.vllm import VLLMServer
 
 KEY_VARIABLE = "OPENAI_API_KEY"
@@ -111,7 +110,7 @@ def serving(
             start_timeout=start_timeout,
         )
         stack.enter_context(server)
-        yield ServedModel(server.endpoint(), _OWN_NAME, True, parsers_of(model, server_args).said)
+        yield ServedModel(server.endpoint(), _OWN_NAME, True, server.parsers.said)
 
 
 def _served_name(address: str, key: str, name: str | None, key_variable: str) -> str:

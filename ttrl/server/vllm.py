@@ -14,6 +14,7 @@ here imports vLLM or torch. Where training needs something else than vLLM's defa
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -37,7 +38,7 @@ from ttrl.server.chat_template import template_digest
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
 from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
-from ttrl.server.parsers import parsers_of
+from ttrl.server.parsers import Parsers, parsers_of
 from ttrl.server.sites import ADAPTERS_VARIABLE
 from ttrl.server.transfer import BACKEND
 from ttrl.system.files import compile_cache
@@ -179,8 +180,8 @@ class VLLMServer(ServerConnection):
             raise RuntimeError("this server was started already; stop() it first")
         if (folder := check_model_folder(self.model_folder)) is not None:
             merge_adapter(folder)
-        if (problem := parsers_of(self.model_folder, self.extra_args).problem) is not None:
-            raise ConfigError("server", [problem])
+        if self.parsers.problem is not None:
+            raise ConfigError("server", [self.parsers.problem])
         self.policy_folder, self.version, self._stopped = self.model_folder, None, False
         start = time.monotonic()
         self.port = self._hold_port()
@@ -293,6 +294,11 @@ class VLLMServer(ServerConnection):
 
     # How it is started
 
+    @functools.cached_property
+    def parsers(self) -> Parsers:
+        """The parsers of tool calls and reasoning; those of the starting model, whose chat template checkpoints keep."""
+        return parsers_of(self.model_folder, self.extra_args)
+
     def _command(self) -> list[str]:
         arguments: dict[str, Any] = {
             "model": os.fspath(self.model_folder),
@@ -317,7 +323,7 @@ class VLLMServer(ServerConnection):
         if self.serves_adapters:
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)
-        arguments.update(parsers_of(self.model_folder, self.extra_args).arguments)
+        arguments.update(self.parsers.arguments)
         middleware = arguments.pop("middleware", None) or []
         middleware = [middleware] if isinstance(middleware, str) else list(middleware)
         if self.adapters_from is not None:
