@@ -133,7 +133,7 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
     """Return all conversations that fit into a row as token sequences, and the id to pad with. Raises ConfigError if there are
     none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded."""
     # Says what is wrong with a folder; the tokenizer would ask the hub for it.
-    hf_config = read_config(config.model)
+    hf_config = read_config(config.model, config.decoder)
     if hf_config.tie_word_embeddings:
         check_head(base_folder(config))
     try:

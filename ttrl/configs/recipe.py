@@ -10,6 +10,7 @@ import yaml
 from ttrl.configs.base import Config, absent_folder, required, settings
 from ttrl.configs.objective import ObjectiveConfig
 
+Decoder = Literal["auto", "torchtune", "transformers"]
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
 
 PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
@@ -134,6 +135,9 @@ class TrainingConfig(Config):
     is cheap: norms, activations, rotations."""
     activation_offloading: bool = False
     """Keep activations in the CPU's memory until the backward pass needs them. CUDA only."""
+    decoder: Decoder = "auto"
+    """Whose code computes the model. "torchtune": ours, for the families that it knows. "transformers":
+    transformers' own class, unmodified. "auto": ours where it knows the family."""
     compile: bool = False
     """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off when many steps share few row lengths. Not with
     tensor_parallel."""

@@ -23,7 +23,18 @@ from ttrl.data.packing.packed_file import read_tensor
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text, model_files
 from ttrl.training.canary import compute_canary
-from ttrl.training.models.weights import Stored, bytes_of, composite_of, iter_stored, layout_of, stored_as, write_tensors
+from ttrl.training.models.architecture import uses_transformers
+from ttrl.training.models.weights import (
+    Stored,
+    bytes_of,
+    composite_of,
+    iter_stored,
+    layout_of,
+    names_in,
+    stored_as,
+    stored_names,
+    write_tensors,
+)
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import Held, WeightMemory
 from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_weight
@@ -69,19 +80,59 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
     """Yield the parameters under their Hugging Face names, fused if the family stores them so, with their adapters merged in."""
     parameters = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
     layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
+    last: dict[str, Tensor | None] = {}
+    """The parameter that was gathered last: that of a layer's experts is stored in many tensors."""
+
+    def gathered(name: str) -> Tensor | None:
+        if name not in last:
+            last.clear()
+            last[name] = merged_weight(parameters[name], layers.get(name), here)
+        return last[name]
+
     for stored in stored_as(parameters, policy.decoder.config):
 
         def gather(stored: Stored = stored) -> Tensor | None:
             wholes = []
             for name in stored.parameters:
-                whole = merged_weight(parameters[name], layers.get(name), here)
+                whole = gathered(name)
                 if whole is not None:
                     wholes.append(whole.to(device="cpu", dtype=dtype))
             return stored.joined(wholes) if wholes else None
 
         own = tuple(parameters[name] for name in stored.parameters)
+        if stored.layout is not None:
+            own = (stored.joined(own),)
         size = sum(part.numel() for part in own) * dtype.itemsize
         yield CheckpointTensor(stored.name, size, gather, own, stored.transposed)
+
+
+def _entries_as_in(folder: Path, policy: Policy, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
+    """Rename the entries as `folder` has them, and add what it holds besides, such as towers for
+    images, as it is there."""
+    config = policy.decoder.config
+    if not uses_transformers(config):
+        return _entries_beside_text(folder, entries)
+    places = names_in(folder, config)
+    renamed = [entry._replace(name=places[entry.name][1]) for entry in entries]
+    own = {entry.name for entry in renamed}
+    others = []
+    for file, name, tensor in iter_stored(folder):
+        if name not in own and name != "lm_head.weight":
+            others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)))
+    if policy.decoder.config.tie_word_embeddings and "lm_head.weight" in stored_names(folder):
+        renamed.append(_tied_head(renamed))
+    return renamed + others
+
+
+def _tied_head(entries: list[CheckpointTensor]) -> CheckpointTensor:
+    """Return the embeddings under the head's name, as a copy."""
+    (embeddings,) = (entry for entry in entries if entry.name.endswith("embed_tokens.weight"))
+
+    def gather() -> Tensor | None:
+        whole = embeddings.gather()
+        return None if whole is None else whole.clone()
+
+    return embeddings._replace(name="lm_head.weight", gather=gather)
 
 
 def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
@@ -166,7 +217,7 @@ def hand_over(
     dtype = torch.bfloat16 if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]) else torch.float32
     tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
     own = [entry for entry in _entries(policy, dtype, memory.here) if not (tied and entry.name == "lm_head.weight")]
-    entries = _entries_beside_text(Path(start_folder), own)
+    entries = _entries_as_in(Path(start_folder), policy, own)
     held = []
     for entry in entries:
         blocks = entry.parameters
@@ -182,7 +233,7 @@ def hand_over(
 def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype) -> None:
     """Write nothing but the weights of base and adapter, merged; for one process that has them all."""
     here = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
-    entries = _entries_beside_text(base, list(_entries(policy, _DTYPES[checkpoint_dtype], here)))
+    entries = _entries_as_in(base, policy, list(_entries(policy, _DTYPES[checkpoint_dtype], here)))
     _write_weights(folder, entries, MAX_SHARD_BYTES, here)
 
 
@@ -219,7 +270,7 @@ def save_checkpoint(
         is_merged = config.lora_merge
     entries = []
     if is_merged:
-        entries = _entries_beside_text(Path(start_folder), list(_entries(policy, dtype, ranks)))
+        entries = _entries_as_in(Path(start_folder), policy, list(_entries(policy, dtype, ranks)))
     if ranks.is_first:
         with atomic_folder(folder, sum(entry.size for entry in entries)) as temporary:
             copy_model_files(Path(start_folder), temporary, "float32" if checkpoint_dtype == "fp32" else "bfloat16")

@@ -4,17 +4,28 @@ Both spellings of RoPE are read: `rope_parameters` of transformers 5, and the ol
 """
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ttrl.configs.recipe import Decoder
 from ttrl.errors import ModelFolderError
 from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS
 from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
 
+# Types of layers of transformers' classes that the plugged in functions know, or that look at one token at a time.
+_PLUGGED_IN = frozenset({"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid"})
+_SINGLE_TOKENS = frozenset({"mlp", "moe"})
+_NOT_PACKED = {
+    "def mamba_selective_scan": "Mamba 1, whose scan begins with no state of its own",
+    "create_chunked_causal_mask(": "attention within chunks",
+}
+"""What the source of a class contains, and what it then computes that packed rows have no function for."""
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2")
 
 
@@ -183,6 +194,41 @@ def _problems(config: PretrainedConfig) -> list[str]:
     return problems
 
 
+def uses_transformers(config: PretrainedConfig) -> bool:
+    """Tell whether a config that `read_config` gave is for transformers' own class."""
+    chosen: Decoder = getattr(config, "ttrl_decoder", "auto")
+    return chosen == "transformers" or (chosen == "auto" and config.model_type not in FAMILIES)
+
+
+def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
+    """Return everything that keeps transformers' own class from being trained on packed rows."""
+    kind = config.model_type
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return [f"the model type {kind!r}, for which neither ttrl nor transformers has a decoder of text"]
+    problems = []
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append("an encoder in addition to the decoder")
+    if getattr(config, "quantization_config", None):
+        problems.append("quantised weights (train the unquantised model; adapters over quantised weights are another setting)")
+    if getattr(config, "use_bidirectional_attention", False):
+        problems.append("attention to later tokens (use_bidirectional_attention)")
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
+    for one in sorted({str(one.get("rope_type")) for one in ropes} & {"dynamic", "longrope"}):
+        problems.append(f"the RoPE type {one!r}, which transformers computes from the longest row of a batch")
+    for name in sorted(set(getattr(config, "layer_types", None) or []) - _PLUGGED_IN - _SINGLE_TOKENS):
+        problems.append(f"layers of the type {name!r}")
+    source = _source_of_class(config)
+    problems += [f"{what} ({kind})" for sign, what in _NOT_PACKED.items() if sign in source]
+    return problems
+
+
+def _source_of_class(config: PretrainedConfig) -> str:
+    package = type(config).__module__.rpartition(".")[0]
+    spec = importlib.util.find_spec(f"{package}.modeling_{package.rpartition('.')[2]}")
+    return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+
+
 def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]:
     problems = []
     family, window = FAMILIES[config.model_type], getattr(config, "sliding_window", None)
@@ -208,11 +254,11 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
     return problems
 
 
-def read_config(folder: str | Path) -> PretrainedConfig:
+def read_config(folder: str | Path, decoder: Decoder = "auto") -> PretrainedConfig:
     """Read the config of a model folder, or a config.json itself; of a model with a vision tower,
-    that of its text part.
+    that of its text part. `decoder`: whose code is to compute it.
 
-    Raises ModelFolderError where it is missing or unreadable, or with everything in it that our
+    Raises ModelFolderError where it is missing or unreadable, or with everything in it that this
     decoder does not compute.
     """
     folder = Path(folder)
@@ -223,23 +269,46 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelFolderError(f"{file} cannot be read: {error}") from error
-    if config.model_type in COMPOSITES:
-        tied, config = config.tie_word_embeddings, config.get_text_config()
-        config.tie_word_embeddings = tied
+    text = config.get_text_config()
+    if text is not config:
+        known = config.model_type in COMPOSITES
+        text.tie_word_embeddings = config.tie_word_embeddings
+        config = text
+        decoder = "transformers" if decoder == "auto" and not known else decoder
+    config.ttrl_decoder = decoder
     if getattr(config, "rope_parameters", None):
         config.standardize_rope_params()  # what transformers does again before it computes frequencies
-    if problems := _problems(config):
+    if problems := _problems_with_transformers(config) if uses_transformers(config) else _problems(config):
         raise ModelFolderError(f"{folder}: its config asks for what ttrl does not compute: {'; '.join(problems)}")
     return config
 
 
 def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, folder: Any) -> None:
     """Raise ModelFolderError if a model of `config` would compute something else than one of `own` with the same weights."""
+    if uses_transformers(own):
+        theirs, ours = _computed(config), _computed(own)
+        different = [
+            f"{name} is {theirs.get(name)!r} instead of {ours.get(name)!r}"
+            for name in sorted(theirs.keys() | ours.keys())
+            if theirs.get(name) != ours.get(name)
+        ]
+    else:
+        different = _different_architecture(config, own)
+    if different:
+        raise ModelFolderError(f"{folder}: not the architecture of the policy: {'; '.join(different)}")
+
+
+def _computed(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config that say what is computed."""
+    others = ("dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "ttrl_decoder", "model_type")
+    values = config.to_dict()
+    return {name: value for name, value in values.items() if name not in others and not name.endswith("_token_id")}
+
+
+def _different_architecture(config: PretrainedConfig, own: PretrainedConfig) -> list[str]:
     theirs, ours = architecture(config), architecture(own)
-    different = [
+    return [
         f"{field.name} is {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"
         for field in dataclasses.fields(Architecture)
         if getattr(theirs, field.name) != getattr(ours, field.name)
     ]
-    if different:
-        raise ModelFolderError(f"{folder}: not the architecture of the policy: {'; '.join(different)}")

@@ -13,9 +13,10 @@ from transformers import PretrainedConfig
 
 from ttrl.training.kernels.attention import AttentionPlan
 from ttrl.training.kernels.widening import Linear, TiedLinear, widened
-from ttrl.training.models.architecture import Architecture, architecture
+from ttrl.training.models.architecture import Architecture, architecture, uses_transformers
 from ttrl.training.models.blocks import layer, norm
 from ttrl.training.models.rope import RotaryEmbedding
+from ttrl.training.models.transformers_decoder import TransformersDecoder
 
 
 class Decoder(TransformerDecoder):
@@ -69,13 +70,15 @@ class Decoder(TransformerDecoder):
         self.rope.materialise(device)
 
 
-def build_decoder(config: PretrainedConfig, context: int | None = None) -> Decoder:
+def build_decoder(config: PretrainedConfig, context: int | None = None) -> "Decoder | TransformersDecoder":
     """Build a decoder of the config's shape on the current default device (the meta device too) and dtype, with parameters yet to
     be loaded.
 
     context: the longest sequence in tokens, for the RoPE type that depends on it (longrope); None takes the config's
     max_position_embeddings, as vLLM does. Give the same length to the server as its max_model_len.
     """
+    if uses_transformers(config):
+        return TransformersDecoder(config, context)
     shape = architecture(config)
     embeddings = nn.Embedding(shape.vocab_size, shape.hidden_size)
     decoder = Decoder(

@@ -4,6 +4,7 @@ Some families store matrices fused along their rows (Phi-3: q, k and v; gate and
 (GPT-2); ours are apart.
 """
 
+import contextlib
 import hashlib
 import json
 import re
@@ -18,11 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from ttrl.configs.recipe import Decoder
 from ttrl.errors import ModelFolderError
 from ttrl.system.files import again
 from ttrl.system.weight_files import check_tied_head
-from ttrl.training.models.architecture import Architecture, architecture, read_config
+from ttrl.training.models.architecture import Architecture, architecture, read_config, uses_transformers
 from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite, ModelFamily
+from ttrl.training.models.layouts import Layout, layout_of_class, prefixes_among
 
 _LAYER = re.compile(r"\.(\d+)\.")
 _TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # in old files; the last two hold GPT-2's causal mask
@@ -40,9 +43,13 @@ class Stored(NamedTuple):
     name: str
     parameters: tuple[str, ...]
     transposed: bool = False
+    layout: Layout | None = None
+    """Says which part of the parameter it is, where a class of transformers is trained."""
 
     def joined(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the tensor, from the parameters."""
+        if self.layout is not None:
+            return self.layout.views(self.parameters[0], parts[0])[self.name]
         whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
         return whole.T if self.transposed else whole
 
@@ -59,6 +66,9 @@ def _is_transposed(theirs: str, family: ModelFamily) -> bool:
 
 def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[Stored]:
     """Return how a checkpoint stores parameters of these names; a tied head once more by itself, if the family stores it so."""
+    if uses_transformers(config):
+        layout, shapes = layout_of_class(config)
+        return [Stored(view, (name,), layout=layout) for name in parameters for view in layout.views(name, shapes[name])]
     table, family = {}, FAMILIES[config.model_type]
     for theirs, ours in family.names.items():
         parts = (ours,) if isinstance(ours, str) else ours
@@ -150,12 +160,15 @@ def check_head(folder: str | Path) -> None:
         raise ModelFolderError(f"{folder} cannot be read ({error})") from error
 
 
-def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+def iter_weights(folder: str | Path, decoder: Decoder = "auto") -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
     memory and read tensor by tensor, so that the host never holds the whole model. Raises ModelFolderError."""
-    config = read_config(folder)
+    config = read_config(folder, decoder)
     if config.tie_word_embeddings:
         check_head(folder)
+    if uses_transformers(config):
+        yield from _iter_parts(Path(folder), config)
+        return
     shape, family, composite = architecture(config), FAMILIES[config.model_type], composite_of(folder)
     for file, stored, tensor in iter_stored(folder):
         theirs = stored
@@ -186,6 +199,89 @@ def iter_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
         if tensor.shape[0] != sum(rows):
             raise ModelFolderError(f"{folder}/{file}: {stored} has {tensor.shape[0]} rows; its config.json asks for {sum(rows)}")
         yield from zip(parts, tensor.split(rows), strict=True)
+
+
+def _iter_parts(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters of a transformers class, put together from the tensors that hold them."""
+    layout, shapes = layout_of_class(config)
+    places = names_in(folder, config)
+    opened: dict[Path, Any] = {}
+    with contextlib.ExitStack() as files:
+        for name, shape in shapes.items():
+            views = layout.views(name, shape)
+            if not views.keys() <= places.keys():
+                continue  # `check_weights` names it
+            parts = {}
+            for view, wanted in views.items():
+                file, stored = places[view]
+                try:
+                    if file not in opened:
+                        opened[file] = files.enter_context(again(partial(safe_open, file, framework="pt")))
+                    parts[view] = opened[file].get_tensor(stored)
+                except (SafetensorError, OSError) as error:
+                    raise ModelFolderError(f"{file} cannot be read ({error}); copy or download it again") from error
+                _check_part(parts[view], wanted, f"{file}: {stored}")
+            yield name, _put_together(layout, name, shape, parts)
+
+
+def _check_part(tensor: Tensor, wanted: Tensor, what: str) -> None:
+    if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        raise ModelFolderError(f"{what} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more")
+    if tensor.shape != wanted.shape:
+        raise ModelFolderError(f"{what} is {tuple(tensor.shape)}; its config.json asks for {tuple(wanted.shape)}")
+
+
+def _put_together(layout: Layout, name: str, shape: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    first, *others = parts.values()
+    if not others and first.shape == shape.shape:
+        return first
+    whole = torch.empty(shape.shape, dtype=first.dtype)
+    for view, place in layout.views(name, whole).items():
+        place.copy_(parts[view])
+    return whole
+
+
+def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, str]]:
+    """Return where a folder holds each tensor of a transformers class: the layout's name → (file, name there). Raises
+    ModelFolderError for tensors that have no place in it."""
+    layout, shapes = layout_of_class(config)
+    own = {view for name, shape in shapes.items() for view in layout.views(name, shape)}
+    stored = stored_names(folder)
+    prefixes = prefixes_among(stored, own)
+    places = {}
+    for view in own:
+        name = prefixes.stored(view)
+        if name in stored:
+            places[view] = (folder / stored[name], name)
+    others = stored.keys() - {name for _, name in places.values()}
+    if text_only(folder):
+        strange = sorted(name for name in others if not _may_be_beside(name, layout, config))
+        if strange:
+            raise ModelFolderError(f"{folder}: the parameter {strange[0]!r} has no place in its model class")
+    return places
+
+
+def text_only(folder: Path) -> bool:
+    """Tell whether a model folder holds a model of text alone, by its config.json."""
+    return not isinstance(json.loads((folder / "config.json").read_text()).get("text_config"), dict)
+
+
+def _may_be_beside(name: str, layout: Layout, config: PretrainedConfig) -> bool:
+    if name.endswith(_TABLES) or (config.tie_word_embeddings and name == "lm_head.weight"):
+        return True
+    return any(re.search(pattern, name) for pattern in layout.ignored)
+
+
+def stored_names(folder: Path) -> dict[str, str]:
+    """Return the file of each stored tensor, by its name."""
+    found = {}
+    for file in files_of(folder):
+        try:
+            with again(partial(safe_open, folder / file, framework="pt")) as tensors:
+                found |= dict.fromkeys(tensors.keys(), file)
+        except (SafetensorError, OSError) as error:
+            raise ModelFolderError(f"{folder / file} cannot be read ({error}); copy or download it again") from error
+    return found
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Any) -> None:

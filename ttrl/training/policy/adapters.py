@@ -132,7 +132,7 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
         else:
             copy_whole(target, whole)
 
-    fill_parameters({name: p for name, p in parameters.items() if not is_adapter(name)}, base, put)
+    fill_parameters({name: p for name, p in parameters.items() if not is_adapter(name)}, base, put, config.decoder)
     folder = Path(config.model, ADAPTER_FOLDER)
     if folder.is_dir():
         _load(folder, policy, base)
@@ -144,7 +144,7 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
     """Return base and adapter on the CPU, for the sake of their weights: those of the base stay in its files, which are mapped,
     in the dtype that they have there. Raises ModelFolderError."""
     with torch.device("meta"):
-        decoder = build_decoder(read_config(base))
+        decoder = build_decoder(read_config(base, config.decoder))
         apply_lora(decoder, config)
     policy = Policy(decoder)
     frozen = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
@@ -158,7 +158,7 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
             whole = whole.bfloat16() if config.lora_base_dtype == "bf16" else whole
             torch.utils.swap_tensors(target, nn.Parameter(whole, requires_grad=False))
 
-    fill_parameters(frozen, base, put)
+    fill_parameters(frozen, base, put, config.decoder)
     _load(Path(config.model, ADAPTER_FOLDER), policy, base)
     return policy
 

@@ -25,13 +25,13 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
     base as `lora_base_dtype` says. Raises ModelFolderError for folders that are missing, incomplete or of a family that is not
     supported."""
     base = base_folder(config)
-    hf_config = read_config(base)
+    hf_config = read_config(base, config.decoder)
     with torch.device("meta"):
         decoder = build_decoder(hf_config, config.context)
         if config.lora_rank is not None:
             apply_lora(decoder, config)
     if config.lora_rank is not None:
-        hold_base(decoder, {name: weight.dtype for name, weight in iter_weights(base)}, config)
+        hold_base(decoder, {name: weight.dtype for name, weight in iter_weights(base, config.decoder)}, config)
     policy = Policy(
         decoder,
         num_output_chunks=config.num_output_chunks,
@@ -54,7 +54,7 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
     materialise(policy, device, but=[layer.weight for layer in in_four_bits.values()])
     decoder.materialise_buffers(ranks.device)
     if config.lora_rank is None:
-        fill_parameters(policy.parameters_by_name(), base)
+        fill_parameters(policy.parameters_by_name(), base, decoder=config.decoder)
     else:
         fill_policy(policy, config, base)
         seed_dropout(config, ranks)

@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from ttrl.configs.recipe import Decoder as Chosen
 from ttrl.errors import StorageError
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, Apart, ReferenceHead, TokenLoss, run_head
-from ttrl.training.models.architecture import check_same_architecture, read_config
+from ttrl.training.models.architecture import check_same_architecture, read_config, uses_transformers
 from ttrl.training.models.decoder import Decoder
+from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.models.weights import check_weights, iter_weights
 from ttrl.training.parallel.host_memory import HostMemory
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, local_part
@@ -80,7 +82,7 @@ class Policy(nn.Module):
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | TransformersDecoder,
         *,
         num_output_chunks: int | None = None,
         compute_dtype: torch.dtype = torch.float32,
@@ -221,17 +223,26 @@ class Policy(nn.Module):
     def load_folder(self, folder: str | Path) -> None:
         """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part. Raises
         ModelFolderError where the folder's config computes anything else than this policy does."""
-        check_same_architecture(read_config(folder), self.decoder.config, folder)
-        fill_parameters(self.parameters_by_name(), folder)
+        chosen = self.chosen_decoder
+        check_same_architecture(read_config(folder, chosen), self.decoder.config, folder)
+        fill_parameters(self.parameters_by_name(), folder, decoder=chosen)
+
+    @property
+    def chosen_decoder(self) -> Chosen:
+        """Return whose code computes the policy."""
+        return "transformers" if uses_transformers(self.decoder.config) else "torchtune"
 
 
 def fill_parameters(
-    parameters: Mapping[str, nn.Parameter], folder: str | Path, put: Callable[[Tensor, Tensor], None] = copy_whole
+    parameters: Mapping[str, nn.Parameter],
+    folder: str | Path,
+    put: Callable[[Tensor, Tensor], None] = copy_whole,
+    decoder: Chosen = "auto",
 ) -> None:
     """Copy the weights of a folder into parameters under torchtune's names, sharded or not, tensor by tensor; `put` copies one.
     Raises ModelFolderError with missing names, unknown names and other shapes; the parameters are of no use then."""
     seen: dict[str, Tensor] = {}
-    for name, weight in iter_weights(folder):
+    for name, weight in iter_weights(folder, decoder):
         seen[name] = torch.empty(weight.shape, device="meta")
         if name in parameters and parameters[name].shape == weight.shape:
             put(parameters[name], weight)

@@ -1,0 +1,201 @@
+"""Where checkpoints keep the parameters of a transformers class: each stored tensor is a view of one.
+
+transformers 5 converts while it loads: it renames, and stacks the matrices of all experts into one
+parameter. Read backwards, its own table of conversions says which part of a parameter a file holds
+under which name. These parts are views here, so one description serves loading (copy into the
+view), writing (copy from it) and everything that compares tensor by tensor.
+"""
+
+import copy
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Chunk,
+    PrefixChange,
+    SplitModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    rename_source_key,
+)
+
+from ttrl.errors import ModelFolderError
+
+HEAD = "lm_head.weight"
+EMBEDDINGS = "tok_embeddings"
+"""Our name of the part that embeds tokens."""
+_THEIR_EMBEDDINGS = "embed_tokens.weight"
+
+
+class _ChunkView(Chunk):
+    """Chunk without its copies."""
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any) -> Any:
+        ((tensor,),) = input_dict.values()
+        targets = self.get_target_patterns(target_patterns, **others)
+        return dict(zip(targets, torch.chunk(tensor, len(targets), dim=self.dim), strict=True))
+
+
+class _SplitView(SplitModulelist):
+    """SplitModulelist, which leaves other sides of length 1 alone."""
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any) -> Any:
+        found = {}
+        for source, given in input_dict.items():
+            tensor = given[0] if isinstance(given, list) else given
+            targets = self.get_target_patterns(input_dict, source, target_patterns, tensor.size(self.dim))
+            found |= zip(targets, tensor.unbind(self.dim), strict=True)
+        return found
+
+
+class _TransposeView(Transpose):
+    """Transpose without its copy."""
+
+    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any) -> Any:
+        if self.check_dims:
+            return {self.get_target_pattern(input_dict, source_patterns, target_patterns): next(iter(input_dict.values()))[0]}
+        ((tensor,),) = input_dict.values()
+        return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor.transpose(self.dim0, self.dim1)}
+
+
+def _as_view(operation: Any, model_type: str) -> Any:
+    if isinstance(operation, Chunk):
+        return _ChunkView(operation.dim, operation.num_shards_attribute)
+    if isinstance(operation, SplitModulelist):
+        return _SplitView(operation.dim)
+    if isinstance(operation, Transpose):
+        return _TransposeView(operation.dim0, operation.dim1, operation.check_dims)
+    kind = type(operation).__name__
+    raise ModelFolderError(f"{model_type} models store matrices rearranged ({kind}), which ttrl does not write yet")
+
+
+class Names(NamedTuple):
+    """Names of parameters: theirs (the class with its head) and ours (the decoder)."""
+
+    base: str
+    """Of the model without its head."""
+    embeddings: str
+
+    def theirs(self, ours: str) -> str:
+        """Return transformers' name of a decoder's parameter."""
+        first, _, rest = ours.partition(".")
+        if first == "output":
+            return f"lm_head.{rest}"
+        return f"{self.base}.{self.embeddings if first == EMBEDDINGS else first}.{rest}"
+
+    def ours(self, theirs: str) -> str:
+        """Undo `theirs`."""
+        first, _, rest = theirs.partition(".")
+        if first == "lm_head":
+            return f"output.{rest}"
+        first, _, rest = theirs.removeprefix(f"{self.base}.").partition(".")
+        return f"{EMBEDDINGS if first == self.embeddings else first}.{rest}"
+
+
+def names_of(whole: PreTrainedModel) -> Names:
+    """Return the names of a model with its head."""
+    embeddings = whole.get_input_embeddings()
+    base: Any = whole.base_model
+    found = next(name for name, child in base.named_children() if child is embeddings)
+    return Names(whole.base_model_prefix, found)
+
+
+class Layout:
+    """How checkpoints of a model class name and divide its parameters."""
+
+    def __init__(self, whole: PreTrainedModel) -> None:
+        """Describe a model with its head, which may be on the meta device. Raises ModelFolderError for
+        conversions that are no views."""
+        self._whole = whole
+        self.names = names_of(whole)
+        mapping = get_model_conversion_mapping(whole, add_legacy=False)
+        kept = [one for one in mapping if not isinstance(one, PrefixChange)]
+        backwards: list[WeightTransform] = [one.reverse_transform() for one in kept[::-1]]
+        self._renamings = [one for one in backwards if isinstance(one, WeightRenaming)]
+        self._converters = [one for one in backwards if isinstance(one, WeightConverter)]
+        for converter in self._converters:
+            converter.operations = [_as_view(one, whole.config.model_type) for one in converter.operations]
+        self.ignored: frozenset[str] = frozenset(whole._keys_to_ignore_on_load_unexpected or ())
+        """Patterns of stored names that the class leaves out."""
+
+    def views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the stored tensors that a parameter of the decoder holds, by their names."""
+        theirs = self.names.theirs(name)
+        renamed, pattern = rename_source_key(theirs, self._renamings, self._converters, reverse=True)
+        if pattern is None:
+            return {renamed: parameter}
+        converter = next(one for one in self._converters if pattern in one.source_patterns)
+        own = copy.deepcopy(converter)
+        own.add_tensor(renamed, theirs, pattern, parameter)  # type: ignore[arg-type]
+        found: dict[str, Tensor] = own.convert(renamed, model=self._whole, config=self._whole.config)
+        return found
+
+
+class Prefixes(NamedTuple):
+    """What names in a folder begin with, where the layout says "model." and "lm_head."."""
+
+    base: str = "model."
+    head: str = "lm_head."
+
+    def stored(self, name: str) -> str:
+        """Return the name in the folder."""
+        if name.startswith("lm_head."):
+            return self.head + name.removeprefix("lm_head.")
+        return self.base + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+def prefixes_among(stored: Iterable[str], own: Iterable[str]) -> Prefixes:
+    """Return the prefixes of a folder's names: a model with towers keeps its text part under one of
+    its own. `own`: names of the layout."""
+    names = set(stored)
+    embeddings = next((name for name in own if name.endswith(_THEIR_EMBEDDINGS)), None)
+    if embeddings is None or embeddings in names:
+        return Prefixes()
+    bases = sorted(name.removesuffix(_THEIR_EMBEDDINGS) for name in names if name.endswith(_THEIR_EMBEDDINGS))
+    heads = sorted(name.removesuffix("weight") for name in names if name.endswith(HEAD))
+    return Prefixes(bases[0] if bases else "model.", heads[0] if heads else "lm_head.")
+
+
+def whole_model(config: PretrainedConfig, **how: Any) -> PreTrainedModel:
+    """Make a model of the config's class with its head, on the current default device."""
+    given = copy.deepcopy(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(given, dtype=torch.get_default_dtype(), **how)
+    return model
+
+
+def layout_of_class(config: PretrainedConfig) -> tuple[Layout, dict[str, Tensor]]:
+    """Return the layout of a config's class, and its parameters on the meta device by the decoder's
+    names."""
+    return _layout_of(json.dumps(config.to_dict(), sort_keys=True, default=str), type(config))
+
+
+@functools.lru_cache(maxsize=4)
+def _layout_of(config: str, kind: type[PretrainedConfig]) -> tuple[Layout, dict[str, Tensor]]:
+    with torch.device("meta"):
+        model = whole_model(kind.from_dict(json.loads(config)))
+    return Layout(model), stored_parameters(model)
+
+
+def stored_parameters(whole: PreTrainedModel) -> dict[str, Tensor]:
+    """Return what checkpoints of a model hold: parameters and buffers, by the decoder's names. A tied
+    head is left out."""
+    tied = bool(whole.config.tie_word_embeddings)
+    names, named = names_of(whole), whole.state_dict(keep_vars=True).items()
+    return {names.ours(name): tensor for name, tensor in named if not (tied and name == HEAD)}
+
+
+def stored_shapes(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, torch.Size]]:
+    """Return of each stored name the parameter that holds it, and the shape."""
+    found = {}
+    for name, parameter in parameters.items():
+        for stored, view in layout.views(name, torch.empty(parameter.shape, device="meta")).items():
+            found[stored] = (name, view.shape)
+    return found
