@@ -140,11 +140,14 @@ def attend(
     scale: float | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention with grouped queries. Returns [B, H, T, E]; values at padding are finite and meaningless.
 
     Scores are q·k × `scale` (1/√E unless given). With `soft_cap` c they become c·tanh(score/c) (Gemma 2, arXiv 2408.00118). With
     `window` w, a query at position p sees keys at positions above p - w, counted in the unpacked sequence.
+    With `sinks`, each head has one more score, of a key whose value is zero (gpt-oss, arXiv 2508.10925);
+    computed with a dense mask, head by head.
     """
     scale = q_BHTE.shape[-1] ** -0.5 if scale is None else scale
     window = None if window is None or window >= plan.longest else window
@@ -152,6 +155,8 @@ def attend(
     if torch.is_autocast_enabled(device):  # as PyTorch's own attention does
         lower = torch.get_autocast_dtype(device)
         q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(lower), k_BKTE.to(lower), v_BKTE.to(lower)
+    if sinks_H is not None:
+        return dense_attend_by_head(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window, sinks_H)
     if plan.split is None and q_BHTE.dtype is torch.float64:
         return dense_attend_by_head(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window)
     if plan.split is None:
@@ -178,6 +183,7 @@ def dense_attend_by_head(
     scale: float,
     soft_cap: float | None,
     window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute the same for one row and key/value head at a time, and again in the backward pass:
     besides the mask, the scores of one of them are the most that is held."""
@@ -189,8 +195,9 @@ def dense_attend_by_head(
         keys = k_BKTE[row : row + 1].split(1, dim=1)
         values = v_BKTE[row : row + 1].split(1, dim=1)
         heads = []
-        for q, k, v in zip(queries, keys, values, strict=True):
-            inputs = (q, k, v, mask[row : row + 1], *how)
+        sinks = [None] * len(keys) if sinks_H is None else sinks_H.chunk(len(keys))
+        for q, k, v, sink in zip(queries, keys, values, sinks, strict=True):
+            inputs = (q, k, v, mask[row : row + 1], *how, sink)
             heads.append(checkpoint(_masked_attend, *inputs, use_reentrant=False))
         rows.append(torch.cat(heads, dim=1))
     return torch.cat(rows)
@@ -203,17 +210,24 @@ def _masked_attend(
     mask_B1TT: Tensor,
     scale: float,
     soft_cap: float | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     repeats = q_BHTE.shape[1] // k_BKTE.shape[1]
     if repeats > 1:  # enable_gqa leaves the fused CPU kernel
         k_BKTE = k_BKTE.repeat_interleave(repeats, dim=1)
         v_BKTE = v_BKTE.repeat_interleave(repeats, dim=1)
     mask = mask_B1TT.to(q_BHTE.dtype)
-    if soft_cap is None:
+    if soft_cap is None and sinks_H is None:
         return F.scaled_dot_product_attention(q_BHTE, k_BKTE, v_BKTE, attn_mask=mask, scale=scale)
     wide = torch.promote_types(q_BHTE.dtype, torch.float32)
     scores = (q_BHTE @ k_BKTE.transpose(-2, -1)).to(wide) * scale
-    probabilities = torch.softmax(torch.tanh(scores / soft_cap) * soft_cap + mask, dim=-1)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores + mask
+    if sinks_H is not None:
+        column = sinks_H.to(wide).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    probabilities = torch.softmax(scores, dim=-1)[..., : v_BKTE.shape[-2]]
     return probabilities.to(v_BKTE.dtype) @ v_BKTE
 
 

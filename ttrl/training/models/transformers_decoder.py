@@ -228,10 +228,10 @@ def attend_packed(
     """Attend as a function of transformers' attention interface. query [B, H, T, E], key and value
     [B, K, T, E], values also narrower → [B, T, H, E], and no probabilities."""
     assert _now.rows is not None, "attention outside of a decoder's layers"
-    assert s_aux is None
     width = value.shape[-1]
     wide = F.pad(value, (0, query.shape[-1] - width))
-    out = attend(query, key, wide, _now.rows.plan, scale=scaling, soft_cap=softcap, window=sliding_window)
+    how: dict[str, Any] = {"scale": scaling, "soft_cap": softcap, "window": sliding_window, "sinks_H": s_aux}
+    out = attend(query, key, wide, _now.rows.plan, **how)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
