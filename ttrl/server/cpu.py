@@ -22,6 +22,33 @@ _SMALL_LOGITS = 64 * 2**20  # bytes, in float32, for each of the sequences of a 
 _SMALL_BATCH = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
 
 
+_RECURRENT = (
+    *("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "ssm_state_size", "mamba_d_ssm"),
+    *("linear_num_value_heads", "linear_key_head_dim", "linear_attn_config", "conv_L_cache"),
+)
+"""Fields of config.json that only models with recurrent layers have."""
+
+
+def cpu_arguments(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, Any]:
+    """Return arguments for a server on a CPU: those of `cpu_batch`, and no prefix cache for models
+    with recurrent layers, whose states vLLM 0.32 cannot keep there."""
+    config = _config(model)
+    text = config.get("text_config", config)
+    recurrent = isinstance(text, Mapping) and any(text.get(name) is not None for name in _RECURRENT)
+    return {**cpu_batch(model, given), **({"enable-prefix-caching": False} if recurrent else {})}
+
+
+def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a model's config.json; nothing for a model on the hub, or a damaged file, which others say."""
+    if isinstance(model, Mapping):
+        return model
+    try:
+        config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, Mapping) else {}
+
+
 def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, int]:
     """Return arguments for a server on a CPU, from a model's folder or config.json: small models take larger steps than vLLM's
     (128 sequences, 2048 tokens), as a step costs milliseconds whatever is in it. Empty for other models, whose logits would take
@@ -29,13 +56,8 @@ def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable
     sequences, or, without chunked prefill, than the longest sequence."""
     if not {"max-num-seqs", "max-num-batched-tokens", "enable-chunked-prefill"}.isdisjoint(n.replace("_", "-") for n in given):
         return {}
-    config: Any = model
-    if not isinstance(model, Mapping):
-        try:
-            config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # on the hub, or damaged, which others say
-            return {}
-    vocabulary, width = (config.get(name) if isinstance(config, Mapping) else None for name in ("vocab_size", "hidden_size"))
+    config = _config(model)
+    vocabulary, width = (config.get(name) for name in ("vocab_size", "hidden_size"))
     if not isinstance(vocabulary, int) or not isinstance(width, int) or width > 1024:
         return {}
     return dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}

@@ -36,7 +36,7 @@ from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE, TEMPLATE_VARIABLE
 from ttrl.server.chat_template import template_digest
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
-from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_batch, cpu_cache_bytes, is_cpu_build, thread_variables
+from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_arguments, cpu_cache_bytes, is_cpu_build, thread_variables
 from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.server.parsers import Parsers, parsers_of
 from ttrl.server.sites import ADAPTERS_VARIABLE
@@ -319,7 +319,7 @@ class VLLMServer(ServerConnection):
             arguments["max-model-len"] = self.max_model_len
         if is_cpu_build():
             arguments["enforce-eager"] = True
-            arguments |= cpu_batch(self.model_folder, self.extra_args)
+            arguments |= cpu_arguments(self.model_folder, self.extra_args)
         if self.serves_adapters:
             arguments |= {"enable-lora": True, "max-loras": 1}
         arguments.update(self.extra_args)

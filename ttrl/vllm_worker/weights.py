@@ -135,6 +135,7 @@ def _compare(worker: Any, weights: Iterable[tuple[str, Tensor]], parts: _Parts |
 
         with held.in_place_of_what_is_packed(), _CompareInsteadOfCopying(held):
             model.load_weights(read(weights))
+        held.compare_loaded()
         held.compare_packed()
         tensors = {name: digest.result() for name, digest in digests.items()}
     return {
@@ -165,6 +166,7 @@ class _Held:
         self._gone: set[str] = set()  # parameters of which only a packed copy is left
         self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._expected: dict[str, Tensor] = {}
+        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # parameter, and what the files make of it
         names = {name for name, _ in model.named_parameters()}  # a tied one under its first name only
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
@@ -176,6 +178,12 @@ class _Held:
         if not isinstance(getattr(module, "quant_method", None), _PLAIN) or parameter.is_meta:
             self.unchecked += original.numel()
             self._stand_ins.append((module, key, _restored(original, module)))  # on the meta device: copies do nothing
+            return
+        if _is_transformed(original):
+            loaded: Any = materialize_meta_tensor(_restored(original, module))
+            loaded.fill_(math.nan)
+            self._stand_ins.append((module, key, loaded))
+            self._loaded[name] = parameter, loaded
             return
         is_packed = key == "weight" and hasattr(module, "cpu_linear")
         if is_packed and not parameter.numel():
@@ -213,6 +221,12 @@ class _Held:
         if not torch.equal(held, wanted):
             self._wrong[name] = self._wrong.get(name, 0) + int((held != wanted).sum())
 
+    def compare_loaded(self) -> None:
+        """Compare parameters that vLLM computes from the files' tensors, such as Mamba's A = -exp(A_log)."""
+        for name, (parameter, loaded) in self._loaded.items():
+            self._left[name] = parameter.numel()
+            self.take(name, parameter, loaded)
+
     def compare_packed(self) -> None:
         """Compare what packed copies compute with what the files' tensors do, or the parameters that were compared."""
         total = sum(2 * weight.numel() * weight.shape[1] for weight in self._expected.values())
@@ -237,6 +251,12 @@ class _Held:
         what = "elements" if self.exact else "elements, or rows of a packed copy,"
         found = [f"{name}: {count} {what} are not those of the files" for name, count in self._wrong.items()]
         return found if len(found) <= _MOST_NAMED else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
+
+
+def _is_transformed(parameter: Tensor) -> bool:
+    """Tell whether vLLM computes something from what it has loaded into a parameter."""
+    loader = _get_original_loader(parameter)
+    return "composed_weight_loader" in str(getattr(loader, "__qualname__", ""))
 
 
 def _restored(original: Tensor, module: nn.Module) -> nn.Parameter:
