@@ -132,9 +132,7 @@ class Residence:
         output = Path(config.output_dir)
         written = dataclasses.replace(config, model=str(output / "checkpoint"), state=str(output / "state"))
         if config.checkpoint_dtype != "fp32" and config.lora_rank is None:
-            fill_parameters(
-                trained.policy.parameters_by_name(), written.model, decoder=trained.policy.chosen_decoder
-            )
+            fill_parameters(trained.policy.parameters_by_name(), written.model, decoder=trained.policy.chosen_decoder)
         if config.optimizer == "adamw_8bit" and self._here.processes > 1:
             trained.stepper.load(output / "state")
         self.keep(written, trained)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -87,6 +88,7 @@ class MemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._weights = MappedWeights(init_info.memory)
 
     def start_weight_update(self) -> None:
+        unpack_experts(self.model)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -117,6 +119,15 @@ class MemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._weights = None
+
+
+def unpack_experts(model: Any) -> None:
+    """Have experts packed again when they are reloaded: vLLM 0.32 packs them only for a new kernel, and on CPUs computes from
+    packed copies."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU":
+            method.moe_kernel = None
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's
 into a parameter compares and writes nothing. So vLLM's own names, fusing and sharding decide what belongs where, and every
 element of every parameter is compared with the file, bit for bit. If a parameter was discarded after packing, the file's goes
 into a buffer, and the packed copy is read out: given the rows of the identity it returns its content bit for bit; if that costs
-too much, it is asked for sums with random signs. Not compared: quantised layers, experts, adapters, and buffers (tables of rotary
+too much, it is asked for sums with random signs. Experts are packed once more from the files. Not compared:
+quantised layers, adapters, experts that a GPU's kernels hold in another order, and buffers (tables of rotary
 embeddings); those are verified by the canary. Has run on one H100, where nothing is packed."""
 
 import contextlib
@@ -30,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
@@ -37,7 +39,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from ttrl.vllm_worker.memory import MappedWeights, pack_again
+from ttrl.vllm_worker.memory import MappedWeights, pack_again, unpack_experts
 
 logger = logging.getLogger(__name__)
 # Checkpoints are in fp32 and servers in bf16: a line for each tensor, twice at each sync, would hide what matters.
@@ -62,6 +64,7 @@ class WeightSync:
         """Load the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
         worker: Any = self
         _share_prompts(worker)
+        unpack_experts(worker.model_runner.get_model())
         worker.reload_weights(weights_path=folder)
         with set_current_vllm_config(worker.vllm_config):
             pack_again(worker.model_runner.get_model())
@@ -136,6 +139,7 @@ def _compare(worker: Any, weights: Iterable[tuple[str, Tensor]], parts: _Parts |
         with held.in_place_of_what_is_packed(), _CompareInsteadOfCopying(held):
             model.load_weights(read(weights))
         held.compare_loaded()
+        held.compare_experts()
         held.compare_packed()
         tensors = {name: digest.result() for name, digest in digests.items()}
     return {
@@ -166,6 +170,7 @@ class _Held:
         self._gone: set[str] = set()  # parameters of which only a packed copy is left
         self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._expected: dict[str, Tensor] = {}
+        self._experts: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}  # by the name of their layer
         self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # parameter, and what the files make of it
         names = {name for name, _ in model.named_parameters()}  # a tied one under its first name only
         for prefix, module in model.named_modules():
@@ -175,7 +180,7 @@ class _Held:
 
     def _sort(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, names: set[str]) -> None:
         original = get_layerwise_info(module).restore_metadata[0].get(key, parameter)
-        if not isinstance(getattr(module, "quant_method", None), _PLAIN) or parameter.is_meta:
+        if not (_is_plain(module) or _packs_experts(module)) or parameter.is_meta:
             self.unchecked += original.numel()
             self._stand_ins.append((module, key, _restored(original, module)))  # on the meta device: copies do nothing
             return
@@ -184,6 +189,12 @@ class _Held:
             loaded.fill_(math.nan)
             self._stand_ins.append((module, key, loaded))
             self._loaded[name] = parameter, loaded
+            return
+        if _packs_experts(module):
+            experts: Any = materialize_meta_tensor(_restored(original, module))
+            experts.fill_(math.nan)
+            self._stand_ins.append((module, key, experts))
+            self._experts.setdefault(name.removesuffix(f".{key}"), (module, {}))[1][key] = experts
             return
         is_packed = key == "weight" and hasattr(module, "cpu_linear")
         if is_packed and not parameter.numel():
@@ -227,6 +238,22 @@ class _Held:
             self._left[name] = parameter.numel()
             self.take(name, parameter, loaded)
 
+    def compare_experts(self) -> None:
+        """Compare packed experts with those that vLLM packs from the files' tensors."""
+        for prefix, (module, loaded) in self._experts.items():
+            packed: Any = copy.copy(module)
+            parameters = {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in loaded.items()}
+            packed.__dict__["_parameters"] = {**module._parameters, **parameters}
+            method: Any = copy.copy(module.quant_method)
+            method.moe_kernel = None  # a method with a kernel does not pack
+            method.process_weights_after_loading(packed)
+            for key in loaded:
+                held = module._parameters[key]
+                assert held is not None
+                name = f"{prefix}.{key}"
+                self._left[name] = held.numel()
+                self.take(name, held, packed._parameters[key])
+
     def compare_packed(self) -> None:
         """Compare what packed copies compute with what the files' tensors do, or the parameters that were compared."""
         total = sum(2 * weight.numel() * weight.shape[1] for weight in self._expected.values())
@@ -251,6 +278,20 @@ class _Held:
         what = "elements" if self.exact else "elements, or rows of a packed copy,"
         found = [f"{name}: {count} {what} are not those of the files" for name, count in self._wrong.items()]
         return found if len(found) <= _MOST_NAMED else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Tell whether a layer's parameters are those of a checkpoint, laid out alike."""
+    method: Any = getattr(module, "quant_method", None)
+    if isinstance(method, UnquantizedFusedMoEMethod):
+        return method.unquantized_backend.name == "TRITON"
+    return isinstance(method, _PLAIN)
+
+
+def _packs_experts(module: nn.Module) -> bool:
+    """Tell whether vLLM computes a layer's experts from packed copies alone, as it does on CPUs."""
+    method: Any = getattr(module, "quant_method", None)
+    return isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU"
 
 
 def _is_transformed(parameter: Tensor) -> bool:

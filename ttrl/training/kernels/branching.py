@@ -232,11 +232,13 @@ def branching_scan(function: Callable[..., Any], scan: Scan, given: Mapping[str,
     return torch.cat(outputs)[order].unflatten(0, rows)
 
 
-def branching_convolution(function: Callable[..., Tensor], x_BCT: Tensor, weight_Ck: Tensor, branches: Branches, **others: Any) -> Tensor:
+def branching_convolution(
+    function: Callable[..., Tensor], x_BCT: Tensor, weight_Ck: Tensor, branches: Branches, **others: Any
+) -> Tensor:
     """Return a causal convolution [B, C, T] over packed trees; zeros at padding."""
-    B, C, T = x_BCT.shape
+    rows, _, length = x_BCT.shape
     positions, places = branches.taps(weight_Ck.shape[-1] - 1)
     laid_CN = F.pad(x_BCT.transpose(0, 1).flatten(1), (0, 1))
     out_CM = function(laid_CN[:, positions].unsqueeze(0), weight_Ck, **others)[0]
     out_CN = F.pad(out_CM, (0, 1))[:, places]
-    return out_CN.unflatten(1, (B, T)).transpose(0, 1)
+    return out_CN.unflatten(1, (rows, length)).transpose(0, 1)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -31,7 +31,8 @@ from ttrl.errors import ModelFolderError
 
 HEAD = "lm_head.weight"
 EMBEDDINGS = "tok_embeddings"
-"""Our name of the part that embeds tokens."""
+LAYERS = "layers"
+"""Our names of the parts that embed tokens, and of the layers."""
 _THEIR_EMBEDDINGS = "embed_tokens.weight"
 
 
@@ -82,14 +83,16 @@ class Names(NamedTuple):
 
     base: str
     """Of the model without its head."""
-    embeddings: str
+    parts: Mapping[str, str]
+    """Our names of its parts, by theirs, where they differ."""
 
     def theirs(self, ours: str) -> str:
         """Return transformers' name of a decoder's parameter."""
         first, _, rest = ours.partition(".")
         if first == "output":
             return f"lm_head.{rest}"
-        return f"{self.base}.{self.embeddings if first == EMBEDDINGS else first}.{rest}"
+        known = {own: theirs for theirs, own in self.parts.items()}
+        return f"{self.base}.{known.get(first, first)}.{rest}"
 
     def ours(self, theirs: str) -> str:
         """Undo `theirs`."""
@@ -97,15 +100,20 @@ class Names(NamedTuple):
         if first == "lm_head":
             return f"output.{rest}"
         first, _, rest = theirs.removeprefix(f"{self.base}.").partition(".")
-        return f"{EMBEDDINGS if first == self.embeddings else first}.{rest}"
+        return f"{self.parts.get(first, first)}.{rest}"
 
 
 def names_of(whole: PreTrainedModel) -> Names:
     """Return the names of a model with its head."""
-    embeddings = whole.get_input_embeddings()
     base: Any = whole.base_model
-    found = next(name for name, child in base.named_children() if child is embeddings)
-    return Names(whole.base_model_prefix, found)
+    embeddings, layers = whole.get_input_embeddings(), whole.config.num_hidden_layers
+    parts = {}
+    for name, child in base.named_children():
+        if child is embeddings:
+            parts[name] = EMBEDDINGS
+        elif isinstance(child, nn.ModuleList) and len(child) == layers:
+            parts[name] = LAYERS
+    return Names(whole.base_model_prefix, parts)
 
 
 class Layout:

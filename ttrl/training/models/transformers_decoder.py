@@ -17,7 +17,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from ttrl.training.kernels.attention import AttentionPlan, attend
 from ttrl.training.kernels.branching import Branches, Scan, branches_of, branching_convolution, branching_scan
+from ttrl.training.kernels.doubles import KeepDoubles
 from ttrl.training.kernels.widening import Linear, TiedLinear, widened
-from ttrl.training.models.layouts import EMBEDDINGS, Layout, whole_model
+from ttrl.training.models.layouts import Layout, whole_model
 
 ATTENTION = "ttrl"
 """The name of `attend_packed` in transformers."""
@@ -59,6 +60,8 @@ class Rows:
     """The packed rows of a pass."""
 
     plan: AttentionPlan
+    wide: bool = False
+    """Whether everything is to be computed in float64."""
 
     @functools.cached_property
     def branches(self) -> Branches:
@@ -73,6 +76,7 @@ class _Now:
     """The rows that are being computed; None outside of a decoder's layers."""
 
     rows: Rows | None = None
+    doubles: KeepDoubles | None = None
 
 
 _now = _Now()
@@ -95,7 +99,7 @@ class TransformersDecoder(nn.Module):
         base: Any = whole.base_model
         self._base = (base,)  # in a tuple, as its parts have our names
         for name, child in base.named_children():
-            self.add_module(EMBEDDINGS if name == self.layout.names.embeddings else name, child)
+            self.add_module(self.layout.names.parts.get(name, name), child)
         self.tok_embeddings.padding_idx = None  # else a pad token in a text has no gradient
         self.tok_embeddings.register_forward_hook(_widen)
         head: Any = whole.get_output_embeddings()
@@ -124,7 +128,9 @@ class TransformersDecoder(nn.Module):
     ) -> Tensor:
         """Return final hidden states [B, T, D], normed and scaled, not yet projected to the
         vocabulary. watch: is given the number of each layer and the hidden states that leave it."""
-        with self._handing_on(Rows(plan), watch):
+        wide = self.tok_embeddings.weight.dtype is torch.float64
+        self._base[0].config._experts_implementation = "eager" if wide else "grouped_mm"
+        with self._handing_on(Rows(plan, wide), watch), KeepDoubles() if wide else nullcontext():
             out = self._base[0](input_ids=tokens_BT, position_ids=positions_BT, attention_mask=None, use_cache=False)
         h: Tensor = out.last_hidden_state
         return h if self.output_scale == 1.0 else h * self.output_scale
@@ -204,12 +210,18 @@ def _output_scale(config: PretrainedConfig) -> float:
 
 
 def _enter(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
-    _now.rows = named.pop(_ROWS)
+    rows = named.pop(_ROWS)
+    _now.rows = rows
+    if rows.wide:  # also when a layer is computed again, where no other block is open
+        _now.doubles = KeepDoubles()
+        _now.doubles.__enter__()
     return given, named
 
 
 def _leave(module: nn.Module, given: Any, out: Any) -> None:
-    _now.rows = None
+    if _now.doubles is not None:
+        _now.doubles.__exit__(None, None, None)
+    _now.rows = _now.doubles = None
 
 
 def attend_packed(
