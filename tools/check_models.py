@@ -140,7 +140,9 @@ MODELS = {
         "GraniteMoeHybridConfig",
         {**_MAMBA, **_LOCAL_EXPERTS, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 128},
     ),
-    "lfm2": Model("LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 128, "conv_dim": 64}),
+    "lfm2": Model(
+        "LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 128, "block_dim": 64, "conv_dim": 64}
+    ),
     "lfm2_moe": Model(
         "LFM2 MoE", "Lfm2MoeConfig", {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
     ),

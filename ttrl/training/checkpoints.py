@@ -9,6 +9,7 @@ it their parts, tensor by tensor, and receive nothing.
 import functools
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,9 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ttrl.configs import TrainingConfig
 from ttrl.data.packing.packed_file import read_tensor
+from ttrl.errors import StorageError
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text, model_files
 from ttrl.training.canary import compute_canary
@@ -58,6 +61,8 @@ class CheckpointTensor(NamedTuple):
     gather: Callable[[], Tensor | None]
     parameters: tuple[Tensor, ...] = ()
     transposed: bool = False
+    within: bool = False
+    """Whether it is within a parameter that is sharded, such as one of a layer's experts."""
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
@@ -100,10 +105,15 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
             return stored.joined(wholes) if wholes else None
 
         own = tuple(parameters[name] for name in stored.parameters)
+        within = False
         if stored.layout is not None:
-            own = (stored.joined(own),)
-        size = sum(part.numel() for part in own) * dtype.itemsize
-        yield CheckpointTensor(stored.name, size, gather, own, stored.transposed)
+            shape = stored.joined([torch.empty(own[0].shape, device="meta")]).shape
+            within = isinstance(own[0], DTensor) and shape != own[0].shape
+            size = math.prod(shape) * dtype.itemsize
+            own = own if within else (stored.joined(own),)
+        else:
+            size = sum(part.numel() for part in own) * dtype.itemsize
+        yield CheckpointTensor(stored.name, size, gather, own, stored.transposed, within)
 
 
 def _entries_as_in(folder: Path, policy: Policy, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
@@ -217,6 +227,8 @@ def hand_over(
     dtype = torch.bfloat16 if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]) else torch.float32
     tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
     own = [entry for entry in _entries(policy, dtype, memory.here) if not (tied and entry.name == "lm_head.weight")]
+    if any(entry.within for entry in own):
+        raise StorageError("experts that several processes share are not held out in memory; servers read the checkpoint's files")
     entries = _entries_as_in(Path(start_folder), policy, own)
     held = []
     for entry in entries:

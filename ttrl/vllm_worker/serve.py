@@ -15,11 +15,14 @@ import os
 import runpy
 import socket
 import sys
+import types
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
+
+from ttrl.vllm_worker.delta_rule import compute_in_float32
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows what is below its own name
 
@@ -30,6 +33,7 @@ def main() -> None:
     """Serve as the command line says."""
     share_port(int(sys.argv[sys.argv.index("--port") + 1]))
     if current_platform.is_cpu():
+        _stand_in_for_torchvision()
         try:
             _start_sooner()
         except ImportError as error:
@@ -49,13 +53,32 @@ def share_port(port: int) -> None:
     socket.socket.bind = bind_shared  # type: ignore[method-assign]
 
 
+def _stand_in_for_torchvision() -> None:
+    """Let classes of models that also see pictures be imported for their text: next to torch for CPUs there is no torchvision,
+    which only their pictures need."""
+    from transformers.utils import is_torchvision_available
+
+    if is_torchvision_available():  # remembers the answer, so that nothing takes what follows for the package
+        return
+    name = ""
+    for part in ("torchvision", ".transforms", ".v2", ".functional"):
+        name += part
+        sys.modules[name] = module = types.ModuleType(name)
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], own, module)
+
+
 def _start_sooner() -> None:
+    registry: Any = importlib.import_module("vllm.model_executor.models.registry")
+    registry._run_in_subprocess = lambda inspect: inspect()  # another Python would import all of this again
     importlib.import_module("vllm.v1.worker.cpu_worker")  # for the engine
     importlib.import_module("vllm.v1.engine.core")
     sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
     engines: Any = importlib.import_module("vllm.v1.engine.utils")
     sampler.batched_count_greater_than = count_at_least
     _apply_adapters_by_products()
+    compute_in_float32()
     # vLLM forks by default, but wants a new interpreter on CPUs.
     engines.get_mp_context = lambda: multiprocessing.get_context("fork")
     os.register_at_fork(after_in_child=close_listening_sockets)

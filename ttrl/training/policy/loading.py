@@ -8,8 +8,10 @@ once however many processes it runs.
 import torch
 
 from ttrl.configs import TrainingConfig
+from ttrl.errors import ConfigError
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
+from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.models.weights import iter_weights
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.host_memory import HostMemory
@@ -30,6 +32,8 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
         decoder = build_decoder(hf_config, config.context)
         if config.lora_rank is not None:
             apply_lora(decoder, config)
+    if isinstance(decoder, TransformersDecoder):
+        _check_settings(config)
     if config.lora_rank is not None:
         hold_base(decoder, {name: weight.dtype for name, weight in iter_weights(base, config.decoder)}, config)
     policy = Policy(
@@ -61,6 +65,18 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
     if config.activation_offloading:
         offload_activations(decoder)
     return policy
+
+
+def _check_settings(config: TrainingConfig) -> None:
+    """Raise ConfigError with the settings that transformers' classes cannot be trained with yet."""
+    problems = []
+    whose = "which only ttrl's own decoder has; this model is computed by transformers' class (decoder)"
+    if config.tensor_parallel > 1:
+        problems.append(f"tensor_parallel is {config.tensor_parallel}, {whose}: set it to 1 (FSDP2 shares the model as well)")
+    if config.compile:
+        problems.append(f"compile is true, {whose}: set it to false")
+    if problems:
+        raise ConfigError("config", problems)
 
 
 def seed_dropout(config: TrainingConfig, ranks: Ranks) -> None:

@@ -1,0 +1,64 @@
+"""Transformers' own classes over two processes: a hybrid of attention, Mamba 2 and experts, sharded by FSDP2, does what one
+process does, and writes the same checkpoint."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import check_models
+import pytest
+import torch
+from support import parallel_worker
+from support.tiny_models import random_samples
+
+from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.training.models.weights import iter_stored
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+SETTINGS = {"lr": 1e-3, "max_grad_norm": None, "rows_per_microbatch": 100, "decoder": "transformers"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    root = tmp_path_factory.mktemp("classes")
+    folder = check_models.write_model("granite_hybrid_moe", root / "model")
+    samples = random_samples(3, prompts=(3, 5, 8, 9, 4))
+    packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(root / "packed.safetensors")
+    kept = {"activation_checkpointing": True, "checkpoint_keeps": "products"}
+    jobs = [
+        {
+            "name": name,
+            "processes": processes,
+            "model": str(folder),
+            "packed": str(root / "packed.safetensors"),
+            "output_dir": str(root / name),
+            "settings": {**SETTINGS, **settings},
+            "steps": 2,
+            "checkpoint": True,
+        }
+        for name, processes, settings in (("one", 1, {}), ("two", 2, kept))
+    ]
+    (root / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    for job in jobs:
+        error = Path(job["output_dir"], "error.txt")
+        assert not error.exists(), error.read_text()[-3000:]
+    return {job["name"]: torch.load(Path(job["output_dir"], "result.pt")) | {"folder": Path(job["output_dir"])} for job in jobs}
+
+
+def test_two_processes_do_what_one_does(results):
+    """Proves sharded experts and scans; packed rows by one process are in tests/training/models."""
+    one, two = results["one"], results["two"]
+    assert one["ranks"][1] == 1 and two["ranks"][1] == 2
+    assert torch.allclose(one["logprobs"], two["logprobs"], atol=1e-5)
+    for name, gradient in one["gradients"].items():
+        assert (two["gradients"][name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
+    for name, weight in one["weights"].items():
+        assert torch.allclose(weight, two["weights"][name], atol=2e-5), name
+    alone, shared = ({name: t for _, name, t in iter_stored(part["folder"] / "checkpoint")} for part in (one, two))
+    assert alone.keys() == shared.keys()
+    assert all(torch.allclose(alone[name], shared[name], atol=2e-5) for name in alone)
