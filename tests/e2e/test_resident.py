@@ -1,4 +1,4 @@
-"""The resident trainer over real processes: `tune run` and torchrun, FSDP over gloo, and a rank that is killed."""
+"""The resident trainer over real processes: torchrun, FSDP over gloo, and a rank that is killed."""
 
 import hashlib
 import time

@@ -21,6 +21,7 @@ import yaml
 from support.killed_run import kill_all, wait_for
 from transformers import AutoModelForCausalLM
 
+from ttrl import cli
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.system.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
@@ -227,9 +228,12 @@ def replay(run: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_same_grades_give_the_same_bits(finished):
+def test_the_same_grades_give_the_same_bits(finished, monkeypatch, capsys):
+    """Another trainer, from the same files. The command is called here; the long tests below start it."""
     before = {path: digest(path) for path in finished.rglob("*") if path.is_file()}
-    said = replay(finished, "--grader", "graders:same", "--train")
+    monkeypatch.chdir(finished.parent)
+    assert cli.main(["replay", str(finished), "--grader", "graders:same", "--train"]) == 0
+    said = capsys.readouterr().out
     assert said.count("the same checkpoint as the run's, bit for bit") == 2
     (folder,) = (finished / "replays").iterdir()
     for number in (1, 2):

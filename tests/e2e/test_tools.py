@@ -80,7 +80,9 @@ def test_an_agent_with_tools_is_evaluated_without_naming_a_parser(
         params={"structured_outputs": {"regex": CALL}},
         max_model_len=1024,
         samples_file=tmp_path / "samples.jsonl",
+        cache=tmp_path / "cache",
     )
+    assert any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = template(HERMES_CALL)
     assert_prompts_are_ours(read_jsonl(tmp_path / "samples.jsonl"), tokenizer)
