@@ -72,6 +72,32 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=limit, reverse=True)
 
 
+SERVED_TOGETHER = (
+    ("tests/e2e/test_server.py", "tests/e2e/test_partial.py"),
+    ("tests/e2e/test_sync.py", "tests/e2e/test_rollouts.py", "tests/e2e/test_shared_prompts.py", "tests/e2e/test_judges.py"),
+    ("tests/e2e/test_recipes.py", "tests/e2e/test_resident.py"),
+    ("tests/e2e/test_tools.py", "tests/e2e/test_chat_requests.py", "tests/e2e/test_vllm_arguments.py"),
+)
+"""Files that share a server, or a process that has imported what they need (tests/e2e/conftest.py)."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Let `--dist loadfile` give files that share something to the same worker."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    first = {name: names[0] for names in SERVED_TOGETHER for name in names}
+
+    class Together(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = super()._split_scope(nodeid)
+            return first.get(name, name)
+
+    return Together(config, log)
+
+
 def pytest_collection_finish() -> None:
     """What the imports made stays for ever: `gc.collect()` in a test need not look through all of torch, half a second long."""
     gc.collect()

@@ -134,7 +134,10 @@ def test_tune_validate_passes(capsys):
 
 @pytest.mark.e2e
 def test_the_command_of_the_tiny_one_trains(tmp_path):
-    """With overrides on the command line, as the first lines of the file say."""
+    """With overrides on the command line, as the first lines of the file say.
+
+    Only this starts torchtune's own command in `make test`.
+    """
     make_tiny_model(tmp_path / "model")
     ids = list(range(40))
     results = [

@@ -9,7 +9,6 @@ import types
 from pathlib import Path
 
 import pytest
-from support.ray_cluster import cluster_of
 
 pytest.importorskip("ray")
 from ttrl.cluster import broadcast, replicas
@@ -209,8 +208,8 @@ SCRIPT = textwrap.dedent(
 
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-def test_from_machine_to_machine(checkpoint, tmp_path):
-    with cluster_of(tmp_path, {"a": 1, "b": 1}) as cluster:
-        command = [sys.executable, "-c", SCRIPT, cluster.address, str(checkpoint), str(tmp_path)]
-        done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=200)
+def test_from_machine_to_machine(checkpoint, cluster, tmp_path):
+    """Only this sends weights through Ray's own store."""
+    command = [sys.executable, "-c", SCRIPT, cluster.address, str(checkpoint), str(tmp_path)]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=200)
     assert done.stdout.count("equal") == 2, done.stdout + done.stderr

@@ -5,15 +5,20 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from support.ray_cluster import RayCluster, cluster_of
 
-from ttrl.errors import ConfigError, RunFolderError, ServerDiedError, UserError
+from ttrl import TrainConfig
+from ttrl.errors import ConfigError, RunFolderError, RunFolderInUseError, ServerDiedError, UserError
+from ttrl.system.console import Console
 
 SCRIPT = textwrap.dedent(
     """
@@ -69,64 +74,77 @@ def driver(folder: Path, cluster: RayCluster, iterations: int = 1, **environment
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_one_lead_that_outlives_its_machine_and_its_driver(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    with cluster_of(tmp_path, {"a": 1, "b": 1}) as cluster:
-        first = driver(tmp_path, cluster)
-        wait_for(lambda: begun(tmp_path))
-        second = driver(tmp_path, cluster)
-        assert "another program waits for it; to end it: ray kill-" in second.communicate(timeout=90)[0] and second.returncode
-        stranger = driver(tmp_path, cluster, RAY_AUTH_TOKEN="f" * 64)
-        assert "cannot be used" in stranger.communicate(timeout=90)[0] and stranger.returncode
-        assert len(begun(tmp_path)) == 1
-        # The driver dies, and then the lead's machine.
-        first.send_signal(signal.SIGKILL)
-        first.communicate()
-        nodes = cluster.ask("look")["nodes"]
-        home = begun(tmp_path)[0].split()[0]
-        victim = next(name for name, node in nodes.items() if node == home)
-        pid = int(begun(tmp_path)[0].split()[1])
-        cluster.ask(f"kill {victim}")
-        wait_for(lambda: len(begun(tmp_path)) == 2)
-        place, _, take_over = begun(tmp_path)[1].split()
-        assert place != home and take_over == "True"
-        assert not os.path.exists(f"/proc/{pid}")  # two were never there at once
-        (tmp_path / "gate").touch()
-        wait_for((tmp_path / "finished").exists)
-        (tmp_path / "gate").unlink()
-        # Nobody asked for the result: the same command takes the name over, and goes on where the run is.
-        third = driver(tmp_path, cluster)
-        wait_for(lambda: len(begun(tmp_path)) == 3)
-        # That one dies, too: the same command waits for the run in its place; one that wants another run does not.
-        third.send_signal(signal.SIGKILL)
-        third.communicate()
-        time.sleep(10.5)
-        other = driver(tmp_path, cluster, iterations=2)
-        assert "it has other settings" in other.communicate(timeout=90)[0] and other.returncode
-        fourth = driver(tmp_path, cluster)
-        assert fourth.stdout is not None and any("the run runs already" in line for line in fourth.stdout)
-        (tmp_path / "gate").touch()
-        assert "result" in fourth.communicate(timeout=90)[0] and fourth.returncode == 0
-        assert len(begun(tmp_path)) == 3
-        # A run that fails while nobody waits: the same command says why, and starts it anew.
-        (tmp_path / "gate").unlink()
-        fifth = driver(tmp_path, cluster)
-        wait_for(lambda: len(begun(tmp_path)) == 4)
-        fifth.send_signal(signal.SIGKILL)
-        fifth.communicate()
-        (tmp_path / "fails").touch()
-        (tmp_path / "gate").touch()
-        time.sleep(10.5)
-        (tmp_path / "fails").unlink()
-        sixth = driver(tmp_path, cluster)
-        said = sixth.communicate(timeout=90)[0]
-        assert "note: the run ended while nobody waited for it: the disk is gone" in said and sixth.returncode == 0, said
-        assert len(begun(tmp_path)) == 5
+def test_one_lead_that_outlives_its_machine_and_its_driver(cluster: RayCluster, tmp_path: Path) -> None:
+    """Only this kills a machine of Ray's under a lead, and comes with another token."""
+    first = driver(tmp_path, cluster)
+    wait_for(lambda: begun(tmp_path))
+    second, stranger = driver(tmp_path, cluster), driver(tmp_path, cluster, RAY_AUTH_TOKEN="f" * 64)
+    assert "another program waits for it; to end it: ray kill-" in second.communicate(timeout=90)[0] and second.returncode
+    assert "cannot be used" in stranger.communicate(timeout=90)[0] and stranger.returncode
+    assert len(begun(tmp_path)) == 1
+    # The driver dies, and then the lead's machine.
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    nodes = cluster.ask("look")["nodes"]
+    home = begun(tmp_path)[0].split()[0]
+    victim = next(name for name, node in nodes.items() if node == home)
+    pid = int(begun(tmp_path)[0].split()[1])
+    cluster.ask(f"kill {victim}")
+    cluster.ask(f"add {victim} 2")
+    wait_for(lambda: len(begun(tmp_path)) == 2)
+    place, _, take_over = begun(tmp_path)[1].split()
+    assert place != home and take_over == "True"
+    assert not os.path.exists(f"/proc/{pid}")  # two were never there at once
+    (tmp_path / "gate").touch()
+    wait_for((tmp_path / "finished").exists)
+    # Nobody asked for the result: the same command takes the name over, and goes on where the run is.
+    third = driver(tmp_path, cluster)
+    said = third.communicate(timeout=90)[0]
+    assert "result" in said and third.returncode == 0, said
+    assert len(begun(tmp_path)) == 3
 
 
 @pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_drivers_that_die(cluster: RayCluster, tmp_path: Path) -> None:
+    """Long: only this kills several drivers of a run. What the next one finds and says, without Ray: below."""
+    first = driver(tmp_path, cluster)
+    wait_for(lambda: len(begun(tmp_path)) == 1)
+    # The same command waits for the run in its place; one that wants another run does not.
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    time.sleep(10.5)
+    other = driver(tmp_path, cluster, iterations=2)
+    assert "it has other settings" in other.communicate(timeout=90)[0] and other.returncode
+    second = driver(tmp_path, cluster)
+    assert second.stdout is not None and any("the run runs already" in line for line in second.stdout)
+    (tmp_path / "gate").touch()
+    assert "result" in second.communicate(timeout=90)[0] and second.returncode == 0
+    assert len(begun(tmp_path)) == 1
+    # A run that fails while nobody waits: the same command says why, and starts it anew.
+    (tmp_path / "gate").unlink()
+    third = driver(tmp_path, cluster)
+    wait_for(lambda: len(begun(tmp_path)) == 2)
+    third.send_signal(signal.SIGKILL)
+    third.communicate()
+    (tmp_path / "fails").touch()
+    (tmp_path / "gate").touch()
+    time.sleep(10.5)
+    (tmp_path / "fails").unlink()
+    fourth = driver(tmp_path, cluster)
+    said = fourth.communicate(timeout=90)[0]
+    assert "note: the run ended while nobody waited for it: the disk is gone" in said and fourth.returncode == 0, said
+    assert len(begun(tmp_path)) == 3
+
+
+@pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(tmp_path: Path) -> None:
+    """Long, as it starts another cluster: only this shows that Ray tells a lead so. What a lead does
+    then: below.
+    """
     pytest.importorskip("ray")
     with cluster_of(tmp_path, {"a": 1}, RAY_AUTH_MODE="disabled") as cluster:
         careful = driver(tmp_path, cluster, RAY_AUTH_MODE="token")
@@ -142,9 +160,7 @@ def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(tmp
 def test_a_name_that_is_said_to_be_taken_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ray:// an actor is there at once, and its first method raises."""
     ray = pytest.importorskip("ray")
-    from ttrl import TrainConfig
     from ttrl.cluster import lead
-    from ttrl.system.console import Console
 
     taken = ray.exceptions.ActorAlreadyExistsError("the name is taken")
     actor, other = Mock(), Mock()
@@ -155,6 +171,76 @@ def test_a_name_that_is_said_to_be_taken_late(tmp_path: Path, monkeypatch: pytes
     config = TrainConfig(run=str(tmp_path / "run"), model="tiny", iterations=1, cluster="ray://127.0.0.1:10001", device="cpu")
     with pytest.raises(RunFolderError, match="another program waits for it"):
         lead._begin(config, print, {}, Console())
+
+
+def config_of(folder: Path, iterations: int = 1) -> TrainConfig:
+    return TrainConfig(run=str(folder / "run"), model="tiny", iterations=iterations, cluster="auto", device="cpu")
+
+
+def end_of(lead: Any) -> Any:
+    wait_for(lambda: lead._done)
+    return lead._done
+
+
+@pytest.fixture
+def lead_in_this_process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """`ttrl.cluster.lead`, on a cluster that has no processes."""
+    pytest.importorskip("ray")
+    from ttrl.cluster import lead
+
+    monkeypatch.setattr(lead.ray, "get_runtime_context", Mock(return_value=Mock(was_current_actor_reconstructed=False)))
+    monkeypatch.setattr(lead, "_LOOK_SECONDS", 0.01)
+    return lead
+
+
+def test_who_may_wait_for_a_lead(lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody while another program asks; then who wants the same run."""
+    gate = threading.Event()
+
+    def work(take_over: bool) -> str:
+        assert take_over and gate.wait(30)
+        return "result"
+
+    one = lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)
+    assert one.looked_at(config_of(tmp_path)) == (False, "another program waits for it") and one.done() is None
+    monkeypatch.setattr(lead_in_this_process, "_LEFT_SECONDS", 0.0)
+    assert one.looked_at(config_of(tmp_path, iterations=2)) == (False, "it has other settings")
+    assert one.looked_at(config_of(tmp_path)) == (False, None)
+    gate.set()
+    assert end_of(one) == ("result", None) == one.done() and one.looked_at(config_of(tmp_path)) == (True, None)
+
+
+def test_a_lead_refuses_a_cluster_that_asks_for_no_token(
+    lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lead_in_this_process, "AUTHENTICATION", "")
+    work = Mock(return_value="result")
+    name, said = end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, False))[1]
+    assert name == "UserError" and "this Ray cluster asks for no token" in said and not work.called
+    assert end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)) == ("result", None)
+
+
+def test_a_lead_waits_for_an_owner_that_has_just_died(lead_in_this_process: ModuleType, tmp_path: Path) -> None:
+    work = Mock(side_effect=[RunFolderInUseError("by another"), RunFolderError("the disk is gone")])
+    lead = lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)
+    assert end_of(lead) == (None, ("RunFolderError", "the disk is gone")) and work.call_count == 2
+
+
+def test_the_next_driver_joins_a_lead_or_says_how_it_ended(
+    lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lead, other, new = lead_in_this_process, Mock(), Mock()
+    new.__ray_ready__ = Mock()
+    made = Mock(side_effect=[ValueError("taken"), ValueError("taken"), new])
+    monkeypatch.setattr(lead, "actor_class", Mock(return_value=Mock(remote=made)))
+    monkeypatch.setattr(lead.ray, "get_actor", Mock(return_value=other))
+    monkeypatch.setattr(lead.ray, "kill", Mock())
+    answers = [(False, None), (True, None), (None, ("RunFolderError", "the disk is gone"))]
+    monkeypatch.setattr(lead.ray, "get", Mock(side_effect=answers))
+    assert lead._begin(config_of(tmp_path), print, {}, Console()) == (other, False)
+    assert lead._begin(config_of(tmp_path), print, {}, Console()) == (new, True)
+    assert "note: the run ended while nobody waited for it: the disk is gone" in capsys.readouterr().out
+    lead.ray.kill.assert_called_once_with(other)
 
 
 def test_errors_travel_as_words() -> None:

@@ -16,6 +16,7 @@ import pytest
 from openai import AsyncOpenAI
 from support import killed_sessions
 from support.killed_run import kill_all, wait_for
+from support.training_steps import check_adapters
 
 import ttrl
 from ttrl.data.packing.packed import PackedTensors
@@ -53,13 +54,18 @@ async def agent(session: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["function", pytest.param("command", marks=pytest.mark.long)])
 def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
-    """Agents that are functions, with tools and all APIs; and commands.
+    """Agents that are functions, with tools and all APIs, and with adapters; and commands.
+
+    Only this shows it of real servers' and trainers' numbers, and trains an adapter that vLLM serves.
 
     Long for commands: only this trains one on vLLM. On a fake server:
     tests/agents/test_agent_task.py.
     """
     given = agent if kind == "function" else [sys.executable, str(CLIENT)]
-    found = check_agents.check(tmp_path, given, (), iterations=2, tasks=3, samples=4, max_tokens=6, sampling={})
+    settings = {"max_tokens": 6, "sampling": {}}
+    if kind == "function":
+        settings["training"] = {"lora_rank": 4, "lr": 1e-2, "kl_coefficient": 0.1, "rows_per_microbatch": 1}
+    found = check_agents.check(tmp_path, given, (), iterations=2, tasks=3, samples=4, **settings)
     assert found.problems == [] and (found.samples, found.failed) == (24, 0)
     assert found.trained > 100 and found.replies > (24 * 5 if kind == "function" else 24)
     samples = read_jsonl(tmp_path / "run/iterations/0002/rollouts.jsonl")
@@ -68,6 +74,7 @@ def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
     for row in read_jsonl(tmp_path / "run/metrics.jsonl")[1:]:  # of the right contexts, or the trainer would say others
         assert row["sampler_trainer"]["unknown"] == 0 and row["sampler_trainer"]["max"] < 1e-3
     if kind == "function":
+        check_adapters(tmp_path / "run", tmp_path / "model")
         for sample in samples:
             turns = sample["turns"]
             prompts = [number for number, turn in enumerate(turns) if any(m["role"] == "prompt" for m in turn["messages"])]
@@ -77,8 +84,8 @@ def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.long
 def test_agents_are_evaluated(tmp_path: Path) -> None:
-    """Long: only this evaluates agents on vLLM. They are trained on one above; `ttrl eval` on one:
-    test_evaluate.py.
+    """Long: only this evaluates on vLLM agents that are given an address. They are trained on one above;
+    rollouts with tools are evaluated on one in test_tools.py.
     """
     arguments = check_agents.write_calling_model(tmp_path, layers=2, width=64, heads=2)
     limits = RolloutLimits(turns=3)

@@ -1,15 +1,14 @@
 """What a real vLLM makes of texts in parts, of nulls, and of prompts that begin with <s>.
 
 Against the prompts that are trained, and those that are planned for.
+Only vLLM itself says which prompt it makes of a request.
 """
 
 import asyncio
 import importlib.util
 import json
 import runpy
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,17 +192,15 @@ def test_a_prompt_without_a_chat_has_one_beginning_of_text(
 # vLLM's own choice of the form of a content, for all templates at hand, without a server.
 
 VLLM = """
-import json, sys, types
+import json, types
 from vllm.renderers.chat_utils import parse_chat_messages
 from vllm.renderers.hf import _detect_content_format
 config = types.SimpleNamespace(enable_prompt_embeds=False, multimodal_config=None)
-given = json.loads(sys.stdin.read())
 found = []
 for source in given["sources"]:
     form = _detect_content_format(source, default="string")
     messages = json.loads(json.dumps(given["messages"]))
     found.append([form == "openai", parse_chat_messages(messages, config, form)[0]])
-print("JSON" + json.dumps(found))
 """
 REFUSAL = {"type": "refusal", "refusal": "a"}
 THOUGHT = {"type": "thinking", "thinking": "a"}
@@ -221,7 +218,8 @@ MESSAGES = [
 ]
 
 
-def test_templates_are_handed_what_vllm_hands_them() -> None:
+def test_templates_are_handed_what_vllm_hands_them(in_vllm: Callable[..., Any]) -> None:
+    """Only vLLM itself says which form of content it hands a template."""
     folder = ROOT.parent / "shared" / "data" / "chat_templates"
     made_up = runpy.run_path(str(ROOT / "tests" / "data" / "chat" / "test_content.py"))
     vllm = importlib.util.find_spec("vllm")
@@ -229,15 +227,7 @@ def test_templates_are_handed_what_vllm_hands_them() -> None:
     paths = [*folder.rglob("*.jinja"), *Path(vllm.origin).parent.rglob("*.jinja")]
     sources = [path.read_text(encoding="utf-8") for path in sorted(paths)]
     sources += [*made_up["MADE_UP"].values(), *made_up["TEXTS"].values(), TEMPLATE]
-    done = subprocess.run(
-        [sys.executable, "-c", VLLM],
-        input=json.dumps({"sources": sources, "messages": MESSAGES}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    theirs = json.loads(done.stdout.rpartition("JSON")[2])
+    theirs = in_vllm(VLLM, {"sources": sources, "messages": MESSAGES})
     assert {form for form, _ in theirs} == {True, False}
     for source, (as_parts, messages) in zip(sources, theirs, strict=True):
         assert reads_parts(source) == as_parts, source[:200]

@@ -1,5 +1,7 @@
 """Switches that compile C++ on the CPU: torch.compile layer by layer, and torchao's 8-bit AdamW."""
 
+import functools
+
 import pytest
 import torch
 from support.training_steps import ALONE, distance, gradients_with, packed_rows, tensors_of, trained
@@ -15,7 +17,12 @@ def packed():
     return packed_rows()
 
 
-def test_compiled_layers_give_the_same_gradient(model_folder, packed):
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_compiled_layers_give_the_same_gradient(model_folder, packed, backend, monkeypatch):
+    """Long for inductor, as C++ is compiled: only this runs what it makes of layers. The graphs are
+    those that PyTorch's own operations run.
+    """
+    monkeypatch.setattr(torch.nn.Module, "compile", functools.partialmethod(torch.nn.Module.compile, backend=backend))
     settings = {"row_length_multiple": 40, "activation_checkpointing": True}
     plain = gradients_with(model_folder("qwen3"), packed, **settings)
     compiled = gradients_with(model_folder("qwen3"), packed, compile=True, **settings)

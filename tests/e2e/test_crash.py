@@ -1,4 +1,7 @@
-"""The crash test of tools/ in short, and a disk that is really full: real trainer processes, recorded rollouts, no vLLM."""
+"""The crash test of tools/ in short, and a disk that is really full: real trainer processes, recorded rollouts, no vLLM.
+
+Only this kills real trainers at random moments.
+"""
 
 import shutil
 import subprocess
@@ -17,10 +20,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-def test_two_kills(tmp_path: Path) -> None:
-    outcome = crash_test.crash_test(tmp_path, kills=2, iterations=2, seed=1, twice=False)
+@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_kills(tmp_path: Path, kills: int) -> None:
+    """A run that is killed at a random moment, trainer and all, ends with the bits of one that is not.
+
+    Long for two kills: only that one kills what goes on after a kill.
+    """
+    outcome = crash_test.crash_test(tmp_path, kills=kills, iterations=2, seed=1, twice=False)
     assert outcome.problems == [], outcome.table()
-    assert len(outcome.kills) == 2
+    assert len(outcome.kills) == kills
     assert outcome.requests["made"] >= outcome.requests["needed"] > 0
 
 
@@ -28,8 +36,8 @@ def test_two_kills(tmp_path: Path) -> None:
 def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
     """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it.
 
-    Long: only this kills a run that saves only every second checkpoint. test_two_kills kills runs
-    that save all of them, and tests/loop/test_saving.py saves every few iterations on fake parts.
+    Long: only this kills a run that saves only every second checkpoint. test_kills kills runs that
+    save all of them, and tests/loop/test_saving.py saves every few iterations on fake parts.
     """
     settings = {"weight_sync": "memory", "save_every": 2}
     outcome = crash_test.crash_test(tmp_path, kills=2, iterations=3, seed=5, twice=False, settings=settings)
@@ -42,7 +50,7 @@ def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
 def test_killed_between_two_groups(tmp_path: Path) -> None:
     """The group that was finished is kept as it was; only the others are asked for again, and one of them is checked as well.
 
-    Long: only this kills between two groups on purpose; test_two_kills does so at random moments.
+    Long: only this kills between two groups on purpose; test_kills does so at random moments.
     """
     harness = crash_test.Harness(tmp_path, 2, 3, {})
     harness.undisturbed(twice=False)

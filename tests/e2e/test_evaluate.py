@@ -1,4 +1,8 @@
-"""`ttrl eval` with a model folder: a real server is started for it, asked, and ended, with a cache."""
+"""`ttrl eval` with a model folder: a real server is started for it, asked, and ended, with a cache.
+
+Long: only this starts vLLM for the command. test_tools.py evaluates a model folder without it; the
+command with a server that is there: tests/evaluation/test_evaluate.py.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +12,7 @@ import pytest
 from ttrl import cli
 from ttrl.tiny_model import make_tiny_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_model_folder_is_served_and_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

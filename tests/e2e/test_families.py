@@ -1,6 +1,9 @@
 """Families with everything that is special about them, trained one step, are served as what was trained. Gemma 2: windows, soft
 caps, norms around attention, scaled and tied embeddings. GPT-2: matrices that files hold transposed and fused, learned positions,
-a tied head that files do not hold."""
+a tied head that files do not hold.
+
+Only vLLM shows that it reads the checkpoints as they are meant.
+"""
 
 import pytest
 import torch

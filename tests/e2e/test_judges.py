@@ -1,4 +1,7 @@
-"""Judges on real vLLM servers: rewards as transformers computes them, verdicts that are read, kept or missing, dead servers."""
+"""Judges on real vLLM servers: rewards as transformers computes them, verdicts that are read, kept or missing, dead servers.
+
+Only real servers have reward models, grammars and engines that die.
+"""
 
 import asyncio
 import math
@@ -12,6 +15,7 @@ import psutil
 import pytest
 import torch
 from support.chat_server import Kit
+from support.network_hosts import held_port
 from support.tiny_models import make_byte_model
 from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
 
@@ -98,8 +102,12 @@ def test_a_reward_model(reward_folder: Path, tmp_path: Path, monkeypatch: pytest
         assert all(sample.reward is None and "the judge rm at" in sample.error for sample in found[2:])
 
 
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+@pytest.fixture(params=["tiny", pytest.param("smollm2-135m", marks=pytest.mark.long)])
+def chat_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
+    """Long for SmolLM2, which has a server of its own: only that reads the question in words."""
+    if request.param == "tiny":
+        yield request.getfixturevalue("tiny_server")
+        return
     try:
         model = ready_model("smollm2-135m")
     except ModelFolderError as error:
@@ -110,6 +118,12 @@ def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]
     log = tmp_path_factory.mktemp("chat") / "server.log"
     with VLLMServer(model, served_model_name="j", log_path=log, dtype="float32", max_model_len=1024) as server:
         yield server
+
+
+def answered(server: VLLMServer) -> float:
+    """Return how many requests a server has answered."""
+    lines = [line for line in server.request("GET", "/metrics").splitlines() if line.startswith("vllm:request_success_total")]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 def test_a_chat_model_judges(chat_model: VLLMServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +148,16 @@ def test_a_chat_model_judges(chat_model: VLLMServer, tmp_path: Path, monkeypatch
 
     mute = {**asked, "params": {"temperature": 0.0, "max_tokens": 2}}  # "Score: 5" takes more
     for sample in samples(REPLIES, Judge(**mute)) + samples(REPLIES[:3], group_grader=Pairwise(**mute)):
-        assert sample.reward is None and "the judge j was asked 2 times, and did not end with one line" in sample.error
+        name = chat_model.served_model_name
+        assert sample.reward is None and f"the judge {name} was asked 2 times, and did not end with one line" in sample.error
 
-    chat_model.stop()
+    before_that = answered(chat_model)
     for grading, before in (({"grader": judge}, first), ({"group_grader": pairwise}, compared)):
         again = samples(REPLIES[: len(before)], **grading)
         assert [sample.reward for sample in again] == [sample.reward for sample in before]
         assert all((sample.metrics["judge_cached"], sample.metrics["judge_dollars"]) == (1, 0) for sample in again)
-    (sample,) = samples(["Kyōto."], judge)
+    assert answered(chat_model) == before_that > 0
+    with held_port() as port:
+        gone = Judge(**bound(regex="Score: ([0-9]|10)") | {"base_url": f"http://127.0.0.1:{port}/v1"})
+        (sample,) = samples(["Kyōto."], gone)
     assert sample.reward is None and "Connection error" in sample.error

@@ -1,4 +1,7 @@
-"""Adapters over several processes, compiled, in a run, and in vLLM beside the base that they belong to."""
+"""Adapters over several processes, compiled, in a run, and in vLLM beside the base that they belong to.
+
+Only several processes show that adapters are shared out rightly.
+"""
 
 import json
 import subprocess
@@ -10,8 +13,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import parallel_worker
-from support.tiny_models import files_in_16_bits, load_policy_in
-from support.training_steps import ALONE, adapter_config, adapter_gradients, distance, move_adapters, packed_rows
+from support.tiny_models import files_in_16_bits
+from support.training_steps import (
+    ALONE,
+    adapter_config,
+    adapter_gradients,
+    check_adapters,
+    distance,
+    move_adapters,
+    packed_rows,
+)
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from ttrl import Task, TrainConfig, train
@@ -42,16 +53,18 @@ WORLDS = {"tp": (2, TP), "both": (4, TP), "in-backward": (2, IN_BACKWARD), "fsdp
 SHARED = [(start, world) for start in KINDS for world in ("tp", "in-backward")] + [("dora", "both"), ("biases", "tp")]
 SHARED += [(start, world) for start in ("nf4", "nf4-dora", "16-bit") for world in ("tp", "fsdp")]
 SHARED += [("16-bit", "both"), ("16-bit-dora", "tp")]
-# Kinds with tensor parallelism and FSDP, bases in 4 bits and in 16.
-SHORT = [("dora", "both"), ("nf4", "tp"), ("16-bit", "tp")]
+# DoRA with tensor parallelism and FSDP, and a base in 4 bits; a run trains LoRA.
+SHORT = [("dora", "both"), ("nf4", "tp")]
+SHORT_KINDS = ["dora"]
+SOME_KINDS = [pytest.param(kind, marks=[] if kind in SHORT_KINDS else pytest.mark.long) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, request):
     """name → what its first process left, for both kinds in one process and in two, and handed over in between."""
-    shared = SHARED
+    shared, kinds = SHARED, list(KINDS)
     if request.config.getoption("short"):
-        shared = SHORT
+        shared, kinds = SHORT, SHORT_KINDS
     root = tmp_path_factory.mktemp("parallel")
     for family in ("qwen2", "phi", "qwen2-tied"):
         check_parity.make_folder(family, root / family)
@@ -66,7 +79,8 @@ def results(tmp_path_factory, request):
         job = {"name": name, "processes": processes, "model": str(root / model), "packed": str(root / "packed.safetensors")}
         jobs.append({**job, "output_dir": str(root / name), "settings": {**SETTINGS, **settings}, "checkpoint": True, **more})
 
-    for kind, settings in KINDS.items():
+    for kind in kinds:
+        settings = KINDS[kind]
         add(f"{kind}-1", 1, "qwen2", settings, steps=3)
         add(f"{kind}-2", 2, "qwen2", settings, steps=2)
         add(f"{kind}-3", 1, f"{kind}-2/checkpoint", settings, steps=1, state=str(root / f"{kind}-2" / "state"))
@@ -89,8 +103,9 @@ def results(tmp_path_factory, request):
     return {job["name"]: torch.load(Path(job["output_dir"], "result.pt")) | {"folder": Path(job["output_dir"])} for job in jobs}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_two_processes_do_what_one_does(kind, results):
+    """Long for LoRA: only that hands over adapters of all matrices. DoRA's have one part more."""
     one, two, handed_over = (results[f"{kind}-{number}"] for number in (1, 2, 3))
     assert two["ranks"][:2] == (0, 2) and len(two["norms"]) == 2
     assert distance(two["gradients"], one["gradients"]) < 1e-5
@@ -111,8 +126,8 @@ def test_two_processes_do_what_one_does(kind, results):
 def test_processes_that_share_layers_do_what_one_does(start, world, results):
     """Tensor parallelism, with FSDP too, and a base in 4 bits that is shared in either way; parked between two steps.
 
-    Long for most pairs: only these share plain LoRA, biases and 4 bits under FSDP, and step in the
-    backward pass. What they have in common is tried with the other two.
+    Long for most pairs: only these share plain LoRA, biases, a base of 16 bits and 4 bits under FSDP,
+    and step in the backward pass. What they have in common is tried with the other two.
     """
     alone, many = results[f"{start}/alone{'-unclipped' if world == 'in-backward' else ''}"], results[f"{start}/{world}"]
     assert distance({"": many["logprobs"]}, {"": alone["logprobs"]}) < 1e-5
@@ -136,9 +151,12 @@ def test_processes_that_share_layers_do_what_one_does(start, world, results):
     assert distance(one, other) < 1e-5
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SOME_KINDS)
 def test_adapters_are_the_same_files_from_processes_that_share_layers(kind, results):
-    """One whose learning rate is zero leaves what it started from, to the last byte."""
+    """One whose learning rate is zero leaves what it started from, to the last byte.
+
+    Long for LoRA: only that has adapters of all matrices; a layout more of them is in test_turns.py.
+    """
     before, after = (results[f"{kind}-{name}"]["folder"] / "checkpoint" / "adapter" for name in ("2", "stays"))
     assert sorted(path.name for path in before.iterdir()) == sorted(path.name for path in after.iterdir())
     for path in before.iterdir():
@@ -182,9 +200,14 @@ def test_vllm_serves_the_base_with_the_adapter(tmp_path):
         assert report.passed and report.max_difference < 1e-4
 
 
+@pytest.mark.long
 def test_a_run(tmp_path):
     """Each iteration goes on from the starting model and the last adapter; the server, which keeps that model and is given the
-    adapter, is held to the canary."""
+    adapter, is held to the canary.
+
+    Long: only this trains an adapter on tasks that are no agents. test_agents.py holds an agent's to
+    the same.
+    """
     base = make_tiny_model(tmp_path / "base", layers=2, width=64, heads=2)
 
     def grader(choice):
@@ -194,17 +217,5 @@ def test_a_run(tmp_path):
     training = {"lora_rank": 4, "lr": 1e-2, "kl_coefficient": 0.1, "rows_per_microbatch": 1}
     sizes = {"tasks_per_iteration": 4, "samples_per_task": 4, "max_tokens": 8, "seq_len": 128}
     config = TrainConfig(run=str(tmp_path / "run"), model=str(base), iterations=2, training=training, num_threads=1, **sizes)
-    result = train(config, tasks, quiet=True)
-    adapters = [tmp_path / "run" / "iterations" / f"000{n}" / "checkpoint" / "adapter" for n in (1, 2)]
-    for folder in adapters:
-        assert json.loads((folder / "ttrl_adapter.json").read_text())["lora_base"] == str(base)
-    first, second = (load_file(folder / "adapter_model.safetensors") for folder in adapters)
-    assert first.keys() == second.keys() and all(not torch.equal(first[name], second[name]) for name in first)
-    rollouts = json.loads((tmp_path / "run" / "iterations" / "0002" / "done" / "rollouts.json").read_text())
-    sync = rollouts["facts"]["sync"]
-    assert sync["mode"] == "adapter" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
-    assert load_file(result.checkpoint / "model.safetensors")  # merged at the end, for everybody else
-    assert not (adapters[0].parent / "model.safetensors").exists()
-    policy = load_policy(adapter_config(result.checkpoint, lora_rank=4, lora_alpha=16.0), ALONE)
-    frozen = load_policy_in(base, torch.float32).parameters_by_name()
-    assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())
+    train(config, tasks, quiet=True)
+    check_adapters(tmp_path / "run", base)

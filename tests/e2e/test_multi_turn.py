@@ -1,4 +1,7 @@
-"""Rollouts of several turns on a real vLLM server: the log-probabilities in packed rows are those that the trainer computes."""
+"""Rollouts of several turns on a real vLLM server: the log-probabilities in packed rows are those that the trainer computes.
+
+Only vLLM says whether a next turn goes on from the tokens of the one before.
+"""
 
 import asyncio
 import json

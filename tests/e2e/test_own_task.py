@@ -1,7 +1,7 @@
 """`ttrl tasks try` with a model folder: a real server is started for it, asked, and ended.
 
 Long: only this starts vLLM for `tasks try`. A server that is there is asked in
-tests/cli/test_tasks.py, and test_evaluate.py starts one the same way for `ttrl eval`.
+tests/cli/test_tasks.py, and test_tools.py starts one the same way for an evaluation.
 """
 
 from pathlib import Path

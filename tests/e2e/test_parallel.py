@@ -1,6 +1,7 @@
 """One update by one process, by two and by four: FSDP, tensor parallelism, both; and state handed from one world to another.
 
 All jobs run first (tests/training/parallel_worker.py, over gloo); the tests look at what they left.
+Only several processes show that none of them counts twice.
 """
 
 import json
@@ -28,8 +29,26 @@ WORLDS = {"fsdp": (2, {}), "tp": (2, TP), "both": (4, TP)}
 FAMILIES = ("qwen2-tied", "qwen3")
 # Soft caps and norms after blocks; norms, linears and a head with biases.
 OTHERS = {"gemma2-untied": "tp", "phi": "both", "llama-biased": "tp"}
-RESUMED = (("fsdp", "one"), ("both", "one"), ("both", "fsdp"), ("tp", "fsdp"), ("one1", "both"))
+RESUMED = [("fsdp", "one"), ("both", "one"), ("both", "fsdp"), ("tp", "fsdp"), ("one1", "both")]
 UNCLIPPED = {"max_grad_norm": None, "rows_per_microbatch": 100}
+# Each kind of sharing once: by rows of data, by layers, by both; whole and sharded state.
+SHORT = {
+    "qwen2-tied/fsdp",
+    "qwen2-tied/both",
+    "qwen3/both",
+    "gemma2-untied/tp",
+    "large/tp",
+    "resumed/fsdp-one",
+    "resumed/both-fsdp",
+}
+
+
+def short_or_long(values, names):
+    """Parameters of a test, those long whose job is not in SHORT."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=[] if name in SHORT else pytest.mark.long)
+        for value, name in zip(values, names, strict=True)
+    ]
 
 
 def jobs(root: Path) -> list[dict]:
@@ -65,7 +84,7 @@ def jobs(root: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, request):
     """name → what its first process left."""
     root = tmp_path_factory.mktemp("parallel")
     for family in (*FAMILIES, *OTHERS):
@@ -80,6 +99,9 @@ def results(tmp_path_factory):
     samples = random_samples(3, prompts=(3, 5, 8, 9, 4))
     packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(root / "packed.safetensors")
     todo = jobs(root)
+    if request.config.getoption("short"):
+        alone = {name.partition("/")[0] + "/one" for name in SHORT} | {"qwen2-tied/one1"}
+        todo = [job for job in todo if job["name"] in SHORT | alone]
     (root / "jobs.json").write_text(json.dumps(todo))
     command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880)
@@ -99,8 +121,9 @@ def distance(one, other):
 CASES = [(family, world) for family in FAMILIES for world in WORLDS] + [*OTHERS.items()]
 
 
-@pytest.mark.parametrize(("family", "world"), CASES)
+@pytest.mark.parametrize(("family", "world"), short_or_long(CASES, map("/".join, CASES)))
 def test_the_update_does_not_depend_on_the_world(family, world, results):
+    """Long for most pairs: only these share biases among processes, and each family in each way."""
     alone, many = results[f"{family}/one"], results[f"{family}/{world}"]
     processes, settings = WORLDS[world]
     shared = settings.get("tensor_parallel", 1)
@@ -113,21 +136,31 @@ def test_the_update_does_not_depend_on_the_world(family, world, results):
     assert many["parts"] < 1.1 * whole / processes + 500  # norms are on all that share a layer
 
 
-@pytest.mark.parametrize("world", ["fsdp", "tp"])
+@pytest.mark.parametrize("world", short_or_long(["fsdp", "tp"], ["large/fsdp", "large/tp"]))
 def test_no_process_ever_holds_the_whole_model(world, results):
-    """Anonymous memory, which mapped files are not part of, at each tensor while loading: its own half and some slack."""
+    """Anonymous memory, which mapped files are not part of, at each tensor while loading: its own half and some slack.
+
+    Long for FSDP: only that cuts each tensor by its rows.
+    """
     found = results[f"large/{world}"]
     assert found["whole"] > 130e6
     assert found["loading"] < found["whole"] / 2 + 30e6
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", short_or_long(WORLDS, [f"qwen3/{world}" for world in WORLDS]))
 def test_two_steps_leave_the_same_weights_and_state(world, results):
-    """… also where the processes park in between."""
+    """… also where the processes park in between.
+
+    Long for two worlds: only these share in one way alone, with activation checkpointing or with
+    steps in the backward pass. The third one has all of it.
+    """
     alone, many = results["qwen3/one"], results[f"qwen3/{world}"]
     assert len(many["norms"]) == 2
     check_state(many["state"], alone["state"])
     assert distance(many["weights"], alone["weights"]) < 1e-5
+
+
+TIED = short_or_long(WORLDS, [f"qwen2-tied/{world}" for world in WORLDS])
 
 
 def check_state(state, expected):
@@ -138,10 +171,14 @@ def check_state(state, expected):
     assert all(float(state[name]) == 2 == float(expected[name]) for name in expected if name.endswith(".step"))
 
 
-@pytest.mark.parametrize(("source", "target"), RESUMED)
+@pytest.mark.parametrize(("source", "target"), short_or_long(RESUMED, [f"resumed/{s}-{t}" for s, t in RESUMED]))
 def test_state_goes_from_one_world_to_another(source, target, results):
     """One step in one world and one in the other are two steps in one process: state whole or sharded, weights through a
-    checkpoint."""
+    checkpoint.
+
+    Long for three pairs: only these go between one process and four, and begin with tensor
+    parallelism alone.
+    """
     alone, resumed = results["qwen2-tied/one"], results[f"resumed/{source}-{target}"]
     assert resumed["norms"] == pytest.approx(alone["norms"][1:], rel=2e-3)  # the weights went through an Adam step: signs
     check_state(resumed["state"], alone["state"]) if source == "one1" else None
@@ -154,16 +191,18 @@ def test_state_goes_from_one_world_to_another(source, target, results):
     assert sum(name.endswith(".safetensors") for name in files) == header.get("ranks", 1)
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", TIED)
 def test_the_reference_is_swapped_in_and_out(world, results):
+    """Long for tensor parallelism alone, as in the next one: only that has all of the data in each process."""
     alone, many = results["qwen2-tied/one"], results[f"qwen2-tied/{world}"]
     assert many["swapped_back"] and alone["swapped_back"]
     assert distance({"": many["reference_logprobs"]}, {"": alone["reference_logprobs"]}) < 1e-5
     assert distance({"": alone["reference_logprobs"]}, {"": alone["logprobs"]}) > 1e-2
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", TIED)
 def test_checkpoints_hold_the_same_weights(world, results):
+    """Long for tensor parallelism alone, as in the one before: only that has all of the data in each process."""
     one, other = (load_file(results[f"qwen2-tied/{w}"]["folder"] / "checkpoint" / "model.safetensors") for w in (world, "one1"))
     assert distance(one, other) < 1e-4
     assert torch.equal(one["lm_head.weight"], one["model.embed_tokens.weight"])

@@ -1,6 +1,7 @@
 """Partial rollouts on a real server: cut several times, the same tokens, text, finish reasons and logprobs as without.
 
 The model is tiny and random over single bytes, so that borders lie within characters, and special tokens come in the middle.
+Only vLLM shows that what goes on after a cut is what it would have said.
 """
 
 import asyncio
@@ -9,27 +10,23 @@ import random
 
 import openai
 import pytest
-from support.tiny_models import make_byte_model
 
 from ttrl import Task, get_task_results
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.results import TaskResults
-from ttrl.server.vllm import VLLMServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("server")
-    model = make_byte_model(folder / "model", seed=1)
-    with VLLMServer(
-        model, served_model_name="policy", log_path=folder / "server.log", dtype="float32", max_model_len=512
-    ) as server:
-        yield server
+def server(byte_server, byte_model):
+    """With the weights that it started with."""
+    if byte_server.policy_folder != byte_model or not byte_server.is_started:
+        byte_server.restart(byte_model)
+    return byte_server
 
 
-def tasks(count=12, seed=0):
+def tasks(count=6, seed=0):
     rng = random.Random(seed)
     texts = ["".join(rng.choice("abc déß漢字 xyz") for _ in range(rng.randrange(3, 12))) for _ in range(count)]
     return [Task([{"role": "user", "content": text}], lambda choice: float(len(choice.message.content or ""))) for text in texts]
@@ -72,7 +69,7 @@ def assert_same(got, expected):
 
 
 TRIES = 5  # where a client is slow, everything may have come before a budget for all of it cuts anything
-GREEDY = {"temperature": 0, "max_tokens": 60}
+GREEDY = {"temperature": 0, "max_tokens": 40}
 CASES = {
     "length": GREEDY,
     "end of turn": {"temperature": 0, "max_tokens": 150, "logit_bias": {"256": 0.2}},
@@ -84,9 +81,26 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("budget", [TokenBudget(per_sample=7), 150], ids=["per sample", "in all"])
+# Each parameter that has to know what was said before the cut, each reason to end, and both budgets.
+SHORT = {
+    "per sample": ("special tokens inside", "repetition penalty", "min_tokens"),
+    "in all": ("end of turn", "stop token"),
+}
+BUDGETS = {"per sample": TokenBudget(per_sample=7), "in all": 75}
+CUT = [
+    pytest.param(case, BUDGETS[name], id=f"{name}-{case}", marks=[] if case in SHORT[name] else pytest.mark.long)
+    for name in BUDGETS
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("case", "budget"), CUT)
 def test_cut_several_times_it_is_what_it_would_have_been(server, case, budget):
+    """Only a real server shows that it goes on as if it had not been cut.
+
+    Long for the other pairs: only these show special tokens in the text, and each parameter under
+    the other budget.
+    """
     given = tasks()
     expected = sample(server, given, CASES[case])
     longest = max(len(s.token_ids) for s in expected.samples)
@@ -105,13 +119,23 @@ def test_cut_several_times_it_is_what_it_would_have_been(server, case, budget):
     raise AssertionError("no completion was cut")
 
 
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("budget", [TokenBudget(per_sample=3), 60], ids=["per sample", "in all"])
+@pytest.mark.parametrize(
+    ("budget", "include"),
+    [
+        pytest.param(TokenBudget(per_sample=3), True, id="per sample-True"),
+        pytest.param(60, False, id="in all-False"),
+        pytest.param(TokenBudget(per_sample=3), False, id="per sample-False", marks=pytest.mark.long),
+        pytest.param(60, True, id="in all-True", marks=pytest.mark.long),
+    ],
+)
 def test_stop_strings(server, include, budget):
-    """Strings from the middle of what the model says, of several characters: most cuts go through them."""
+    """Strings from the middle of what the model says, of several characters: most cuts go through them.
+
+    Long for two pairs: only these try each budget with the other way of ending the text.
+    """
     rng = random.Random(3)
     reasons = set()
-    for number, task in enumerate(tasks(5)):
+    for number, task in enumerate(tasks(3)):
         (plain,) = sample(server, [task], GREEDY).samples
         at = rng.randrange(2, max(3, len(plain.text) - 4))
         stops = [plain.text[at : at + rng.randrange(2, 6)], "never said", plain.text[at + 1 : at + 4]]
@@ -125,18 +149,18 @@ def test_stop_strings(server, include, budget):
 
 def test_groups_with_seeds_are_continued_whole(server):
     """Sampling: other cuts give other tokens, but the logprobs are the model's, and every sample ends."""
-    params = {"temperature": 1.0, "max_tokens": 30, "seed": 5}
-    given = tasks(4)
+    params = {"temperature": 1.0, "max_tokens": 24, "seed": 5}
+    given = tasks(2)
     for _ in range(TRIES):
-        got, calls = in_parts(server, given, params, 100, n=4)
+        got, calls = in_parts(server, given, params, 40, n=4)
         if calls > 2:
             break
     assert calls > 2
     for group in got:
         assert len({tuple(s.token_ids) for s in group.samples}) == len(group.samples) == 4
     assert all(s.reward is not None for s in got.samples)
-    again, _ = in_parts(server, given, params, TokenBudget(per_sample=10), n=4)
-    once_more, _ = in_parts(server, given, params, TokenBudget(per_sample=10), n=4)
+    again, _ = in_parts(server, given, params, TokenBudget(per_sample=8), n=4)
+    once_more, _ = in_parts(server, given, params, TokenBudget(per_sample=8), n=4)
     # The same cuts, the same tokens; but batches round differently, so a draw just between two tokens may fall otherwise: rarely.
     assert sum(a.token_ids != b.token_ids for a, b in zip(again.samples, once_more.samples, strict=True)) <= 1
 

@@ -1,6 +1,7 @@
 """A real model, SmolLM2-135M-Instruct: parity with transformers, its chats, and in bf16 sync, GRPO, a resume, and an adapter.
 
-What computes in bf16 is long: a CPU takes minutes for it. test_judges.py serves this model in fp32.
+What computes in bf16 is long: a CPU takes minutes for it.
+Only this has weights and a tokenizer that somebody trained.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""The recipes through a real `tune run`: what comes out, and that nothing but rounding depends on how it was computed."""
+"""The recipes as `tune run` runs them: what comes out, and that nothing but rounding depends on how it was computed.
+
+Only this runs the recipes in processes of their own.
+"""
 
 import json
 import subprocess
@@ -9,7 +12,6 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from support.recipe_worker import RecipeWorker
 from support.tiny_models import random_samples, sample
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +36,7 @@ def inputs(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(recipe_worker):
     """Runs a recipe on a config of its own; returns what it printed. `by_tune`: through `tune run`, and torchrun; else forked."""
 
     def run(
@@ -52,13 +54,12 @@ def run():
             done = subprocess.run(command, capture_output=True, text=True, timeout=900)
             code, said = done.returncode, done.stdout + done.stderr
         else:
-            code = worker(arguments, folder / "output.log", processes)
+            code = recipe_worker(arguments, folder / "output.log", processes)
             said = (folder / "output.log").read_text()
         assert code == expect, said
         return said
 
-    with RecipeWorker() as worker:
-        yield run
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -96,18 +97,27 @@ def test_checkpoint_computes_the_same_in_transformers(baseline, inputs):
         assert (baseline / "checkpoint" / name).read_bytes() == (inputs / "model" / name).read_bytes()
 
 
-def test_a_tune_run_of_its_own_gives_the_same_bits(run, baseline, inputs, tmp_path):
-    run(tmp_path, inputs, by_tune=True, rows_per_microbatch=100)
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tune_run_of_its_own_gives_the_same_bits(processes, run, inputs, tmp_path):
+    """… and names mistakes as one that is forked.
+
+    Long: only this holds `tune run` against the recipes that are forked here. `tune run` trains in
+    tests/test_recipe_configs.py; torchrun starts a trainer in test_resident.py.
+    """
+    said = run(tmp_path / "tune", inputs, expect=1, by_tune=True, learning_rate=1)
+    assert "ConfigError" in said and "unknown key 'learning_rate'" in said and "Traceback" not in said
+    for name, by_tune in (("tune", True), ("forked", False)):
+        run(tmp_path / name, inputs, by_tune=by_tune, processes=processes, rows_per_microbatch=1)
     for name in ("checkpoint/model.safetensors", "state/optimizer.safetensors", "checkpoint/canary.json"):
-        assert digest(tmp_path / name) == digest(baseline / name), name
+        assert digest(tmp_path / "tune" / name) == digest(tmp_path / "forked" / name), name
 
 
 @pytest.mark.parametrize(("processes", "rows"), [(1, 1), (1, 2), (2, 1), (2, 100)])
 def test_accumulation_and_ranks_change_nothing_but_rounding(run, processes, rows, baseline, inputs, tmp_path):
     """Faults 7 and 8 of the predecessor: the clipped update depended on the number of GPUs, and left-over rows were lost. The
     gradient is clipped here, so a wrong scale would show in the moments."""
-    by_tune = (processes, rows) == (2, 1)
-    run(tmp_path, inputs, processes=processes, by_tune=by_tune, rows_per_microbatch=rows)
+    run(tmp_path, inputs, processes=processes, rows_per_microbatch=rows)
     expected, found = (read_jsonl(folder / "train.jsonl")[-1] for folder in (baseline, tmp_path))
     for name in ("loss", "entropy", "grad_norm", "trained_tokens", "row_tokens", "normaliser"):
         assert found[name] == pytest.approx(expected[name], rel=2e-5), name
@@ -194,7 +204,7 @@ def test_supervised_warm_start_learns(run, inputs, tmp_path):
 def test_mistakes_are_named(run, inputs, tmp_path):
     """Each with what, where and the way out, without a traceback, and with an exit code that is not 0."""
     settings = {"learning_rate": 1, "lr": "fast", "clip_low": 7}
-    said = run(tmp_path / "config", inputs, expect=1, by_tune=True, **settings)
+    said = run(tmp_path / "config", inputs, expect=1, **settings)
     assert "ConfigError" in said and "Traceback" not in said
     assert "unknown key 'learning_rate'" in said and "lr is 'fast'" in said and "clip_low is 7" in said.replace("7.0", "7")
     said = run(tmp_path / "model", inputs, expect=1, model=str(tmp_path / "nowhere"))

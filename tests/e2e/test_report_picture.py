@@ -1,4 +1,7 @@
-"""The report as a browser shows it; skipped where there is no Chromium."""
+"""The report as a browser shows it; skipped where there is no Chromium.
+
+Only a browser lays a page out.
+"""
 
 import json
 import os
@@ -24,6 +27,12 @@ def tool():
     if not os.environ.get("CHROMIUM") and not any(map(shutil.which, picture_report.NAMES)):
         pytest.skip("no Chromium")
     return picture_report
+
+
+@pytest.fixture(scope="module")
+def browser(tool):
+    with tool.Browser(tool.find_chromium()) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -117,43 +126,40 @@ def size_of(png: bytes) -> tuple[int, int]:
     return struct.unpack(">II", png[16:24])
 
 
-def test_it_fits_a_desktop_and_a_phone(tool, page):
-    with tool.Browser(tool.find_chromium()) as browser:
-        desktop = browser.picture(page, 1440, 900, whole=False, dark=False)
-        assert size_of(desktop) == (1440, 900) and browser.overflow() == 0
-        phone = browser.picture(page, 390, 844, whole=True, dark=True)
-        width, height = size_of(phone)
-        assert width == 780 and height > 2 * 844  # two pixels to one on a phone
-        assert browser.overflow() == 0, "it scrolls sideways"
-        assert browser.picture(page, 390, 844, whole=True, dark=False) != phone  # it follows the reader's setting
+def test_it_fits_a_desktop_and_a_phone(browser, page):
+    desktop = browser.picture(page, 1440, 900, whole=False, dark=False)
+    assert size_of(desktop) == (1440, 900) and browser.overflow() == 0
+    phone = browser.picture(page, 390, 844, whole=True, dark=True)
+    width, height = size_of(phone)
+    assert width == 780 and height > 2 * 844  # two pixels to one on a phone
+    assert browser.overflow() == 0, "it scrolls sideways"
+    assert browser.picture(page, 390, 844, whole=True, dark=False) != phone  # it follows the reader's setting
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_a_comparison_is_not_cut_off(tool, tmp_path, width):
+def test_a_comparison_is_not_cut_off(browser, tmp_path, width):
     """Of three arms with long names: neither the page nor a table in it scrolls sideways."""
     settings = ({"objective": "gspo"}, {"objective": "ppo"}, {"objective": "reinforce"})
     runs = [make_run(tmp_path / f"an_arm_with_a_long_name_{n}", **one) for n, one in enumerate(settings)]
     page = compare_runs(runs).write_html(tmp_path / "compare.html")
     hidden = "Math.max(...[...document.querySelectorAll('.wide')].map(e => e.scrollWidth - e.clientWidth))"
-    with tool.Browser(tool.find_chromium()) as browser:
-        browser.picture(page, width, 844, whole=True, dark=False)
-        assert browser.overflow() == 0
-        assert browser.call("Runtime.evaluate", expression=hidden)["result"]["value"] == 0
+    browser.picture(page, width, 844, whole=True, dark=False)
+    assert browser.overflow() == 0
+    assert browser.call("Runtime.evaluate", expression=hidden)["result"]["value"] == 0
 
 
-def test_pages_turn_without_any_script_of_the_page(tool, page):
+def test_pages_turn_without_any_script_of_the_page(browser, page):
     shown = "[...document.querySelectorAll('.pager')].map(p => [...p.querySelectorAll(':scope > article')]"
     shown += ".filter(a => a.checkVisibility()).map(a => a.querySelector('.count').textContent).join()).join(' | ')"
-    with tool.Browser(tool.find_chromium()) as browser:
-        browser.picture(page, 1440, 900, whole=False, dark=False)
+    browser.picture(page, 1440, 900, whole=False, dark=False)
 
-        def value(expression):
-            return browser.call("Runtime.evaluate", expression=expression)["result"]["value"]
+    def value(expression):
+        return browser.call("Runtime.evaluate", expression=expression)["result"]["value"]
 
-        before = value(shown)
-        assert "1 of " in before and "," not in before  # of each pager, one page
-        value("document.querySelector('label[for=t1]').click(), ''")
-        assert value(shown) == before[::-1].replace("1 of "[::-1], "2 of "[::-1], 1)[::-1]  # the last pager turned
+    before = value(shown)
+    assert "1 of " in before and "," not in before  # of each pager, one page
+    value("document.querySelector('label[for=t1]').click(), ''")
+    assert value(shown) == before[::-1].replace("1 of "[::-1], "2 of "[::-1], 1)[::-1]  # the last pager turned
 
 
 def test_the_pictures_of_the_readme_show_the_report_and_a_packed_row(tool, quickstart, tmp_path):
@@ -165,16 +171,15 @@ def test_the_pictures_of_the_readme_show_the_report_and_a_packed_row(tool, quick
     assert all(path.stat().st_size <= tool.README_BYTES for path in written)
 
 
-def test_a_missing_element_is_named(tool, page):
+def test_a_missing_element_is_named(browser, page):
     missing = pytest.raises(RuntimeError, match="no element 'nav'")
-    with tool.Browser(tool.find_chromium()) as browser, missing:
+    with missing:
         browser.picture(page, 1440, 900, element="nav")
 
 
 @pytest.mark.parametrize("width", [620, 1000, 1440])
-def test_no_figure_leaves_its_tile(tool, quickstart, width):
+def test_no_figure_leaves_its_tile(browser, quickstart, width):
     tiles = "[...document.querySelectorAll('.tiles dd')]"
     wide = f"{tiles}.filter(figure => figure.scrollWidth > figure.clientWidth).length"
-    with tool.Browser(tool.find_chromium()) as browser:
-        browser.picture(quickstart / "report.html", width, 900)
-        assert browser.call("Runtime.evaluate", expression=wide)["result"]["value"] == 0
+    browser.picture(quickstart / "report.html", width, 900)
+    assert browser.call("Runtime.evaluate", expression=wide)["result"]["value"] == 0

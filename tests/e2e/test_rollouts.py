@@ -1,12 +1,12 @@
 """get_task_results on a real vLLM server: streams, early stops, cache, prefix cache, restarts, with real numbers.
 
 Budgets: test_partial.py.
+Only vLLM's own streams, seeds and prefix cache show that ttrl reads them rightly.
 """
 
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 
 import openai
 import pytest
@@ -14,17 +14,13 @@ import pytest
 from ttrl import InferenceEarlyStop, Task, get_chat_completion, get_task_results
 from ttrl.errors import UserError
 from ttrl.server.vllm import VLLMServer
-from ttrl.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    folder = tmp_path_factory.mktemp("rollouts")
-    model = make_tiny_model(folder / "model", seed=1, layers=2, width=64, heads=2, context=1024)
-    with VLLMServer(model, served_model_name="m", log_path=folder / "server.log", dtype="float32") as running:
-        yield running
+def server(tiny_server: VLLMServer) -> VLLMServer:
+    return tiny_server
 
 
 def tasks(count: int, prompt: str = "say something about") -> list[Task]:

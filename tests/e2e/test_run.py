@@ -1,6 +1,7 @@
 """Whole runs on real parts: vLLM, `tune run`, the run folder; killed at the worst moments, started again, and replayed.
 
 Most tests look at one run of two iterations.
+Only this has server, trainer and run folder work together with nothing in anybody's place.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ import yaml
 from support.killed_run import kill_all, wait_for
 from transformers import AutoModelForCausalLM
 
+from ttrl import cli
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.system.files import digest, read_jsonl
 from ttrl.tiny_model import make_tiny_model
@@ -168,8 +170,13 @@ def test_sampled_logprobs_equal_transformers(finished):
         torch.testing.assert_close(logprobs[-len(row["token_ids"]) :], torch.tensor(row["logprobs"]), rtol=0, atol=1e-3)
 
 
+@pytest.mark.long
 def test_training_by_hand_gives_the_same_bits(finished, tmp_path):
-    """`tune run` on the files of the last iteration, into a folder of its own."""
+    """`tune run` on the files of the last iteration, into a folder of its own.
+
+    Long: only this gives `tune run` the config that a run left. A replay below trains from the same
+    files to the same bits; a resident trainer and a recipe leave the same in test_resident.py.
+    """
     iteration = finished / "iterations/0002"
     command = [sys.executable, "-m", "torchtune._cli.tune", "run", "ttrl/grpo_recipe"]
     command += ["--config", str(iteration / "grpo.yaml"), f"output_dir={tmp_path}"]
@@ -195,7 +202,12 @@ def test_prompts_are_stored_once(finished):
     )
 
 
+@pytest.mark.long
 def test_a_finished_run_does_nothing_again(finished):
+    """Long: only this starts a finished run in a process of its own. On fake parts:
+    tests/loop/test_train_resume.py.
+    """
+
     def changes() -> dict[Path, int]:
         return {path: path.stat().st_mtime_ns for path in (finished / "iterations").rglob("*") if path.is_file()}
 
@@ -216,9 +228,12 @@ def replay(run: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_the_same_grades_give_the_same_bits(finished):
+def test_the_same_grades_give_the_same_bits(finished, monkeypatch, capsys):
+    """Another trainer, from the same files. The command is called here; the long tests below start it."""
     before = {path: digest(path) for path in finished.rglob("*") if path.is_file()}
-    said = replay(finished, "--grader", "graders:same", "--train")
+    monkeypatch.chdir(finished.parent)
+    assert cli.main(["replay", str(finished), "--grader", "graders:same", "--train"]) == 0
+    said = capsys.readouterr().out
     assert said.count("the same checkpoint as the run's, bit for bit") == 2
     (folder,) = (finished / "replays").iterdir()
     for number in (1, 2):

@@ -1,6 +1,7 @@
 """A real vLLM server: it computes what transformers computes, also after new weights, and every way to break that is seen.
 
 The model is tiny and random. Canaries are computed by plain transformers, independently of ttrl's trainer.
+Only this starts vLLM by hand, kills it, and asks each of its paths for the key.
 """
 
 import asyncio
@@ -32,7 +33,6 @@ from ttrl.system.processes import reap_leftovers
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
-MAX_MODEL_LEN = 512
 KV_BLOCK = 128  # vLLM's on CPU
 
 
@@ -69,13 +69,14 @@ def write_canary(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("server")
+def folder(byte_model):
+    return byte_model.parent
 
 
 @pytest.fixture(scope="module")
-def first(folder):
-    return write_model(folder / "first", seed=1)
+def first(byte_model):
+    write_canary(byte_model)
+    return byte_model
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,8 @@ def second(folder):
 
 
 @pytest.fixture(scope="module")
-def server(folder, first):
-    with VLLMServer(
-        first, served_model_name="policy", log_path=folder / "server.log", dtype="float32", max_model_len=MAX_MODEL_LEN
-    ) as server:
-        yield server
+def server(byte_server, first):
+    return byte_server
 
 
 def status_without_key(server: VLLMServer, method: str, path: str, key: str | None = None) -> int:

@@ -1,4 +1,7 @@
-"""A model with tied embeddings, synced in place into a real vLLM server: never a wrong policy, whatever goes wrong on the way."""
+"""A model with tied embeddings, synced in place into a real vLLM server: never a wrong policy, whatever goes wrong on the way.
+
+Only a real vLLM has weights of its own to compare.
+"""
 
 import asyncio
 import dataclasses
@@ -39,8 +42,8 @@ HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("sync")
+def folder(tiny_server):
+    return tiny_server.log_path.parent
 
 
 @pytest.fixture(scope="module")
@@ -58,20 +61,11 @@ def checkpoints(folder):
 
 
 @pytest.fixture(scope="module")
-def started(folder, checkpoints):
-    here = str(Path(__file__).parents[1])
-    with VLLMServer(
-        checkpoints[0],
-        served_model_name="policy",
-        log_path=folder / "server.log",
-        dtype="float32",
-        extra_args={"worker_extension_cls": "support.faulty_worker.FaultyWeightSync", "max_num_seqs": 8},
-        env={
-            "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
-            "TTRL_TEST_FAULT": str(folder / "fault.json"),
-        },
-    ) as server:
-        yield server
+def started(tiny_server, folder):
+    yield tiny_server
+    (folder / "fault.json").unlink(missing_ok=True)
+    weights.load_weights(tiny_server, tiny_server.model_folder)
+    weights.reset_prefix_cache(tiny_server)
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
-"""Tool agents on a real server, without naming a parser; and vLLM's parsers on what templates write."""
+"""Tool agents on a real server, without naming a parser; and vLLM's parsers on what templates write.
+
+Only vLLM's own parsers say which calls they read.
+"""
 
 import json
 import logging
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +55,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, layers=2, width=64, heads=2, context=1024)
 
 
-def test_an_agent_with_tools_is_evaluated_without_naming_a_parser(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The model's own template shows no tools; one that does is enough. A grammar writes the calls."""
+def assert_prompts_are_ours(rows: list[dict[str, Any]], tokenizer: Any) -> None:
+    """The server's first prompts are those that are trained: with the tools."""
+    assert rows
+    for row in rows:
+        ours = ChatTemplate(tokenizer, [TOOL])
+        text = ours.render(ours.prepared(row["messages"][:1]), answer_next=True)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert row["turns"][0]["prompt_token_ids"] == ids
+
+
+def test_an_agent_with_tools_is_evaluated_without_naming_a_parser(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model's own template shows no tools; one that does is enough. A grammar writes the calls.
+
+    Only this has vLLM read calls with the parser that ttrl chose.
+    """
     caplog.set_level(logging.INFO)
     result = evaluate(
         str(model),
@@ -62,16 +79,27 @@ def test_an_agent_with_tools_is_evaluated_without_naming_a_parser(model: Path, c
         chat_template=template(HERMES_CALL),
         params={"structured_outputs": {"regex": CALL}},
         max_model_len=1024,
+        samples_file=tmp_path / "samples.jsonl",
+        cache=tmp_path / "cache",
     )
+    assert any(path.is_file() for path in (tmp_path / "cache").rglob("*"))
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = template(HERMES_CALL)
+    assert_prompts_are_ours(read_jsonl(tmp_path / "samples.jsonl"), tokenizer)
     found = result.to_json()["sets"]["double"]
     assert (found["num_samples"], found["num_failed"]) == (3, 0)
     assert found["metrics"]["calls"]["mean"] == 1.0 and found["metrics"]["says"]["mean"] == 0.0
     assert "tool calls: vLLM's parser 'hermes', by the model's chat template" in caplog.text
 
 
+@pytest.mark.long
 def test_an_agent_with_tools_is_trained_with_the_template_that_the_server_has(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Long: only this has a real trainer write the template that a run was given. Above, the server has
+    it; test_agents.py trains an agent with tools; a run's template on fake parts:
+    tests/loop/test_train.py.
+    """
     file = tmp_path / "tools.jinja"
     file.write_text(template(HERMES_CALL))
     config = TrainConfig(
@@ -93,21 +121,16 @@ def test_an_agent_with_tools_is_trained_with_the_template_that_the_server_has(
     assert len(rows) == 8 and [row["error"] for row in rows] == [None] * 8
     tokenizer: Any = AutoTokenizer.from_pretrained(result.checkpoint)
     assert tokenizer.chat_template == file.read_text()
-    for row in rows:
-        ours = ChatTemplate(tokenizer, [TOOL])
-        text = ours.render(ours.prepared(row["messages"][:1]), answer_next=True)
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        assert row["turns"][0]["prompt_token_ids"] == ids
+    assert_prompts_are_ours(rows, tokenizer)
 
 
 # vLLM's parsers, without a server.
 
 VLLM = """
-import json, sys
+import json
 from transformers import AutoTokenizer
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.parser.parser_manager import ParserManager
-given = json.loads(sys.stdin.read())
 found = {}
 for name, case in given["cases"].items():
     tokenizer = AutoTokenizer.from_pretrained(given["model"])
@@ -127,7 +150,6 @@ for name, case in given["cases"].items():
         )
         calls = [[call.name, json.loads(call.arguments)] for call in calls or []]
         found[name].append([content, calls, constrained])
-print("JSON" + json.dumps(found))
 """
 PLAIN = [
     " Two\n\nlines. ",
@@ -138,7 +160,7 @@ PLAIN = [
 
 
 def test_vllms_parsers_read_what_templates_write_and_leave_other_replies_as_they_are(
-    model: Path,
+    model: Path, in_vllm: Callable[..., Any]
 ) -> None:
     """A parser that is chosen by default changes no reply to a request without tools."""
     cases = {}
@@ -158,15 +180,7 @@ def test_vllms_parsers_read_what_templates_write_and_leave_other_replies_as_they
         cases[name] = {"text": text, "tokens": list(forms[name].tokens)}
     assert cases.keys() == forms.keys() - {"openai"}  # Harmony reads token ids of gpt-oss alone
     given = {"model": str(model), "cases": cases, "tools": [parsers._TOOL], "plain": PLAIN}
-    done = subprocess.run(
-        [sys.executable, "-c", VLLM],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.rpartition("JSON")[2])
+    found = in_vllm(VLLM, given)
     for name, (with_tools, *without) in found.items():
         assert with_tools[1] == [["ttrl_look", arguments]], (name, cases[name]["text"], with_tools)
         assert with_tools[2] == (name == "glm45"), f"{name} constrains what is sampled"

@@ -2,6 +2,7 @@
 one waits for another. All over gloo; a GPU would show the same, since processes ask for the same exchanges there.
 
 All jobs run first (tests/support/watched_ranks.py); the tests look at what they left.
+Only this sees what real processes exchange, and when.
 """
 
 import json
@@ -41,6 +42,7 @@ SHORT = [("whole", "fsdp"), ("fused", "both"), ("transposed", "uneven"), ("nf4",
 PAIRS = [("whole", "tp"), ("whole", "both"), ("whole", "uneven"), ("8-bit", "fsdp"), ("fused", "fsdp"), ("fused", "tp")]
 CASES = [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS)]
 HANDED_OVER = {"fsdp": (2, {}), "tp": (2, TP)}
+TURNS = ["fsdp", pytest.param("tp", marks=pytest.mark.long)]
 
 
 def _saved_alone(root: Path, name: str) -> None:
@@ -79,9 +81,9 @@ def _requests(root: Path, name: str, settings: dict) -> dict:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory, request):
     """name → what each process found, and the folder that its job wrote into."""
-    saved = [*SHORT, *PAIRS]
+    saved, handed_over = [*SHORT, *PAIRS], [*HANDED_OVER]
     if request.config.getoption("short"):
-        saved = SHORT
+        saved, handed_over = SHORT, ["fsdp"]
     root = tmp_path_factory.mktemp("turns")
     for family in ("qwen2-tied", "phi3", "gpt2"):
         check_parity.make_folder(family, root / family)
@@ -99,7 +101,8 @@ def found(tmp_path_factory, request):
         processes, settings = WORLDS[world]
         given = {"model": str(root / name / "checkpoint"), "state": str(root / name / "state")}
         add(f"{name}/{world}", "save", processes, settings=SAVED[name][1] | settings, **given)
-    for world, (processes, settings) in HANDED_OVER.items():
+    for world in handed_over:
+        processes, settings = HANDED_OVER[world]
         add(f"turns/{world}", "turns", processes, **_requests(root, f"turns/{world}", settings))
     model = str(root / "qwen2-tied")
     add("late", "late", 2, model=model, who=0, dies=False, seconds=4.0, default_timeout=1.0)
@@ -142,9 +145,12 @@ def test_a_save_takes_no_more_of_other_processes_than_their_own_parts(name, worl
     assert first["peak"] > other["peak"]
 
 
-@pytest.mark.parametrize("world", HANDED_OVER)
+@pytest.mark.parametrize("world", TURNS)
 def test_nothing_runs_on_devices_that_servers_have(world, found):
-    """Neither while it is written what was trained, nor while processes wait for each other and for the next request."""
+    """Neither while it is written what was trained, nor while processes wait for each other and for the next request.
+
+    Long for tensor parallelism: only that has a group of processes that share layers.
+    """
     for process in found[f"turns/{world}"]:
         written, kept, last = process["phases"]
         assert {group for phase in (written, kept, last) for _, group in phase} == {"host"}

@@ -1,10 +1,11 @@
-"""What ttrl says of vLLM's arguments without loading it, against the parser of the vLLM that is installed."""
+"""What ttrl says of vLLM's arguments without loading it, against the parser of the vLLM that is installed.
+
+Only that one knows what it takes.
+"""
 
 import importlib.util
-import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from ttrl.configs import vllm_arguments
 pytestmark = pytest.mark.e2e
 VLLM = importlib.util.find_spec("vllm")
 REAL = """
-import json
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
@@ -25,18 +25,16 @@ def takes(action, text):
     except Exception:
         return False
     return action.nargs != 0 and (action.choices is None or value in action.choices)
-print("JSON" + json.dumps({name[2:]: [action.nargs == 0, takes(action, "many"), takes(action, "1"), list(action.choices or ())]
-    for action in parser._actions for name in action.option_strings if name.startswith("--")}))
+found = {name[2:]: [action.nargs == 0, takes(action, "many"), takes(action, "1"), list(action.choices or ())]
+    for action in parser._actions for name in action.option_strings if name.startswith("--")}
 """
 
 
 @pytest.fixture(scope="module")
-def real() -> dict[str, Any]:
+def real(in_vllm: Callable[..., Any]) -> dict[str, Any]:
     if VLLM is None:
         pytest.skip("vLLM is not installed")
-    done = subprocess.run([sys.executable, "-c", REAL], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.rpartition("JSON")[2])
+    found = in_vllm(REAL)
     return {name.replace("-", "_"): facts for name, facts in found.items()}
 
 

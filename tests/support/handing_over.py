@@ -1,7 +1,8 @@
-"""One rank of a trainer that hands weights over: `python handing_over.py TENSOR_PARALLEL`. Not a test.
+"""The ranks of a trainer that hands weights over: `python handing_over.py MODEL TENSOR_PARALLEL INPUT...`. Not a test.
 
-Of every model folder that it reads a line with, it loads what belongs to this rank and holds it out in memory; the first rank
-prints what servers are told. `HandingOver` starts all ranks and asks them.
+Of every model folder that it reads a line with, from an input of its own, a rank loads what belongs to it and holds it out in
+memory; the first rank prints what servers are told. `HandingOver` starts all ranks, forked from one process, as imports take
+longer than all they do, and asks them.
 """
 
 import contextlib
@@ -28,25 +29,24 @@ class HandingOver:
         self._port = contextlib.ExitStack()
         port = self._port.enter_context(held_port())
         meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes)}
-        command = [sys.executable, __file__, str(model), str(tensor_parallel)]
-        self.ranks = [
-            subprocess.Popen(
-                command,
-                env={**os.environ, **meet, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(processes)
-        ]
+        pipes = [os.pipe() for _ in range(processes)]
+        inputs = [read for read, _ in pipes]
+        self._asks = [open(write, "w", buffering=1) for _, write in pipes]  # noqa: SIM115 - closed at the end
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(model), str(tensor_parallel), *map(str, inputs)],
+            env=os.environ | meet,
+            stdout=subprocess.PIPE,
+            pass_fds=inputs,
+            text=True,
+        )
+        for read in inputs:
+            os.close(read)
 
     def hold_out(self, model: Path) -> dict[str, Any]:
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.write(f"{model}\n")
-            process.stdin.flush()
-        assert self.ranks[0].stdout is not None
-        said: dict[str, Any] = json.loads(self.ranks[0].stdout.readline())
+        for ask in self._asks:
+            ask.write(f"{model}\n")
+        assert self.process.stdout is not None
+        said: dict[str, Any] = json.loads(self.process.stdout.readline())
         return said
 
     def __enter__(self) -> "HandingOver":
@@ -54,28 +54,29 @@ class HandingOver:
 
     def __exit__(self, *_: object) -> None:
         self._port.close()
-        for process in self.ranks:
-            assert process.stdin is not None
-            process.stdin.close()
-        for process in self.ranks:
-            process.wait(timeout=120)
-            assert process.stdout is not None
-            process.stdout.close()
-        assert [process.returncode for process in self.ranks] == [0] * len(self.ranks)
+        for ask in self._asks:
+            ask.close()
+        assert self.process.wait(timeout=120) == 0
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 def main() -> None:
-    first, tensor_parallel = sys.argv[1:]
+    first, tensor_parallel, *inputs = sys.argv[1:]
+    rank = next((rank for rank in range(1, len(inputs)) if os.fork() == 0), 0)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     settings: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "num_threads": 1, "tensor_parallel": int(tensor_parallel)}
-    with ranks(TrainingConfig(model=first, output_dir="", **settings)) as here:
+    with open(int(inputs[rank])) as given, ranks(TrainingConfig(model=first, output_dir="", **settings)) as here:
         memory = WeightMemory(here)
-        for line in sys.stdin:
+        for line in given:
             config = TrainingConfig(model=line.strip(), output_dir="", **settings)
             said = hand_over(memory, load_policy(config, here), config.model, "fp32")
             if here.is_first:
                 sys.stdout.write(json.dumps(said) + "\n")
                 sys.stdout.flush()
         here.barrier()  # the memory is gone with the first of them
+    if rank == 0:
+        sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in inputs[1:]))
 
 
 if __name__ == "__main__":

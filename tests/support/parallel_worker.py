@@ -6,6 +6,7 @@ OUTPUT_DIR/result.pt; a job that fails, says so in OUTPUT_DIR/error.txt.
 """
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -154,6 +155,8 @@ def needs(job: dict, other: dict) -> bool:
 
 
 def main() -> None:
+    gc.collect()
+    gc.freeze()  # or each child's collections look at all that was imported, and copy its pages
     context = multiprocessing.get_context("fork")
     waiting: list[dict] = json.loads(Path(sys.argv[1]).read_text())
     running: list[tuple[dict, list[Any], tempfile.TemporaryDirectory, float]] = []

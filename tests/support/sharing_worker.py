@@ -8,12 +8,14 @@ from ttrl.vllm_worker import WeightSync, shared_prompts
 class Sharing(WeightSync):
     """`shared_tokens` over /collective_rpc."""
 
-    def shared_tokens(self, share: bool = False, damage: int | None = None, fail: bool = False) -> dict[str, Any]:
-        """Tokens that were not computed so far. share: switches it on; damage: one token of each step stands for another,
+    def shared_tokens(self, share: bool | None = None, damage: int | None = None, fail: bool = False) -> dict[str, Any]:
+        """Tokens that were not computed so far. share: switches it on or off; damage: one token of each step stands for another,
         after so many good steps; fail: the attention of a step that shares raises in its last layer."""
         if share:
             shared_prompts.share_prompts(self)
         way: Any = self.model_runner._model_forward  # type: ignore[attr-defined]
+        if share is not None and isinstance(way, shared_prompts.SharedPrompts):
+            way.active = share
         if damage is not None:
             way.active, way._steps, plan = True, damage, type(way)._plan
 

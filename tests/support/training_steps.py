@@ -6,8 +6,9 @@ import math
 from collections import Counter
 
 import torch
+from safetensors.torch import load_file
 from support.parallel_worker import accumulate, gradients
-from support.tiny_models import random_samples
+from support.tiny_models import load_policy_in, random_samples
 from torch import distributed
 
 from ttrl.configs import TrainingConfig
@@ -149,3 +150,20 @@ def training_flops(shape, positions, trained):
         for window in shape.layers_by_window
     }
     return forward_flops(shape, counts.total(), pairs, trained) * 3
+
+
+def check_adapters(run, base):
+    """Hold a run of two iterations to what one with adapters leaves: each goes on from the starting model and the last adapter,
+    and its server was given that."""
+    adapters = [run / "iterations" / f"000{number}" / "checkpoint" / "adapter" for number in (1, 2)]
+    for folder in adapters:
+        assert json.loads((folder / "ttrl_adapter.json").read_text())["lora_base"] == str(base)
+    first, second = (load_file(folder / "adapter_model.safetensors") for folder in adapters)
+    assert first.keys() == second.keys() and all(not torch.equal(first[name], second[name]) for name in first)
+    sync = json.loads((run / "iterations" / "0002" / "done" / "rollouts.json").read_text())["facts"]["sync"]
+    assert sync["mode"] == "adapter" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
+    assert load_file(adapters[1].parent / "model.safetensors")  # merged at the end, for everybody else
+    assert not (adapters[0].parent / "model.safetensors").exists()
+    policy = load_policy(adapter_config(adapters[1].parent, lora_rank=4, lora_alpha=16.0), ALONE)
+    frozen = load_policy_in(base, torch.float32).parameters_by_name()
+    assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())

@@ -6,6 +6,7 @@ imports everything and computes nothing, so that it can fork its children.
 """
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -184,6 +185,8 @@ def child(job: dict[str, Any], rank: int, meeting: str) -> None:
 
 
 def main() -> None:
+    gc.collect()
+    gc.freeze()  # or each child's collections look at all that was imported, and copy its pages
     context = multiprocessing.get_context("fork")
     for number, job in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)

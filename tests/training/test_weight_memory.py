@@ -107,7 +107,7 @@ def test_without_memory_for_it(enough, monkeypatch):
     "family, tensor_parallel, processes", [("phi3", 2, 2), pytest.param("gpt2", 2, 4, marks=pytest.mark.long)]
 )
 def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder):
-    """Of a layer's rows alone: tests/e2e/test_sync.py.
+    """Only several ranks hold parts. Of a layer's rows alone: tests/e2e/test_sync.py.
 
     Long for four processes: only these divide a tensor twice, and have GPT-2's fused and transposed
     matrices.

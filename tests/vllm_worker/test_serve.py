@@ -1,4 +1,7 @@
-"""What starts vLLM sooner: ranks without a compiler, and an engine that does not hold the API server's port."""
+"""What starts vLLM sooner: ranks without a compiler, and an engine that does not hold the API server's port.
+
+Only the vLLM that is installed has what is replaced.
+"""
 
 import os
 import socket

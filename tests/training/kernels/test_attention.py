@@ -175,6 +175,7 @@ def test_autocast_and_checkpointing():
 
 @pytest.mark.e2e
 def test_compiled_layers_break_at_attention_and_stay_exact():
+    """Only a compiler shows where it breaks."""
     groups, parents, positions = trees(9)
     inputs = tensors(*groups.shape, torch.float32)
     plan = attention_plan(groups, parents, positions, torch.float32)

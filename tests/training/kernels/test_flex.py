@@ -99,8 +99,13 @@ def test_too_many_graphs_are_an_error():
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_selective_checkpointing_keeps_what_compiled_attention_returned(monkeypatch):
-    """With a stand-in for FlexAttention, which no CPU can differentiate when compiled by inductor."""
+    """With a stand-in for FlexAttention, which no CPU can differentiate when compiled by inductor.
+
+    Long, as C++ is compiled: only this keeps what inductor returned. What is kept of layers that are
+    not compiled: tests/training/test_switches.py.
+    """
     runs = []
 
     @torch.library.custom_op("ttrl_test::attend", mutates_args=())
