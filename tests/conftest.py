@@ -72,6 +72,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=limit, reverse=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Import all tests without looking for garbage, of which there is none, in ever more objects: a third of that time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
 def pytest_collection_finish() -> None:
     """What the imports made stays for ever: `gc.collect()` in a test need not look through all of torch, half a second long."""
     gc.collect()
