@@ -138,8 +138,9 @@ def graded(pairs, **settings):
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_it_is_graded_in_a_process_of_its_own_in_any_run(isolated):
+    """Long for a run in which all graders are: only there nobody asks whether this one wants to be."""
     grader = MathGrader("\\frac{\\sqrt{3}}{2}", seconds=2.0)
     texts = ("\\boxed{\\frac{3}{2\\sqrt3}}", "\\boxed{\\frac{\\sqrt{2}}{2}}", "\\boxed{9^{9999 \\cdot 9999}}")
     right, wrong, slow = graded([(grader, text) for text in texts], isolated=isolated, timeout=60.0)

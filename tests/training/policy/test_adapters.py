@@ -2,6 +2,7 @@
 
 import json
 import math
+import runpy
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.server.model_folder import merge_adapter
 from ttrl.system.files import read_jsonl
-from ttrl.training import merge as merge_module
 from ttrl.training.batches import updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.merge import merge
@@ -96,20 +96,22 @@ def test_merging_later_gives_the_same_files(family, settings, shard, model_folde
 
 
 def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, capsys):
-    """Whose start takes seconds, so what fails does here what it would do there."""
-    base = shutil.copytree(model_folder(), tmp_path / "base")
-    policy, _ = saved(base, tmp_path / "out", lora_merge=False)
-    base = base.rename(tmp_path / "moved")
+    """Its command, run here: a process takes ten seconds to start. A run that starts one: tests/e2e/test_lora.py."""
 
     def here(command, **_):
         assert command[:3] == [sys.executable, "-m", "ttrl.training.merge"]
-        patch.setattr(sys, "argv", command[2:])
-        return subprocess.CompletedProcess(command, merge_module.main(), stderr=capsys.readouterr().err)
+        monkeypatch.setattr(sys, "argv", command[2:])
+        monkeypatch.delitem(sys.modules, "ttrl.training.merge", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("ttrl.training.merge", run_name="__main__")
+        return subprocess.CompletedProcess(command, ended.value.code, stderr=capsys.readouterr().err)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(subprocess, "run", here)
-        with pytest.raises(ModelFolderError, match="which is not there; say where it is now"):
-            merge_adapter(tmp_path / "out")
+    monkeypatch.setattr(subprocess, "run", here)
+    base = shutil.copytree(model_folder(), tmp_path / "base")
+    policy, _ = saved(base, tmp_path / "out", lora_merge=False)
+    base = base.rename(tmp_path / "moved")
+    with pytest.raises(ModelFolderError, match="which is not there; say where it is now"):
+        merge_adapter(tmp_path / "out")
     merge_adapter(tmp_path / "out", base)
     assert (logprobs(load_policy_in(tmp_path / "out", torch.float32)) - logprobs(policy)).abs().max() < 2e-5
     shutil.rmtree(base)
