@@ -54,8 +54,9 @@ test-e2e: install $(S3_SERVER)
 test-cluster: $(RAY)
 	$(TEST_VARIABLES) $(VENV)/ray/bin/python -m pytest tests/cluster $(TEST_OPTIONS) $(E2E_OPTIONS)
 
+# Their models are so small that a second thread waits, in a loop, longer than it computes.
 test-quick: install $(S3_SERVER)
-	$(TEST_VARIABLES) $(RUN) -m pytest -n 3 --dist worksteal -m "not e2e" $(TEST_OPTIONS)
+	$(TEST_VARIABLES) OMP_NUM_THREADS=1 $(RUN) -m pytest -n 3 --dist worksteal -m "not e2e" $(TEST_OPTIONS)
 
 # For the tests of cache and mirror; botocore and ttrl cannot share an environment (see tests/s3_server.txt).
 $(S3_SERVER): tests/s3_server.txt | install

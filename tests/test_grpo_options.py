@@ -284,17 +284,21 @@ def moved(folder, start):
     ("beta", "settings"),
     [
         (0.02, {}),
-        (2.0, {}),
+        pytest.param(2.0, {}, marks=pytest.mark.long),
         (0.2, {"objective": "gspo"}),
         (2.0, {"objective": "reinforce", "kl_estimator": "k2"}),
-        (0.02, {"kl_estimator": "full"}),
+        pytest.param(0.02, {"kl_estimator": "full"}, marks=pytest.mark.long),
         (0.2, {"entropy_coefficient": 0.05}),
-        (0.02, {"kl_estimator": "full", "entropy_coefficient": 0.05}),
+        pytest.param(0.02, {"kl_estimator": "full", "entropy_coefficient": 0.05}, marks=pytest.mark.long),
         (2.0, {"kl_estimator": "full", "entropy_coefficient": 0.05}),
     ],
 )
 def test_the_share_of_kl_is_that_of_the_gradients(settings, beta, trials):
-    """Against the steps of either part alone, over all parameters."""
+    """Against the steps of either part alone, over all parameters.
+
+    Long for three of eight: only these have their weight of KL with these parts. Each estimator and
+    each part is tried in any case.
+    """
     settings = dict(settings)
     packed = trials.pack()
     packed.logprobs = trials.logprobs(trials.model, packed)

@@ -98,9 +98,15 @@ def test_tasks_and_settings(
         assert capsys.readouterr().out.startswith("2 tasks")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+SLOW = ("countdown", "zebra_grid")  # to make their tasks
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in RECIPES])
 def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By what is chosen for its GPUs; without any, its model is a tiny one."""
+    """By what is chosen for its GPUs; without any, its model is a tiny one.
+
+    Long for two recipes that take seconds: only this sees whether theirs fit.
+    """
     numbers = {"one": 1, "eight": 8}
     said = re.search(r"for (\w+) GPUs?\s+with (\d+) GB", (ROOT / "recipes" / f"{name}.py").read_text())
     if said is None:
@@ -186,11 +192,14 @@ def test_absent_data_are_named_with_the_other_mistakes(name: str, tmp_path: Path
         ),
     ],
 )
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_what_is_absent_is_said_in_sentences(
     name: str, arguments: list[str], said: list[str], check: bool, tmp_path: Path
 ) -> None:
-    """… and before torch is loaded, which takes longer than a person waits."""
+    """… and before torch is loaded, which takes longer than a person waits.
+
+    Long for --check: only this sees that it loads no more. What it says: the test above.
+    """
     command = [
         sys.executable,
         "-X",
@@ -294,10 +303,10 @@ def test_a_setting_that_an_option_contradicts_is_refused(
     arguments = ["--check", "--run", str(tmp_path), *option, "--set", setting]
     if said is None:
         own = ["--model", "tiny"] * ("model" not in setting)
-        run("countdown", monkeypatch, *arguments, *own)
+        run("spelling", monkeypatch, *arguments, *own)
         return
     with pytest.raises(ConfigError) as caught:
-        run("countdown", monkeypatch, *arguments)
+        run("spelling", monkeypatch, *arguments)
     assert caught.value.problems == [said]
 
 

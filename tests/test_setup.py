@@ -1,6 +1,7 @@
 """Set-up: what the installer would ask pip for, what it says when something is in the way, and that a second run does nothing."""
 
 import ast
+import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -73,6 +74,13 @@ def test_every_requirement_of_ours_is_pinned_within_its_bounds(install: ModuleTy
         assert requirement.specifier.contains(versions[name]), f"{name} {versions[name]} is outside of {requirement}"
 
 
+@functools.cache
+def requirements_of(name: str) -> list[Any]:
+    from packaging.requirements import Requirement
+
+    return [Requirement(text) for text in importlib.metadata.requires(name) or []]
+
+
 @cpu_only
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 @pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
@@ -96,8 +104,7 @@ def test_the_tested_versions_are_complete(install: ModuleType, python: str, mach
             continue
         extras = {(name, extra) for extra in ["", *required.extras]} - seen
         seen |= extras
-        for text in importlib.metadata.requires(name) or []:
-            below = Requirement(text)
+        for below in requirements_of(name):
             if any(below.marker is None or below.marker.evaluate(place | {"extra": extra}) for _, extra in extras):
                 open_ones.append(below)
     assert missing == []
@@ -476,30 +483,40 @@ def test_what_is_installed_is_not_looked_at_again(
     assert capsys.readouterr().err == ""
 
 
-def needed_by(path: Path) -> set[str]:
-    """Return the top-level modules that a recipe imports, itself and by the modules of ttrl that make its tasks."""
+@functools.cache
+def imported_by(path: Path) -> tuple[set[str], list[Path]]:
+    """Return the top-level modules of others that a file imports, and the files of ttrl that help it make tasks."""
     import check_imports
 
+    module = "" if path.parent.name == "recipes" else check_imports.module_name(path, ROOT)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found: set[str] = set()
+    files = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="optional_package"), args=[ast.Constant(value=str(name)), *_]):
+                found.add(name.partition(".")[0])
+    for one in check_imports.imports_of(tree, module):
+        if not one.name.startswith("ttrl"):
+            found.add(one.name.partition(".")[0])
+        elif one.name.startswith(("ttrl.tasks", "ttrl.agents.reasoning_gym", "ttrl.tiny_model")):
+            file = ROOT.joinpath(*one.name.split("."))
+            files += [place for place in (file.with_suffix(".py"), file / "__init__.py") if place.exists()]
+    return found, files
+
+
+def needed_by(path: Path) -> set[str]:
+    """Return the top-level modules that a recipe imports, itself and by the modules of ttrl that make its tasks."""
     waiting = [path]
     seen: set[Path] = set()
     found: set[str] = set()
     while waiting:
         path = waiting.pop()
-        if path in seen:
-            continue
-        seen.add(path)
-        module = "" if path.parent.name == "recipes" else check_imports.module_name(path, ROOT)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            match node:
-                case ast.Call(func=ast.Name(id="optional_package"), args=[ast.Constant(value=str(name)), *_]):
-                    found.add(name.partition(".")[0])
-        for one in check_imports.imports_of(tree, module):
-            if not one.name.startswith("ttrl"):
-                found.add(one.name.partition(".")[0])
-            elif one.name.startswith(("ttrl.tasks", "ttrl.agents.reasoning_gym", "ttrl.tiny_model")):
-                file = ROOT.joinpath(*one.name.split("."))
-                waiting += [place for place in (file.with_suffix(".py"), file / "__init__.py") if place.exists()]
+        if path not in seen:
+            seen.add(path)
+            modules, files = imported_by(path)
+            found |= modules
+            waiting += files
     return found - set(sys.stdlib_module_names)
 
 

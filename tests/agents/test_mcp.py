@@ -54,7 +54,7 @@ def told(sample):
 
 
 def test_each_rollout_has_a_server_of_its_own() -> None:
-    samples, requests = play(("notes_add", {"text": "milk"}), ("notes_add", {"text": "eggs"}), n=3)
+    samples, requests = play(("notes_add", {"text": "milk"}), ("notes_add", {"text": "eggs"}), n=2)
     for sample in samples:
         assert sample.error is None and told(sample) == ["1 in all", "2 in all"]
         assert sample.reward == len("2 in all") and sample.text == "2 in all"

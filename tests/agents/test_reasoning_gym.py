@@ -160,16 +160,20 @@ def test_splits_and_seeds() -> None:
 
 
 def test_tasks_are_the_same_in_every_process() -> None:
+    """This one hashes strings in another way than the one with a seed."""
+    names = ("family_relationships", "knights_knaves", "shortest_path", "zebra_puzzles")
     code = (
         "from ttrl.agents.reasoning_gym import get_reasoning_gym_tasks as get\n"
-        "for name in ('family_relationships', 'knights_knaves', 'shortest_path', 'zebra_puzzles'):\n"
+        f"for name in {names}:\n"
         "    print([task.id for task in get(name, 'train', 4, 1)])\n"
+        "print(hash('x'))\n"
     )
-    outputs = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": seed})
-        for seed in ("1", "2")
-    ]
-    assert outputs[0].stdout == outputs[1].stdout and len(set(re.findall(r"\b[0-9a-f]{12}\b", outputs[0].stdout))) == 16
+    command = [sys.executable, "-c", code]
+    there = subprocess.run(command, capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "1"}).stdout
+    *lists, hashed = there.splitlines()
+    assert int(hashed) != hash("x")
+    assert lists == [str([task.id for task in get_reasoning_gym_tasks(name, "train", 4, 1)]) for name in names]
+    assert len(set(re.findall(r"\b[0-9a-f]{12}\b", there))) == 16
 
 
 def test_difficulty() -> None:

@@ -1,6 +1,7 @@
 """`ttrl plan` of whatever a person names: a model, a recipe, a script, a file of settings."""
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -137,36 +138,52 @@ def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
 
 
-def test_a_recipe_by_its_name_with_its_own_options(tmp_path: Path) -> None:
+@pytest.fixture
+def becomes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script in this process, which has loaded what takes seconds, where the command would become it."""
+
+    def become(program: str, command: list[str]) -> None:
+        assert program == command[0] == sys.executable
+        monkeypatch.setattr(sys, "argv", command[1:])
+        runpy.run_path(command[1], run_name="__main__")
+        raise SystemExit
+
+    monkeypatch.setattr("os.execv", become)
+
+
+@pytest.mark.usefixtures("becomes")
+def test_a_recipe_by_its_name_with_its_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is run, nor the model made that the recipe would train first."""
     options = ["--gpu", "1x24GB", "--seed", "3", "--iterations", "9", "--set", "samples_per_task=8", "--json"]
-    ended = run_plan("sort-letters", *options, cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    made = json.loads(ended.stdout)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "sort-letters", *options])
+    made = json.loads(capsys.readouterr().out)
     assert (made["iterations"], made["work"]["samples"]) == (9, 32 * 8)
     assert (made["prompts_from"], made["machine"]["memory"]) == ("tasks", 24e9)
     assert made["model"] == str(tmp_path / "runs/sort_letters/warm_start")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_script_by_its_name(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("becomes")
+def test_a_script_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_template(tmp_path / "my_task.py")
-    ended = run_plan("my_task.py", "--model", "tiny", "--gpu", "4090", cwd=tmp_path)
-    assert ended.returncode == 0, ended.stderr
-    assert "Plan: tiny\n" in ended.stdout
-    assert "RTX4090" in ended.stdout
-    ended = run_plan("my_task.py", "--model", "tiny", "--set", "lrr=1", cwd=tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "my_task.py", "--model", "tiny", "--gpu", "4090"])
+    said = capsys.readouterr().out
+    assert "Plan: tiny\n" in said
+    assert "RTX4090" in said
+    ended = run_plan("my_task.py", "--model", "tiny", "--set", "lrr=1", cwd=tmp_path)  # in a process of its own
     assert ended.returncode == 1
     assert "did you mean 'lr'?" in ended.stderr
-    ended = run_plan("my_task.py", "--tasks", "x.py", cwd=tmp_path)
-    assert "my_task.py has tasks of its own" in ended.stderr
+    assert cli.main(["plan", "my_task.py", "--tasks", "x.py"]) == 2
+    assert "my_task.py has tasks of its own" in capsys.readouterr().err
 
 
-def test_a_script_that_would_train_is_not_run(tmp_path: Path) -> None:
+def test_a_script_that_would_train_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("from ttrl import train\nprint('training')\ntrain(None, [])\n")
-    ended = run_plan("mine.py", cwd=tmp_path)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "mine.py would train, as it reads no options" in ended.stderr
+    assert cli.main(["plan", "mine.py"]) == 2
+    said = capsys.readouterr()
+    assert not said.out and "mine.py would train, as it reads no options" in said.err
 
 
 def test_what_a_script_is_asked_is_read() -> None:

@@ -1,6 +1,7 @@
 """Counts of FLOPs against brute force, and against PyTorch's counter on a decoder whose attention is plain matrix products."""
 
 import copy
+import functools
 import json
 
 import check_parity
@@ -185,6 +186,7 @@ def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
     decoder = decoder_parameters(json.loads((model_folder(family) / "config.json").read_text()))
     shape, prompt, known, completion = decoder.shape, 7, 4, 5
 
+    @functools.cache
     def counted(T):
         tokens, positions = torch.zeros(1, T, dtype=torch.int64), torch.arange(T).unsqueeze(0)
         with FlopCounterMode(display=False) as counter, torch.no_grad():

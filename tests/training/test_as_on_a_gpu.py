@@ -59,7 +59,7 @@ COMPILED = {"compile": True, "row_length_multiple": tool.SEQ_LEN}
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({"rows_per_microbatch": 2}, id="two rows"),
+        pytest.param({"rows_per_microbatch": 2}, id="two rows", marks=pytest.mark.long),
         pytest.param({"rows_per_microbatch": 1, "activation_checkpointing": True}, id="checkpointing"),
         pytest.param(COMPILED, id="compiled layers", marks=pytest.mark.long),
     ],
@@ -68,6 +68,8 @@ def test_the_gradient_is_that_of_transformers(settings, tmp_path):
     """Long for compiled layers: only this compiles them around FlexAttention, by a C++ compiler.
 
     Compiled layers around other attention: tests/e2e/test_compiled.py.
+
+    Long for two rows: below they are moved to the CPU in between; only this leaves them where they are.
     """
     gradient, step = tool.errors_of(tool.Way("as on a GPU", settings), tool.make_inputs(tmp_path, "ppo-k3", group_size=4), HERE)
     assert gradient < tool.TOLERANCE

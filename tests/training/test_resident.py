@@ -28,19 +28,18 @@ HERE = Ranks(0, 1, torch.device("cpu"))
 ITERATIONS = 3
 
 
-@pytest.fixture
-def chain(model_folder, tmp_path):
-    """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
-    save_packs(tmp_path, ITERATIONS, 3)
-    reference = tmp_path / "reference"
+def chain_in(folder, model_folder):
+    """Train iterations in `folder`, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
+    save_packs(folder, ITERATIONS, 3)
+    reference = folder / "reference"
     reference.mkdir()
     tensors = load_file(model_folder() / "model.safetensors")
     save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, reference / "model.safetensors", {"format": "pt"})
     (reference / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
 
     def iteration(name, number, residence, model=None, state=None, **settings):
-        output = tmp_path / name / str(number)
-        files = {"model": str(model or model_folder()), "packed": str(tmp_path / f"packed{number % ITERATIONS}.safetensors")}
+        output = folder / name / str(number)
+        files = {"model": str(model or model_folder()), "packed": str(folder / f"packed{number % ITERATIONS}.safetensors")}
         files |= {"output_dir": str(output), "state": state and str(state), "iteration": number + 1}
         grpo_recipe.train(config(**files | settings), HERE, residence)
         return output
@@ -61,6 +60,25 @@ def chain(model_folder, tmp_path):
         return folders
 
     train.iteration, train.config = iteration, config
+    return train
+
+
+@pytest.fixture
+def chain(model_folder, tmp_path):
+    return chain_in(tmp_path, model_folder)
+
+
+@pytest.fixture(scope="module")
+def from_files(model_folder, tmp_path_factory):
+    """The folders of iterations each of which read the files of the one before; trained once for the same settings."""
+    made = {}
+
+    def train(**settings):
+        key = repr(settings)
+        if key not in made:
+            made[key] = chain_in(tmp_path_factory.mktemp("once"), model_folder)("once", **settings)
+        return made[key]
+
     return train
 
 
@@ -96,15 +114,19 @@ LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
         {"lr_schedule": "linear", "warmup_steps": 3, "total_steps": 10, "weight_decay": 0.1, "max_grad_norm": 0.05},
         {"checkpoint_dtype": "bf16", "kl_coefficient": 0.3, "kl_estimator": "full"},
         {"dtype": "bf16", "activation_checkpointing": True, "state_format": "sharded"},
-        {"optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
-        {"value_head": True, "value_grad_in_decoder": True},
+        pytest.param({"optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100}, marks=pytest.mark.long),
+        pytest.param({"value_head": True, "value_grad_in_decoder": True}, marks=pytest.mark.long),
         {**LORA, "lora_kind": "dora", "checkpoint_dtype": "bf16"},
         {**LORA, "lora_dropout": 0.3, "lora_merge": False},
-        {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
+        pytest.param({**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1}, marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_the_same_files_as_from_files(settings, chain, loads):
+    """Long for three of eight settings: only these leave them where they are between iterations.
+
+    They are parked with the same settings below.
+    """
     once = chain("once", **settings)
     assert len(loads) == ITERATIONS
     assert len({content(folder)[Path("checkpoint/canary.json")] for folder in once}) == ITERATIONS  # something was learned
@@ -140,8 +162,8 @@ def parks(monkeypatch):
     ],
     ids=str,
 )
-def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, loads, parks, monkeypatch):
-    once = chain("once", **settings)
+def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, from_files, loads, parks, monkeypatch):
+    once = from_files(**settings)
     loads.clear()
     residence = Residence(HERE)
     check_same(chain("resident", residence, free_memory=True, **settings), once)
@@ -151,8 +173,8 @@ def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, loads, parks
     assert parks[0][0] <= memory.nbytes < parks[0][0] + 64 * 1000
 
 
-def test_what_cannot_be_parked_is_read_from_files(chain, loads, parks, monkeypatch, caplog):
-    once = chain("once")
+def test_what_cannot_be_parked_is_read_from_files(chain, from_files, loads, parks, monkeypatch, caplog):
+    once = from_files()
     loads.clear()
     monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -164,10 +186,10 @@ def test_what_cannot_be_parked_is_read_from_files(chain, loads, parks, monkeypat
 
 
 @pytest.mark.parametrize("enough", [True, False])
-def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, monkeypatch):
+def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, from_files, monkeypatch):
     """… unless the CPU's memory is too small for its weights meanwhile."""
     settings, read = {"kl_coefficient": 0.3}, []
-    once = chain("once", **settings)
+    once = from_files(**settings)
     original = Policy.load_folder
     monkeypatch.setattr(Policy, "load_folder", lambda policy, folder: (read.append(Path(folder)), original(policy, folder))[1])
     if not enough:
@@ -185,13 +207,14 @@ def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, monke
     [
         ({}, "float32"),
         ({"dtype": "bf16", "free_memory": True, "optimizer_in_backward": True, "max_grad_norm": None}, "bfloat16"),
-        ({**LORA, "lora_dropout": 0.3}, "float32"),
+        pytest.param({**LORA, "lora_dropout": 0.3}, "float32", marks=pytest.mark.long),
         ({**LORA, "lora_base_dtype": "nf4"}, "nf4"),
-        ({**LORA, "dtype": "bf16", "lora_base_dtype": "bf16"}, "bfloat16"),
+        pytest.param({**LORA, "dtype": "bf16", "lora_base_dtype": "bf16"}, "bfloat16", marks=pytest.mark.long),
     ],
     ids=str,
 )
 def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(settings, dtype, chain, loads, model_folder, tmp_path):
+    """Long for two of five settings: only these have dropout, and adapters to a base in bf16."""
     checkpoint = tmp_path / "0" / "checkpoint"
 
     def made(residence):
@@ -212,8 +235,8 @@ def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(settings,
     assert loads == []  # the folder only links to what was loaded
 
 
-def test_what_is_prepared_is_used(chain, loads, model_folder):
-    once = chain("once")
+def test_what_is_prepared_is_used(chain, from_files, loads, model_folder):
+    once = from_files()
     residence = Residence(HERE)
     start = {"model": str(model_folder()), "packed": "", "output_dir": "", "follow": "folder"}
     residence.prepare(chain.config(**start))
@@ -254,15 +277,15 @@ def test_a_state_that_was_replaced_is_read_again(chain):
     check_same([chain.iteration("resident", 1, residence, **start)], [chain.iteration("fresh", 1, None, **start)])
 
 
-def test_iterations_that_are_trained_again_or_left_out(chain, loads):
-    once, residence = chain("once"), Residence(HERE)
+def test_iterations_that_are_trained_again_or_left_out(chain, from_files, loads):
+    once, residence = from_files(), Residence(HERE)
+    loads.clear()
     starts = [{}] + [{"model": folder / "checkpoint", "state": folder / "state"} for folder in once]
     for number in (1, 1, 0, 2):
         check_same([chain.iteration("resident", number, residence, **starts[number])], [once[number]])
-    assert len(loads) == ITERATIONS + 4  # `once` wrote these files, not the residence
+    assert len(loads) == 4  # the residence did not write these files
     loads.clear()
-    chain.iteration("resident", 0, residence)
-    own = {"model": once[0].parent.parent / "resident/0/checkpoint", "state": None}
+    own = {"model": chain.iteration("resident", 0, residence) / "checkpoint", "state": None}
     fresh = chain.iteration("fresh", 1, None, **own)  # the weights of one iteration with no optimizer state at all
     check_same([chain.iteration("resident", 1, residence, **own)], [fresh])
     assert len(loads) == 3
@@ -276,8 +299,8 @@ def test_other_settings_are_another_training(chain, loads):
     assert len(loads) == ITERATIONS
 
 
-def test_after_an_error_nothing_is_kept(chain, loads, tmp_path):
-    once, residence = chain("once"), Residence(HERE)
+def test_after_an_error_nothing_is_kept(chain, from_files, loads, tmp_path):
+    once, residence = from_files(), Residence(HERE)
     first = chain.iteration("resident", 0, residence)
     start = {"model": first / "checkpoint", "state": first / "state"}
     with pytest.raises(PackError):
@@ -295,13 +318,13 @@ def test_after_an_error_nothing_is_kept(chain, loads, tmp_path):
         chain.iteration("resident", 1, residence, **start)
 
 
-def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, monkeypatch, tmp_path):
+def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, from_files, monkeypatch, tmp_path):
     def look(facts):
         held.append(facts | {"weights": {name: tensor.clone() for name, tensor in load_file(facts["memory"]).items()}})
         assert not (tmp_path / "resident" / str(len(held) - 1) / "checkpoint").exists()
 
     held = []
-    once, residence = chain("once"), Residence(HERE, look)
+    once, residence = from_files(), Residence(HERE, look)
     resident = chain("resident", residence, hand_over=True)
     check_same(resident, once)
     assert len(held) == ITERATIONS and len({facts["memory"] for facts in held}) == 1
@@ -324,9 +347,9 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, monk
 @pytest.mark.parametrize(
     "settings", [{"value_head": True}, {"checkpoint_dtype": "bf16"}, {"optimizer": "adamw_8bit", "kl_coefficient": 0.1}], ids=str
 )
-def test_servers_are_told_when_everything_has_left_the_device(settings, chain, loads, parks, tmp_path):
+def test_servers_are_told_when_everything_has_left_the_device(settings, chain, from_files, loads, parks, tmp_path):
     """They may share it. Checkpoint and state are written from where all of it is parked, to the same bits."""
-    once, told = chain("once", **settings), []
+    once, told = from_files(**settings), []
 
     def look(facts):
         told.append(len(parks))
@@ -338,8 +361,8 @@ def test_servers_are_told_when_everything_has_left_the_device(settings, chain, l
     assert told == [1, 2, 3] and len(parks) == ITERATIONS and all(inside for _, inside in parks) and len(loads) == 1
 
 
-def test_what_is_parked_is_written_later_without_the_device(chain, parks, monkeypatch):
-    once, back = chain("once"), []
+def test_what_is_parked_is_written_later_without_the_device(chain, from_files, parks, monkeypatch):
+    once, back = from_files(), []
     original = resident.unpark
     monkeypatch.setattr(resident, "unpark", lambda *arguments: (back.append(1), original(*arguments)))
     residence, settings = Residence(HERE), {"hand_over": True, "free_memory": True}
@@ -356,8 +379,8 @@ def test_what_is_parked_is_written_later_without_the_device(chain, parks, monkey
     assert back == [1, 1] and len(parks) == 3
 
 
-def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(chain, parks, monkeypatch, caplog):
-    told, once = [], chain("once")
+def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(chain, from_files, parks, monkeypatch, caplog):
+    told, once = [], from_files()
     monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     residence = Residence(HERE, told.append)
@@ -367,9 +390,9 @@ def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(ch
 
 
 @pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1}])
-def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain, settings):
+def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain, from_files, settings):
     """To the same bits as if it had been; also in another process, which trains again from the last that was."""
-    once, residence = chain("once", **settings), Residence(HERE)
+    once, residence = from_files(**settings), Residence(HERE)
     first = chain.iteration("kept", 0, residence, hand_over=True, save=False, **settings)
     assert not (first / "checkpoint").exists() and read_jsonl(first / "train.jsonl")
     second = chain.iteration("kept", 1, residence, hand_over=True, save=False, kept=1, **settings)

@@ -127,25 +127,23 @@ def choice_of(text):
     return openai_choice(Answer(encoded({"index": 0, "message": {"role": "assistant", "content": text}})))
 
 
-def graded(grader, *texts, **settings):
+def graded(pairs, **settings):
+    """The grades of texts, each by its own grader, in the same run."""
+
     async def main():
         with Graders(**settings) as graders:
-            task = Task([{"role": "user", "content": "x"}], grader)
-            return [await graders.grade(task, choice_of(text), "here") for text in texts]
+            tasks = [(Task([{"role": "user", "content": "x"}], grader), choice_of(text)) for grader, text in pairs]
+            return [await graders.grade(*pair, "here") for pair in tasks]
 
     return asyncio.run(main())
 
 
-@pytest.mark.parametrize("isolated", [False, True])
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_it_is_graded_in_a_process_of_its_own_in_any_run(isolated):
-    right, wrong, slow = graded(
-        MathGrader("\\frac{\\sqrt{3}}{2}", seconds=2.0),
-        "\\boxed{\\frac{3}{2\\sqrt3}}",
-        "\\boxed{\\frac{\\sqrt{2}}{2}}",
-        "\\boxed{9^{9999 \\cdot 9999}}",
-        isolated=isolated,
-        timeout=60.0,
-    )
+    """Long for a run in which all graders are: only there nobody asks whether this one wants to be."""
+    grader = MathGrader("\\frac{\\sqrt{3}}{2}", seconds=2.0)
+    texts = ("\\boxed{\\frac{3}{2\\sqrt3}}", "\\boxed{\\frac{\\sqrt{2}}{2}}", "\\boxed{9^{9999 \\cdot 9999}}")
+    right, wrong, slow = graded([(grader, text) for text in texts], isolated=isolated, timeout=60.0)
     assert [grade.reward for grade in (right, wrong, slow)] == [1.0, 0.0, 0.0]
     assert slow.metrics["timeout"] == 1.0
 
@@ -165,16 +163,16 @@ def test_a_grader_asks_for_a_process_through_what_wraps_it():
     def closed_over(choice):
         return inner(choice)
 
-    for grader in (
+    asking = (
         inner,
         weighted(a=(1.0, inner)),
         gated(lambda choice: float(os.getpid()), inner, least=0.0),
         closed_over,
-    ):
-        assert declared("isolated", grader)
-        assert graded(grader, "x")[0].reward != os.getpid()
+    )
+    assert all(declared("isolated", grader) for grader in asking)
     assert not declared("isolated", lambda choice: 1.0)
-    assert graded(lambda choice: float(os.getpid()), "x")[0].reward == os.getpid()
+    *elsewhere, here = graded([(grader, "x") for grader in (*asking, lambda choice: float(os.getpid()))])
+    assert os.getpid() not in [grade.reward for grade in elsewhere] and here.reward == os.getpid()
 
 
 def test_it_travels():

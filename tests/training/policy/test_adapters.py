@@ -2,7 +2,10 @@
 
 import json
 import math
+import runpy
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -92,7 +95,18 @@ def test_merging_later_gives_the_same_files(family, settings, shard, model_folde
     assert one == other
 
 
-def test_merging_in_a_process_of_its_own(model_folder, tmp_path):
+def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, capsys):
+    """Its command, run here: a process takes ten seconds to start. A run that starts one: tests/e2e/test_lora.py."""
+
+    def here(command, **_):
+        assert command[:3] == [sys.executable, "-m", "ttrl.training.merge"]
+        monkeypatch.setattr(sys, "argv", command[2:])
+        monkeypatch.delitem(sys.modules, "ttrl.training.merge", raising=False)
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module("ttrl.training.merge", run_name="__main__")
+        return subprocess.CompletedProcess(command, ended.value.code, stderr=capsys.readouterr().err)
+
+    monkeypatch.setattr(subprocess, "run", here)
     base = shutil.copytree(model_folder(), tmp_path / "base")
     policy, _ = saved(base, tmp_path / "out", lora_merge=False)
     base = base.rename(tmp_path / "moved")

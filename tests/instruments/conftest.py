@@ -1,0 +1,8 @@
+"""What all tests of instruments share."""
+
+import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def always_one_thread(one_thread):
+    """All of their models are tiny."""
