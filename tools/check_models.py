@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import UserError
 from ttrl.records import TokenizedResult
 from ttrl.tiny_model import make_tiny_model
@@ -272,10 +273,24 @@ def one_by_one(folder: Path, results: list[TokenizedResult]) -> tuple[Computed, 
         return _computed(found, model, names.ours), names
 
 
+def _pack(results: list[TokenizedResult], seq_len: int) -> PackedTensors:
+    return packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, shortest_shared=1)
+
+
+def policy_rows(pack: PackedTensors) -> tuple[Tensor, ...]:
+    """Return what a policy is given of a pack."""
+    return pack.tokens, pack.labels, pack.group_ids, pack.parent_ids, pack.input_pos
+
+
+def packed_rows(results: list[TokenizedResult], seq_len: int = 128) -> tuple[Tensor, ...]:
+    """Return samples as a policy is given them."""
+    return policy_rows(_pack(results, seq_len))
+
+
 def packed(policy: Policy, results: list[TokenizedResult], seq_len: int = 128) -> Computed:
     """Compute samples with a policy, packed into rows."""
-    pack = packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, shortest_shared=1)
-    out = policy(pack.tokens, pack.labels, pack.group_ids, pack.parent_ids, pack.input_pos).logprobs
+    pack = _pack(results, seq_len)
+    out = policy(*policy_rows(pack)).logprobs
     owners = pack.sample_ids[pack.labels >= 0]
     place = {(one.task_id, one.sample): number for number, one in enumerate(results)}
     found = [torch.empty(0)] * len(results)

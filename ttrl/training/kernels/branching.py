@@ -178,6 +178,8 @@ def branches_of(group_ids: Tensor, parent_ids: Tensor) -> Branches:
                 begin = row * length + start
                 groups.append(Group(begin, begin + count, above, depth))
             start += count
+    if not groups:  # rows of padding alone, which a process is given where others have the last ones
+        groups.append(Group(0, length, None, 0))
     return Branches(tuple(groups), rows * length, group_ids.device)
 
 
@@ -198,7 +200,7 @@ class Scan(NamedTuple):
 
 
 def branching_scan(function: Callable[..., Any], scan: Scan, given: Mapping[str, Any], branches: Branches) -> Tensor:
-    """Return the outputs [B, T, …] of a scan over packed trees; zeros at padding.
+    """Return the outputs [B, T, …] of a scan over packed trees; finite and meaningless at padding.
 
     given: the function's arguments by name, for rows as they are packed.
     """
@@ -235,7 +237,7 @@ def branching_scan(function: Callable[..., Any], scan: Scan, given: Mapping[str,
 def branching_convolution(
     function: Callable[..., Tensor], x_BCT: Tensor, weight_Ck: Tensor, branches: Branches, **others: Any
 ) -> Tensor:
-    """Return a causal convolution [B, C, T] over packed trees; zeros at padding."""
+    """Return a causal convolution [B, C, T] over packed trees; finite and meaningless at padding."""
     rows, _, length = x_BCT.shape
     positions, places = branches.taps(weight_Ck.shape[-1] - 1)
     laid_CN = F.pad(x_BCT.transpose(0, 1).flatten(1), (0, 1))
