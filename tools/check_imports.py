@@ -31,6 +31,7 @@ MAX_LINES, MIN_LINES, MAX_FILES = 600, 40, 20
 SMALL_FILES = {
     # A file under MIN_LINES is a noun of its own: what it is, in a word.
     "ttrl/version.py": "the version",
+    "ttrl/training/kernels/doubles.py": "float64",
 }
 
 
@@ -70,7 +71,7 @@ HOUSE = {
     "tasks.humaneval": _room("tasks records"),
     "tasks.math": _room("tasks tasks.numerals records", "math_verify latex2sympy2_extended sympy"),
     # Loaded by vLLM into its own processes, and by nothing else.
-    "vllm_worker": _room("", "torch vllm numpy"),
+    "vllm_worker": _room("", "torch vllm numpy transformers"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
     "rollouts": _room("rollouts.client rollouts.scheduling rollouts.cache rollouts.graders tasks records", "openai tqdm numpy"),
     "rollouts.client": _room("records", "openai aiohttp msgspec"),

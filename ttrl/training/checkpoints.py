@@ -104,7 +104,7 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
                     wholes.append(whole.to(device="cpu", dtype=dtype))
             return stored.joined(wholes) if wholes else None
 
-        own = tuple(parameters[name] for name in stored.parameters)
+        own: tuple[Tensor, ...] = tuple(parameters[name] for name in stored.parameters)
         within = False
         if stored.layout is not None:
             shape = stored.joined([torch.empty(own[0].shape, device="meta")]).shape

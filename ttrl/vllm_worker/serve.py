@@ -56,7 +56,7 @@ def share_port(port: int) -> None:
 def _stand_in_for_torchvision() -> None:
     """Let classes of models that also see pictures be imported for their text: next to torch for CPUs there is no torchvision,
     which only their pictures need."""
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
 
     if is_torchvision_available():  # remembers the answer, so that nothing takes what follows for the package
         return

@@ -225,13 +225,14 @@ def branching_scan(function: Callable[..., Any], scan: Scan, given: Mapping[str,
                 arguments[scan.state] = states[batch.parents]
             arguments[scan.wants_state] = batch.has_children
             found = function(**arguments)
-            out = found[0] if isinstance(found, tuple) else found
-            outputs.append(out.flatten(0, 1))
+            own = found[0] if isinstance(found, tuple) else found
+            outputs.append(own.flatten(0, 1))
             if batch.has_children:
                 finals.append(found[1])
         states = torch.cat(finals) if finals else None
     outputs.append(outputs[0].new_zeros(1, *outputs[0].shape[1:]))
-    return torch.cat(outputs)[order].unflatten(0, rows)
+    out: Tensor = torch.cat(outputs)[order].unflatten(0, rows)
+    return out
 
 
 def branching_convolution(
@@ -243,4 +244,5 @@ def branching_convolution(
     laid_CN = F.pad(x_BCT.transpose(0, 1).flatten(1), (0, 1))
     out_CM = function(laid_CN[:, positions].unsqueeze(0), weight_Ck, **others)[0]
     out_CN = F.pad(out_CM, (0, 1))[:, places]
-    return out_CN.unflatten(1, (rows, length)).transpose(0, 1)
+    out_BCT: Tensor = out_CN.unflatten(1, (rows, length)).transpose(0, 1)
+    return out_BCT

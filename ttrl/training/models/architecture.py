@@ -13,9 +13,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ttrl.configs.recipe import Decoder
 from ttrl.errors import ModelFolderError
-from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS
+from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS, Chosen
 from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
 
 # Types of layers of transformers' classes that the plugged in functions know, or that look at one token at a time.
@@ -196,7 +195,7 @@ def _problems(config: PretrainedConfig) -> list[str]:
 
 def uses_transformers(config: PretrainedConfig) -> bool:
     """Tell whether a config that `read_config` gave is for transformers' own class."""
-    chosen: Decoder = getattr(config, "ttrl_decoder", "auto")
+    chosen: Chosen = getattr(config, "ttrl_decoder", "auto")
     return chosen == "transformers" or (chosen == "auto" and config.model_type not in FAMILIES)
 
 
@@ -254,7 +253,7 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
     return problems
 
 
-def read_config(folder: str | Path, decoder: Decoder = "auto") -> PretrainedConfig:
+def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfig:
     """Read the config of a model folder, or a config.json itself; of a model with a vision tower,
     that of its text part. `decoder`: whose code is to compute it.
 

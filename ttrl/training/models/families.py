@@ -9,6 +9,8 @@ from typing import Literal
 
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
+Chosen = Literal["auto", "torchtune", "transformers"]
+"""Whose code computes a model: ours, transformers' own class, or ours where it knows the family."""
 Names = Mapping[str, str | tuple[str, ...]]
 
 

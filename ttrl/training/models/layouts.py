@@ -39,7 +39,9 @@ _THEIR_EMBEDDINGS = "embed_tokens.weight"
 class _ChunkView(Chunk):
     """Chunk without its copies."""
 
-    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any) -> Any:
+    def convert(  # type: ignore[override]  # the other one is decorated
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any
+    ) -> Any:
         ((tensor,),) = input_dict.values()
         targets = self.get_target_patterns(target_patterns, **others)
         return dict(zip(targets, torch.chunk(tensor, len(targets), dim=self.dim), strict=True))
@@ -48,8 +50,10 @@ class _ChunkView(Chunk):
 class _SplitView(SplitModulelist):
     """SplitModulelist, which leaves other sides of length 1 alone."""
 
-    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any) -> Any:
-        found = {}
+    def convert(  # type: ignore[override]  # the other one is decorated
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any
+    ) -> Any:
+        found: dict[str, Tensor] = {}
         for source, given in input_dict.items():
             tensor = given[0] if isinstance(given, list) else given
             targets = self.get_target_patterns(input_dict, source, target_patterns, tensor.size(self.dim))
@@ -60,7 +64,9 @@ class _SplitView(SplitModulelist):
 class _TransposeView(Transpose):
     """Transpose without its copy."""
 
-    def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any) -> Any:
+    def convert(  # type: ignore[override]  # the other one is decorated
+        self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any
+    ) -> Any:
         if self.check_dims:
             return {self.get_target_pattern(input_dict, source_patterns, target_patterns): next(iter(input_dict.values()))[0]}
         ((tensor,),) = input_dict.values()
@@ -182,7 +188,8 @@ def whole_model(config: PretrainedConfig, **how: Any) -> PreTrainedModel:
 def layout_of_class(config: PretrainedConfig) -> tuple[Layout, dict[str, Tensor]]:
     """Return the layout of a config's class, and its parameters on the meta device by the decoder's
     names."""
-    return _layout_of(json.dumps(config.to_dict(), sort_keys=True, default=str), type(config))
+    kind: Any = type(config)
+    return _layout_of(json.dumps(config.to_dict(), sort_keys=True, default=str), kind)
 
 
 @functools.lru_cache(maxsize=4)

@@ -76,7 +76,7 @@ class _Now:
     """The rows that are being computed; None outside of a decoder's layers."""
 
     rows: Rows | None = None
-    doubles: KeepDoubles | None = None
+    doubles: ExitStack | None = None
 
 
 _now = _Now()
@@ -213,14 +213,14 @@ def _enter(module: nn.Module, given: Any, named: dict[str, Any]) -> Any:
     rows = named.pop(_ROWS)
     _now.rows = rows
     if rows.wide:  # also when a layer is computed again, where no other block is open
-        _now.doubles = KeepDoubles()
-        _now.doubles.__enter__()
+        _now.doubles = ExitStack()
+        _now.doubles.enter_context(KeepDoubles())
     return given, named
 
 
 def _leave(module: nn.Module, given: Any, out: Any) -> None:
     if _now.doubles is not None:
-        _now.doubles.__exit__(None, None, None)
+        _now.doubles.close()
     _now.rows = _now.doubles = None
 
 

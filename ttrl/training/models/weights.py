@@ -19,12 +19,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ttrl.configs.recipe import Decoder
 from ttrl.errors import ModelFolderError
 from ttrl.system.files import again
 from ttrl.system.weight_files import check_tied_head
 from ttrl.training.models.architecture import Architecture, architecture, read_config, uses_transformers
-from ttrl.training.models.families import COMPOSITES, FAMILIES, Composite, ModelFamily
+from ttrl.training.models.families import COMPOSITES, FAMILIES, Chosen, Composite, ModelFamily
 from ttrl.training.models.layouts import Layout, layout_of_class, prefixes_among
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -160,7 +159,7 @@ def check_head(folder: str | Path) -> None:
         raise ModelFolderError(f"{folder} cannot be read ({error})") from error
 
 
-def iter_weights(folder: str | Path, decoder: Decoder = "auto") -> Iterator[tuple[str, Tensor]]:
+def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple[str, Tensor]]:
     """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
     memory and read tensor by tensor, so that the host never holds the whole model. Raises ModelFolderError."""
     config = read_config(folder, decoder)
@@ -274,7 +273,7 @@ def _may_be_beside(name: str, layout: Layout, config: PretrainedConfig) -> bool:
 
 def stored_names(folder: Path) -> dict[str, str]:
     """Return the file of each stored tensor, by its name."""
-    found = {}
+    found: dict[str, str] = {}
     for file in files_of(folder):
         try:
             with again(partial(safe_open, folder / file, framework="pt")) as tensors:

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
-from ttrl.configs.recipe import Decoder as Chosen
 from ttrl.errors import StorageError
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, Apart, ReferenceHead, TokenLoss, run_head
 from ttrl.training.models.architecture import check_same_architecture, read_config, uses_transformers
 from ttrl.training.models.decoder import Decoder
+from ttrl.training.models.families import Chosen
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.models.weights import check_weights, iter_weights
 from ttrl.training.parallel.host_memory import HostMemory
