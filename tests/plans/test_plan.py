@@ -602,7 +602,7 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
         read_model_config(str(tmp_path))
 
 
-@pytest.mark.parametrize(("kind", "problem"), [("qwen3_5", "'qwen3_5'"), ("gpt_oss", "a mixture of experts")])
+@pytest.mark.parametrize(("kind", "problem"), [("jamba", "Mamba 1"), ("llama4", "attention within chunks")])
 def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(kind, problem, tmp_path, monkeypatch, capsys):
     """By the plan, and by the run before anything is downloaded or started."""
     folder = tmp_path / "model"

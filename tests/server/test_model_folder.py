@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from ttrl.errors import ModelFolderError
 from ttrl.server import model_folder
-from ttrl.server.cpu import cpu_batch
+from ttrl.server.cpu import cpu_arguments, cpu_batch
 from ttrl.server.model_folder import check_model_folder, weights_digest
 
 
@@ -168,6 +168,15 @@ def test_small_models_take_larger_steps_on_a_cpu(tmp_path):
     assert cpu_batch(tmp_path) == large and cpu_batch("org/name") == {}
     (tmp_path / "config.json").write_text("[")
     assert cpu_batch(tmp_path) == {}
+
+
+@pytest.mark.parametrize("field", ["mamba_n_heads", "linear_num_value_heads", "conv_L_cache"])
+def test_no_prefix_cache_for_recurrent_layers_on_a_cpu(field):
+    """vLLM 0.32 cannot keep their states there: its engine ends with an IndexError."""
+    text = {"vocab_size": 262, "hidden_size": 128, field: 4}
+    assert cpu_arguments(text)["enable-prefix-caching"] is False
+    assert cpu_arguments({"text_config": text})["enable-prefix-caching"] is False
+    assert "enable-prefix-caching" not in cpu_arguments({"vocab_size": 262, "hidden_size": 128, field: None})
 
 
 @pytest.mark.parametrize(

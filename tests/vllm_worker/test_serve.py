@@ -27,13 +27,16 @@ def test_ranks(rows, columns):
 
 def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
     """Else a server would still start, in twice the time."""
+    from vllm.model_executor.models import registry
     from vllm.v1.engine import utils
     from vllm.v1.sample import sampler
 
     from ttrl.vllm_worker import serve
 
     monkeypatch.setattr(serve, "_apply_adapters_by_products", lambda: None)
-    for owner, name in ((utils, "get_mp_context"), (sampler, "batched_count_greater_than")):
+    monkeypatch.setattr(serve, "compute_in_float32", lambda: None)
+    replaced = ((utils, "get_mp_context"), (sampler, "batched_count_greater_than"), (registry, "_run_in_subprocess"))
+    for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, at the end
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
     serve._start_sooner()
@@ -126,3 +129,61 @@ def test_this_vllm_applies_adapters_by_products(monkeypatch):
     assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink is serve.bgmv_shrink
     for way in (lora_ops.sgmv_shrink, lora_ops.sgmv_expand, lora_ops.sgmv_expand_slice):  # these use them
         assert any(name in way.__code__.co_names for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"))
+
+
+def test_the_delta_rule_in_float32_is_that_of_transformers():
+    """A prompt at once, and its last token in a step of its own; two sequences, of which one begins with a state."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+    from ttrl.vllm_worker.delta_rule import _Operations
+
+    ours = _Operations(None)
+    draw = torch.Generator().manual_seed(0)
+    tokens, heads, times, width = 70, 2, 3, 8
+
+    def random(*shape):
+        return torch.randn(shape, generator=draw)
+
+    query, key = random(1, tokens, heads, width), random(1, tokens, heads, width)
+    value = random(1, tokens, heads * times, width)
+    gates = {"A_log": random(heads * times), "dt_bias": random(heads * times)}
+    a, b = random(tokens, heads * times), random(tokens, heads * times)
+    g, beta = ours.fused_gdn_gating_cpu(a=a, b=b, **gates)
+    wide = [x.repeat_interleave(times, 2) for x in (query, key)]
+    how = {"g": g, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    start = random(1, heads * times, width, width)
+    wanted, state = theirs.torch_recurrent_gated_delta_rule(*wide, value, initial_state=start, **how)
+
+    states = torch.cat([torch.zeros_like(start), start])
+    prompt = tokens - 1
+    given = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    parts = {name: x[:, :prompt] for name, x in given.items()}
+    found, _ = ours.chunk_gated_delta_rule_cpu(
+        **parts, initial_state=states, initial_state_indices=torch.tensor([1]), cu_seqlens=torch.tensor([0, prompt])
+    )
+    assert torch.allclose(found, wanted[:, :prompt], atol=1e-5)
+    last = {name: x[0, prompt:].unsqueeze(0) for name, x in (("q", query), ("k", key), ("v", value))}
+    step = ours.fused_sigmoid_gating_delta_rule_update_cpu(
+        **last, a=a[prompt:], b=b[prompt:], **gates, initial_state_source=states, initial_state_indices=torch.tensor([1])
+    )
+    assert step.shape == (1, 1, heads * times, width)
+    assert torch.allclose(step[0, 0], wanted[0, prompt], atol=1e-5)
+    assert torch.allclose(states[1], state[0], atol=1e-5) and not states[0].any()
+
+
+def test_models_that_also_see_pictures_are_imported_without_torchvision(monkeypatch):
+    import importlib
+    import sys
+
+    from transformers.utils.import_utils import is_torchvision_available
+
+    from ttrl.vllm_worker import serve
+
+    if is_torchvision_available():
+        pytest.skip("torchvision is installed")
+    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    serve._stand_in_for_torchvision()
+    assert importlib.import_module("vllm.model_executor.models.qwen3_5").Qwen3_5ForCausalLM
+    assert not is_torchvision_available()

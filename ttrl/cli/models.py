@@ -28,9 +28,12 @@ def run_list(_: argparse.Namespace) -> int:
     for name, model in READY_MODELS.items():
         print(f"{name:14}{model.about}\n{'':14}{model.licence}; {model.size}")
     print("\nA name works wherever a model folder does: --model smollm2-135m; `ttrl models get NAME` prints its folder.")
-    print(f"\nFolders and names on the hub are trained where their model_type is one of\n  {', '.join([*FAMILIES, *COMPOSITES])}")
+    print("\nFolders and names on the hub are trained by ttrl's own decoder where their model_type is one of")
+    print(f"  {', '.join([*FAMILIES, *COMPOSITES])}")
     print("Tested against transformers on CPU, all of them; on one H100, the trainer with ten of them, and a whole run with a")
-    print("tiny model. Several GPUs have not been tried. `ttrl doctor --model MODEL` says whether ttrl trains a model.")
+    print("tiny model. Several GPUs have not been tried.")
+    print("Nearly all other text models are trained through transformers' own class: docs/models.md lists what was checked, with")
+    print("tiny versions on CPU. `ttrl doctor --model MODEL` says whether ttrl trains a model.")
     return 0
 
 

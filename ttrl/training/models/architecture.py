@@ -266,7 +266,7 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
         raise ModelFolderError(f"{folder}: no config.json there; give a model folder in Hugging Face layout")
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, StrictDataclassError) as error:
+    except (ValueError, OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
         raise ModelFolderError(f"{file} cannot be read: {error}") from error
     text = config.get_text_config()
     if text is not config:
