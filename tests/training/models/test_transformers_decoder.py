@@ -60,6 +60,18 @@ def test_adapters_are_merged_into_what_transformers_computes(name, folder_of, tm
     assert check_models.check_adapters(folder_of(name), tmp_path / "merged") < 1e-5
 
 
+@pytest.mark.parametrize("name", ["qwen3_5", "granite_hybrid_moe"])
+def test_a_frozen_base_in_16_bits_is_computed_in_32(name, folder_of, tmp_path, one_thread):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    samples = check_models.samples(model.config.vocab_size)
+    held = [check_models.loaded(tmp_path, lora_rank=2, lora_base_dtype=dtype) for dtype in ("auto", "fp32")]
+    narrow, wide = (sum(p.nbytes for p in policy.parameters()) for policy in held)
+    assert narrow < 0.8 * wide
+    found, wanted = (check_models.packed(policy, samples).logprobs for policy in held)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
 @pytest.mark.parametrize("keeps", ["nothing", "products"])
 def test_layers_that_are_computed_again_see_the_rows_of_their_pass(name, keeps, folder_of, one_thread):

@@ -25,6 +25,7 @@ from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.errors import ConfigError
 from ttrl.training.kernels.cpu_products import SumOfProducts, product_of
 from ttrl.training.kernels.widening import NARROW
+from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
@@ -265,8 +266,15 @@ def hold_base(decoder: nn.Module, stored: Mapping[str, torch.dtype], config: Tra
     their files have. Call it after `apply_lora`."""
     head = "tok_embeddings.weight" if hasattr(decoder.output, "tied_module") else "output.weight"
     in_four_bits = {f"{name}.weight" for name in adapted(decoder)} if config.lora_base_dtype == "nf4" else set()
+    linear = {
+        f"{name}.{part}" for name, one in decoder.named_modules() if isinstance(one, nn.Linear) for part in ("weight", "bias")
+    }
+    # Other modules of transformers' classes would compute in the 16 bits that they are held in.
+    only_linear = config.dtype == "fp32" and isinstance(decoder, TransformersDecoder)
     for name, parameter in decoder.named_parameters():
         if is_adapter(name) or name in in_four_bits:
+            continue
+        if only_linear and name not in linear:
             continue
         dtype = torch.float32
         if config.lora_base_dtype == "bf16":
