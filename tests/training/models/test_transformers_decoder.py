@@ -67,7 +67,7 @@ def test_a_frozen_base_in_16_bits_is_computed_in_32(name, folder_of, tmp_path, o
     samples = check_models.samples(model.config.vocab_size)
     held = [check_models.loaded(tmp_path, lora_rank=2, lora_base_dtype=dtype) for dtype in ("auto", "fp32")]
     narrow, wide = (sum(p.nbytes for p in policy.parameters()) for policy in held)
-    assert narrow < 0.8 * wide
+    assert narrow < 0.9 * wide
     found, wanted = (check_models.packed(policy, samples).logprobs for policy in held)
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -266,9 +266,8 @@ def hold_base(decoder: nn.Module, stored: Mapping[str, torch.dtype], config: Tra
     their files have. Call it after `apply_lora`."""
     head = "tok_embeddings.weight" if hasattr(decoder.output, "tied_module") else "output.weight"
     in_four_bits = {f"{name}.weight" for name in adapted(decoder)} if config.lora_base_dtype == "nf4" else set()
-    linear = {
-        f"{name}.{part}" for name, one in decoder.named_modules() if isinstance(one, nn.Linear) for part in ("weight", "bias")
-    }
+    products = [name for name, one in decoder.named_modules() if isinstance(one, nn.Linear)]
+    linear = {f"{name}.{part}" for name in products for part in ("weight", "bias")}
     # Other modules of transformers' classes would compute in the 16 bits that they are held in.
     only_linear = config.dtype == "fp32" and isinstance(decoder, TransformersDecoder)
     for name, parameter in decoder.named_parameters():
