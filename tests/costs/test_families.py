@@ -1,0 +1,179 @@
+"""Counts of mixtures of experts and hybrids, against transformers' own classes of every model that ttrl checks."""
+
+import json
+
+import check_models
+import pytest
+import torch
+import transformers
+
+from ttrl.configs import GRPOConfig
+from ttrl.costs.families import knows
+from ttrl.costs.parameters import adapted_shapes, adapter_parameters, decoder_parameters, is_known
+from ttrl.training.models.transformers_decoder import TransformersDecoder
+from ttrl.training.policy.lora import apply_lora, is_adapter
+
+NOT_TRAINED = {"llama4", "jamba"}
+"""Models that `read_config` refuses."""
+MODELS = [name for name in check_models.MODELS if name not in NOT_TRAINED]
+
+
+def tiny_config(name, **changes):
+    """Return the config that check_models writes for a model, without a tokenizer."""
+    model = check_models.MODELS[name]
+    settings = {**model.sizes, "vocab_size": 512, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    settings |= {**model.settings, **changes}
+    if name.startswith(("gemma3n", "gemma4")):
+        settings["vocab_size_per_layer_input"] = 512
+    return getattr(transformers, model.config)(**settings)
+
+
+def built(config):
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def numbers(module):
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+VARIANTS = {
+    "qwen3_moe": [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"attention_bias": True}],
+    "qwen3_next": [{"num_hidden_layers": 5, "layer_types": None, "attention_bias": True}],
+    "deepseek_v3": [{"q_lora_rank": None}, {"attention_bias": True, "n_shared_experts": 3}],
+    "deepseek_v2": [{"first_k_dense_replace": 0}],
+    "glm4_moe": [{"use_qk_norm": True, "attention_bias": True}],
+    "gpt_oss": [{"num_hidden_layers": 4, "layer_types": None}],
+    "gemma3n": [
+        {"num_hidden_layers": 7, "layer_types": None, "num_kv_shared_layers": 2}
+        | {"intermediate_size": [128] * 6 + [64], "activation_sparsity_pattern": [0.0] * 7},
+    ],
+    "gemma4": [
+        {"num_hidden_layers": 6, "layer_types": None, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ],
+    "nemotron_h": [
+        {
+            "layers_block_type": ["mamba", "moe", "attention"],
+            "moe_intermediate_size": 32,
+            "moe_shared_expert_intermediate_size": 48,
+        },
+        {
+            "layers_block_type": ["moe"] * 3,
+            "moe_intermediate_size": 32,
+            "moe_latent_size": 24,
+            "mlp_bias": True,
+            "use_bias": True,
+        },
+    ],
+    "falcon_h1": [{"mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True}],
+    "stablelm": [{"qk_layernorm": True, "use_qkv_bias": True}, {"use_parallel_residual": True}],
+    "phimoe": [{"lm_head_bias": True, "attention_bias": True}],
+    "ernie4_5_moe": [{"use_bias": True}, {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 3}],
+    "lfm2": [{"conv_bias": True, "block_auto_adjust_ff_dim": False}],
+    "seed_oss": [{"attention_out_bias": True, "mlp_bias": True}],
+    "olmo_hybrid": [{"num_hidden_layers": 5, "layer_types": None}],
+    "cohere2": [{"attention_bias": True, "num_hidden_layers": 5, "layer_types": None}],
+}
+CASES = [(name, {}) for name in MODELS] + [(name, one) for name, several in VARIANTS.items() for one in several]
+
+
+@pytest.mark.parametrize(("name", "changes"), CASES, ids=[f"{name}{number}" for number, (name, _) in enumerate(CASES)])
+def test_parameters_are_those_of_the_class(name, changes):
+    config = tiny_config(name, **changes)
+    counted = decoder_parameters(json.loads(config.to_json_string()))
+    assert counted.total == numbers(built(config))
+    assert 0 < counted.active <= counted.total
+    assert is_known(config.to_dict())
+
+
+# Published sizes, in billions: in all, and active for a token
+
+
+_QWEN_HYBRID = {
+    **{"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4},
+    **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
+}
+PUBLISHED = {
+    "Qwen3-30B-A3B": (
+        30.5,
+        3.35,
+        {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128}
+        | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"intermediate_size": 6144, "vocab_size": 151_936},
+    ),
+    "gpt-oss-20b": (
+        20.9,
+        4.19,
+        {"model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "head_dim": 64}
+        | {"num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880}
+        | {"vocab_size": 201_088, "sliding_window": 128},
+    ),
+    "Qwen3-Next-80B-A3B": (
+        79.7,
+        3.87,
+        {"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, **_QWEN_HYBRID}
+        | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
+        | {"shared_expert_intermediate_size": 512, "intermediate_size": 5120, "vocab_size": 151_936},
+    ),
+    "DeepSeek-V3": (
+        671.0,
+        37.6,
+        {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
+        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
+        | {"intermediate_size": 18_432, "first_k_dense_replace": 3, "q_lora_rank": 1536, "vocab_size": 129_280},
+    ),
+    "Qwen3.5-9B": (
+        8.95,
+        8.95,
+        {"model_type": "qwen3_5_text", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16, **_QWEN_HYBRID}
+        | {"num_key_value_heads": 4, "intermediate_size": 12_288, "vocab_size": 248_320},
+    ),
+    "Qwen3.5-27B": (
+        26.9,
+        26.9,
+        {"model_type": "qwen3_5_text", "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, **_QWEN_HYBRID}
+        | {"num_key_value_heads": 4, "intermediate_size": 17_408, "vocab_size": 248_320, "linear_num_value_heads": 48},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_have_their_sizes(name):
+    total, active, config = PUBLISHED[name]
+    counted = decoder_parameters(config)
+    assert (counted.total / 1e9, counted.active / 1e9) == (pytest.approx(total, rel=2e-3), pytest.approx(active, rel=2e-3))
+
+
+def test_openai_counts_active_parameters_without_embeddings():
+    counted = decoder_parameters(PUBLISHED["gpt-oss-20b"][2])
+    assert (counted.active - counted.vocabulary_matrix) / 1e9 == pytest.approx(3.61, rel=1e-3)
+
+
+def test_active_parameters_by_hand():
+    def idle(name):
+        counted = decoder_parameters(tiny_config(name).to_dict())
+        return counted.total - counted.active
+
+    assert idle("qwen3_moe") == 2 * 2 * 3 * 64 * 32  # layers, experts that a token does not pass, matrices
+    assert idle("deepseek_v3") == 1 * 2 * 3 * 64 * 32  # the first layer is dense
+    assert idle("gpt_oss") == 2 * 2 * (3 * 64 * 64 + 2 * 64 + 64)  # with the experts' biases
+    assert idle("qwen3_5") == idle("granite_hybrid") == 0
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"lora_rank": 3, "lora_kind": "dora", "lora_targets": ["k_proj", "w2"]}])
+@pytest.mark.parametrize("name", [name for name in MODELS if knows(tiny_config(name).model_type)])
+def test_adapters_are_those_of_the_class(name, settings):
+    config, how = tiny_config(name), {"model": "m", "packed": "p", "output_dir": "o", **settings}
+    config.max_position_embeddings = 512
+    with torch.device("meta"):
+        decoder = TransformersDecoder(config)
+        apply_lora(decoder, GRPOConfig(**how))
+    made = sum(one.numel() for name, one in decoder.named_parameters() if is_adapter(name))
+    counted = decoder_parameters(config.to_dict())
+    assert adapter_parameters(counted, GRPOConfig(**how)) == made
+    assert not adapted_shapes(counted, GRPOConfig(**(how | {"lora_rank": None, "lora_kind": "lora"})))
