@@ -1,14 +1,17 @@
 """Counts of mixtures of experts and hybrids, against transformers' own classes of every model that ttrl checks."""
 
 import json
+import sys
 
 import check_models
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
 from ttrl.costs.families import knows
+from ttrl.costs.flops import forward_flops, forward_only_flops, pass_flops, recomputed_flops
 from ttrl.costs.parameters import adapted_shapes, adapter_parameters, decoder_parameters, is_known
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.policy.lora import apply_lora, is_adapter
@@ -86,6 +89,9 @@ def test_parameters_are_those_of_the_class(name, changes):
     assert counted.total == numbers(built(config))
     assert 0 < counted.active <= counted.total
     assert is_known(config.to_dict())
+
+
+DESCRIBED = [name for name in MODELS if knows(tiny_config(name).model_type)]
 
 
 # Published sizes, in billions: in all, and active for a token
@@ -166,10 +172,9 @@ def test_active_parameters_by_hand():
 
 
 @pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"lora_rank": 3, "lora_kind": "dora", "lora_targets": ["k_proj", "w2"]}])
-@pytest.mark.parametrize("name", [name for name in MODELS if knows(tiny_config(name).model_type)])
+@pytest.mark.parametrize("name", DESCRIBED)
 def test_adapters_are_those_of_the_class(name, settings):
     config, how = tiny_config(name), {"model": "m", "packed": "p", "output_dir": "o", **settings}
-    config.max_position_embeddings = 512
     with torch.device("meta"):
         decoder = TransformersDecoder(config)
         apply_lora(decoder, GRPOConfig(**how))
@@ -177,3 +182,77 @@ def test_adapters_are_those_of_the_class(name, settings):
     counted = decoder_parameters(config.to_dict())
     assert adapter_parameters(counted, GRPOConfig(**how)) == made
     assert not adapted_shapes(counted, GRPOConfig(**(how | {"lora_rank": None, "lora_kind": "lora"})))
+
+
+# FLOPs
+
+
+def delta_rule_by_token(query, key, value, g, beta, *others, **named):
+    """The recurrence as matrix products, which PyTorch counts."""
+    state = query.new_zeros(*query[:, 0].shape, value.shape[-1])
+    out = []
+    for t in range(query.shape[1]):
+        decay = g[:, t].exp()
+        state = state * (decay[..., None, None] if decay.ndim == 2 else decay[..., None])
+        seen = key[:, t].unsqueeze(-2) @ state
+        error = beta[:, t, :, None, None] * (value[:, t].unsqueeze(-2) - seen)
+        state = state + key[:, t].unsqueeze(-1) @ error
+        out.append(query[:, t].unsqueeze(-2) @ state)
+    return torch.cat(out, -2).transpose(1, 2), None
+
+
+def mamba_by_token(hidden_states, dt, A, B, C, *others, **named):
+    batch, length, heads, width = hidden_states.shape
+    B, C = (one.repeat_interleave(heads // one.shape[2], 2) for one in (B, C))
+    state = hidden_states.new_zeros(batch, heads, B.shape[-1], width)
+    out = []
+    for t in range(length):
+        state = state + B[:, t].unsqueeze(-1) @ hidden_states[:, t].unsqueeze(-2)
+        out.append(C[:, t].unsqueeze(-2) @ state)
+    return torch.stack(out, 1)[..., 0, :]
+
+
+BY_TOKEN = {
+    "torch_chunk_gated_delta_rule": delta_rule_by_token,
+    "chunk_kimi_delta_attention": delta_rule_by_token,
+    "mamba2_chunk_scan": mamba_by_token,
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_flops_are_those_that_pytorch_counts(name, monkeypatch):
+    """Attention over all pairs and each expert's tokens, as plain products; recurrences token by token. Convolutions compute
+    a few positions more than there are tokens, and Gemma 3n has products with its four streams, 2% of a tiny one."""
+    T, config = 70, tiny_config(name)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # of oneDNN's products it counts nothing
+    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
+    for function, ours in BY_TOKEN.items():
+        if hasattr(sys.modules[type(model).__module__], function):
+            monkeypatch.setattr(sys.modules[type(model).__module__], function, ours)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(torch.arange(T).unsqueeze(0), use_cache=False)
+    shape = decoder_parameters(config.to_dict()).shape
+    counted = forward_flops(shape, T, dict.fromkeys(shape.layers_by_window, T * T), T)
+    exact = name != "gemma3n" and not any(layer.state for layer in shape.kinds)
+    assert counted.total == pytest.approx(counter.get_total_flops(), rel=0 if exact else 0.02)
+    assert (counted.attention > 0) == any(layer.pair for layer in shape.kinds)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "granite_hybrid", "qwen3_5_moe"])
+def test_with_adapters_frozen_matrices_cost_two_products(name):
+    """The numbers of a training step, from those of a forward pass."""
+    decoder = decoder_parameters(tiny_config(name).to_dict())
+    given = {"model": "m", "packed": "p", "output_dir": "o"}
+    whole, adapted = GRPOConfig(**given), GRPOConfig(**given, lora_rank=4)
+    work = (10, dict.fromkeys(decoder.shape.layers_by_window, 55), 6)
+    forward = forward_flops(decoder.shape, *work)
+    assert pass_flops(decoder, whole, *work) == forward * 3
+    found, extra = pass_flops(decoder, adapted, *work), forward_only_flops(decoder, adapted, *work)
+    adapters = 2 * 10 * adapter_parameters(decoder, adapted)
+    scans = 2 * 10 * sum(layer.scan for layer in decoder.shape.kinds)
+    assert extra.layers == forward.layers + adapters
+    assert found.layers == 2 * (forward.layers - scans) + 3 * scans + 3 * adapters
+    assert (found.attention, found.head) == (3 * forward.attention, 2 * forward.head)
+    checkpointed = GRPOConfig(**given, activation_checkpointing=True)
+    assert recomputed_flops(decoder, checkpointed, *work, fused_attention=False).total == forward.layers + forward.attention

@@ -196,7 +196,7 @@ def latent_attention(values: Values) -> Layer:
     latent, rank = values.number("kv_lora_rank", default=512), values.get("q_lora_rank")
     bias = bool(values.get("attention_bias"))
     queries = heads * (nope + rope)
-    first = (Matrix("q_proj", width, queries),)
+    first: tuple[Matrix, ...] = (Matrix("q_proj", width, queries),)
     vectors = latent + (latent + rope + width) * bias
     if rank:
         first = (Matrix("q_a_proj", width, rank), Matrix("q_b_proj", rank, queries))
