@@ -10,11 +10,15 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
+from ttrl.costs.activations import Computation, bytes_of_layers
 from ttrl.costs.families import knows
 from ttrl.costs.flops import forward_flops, forward_only_flops, pass_flops, recomputed_flops
+from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import adapted_shapes, adapter_parameters, decoder_parameters, is_known
+from ttrl.costs.server import Serving, server_memory, state_cache_bytes, token_cache_bytes
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.policy.lora import apply_lora, is_adapter
+from ttrl.training.policy.policy import Policy
 
 NOT_TRAINED = {"llama4", "jamba"}
 """Models that `read_config` refuses."""
@@ -256,3 +260,85 @@ def test_with_adapters_frozen_matrices_cost_two_products(name):
     assert (found.attention, found.head) == (3 * forward.attention, 2 * forward.head)
     checkpointed = GRPOConfig(**given, activation_checkpointing=True)
     assert recomputed_flops(decoder, checkpointed, *work, fused_attention=False).total == forward.layers + forward.attention
+
+
+# Memory
+
+
+def saved_per_token(config, length):
+    """Bytes that autograd really keeps of each layer, besides its parameters."""
+    torch.manual_seed(0)
+    policy = Policy(TransformersDecoder(config), num_output_chunks=1, compute_dtype=torch.float32)
+    weights = {one.untyped_storage().data_ptr() for one in policy.parameters()}
+    kept = []
+
+    def watch(layer):
+        inner, found = layer.forward, {}
+
+        def keep(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                found[storage.data_ptr()] = storage  # held, so that no address comes again
+            return tensor
+
+        def forward(*given, **named):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                return inner(*given, **named)
+
+        layer.forward = forward
+        kept.append(found)
+
+    for layer in policy.decoder.layers:
+        watch(layer)
+    tokens, positions = torch.arange(2, length + 2).unsqueeze(0), torch.arange(length).unsqueeze(0)
+    policy(tokens, tokens, torch.zeros_like(tokens), torch.zeros_like(tokens), positions)
+    return [sum(storage.nbytes() for storage in found.values()) / length for found in kept]
+
+
+WIDER = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+KEPT = {
+    "qwen3_moe": [{}, WIDER | {"num_experts_per_tok": 3}],
+    "qwen3_5": [{}, WIDER | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}],
+    "deepseek_v3": [{}, WIDER | {"num_key_value_heads": 4}],
+    "granite_hybrid": [{}, WIDER | {"mamba_n_heads": 8, "mamba_chunk_size": 128}],
+    "kimi_linear": [{}, WIDER | {"linear_num_heads": 4, "num_key_value_heads": 4}],
+    "gpt_oss": [{}, WIDER],
+    "lfm2": [{}],
+}
+
+
+@pytest.mark.parametrize(("name", "changes"), [(name, one) for name, several in KEPT.items() for one in several])
+def test_activations_are_what_autograd_keeps(name, changes):
+    """Each layer, and all together, which the errors of single parts leave nearer."""
+    config = tiny_config(name, **changes)
+    real = saved_per_token(config, 256)
+    counted = [one.kept for one in bytes_of_layers(decoder_parameters(config.to_dict()), Computation())]
+    assert counted == pytest.approx(real, rel=0.2)
+
+
+def test_training_holds_all_experts_and_computes_some():
+    config = PUBLISHED["Qwen3-30B-A3B"][2]
+    settings = GRPOConfig(model="m", packed="p", output_dir="o", dtype="bf16")
+    parts = training_memory(config, settings, Workload(4096), device="cuda").moments["gradient"]
+    decoder = decoder_parameters(config)
+    assert parts["parameters"] == parts["gradients"] == 4 * decoder.total
+    assert parts["optimizer state"] == 8 * decoder.total
+    whole = {**config, "num_experts_per_tok": 128}
+    all_chosen = training_memory(whole, settings, Workload(4096), device="cuda").moments["gradient"]
+    assert all_chosen["activations"] > 4 * parts["activations"]
+    assert all_chosen["parameters"] == parts["parameters"]
+
+
+def test_a_server_caches_what_attends():
+    serving = Serving()
+    hybrid = PUBLISHED["Qwen3.5-9B"][2]
+    assert token_cache_bytes(hybrid, serving) == 8 * 2 * 4 * 256 * 2  # layers that attend, keys and values, heads, width
+    state = 32 * 128 * 128 + (2 * 16 + 32) * 128 * 3  # of a layer: the rule's, and its convolution's last three tokens
+    assert state_cache_bytes(hybrid, serving) == 24 * state * 4
+    assert server_memory(hybrid, serving)["states"] == 256 * 24 * state * 4
+    latent = PUBLISHED["DeepSeek-V3"][2]
+    assert token_cache_bytes(latent, serving) == token_cache_bytes(latent, Serving(tensor_parallel=8)) == 61 * (512 + 64) * 2
+    mixture = PUBLISHED["Qwen3-30B-A3B"][2]
+    assert token_cache_bytes(mixture, serving) == 48 * 2 * 4 * 128 * 2
+    assert state_cache_bytes(mixture, serving) == 0
+    assert "states" not in server_memory(mixture, serving)

@@ -23,6 +23,8 @@ from typing import Any
 
 from ttrl.errors import ModelFolderError
 
+_CHUNK = 64  # tokens of a chunk of the delta rule
+
 
 class Values:
     """The values of a config.json, under several names and with a class's defaults."""
@@ -176,7 +178,7 @@ def attention(
         Matrix("v_proj", width, keys),
         Matrix(output, queries, width),
     )
-    kept = first + 2 * keys + queries + (queries + keys) * bool(query_key_norms)
+    kept = first + 2 * keys + queries + 3 * (queries + keys) * bool(query_key_norms)
     return Layer(
         matrices,
         vectors=of_norms[query_key_norms] + biases,
@@ -265,15 +267,14 @@ def kimi_delta_attention(values: Values) -> Layer:
         vectors=3 * inner * kernel + inner + heads + dim,
         state=heads * dim * dim + 3 * inner * (kernel - 1),
         scan=3 * heads * dim * dim + 3 * inner * kernel,
-        kept=_kept_by_delta_rule(heads, dim, dim, 3 * inner) + 4 * inner,
+        kept=_kept_by_delta_rule(heads, dim, dim, 3 * inner) + 4 * inner + 4 * inner * _CHUNK,
     )
 
 
 def _kept_by_delta_rule(heads: int, key_dim: int, dim: int, channels: int) -> int:
     """Return the numbers that the chunked rule keeps for a token: what goes into the convolution and
     comes out of it, queries and keys normed and multiplied, values, and a chunk's scores."""
-    chunk = 64
-    return 2 * channels + heads * (8 * key_dim + 6 * dim + 4 * chunk)
+    return 2 * channels + heads * (8 * key_dim + 6 * dim + 8 * _CHUNK)
 
 
 def mamba2(values: Values, *, normed: bool = True, bias: bool = False, output_bias: bool | None = None) -> Layer:
@@ -290,6 +291,7 @@ def mamba2(values: Values, *, normed: bool = True, bias: bool = False, output_bi
     groups = values.number("mamba_n_groups", "n_groups", default=1)
     kernel = values.number("mamba_d_conv", "conv_kernel", default=4)
     channels = inner + 2 * groups * state
+    chunk = values.number("mamba_chunk_size", "chunk_size", default=256)
     first = inner + channels + heads
     conv_bias = bool(values.get("mamba_conv_bias", "use_conv_bias", default=True))
     biases = first * bias + width * (bias if output_bias is None else output_bias)
@@ -298,7 +300,7 @@ def mamba2(values: Values, *, normed: bool = True, bias: bool = False, output_bi
         vectors=channels * (kernel + conv_bias) + 3 * heads + inner * normed + biases,
         state=heads * dim * state + channels * (kernel - 1),
         scan=2 * heads * dim * state + channels * kernel,
-        kept=first + 2 * channels + 6 * inner,
+        kept=first + 2 * channels + 11 * inner + 3 * heads * chunk,
     )
 
 
@@ -362,5 +364,5 @@ def experts(
         ),
         vectors=(count + count * biases) * bias,
         idle_vectors=(count - chosen) * biases * bias,
-        kept=chosen * (outer + wide + width + outer),
+        kept=chosen * (outer + wide + width + outer + 4 * width * bias),
     )
