@@ -16,6 +16,7 @@ from ttrl.costs.flops import forward_flops, forward_only_flops, pass_flops, reco
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import adapted_shapes, adapter_parameters, decoder_parameters, is_known
 from ttrl.costs.server import Serving, server_memory, state_cache_bytes, token_cache_bytes
+from ttrl.training.models.layouts import layout_of_class
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.policy.lora import apply_lora, is_adapter
 from ttrl.training.policy.policy import Policy
@@ -93,6 +94,12 @@ def test_parameters_are_those_of_the_class(name, changes):
     assert counted.total == numbers(built(config))
     assert 0 < counted.active <= counted.total
     assert is_known(config.to_dict())
+
+
+@pytest.mark.parametrize("name", ["lfm2", "smollm3", "seed_oss", "qwen3_moe"])
+def test_checkpoints_hold_what_is_counted(name):
+    _, stored = layout_of_class(tiny_config(name))
+    assert decoder_parameters(tiny_config(name).to_dict()).stored == sum(one.numel() for one in stored.values())
 
 
 DESCRIBED = [name for name in MODELS if knows(tiny_config(name).model_type)]

@@ -248,8 +248,9 @@ class DecoderParameters:
 
     @property
     def stored(self) -> int:
-        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM refuses it."""
-        again = self.tied and self.family not in _ONE_TIED_TENSOR
+        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM refuses it, and of transformers'
+        own classes."""
+        again = self.tied and self.family not in _ONE_TIED_TENSOR and not self.shape.kinds
         return self.total + (self.vocabulary_matrix if again else 0)
 
 
