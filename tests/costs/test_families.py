@@ -3,6 +3,7 @@
 import json
 import sys
 
+import check_cuda_memory
 import check_models
 import pytest
 import torch
@@ -29,7 +30,13 @@ MODELS = [name for name in check_models.MODELS if name not in NOT_TRAINED]
 def tiny_config(name, **changes):
     """Return the config that check_models writes for a model, without a tokenizer."""
     model = check_models.MODELS[name]
-    settings = {**model.sizes, "vocab_size": 512, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    settings = {
+        **model.sizes,
+        "vocab_size": 512,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
     settings |= {**model.settings, **changes}
     if name.startswith(("gemma3n", "gemma4")):
         settings["vocab_size_per_layer_input"] = 512
@@ -57,9 +64,23 @@ VARIANTS = {
         | {"intermediate_size": [128] * 6 + [64], "activation_sparsity_pattern": [0.0] * 7},
     ],
     "gemma4": [
-        {"num_hidden_layers": 6, "layer_types": None, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
-        {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-        {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        {
+            "num_hidden_layers": 6,
+            "layer_types": None,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        {
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 32,
+        },
+        {
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+        },
     ],
     "nemotron_h": [
         {
@@ -78,7 +99,10 @@ VARIANTS = {
     "falcon_h1": [{"mamba_rms_norm": True, "mamba_proj_bias": True, "projectors_bias": True}],
     "stablelm": [{"qk_layernorm": True, "use_qkv_bias": True}, {"use_parallel_residual": True}],
     "phimoe": [{"lm_head_bias": True, "attention_bias": True}],
-    "ernie4_5_moe": [{"use_bias": True}, {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 3}],
+    "ernie4_5_moe": [
+        {"use_bias": True},
+        {"num_hidden_layers": 6, "moe_layer_interval": 2, "moe_layer_end_index": 3},
+    ],
     "lfm2": [{"conv_bias": True, "block_auto_adjust_ff_dim": False}],
     "seed_oss": [{"attention_out_bias": True, "mlp_bias": True}],
     "olmo_hybrid": [{"num_hidden_layers": 5, "layer_types": None}],
@@ -109,49 +133,123 @@ DESCRIBED = [name for name in MODELS if knows(tiny_config(name).model_type)]
 
 
 _QWEN_HYBRID = {
-    **{"head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4},
+    **{
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+    },
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4},
 }
 PUBLISHED = {
     "Qwen3-30B-A3B": (
         30.5,
         3.35,
-        {"model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "head_dim": 128}
-        | {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "head_dim": 128,
+        }
+        | {
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        }
         | {"intermediate_size": 6144, "vocab_size": 151_936},
     ),
     "gpt-oss-20b": (
         20.9,
         4.19,
-        {"model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64, "head_dim": 64}
-        | {"num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4, "intermediate_size": 2880}
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "head_dim": 64,
+        }
+        | {
+            "num_key_value_heads": 8,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "intermediate_size": 2880,
+        }
         | {"vocab_size": 201_088, "sliding_window": 128},
     ),
     "Qwen3-Next-80B-A3B": (
         79.7,
         3.87,
-        {"model_type": "qwen3_next", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16, **_QWEN_HYBRID}
-        | {"num_key_value_heads": 2, "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512}
-        | {"shared_expert_intermediate_size": 512, "intermediate_size": 5120, "vocab_size": 151_936},
+        {
+            "model_type": "qwen3_next",
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            **_QWEN_HYBRID,
+        }
+        | {
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+        }
+        | {
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 5120,
+            "vocab_size": 151_936,
+        },
     ),
     "DeepSeek-V3": (
         671.0,
         37.6,
-        {"model_type": "deepseek_v3", "hidden_size": 7168, "num_hidden_layers": 61, "num_attention_heads": 128}
-        | {"n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
-        | {"intermediate_size": 18_432, "first_k_dense_replace": 3, "q_lora_rank": 1536, "vocab_size": 129_280},
+        {
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+        }
+        | {
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+        }
+        | {
+            "intermediate_size": 18_432,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 1536,
+            "vocab_size": 129_280,
+        },
     ),
     "Qwen3.5-9B": (
         8.95,
         8.95,
-        {"model_type": "qwen3_5_text", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 16, **_QWEN_HYBRID}
+        {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 4096,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            **_QWEN_HYBRID,
+        }
         | {"num_key_value_heads": 4, "intermediate_size": 12_288, "vocab_size": 248_320},
     ),
     "Qwen3.5-27B": (
         26.9,
         26.9,
-        {"model_type": "qwen3_5_text", "hidden_size": 5120, "num_hidden_layers": 64, "num_attention_heads": 24, **_QWEN_HYBRID}
-        | {"num_key_value_heads": 4, "intermediate_size": 17_408, "vocab_size": 248_320, "linear_num_value_heads": 48},
+        {
+            "model_type": "qwen3_5_text",
+            "hidden_size": 5120,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            **_QWEN_HYBRID,
+        }
+        | {
+            "num_key_value_heads": 4,
+            "intermediate_size": 17_408,
+            "vocab_size": 248_320,
+            "linear_num_value_heads": 48,
+        },
     ),
 }
 
@@ -160,7 +258,10 @@ PUBLISHED = {
 def test_published_models_have_their_sizes(name):
     total, active, config = PUBLISHED[name]
     counted = decoder_parameters(config)
-    assert (counted.total / 1e9, counted.active / 1e9) == (pytest.approx(total, rel=2e-3), pytest.approx(active, rel=2e-3))
+    assert (counted.total / 1e9, counted.active / 1e9) == (
+        pytest.approx(total, rel=2e-3),
+        pytest.approx(active, rel=2e-3),
+    )
 
 
 def test_openai_counts_active_parameters_without_embeddings():
@@ -182,7 +283,10 @@ def test_active_parameters_by_hand():
 # Adapters
 
 
-@pytest.mark.parametrize("settings", [{"lora_rank": 4}, {"lora_rank": 3, "lora_kind": "dora", "lora_targets": ["k_proj", "w2"]}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"lora_rank": 4}, {"lora_rank": 3, "lora_kind": "dora", "lora_targets": ["k_proj", "w2"]}],
+)
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_adapters_are_those_of_the_class(name, settings):
     config, how = tiny_config(name), {"model": "m", "packed": "p", "output_dir": "o", **settings}
@@ -302,7 +406,12 @@ def saved_per_token(config, length):
     return [sum(storage.nbytes() for storage in found.values()) / length for found in kept]
 
 
-WIDER = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+WIDER = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 KEPT = {
     "qwen3_moe": [{}, WIDER | {"num_experts_per_tok": 3}],
     "qwen3_5": [{}, WIDER | {"linear_num_value_heads": 4, "linear_num_key_heads": 2}],
@@ -321,6 +430,39 @@ def test_activations_are_what_autograd_keeps(name, changes):
     real = saved_per_token(config, 256)
     counted = [one.kept for one in bytes_of_layers(decoder_parameters(config.to_dict()), Computation())]
     assert counted == pytest.approx(real, rel=0.2)
+
+
+FOUR_LAYERS = WIDER | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+HELD = {
+    "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8},
+    "qwen3_5": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_value_heads": 4,
+    },
+    "deepseek_v3": {"num_key_value_heads": 4, "moe_intermediate_size": 128, "n_routed_experts": 8},
+    "granite_hybrid": {"layer_types": ["mamba"] * 3 + ["attention"], "mamba_n_heads": 16},
+    "smollm3": {},
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_gradients_on_the_cpu_hold_what_is_estimated(name):
+    """All storages that live at the same time while two microbatches are computed."""
+    config, length = tiny_config(name, **(FOUR_LAYERS | HELD[name])), 512
+    policy = Policy(TransformersDecoder(config), compute_dtype=torch.float32)
+    tokens, positions = (
+        torch.arange(length).unsqueeze(0) % 500 + 2,
+        torch.arange(length).unsqueeze(0),
+    )
+    one_group, storages = torch.zeros_like(tokens), check_cuda_memory.Storages()
+    with storages:
+        storages.count(*policy.parameters())
+        for _ in range(2):
+            policy(tokens, tokens, one_group, one_group, positions).logprobs.sum().backward()
+    settings = GRPOConfig(model="m", packed="p", output_dir="o", activation_checkpointing=False, rows_per_microbatch=1)
+    parts = training_memory(config.to_dict(), settings, Workload(length, continued=False)).moments["gradient"]
+    others = parts["rows"] + parts["runtime"]
+    assert sum(parts.values()) - others == pytest.approx(storages.peak, rel=0.1)
 
 
 def test_training_holds_all_experts_and_computes_some():

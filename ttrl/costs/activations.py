@@ -96,8 +96,8 @@ def described_layer_bytes(layer: Layer, width: int, how: Computation) -> LayerBy
 
     A norm keeps its input, in fp32, and the input without its length; each matrix its input; the rest is in
     `Layer.kept`, which has the chunks of recurrences as transformers computes them in PyTorch; kernels of other packages
-    keep less. Of what autograd really keeps of tiny models on the CPU this is within 20%, on the whole layer
-    (tests/costs/test_families.py). width: D.
+    keep less. Of what autograd really keeps of a layer of tiny models on the CPU this is within 20%, and the peak of
+    their gradients is within 10% (tests/costs/test_families.py). width: D.
     """
     size, stream = how.bytes, width * _FP32
     inputs = sum(one.before * one.chosen for one in layer.matrices if one.before != width)

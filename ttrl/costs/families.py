@@ -289,7 +289,11 @@ def _nemotron_h(values: Values) -> Kinds:
 def _nemotron_layer(values: Values, kind: str) -> Layer:
     names, bias = ("up_proj", "down_proj"), bool(values.get("mlp_bias"))
     if kind in _FULL:
-        return attention(values, bias=bool(values.get("attention_bias")), head_dim=values.number("head_dim", default=128))
+        return attention(
+            values,
+            bias=bool(values.get("attention_bias")),
+            head_dim=values.number("head_dim", default=128),
+        )
     if kind == "mlp":
         return feed_forward(values, values.number("intermediate_size"), names=names, bias=bias)
     if kind != "moe":
@@ -299,7 +303,10 @@ def _nemotron_layer(values: Values, kind: str) -> Layer:
     found = experts(values, values.number("moe_intermediate_size"), gated=False, outer=latent)
     found += feed_forward(values, shared, names=names, bias=bias)
     if latent:
-        around = (Matrix("fc1_latent_proj", values.width, latent), Matrix("fc2_latent_proj", latent, values.width))
+        around = (
+            Matrix("fc1_latent_proj", values.width, latent),
+            Matrix("fc2_latent_proj", latent, values.width),
+        )
         found += Layer(around, vectors=(latent + values.width) * bias)
     return found
 
@@ -340,7 +347,10 @@ def _per_layer_inputs(values: Values) -> tuple[Layer, Layer, int]:
     if not width:
         return Layer(), Layer(), 0
     all_layers = values.number("num_hidden_layers") * width
-    gates = (Matrix("per_layer_input_gate", values.width, width), Matrix("per_layer_projection", width, values.width))
+    gates = (
+        Matrix("per_layer_input_gate", values.width, width),
+        Matrix("per_layer_projection", width, values.width),
+    )
     outside = Layer((Matrix("per_layer_model_projection", values.width, all_layers),), vectors=width)
     table = values.number("vocab_size_per_layer_input", default=262_144) * all_layers
     return Layer(gates, kept=3 * width) + norms(values, 1), outside, table
@@ -394,7 +404,14 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
         as_keys = bool(values.get("attention_k_eq_v"))
         heads = values.number("num_global_key_value_heads", default=heads) if as_keys else heads
     bias = bool(values.get("attention_bias"))
-    part = attention(values, query_key_norms="head", bias=bias, window=_window(values, kind), head_dim=dim, key_value_heads=heads)
+    part = attention(
+        values,
+        query_key_norms="head",
+        bias=bias,
+        window=_window(values, kind),
+        head_dim=dim,
+        key_value_heads=heads,
+    )
     if reused:
         return _without_keys(part, dim)
     return _without(part, ("v_proj",)) if as_keys else part
@@ -403,7 +420,14 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
 def _without(part: Layer, names: tuple[str, ...], vectors: int = 0) -> Layer:
     """Return attention that lacks some of its matrices."""
     left = tuple(one for one in part.matrices if one.name not in names)
-    return Layer(left, part.vectors - vectors, pair=part.pair, window=part.window, cache=part.cache, kept=part.kept)
+    return Layer(
+        left,
+        part.vectors - vectors,
+        pair=part.pair,
+        window=part.window,
+        cache=part.cache,
+        kept=part.kept,
+    )
 
 
 def _without_keys(part: Layer, head_dim: int) -> Layer:

@@ -6,9 +6,9 @@ are those of transformers' classes, whose names the matrices have.
 Scans are counted as the recurrences that they are, token by token, in multiplications with an
 addition for each head:
 
-    gated delta rule   3·K·V   S k, the update of S, S q; S is [K, V] (arXiv 2412.06464, equation 10)
-    KDA                3·K·V   the same with a decay for each channel (arXiv 2510.26692, equation 1)
-    Mamba 2            2·N·P   the update of h, C h; h is [N, P] (arXiv 2405.21060, section 6)
+    gated delta rule   3·K·V   S k, the update of S, S q; S is [K, V] (arXiv 2412.06464)
+    KDA                3·K·V   the same, with a decay for each channel (arXiv 2510.26692)
+    Mamba 2            2·N·P   the update of h, C h; h is [N, P] (arXiv 2405.21060)
 
 Chunked kernels make some more to use matrix products: with chunks of C tokens, the delta rule's
 about C·(3·K + 2·V) more. Convolutions along the tokens count with the scans.
@@ -194,7 +194,10 @@ def latent_attention(values: Values) -> Layer:
     server's cache holds the vector and the keys' part with positions."""
     width, heads = values.width, values.heads
     rope = values.number("qk_rope_head_dim", default=64)
-    nope, value = values.number("qk_nope_head_dim", default=128), values.number("v_head_dim", default=128)
+    nope, value = (
+        values.number("qk_nope_head_dim", default=128),
+        values.number("v_head_dim", default=128),
+    )
     latent, rank = values.number("kv_lora_rank", default=512), values.get("q_lora_rank")
     bias = bool(values.get("attention_bias"))
     queries = heads * (nope + rope)
@@ -249,7 +252,10 @@ def delta_rule(values: Values, *, names: tuple[str, str, str] = ("", "", ""), ou
 def kimi_delta_attention(values: Values) -> Layer:
     """Return KDA, the delta rule with a decay for each channel."""
     width, heads = values.width, values.number("linear_num_heads", default=32)
-    dim, kernel = values.number("linear_head_dim", default=128), values.number("linear_conv_kernel_dim", default=4)
+    dim, kernel = (
+        values.number("linear_head_dim", default=128),
+        values.number("linear_conv_kernel_dim", default=4),
+    )
     inner = heads * dim
     matrices = (
         Matrix("q_proj", width, inner),
@@ -353,7 +359,14 @@ def experts(
     into an expert, unless it is the stream."""
     stream, outer = values.width, outer or values.width
     count = values.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    chosen = values.number("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk", "num_experts_per_token", default=2)
+    of_token = (
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "top_k_experts",
+        "moe_k",
+        "moe_topk",
+    )
+    chosen = values.number(*of_token)
     wide = (2 if gated else 1) * width
     biases = wide + outer
     return Layer(
