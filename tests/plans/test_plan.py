@@ -60,6 +60,40 @@ def config_of(model, **changes):
     return TrainConfig(**(values | changes))
 
 
+# What a model is
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 512}
+SMALL |= {"num_key_value_heads": 1, "max_position_embeddings": 4096}
+
+
+def planned(tmp_path, **config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(SMALL | config))
+    return make_plan(config_of(path, seq_len=512, max_tokens=200))
+
+
+def test_a_mixture_says_how_much_of_it_is_active(tmp_path):
+    made = planned(tmp_path, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    assert made.parameters - made.active_parameters == 4 * 6 * 3 * 64 * 32
+    wanted = f"{si_spaced(made.parameters)} parameters, {si_spaced(made.active_parameters)} of them active for a token"
+    assert wanted in " ".join(str(made).split())
+    assert made.attending is None
+    assert not any("not known" in warning for warning in made.warnings)
+
+
+def test_a_hybrid_says_which_layers_attend(tmp_path):
+    made = planned(tmp_path, model_type="qwen3_5_text", full_attention_interval=4)
+    assert made.active_parameters is None
+    assert made.attending == "1 of its 4 layers attend, 3 keep a state"
+    assert made.attending in " ".join(str(made).split())
+
+
+def test_a_model_that_is_counted_as_dense_for_want_of_better_is_named(tmp_path):
+    made = planned(tmp_path, model_type="olmo")
+    assert any("'olmo' is not known to the planner" in warning for warning in made.warnings)
+
+
 # What an iteration consists of
 
 

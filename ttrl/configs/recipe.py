@@ -19,6 +19,17 @@ STORE_VARIABLE = "TTRL_STORE_FILE"
 """The same for the file through which the processes of one machine find each other; without it they do as torchrun says."""
 NF4_BLOCK = 64
 """Numbers that share a scale in a base that is held in 4 bits."""
+MATRIX_NAMES: dict[str, tuple[str, ...]] = {
+    "q_proj": ("q_a_proj", "q_b_proj", "qkv_proj"),
+    "k_proj": ("kv_a_proj_with_mqa", "qkv_proj"),
+    "v_proj": ("kv_b_proj", "qkv_proj"),
+    "output_proj": ("o_proj", "out_proj", "dense"),
+    "w1": ("gate_proj", "gate_up_proj", "fc1"),
+    "w2": ("down_proj", "fc2"),
+    "w3": ("up_proj", "gate_up_proj"),
+    "output": (),
+}
+"""Names of the matrices that adapters go on in transformers' classes. Some hold several in one."""
 OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "steps"), "iterations"),
     **dict.fromkeys(("max_completion_length", "max_new_tokens"), "max_tokens"),

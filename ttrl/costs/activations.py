@@ -10,11 +10,15 @@ length as well.
 
 CUDA: from the same operations and FlexAttention's saved tensors; held to an H100 (docs/training.md).
 
+Layers of transformers' own classes (`described_layer_bytes`) keep what their parts say, with copies of a token for each of its
+experts.
+
 Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T tokens of a row.
 """
 
 from dataclasses import dataclass
 
+from ttrl.costs.layers import Layer
 from ttrl.costs.parameters import DecoderParameters
 
 _FP32 = 4
@@ -75,3 +79,29 @@ def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int 
         products=results,
         backward=between,
     )
+
+
+def bytes_of_layers(decoder: DecoderParameters, how: Computation) -> list[LayerBytes]:
+    """Return what each layer of transformers' own class keeps; nothing for a dense decoder."""
+    return [described_layer_bytes(one, decoder.shape.width, how) for one in decoder.shape.kinds]
+
+
+def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
+    """Return what a layer keeps; where layers differ, the one that keeps most."""
+    return max(bytes_of_layers(decoder, how), key=lambda one: one.kept, default=None) or layer_bytes(decoder, how)
+
+
+def described_layer_bytes(layer: Layer, width: int, how: Computation) -> LayerBytes:
+    """Return what a layer of transformers' own class keeps, from its matrices and parts.
+
+    A norm keeps its input, in fp32, and the input without its length; each matrix its input; the rest is in
+    `Layer.kept`, which has the chunks of recurrences as transformers computes them in PyTorch; kernels of other packages
+    keep less. Of what autograd really keeps of a layer of tiny models on the CPU this is within 20%, and the peak of
+    their gradients is within 10% (tests/costs/test_families.py). width: D.
+    """
+    size, stream = how.bytes, width * _FP32
+    inputs = sum(one.before * one.chosen for one in layer.matrices if one.before != width)
+    products = sum(one.behind * one.chosen for one in layer.matrices)
+    kept = layer.norms * (2 * stream + width * size) + (inputs + layer.kept) * size
+    widest = max((one.behind * one.chosen for one in layer.matrices), default=0)
+    return LayerBytes(kept=kept, input=stream, products=products * size, backward=3 * stream + 2 * widest * size)

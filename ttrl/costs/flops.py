@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ttrl.configs import TrainingConfig
-from ttrl.costs.parameters import DecoderParameters, ModelShape
+from ttrl.costs.parameters import DecoderParameters, ModelShape, adapted_shapes
 
 
 def consecutive_pairs(start: int, stop: int, window: int | None = None) -> int:
@@ -34,7 +34,7 @@ class Flops:
     """Floating-point operations by part. The backward pass has two products for each of the forward pass."""
 
     layers: int
-    """Projections and feed-forward."""
+    """Projections, feed-forward and recurrences."""
     attention: int
     head: int
 
@@ -53,11 +53,16 @@ class Flops:
 def forward_flops(shape: ModelShape, tokens: int, pairs: Mapping[int | None, int], head_positions: int) -> Flops:
     """Count one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each window of the model, and the
     positions that are projected to the vocabulary."""
+    head = 2 * shape.width * shape.vocabulary * head_positions
+    if shape.kinds:
+        products = sum(one.passed + one.scan for one in (*shape.kinds, shape.outside))
+        attention = sum(one.pair * pairs[one.window] for one in shape.kinds if one.pair)
+        return Flops(2 * products * tokens, 2 * attention, head)
     attention = sum(count * pairs[window] for window, count in shape.layers_by_window.items())
     return Flops(
         layers=2 * shape.layers * shape.layer_weights * tokens,
         attention=4 * shape.heads * shape.head_dim * attention,
-        head=2 * shape.width * shape.vocabulary * head_positions,
+        head=head,
     )
 
 
@@ -96,12 +101,19 @@ def pass_flops(
     With adapters of low rank the model's own matrices have no gradient: each costs a product forward and, where what it reads has
     a gradient, one back. An adapter costs what any two trained matrices of its size cost. The first layer reads embeddings, which
     are frozen too: nothing goes back through what comes before the first trained matrix. Left out: products of an adapter's two
-    matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has.
+    matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has. Where layers differ, the first
+    one counts like any other.
     """
     shape = decoder.shape
     forward = forward_flops(shape, tokens, pairs, head_positions)
     if config.lora_rank is None:
         return forward * 3
+    if shape.kinds:
+        # Recurrences and attention have two products back for each, like adapters; frozen matrices have one.
+        scans = 2 * tokens * sum(one.scan for one in shape.kinds)
+        adapters = 3 * tokens * _all_adapters(decoder, config)
+        head = forward.head * (3 if "output" in config.lora_targets and not decoder.tied else 2)
+        return Flops(2 * forward.layers + scans + adapters, 3 * forward.attention, head)
     layers, attention, reached = forward.layers, forward.attention, False
     for window in shape.windows:
         one_product = 2 * shape.heads * shape.head_dim * pairs[window]
@@ -118,7 +130,7 @@ def forward_only_flops(
     decoder: DecoderParameters, config: TrainingConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
 ) -> Flops:
     """Count a forward pass without gradient, adapters of low rank included; arguments as for `forward_flops`."""
-    adapters = tokens * decoder.shape.layers * sum(_adapter_flops(decoder, config).values())
+    adapters = tokens * _all_adapters(decoder, config)
     return forward_flops(decoder.shape, tokens, pairs, head_positions) + Flops(adapters, 0, 0)
 
 
@@ -136,17 +148,29 @@ def recomputed_flops(
 
     - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch stops at the last thing that
       the backward pass needs: the layer's last product (with w2, or with its adapter) is not made again unless a norm follows.
+      Where layers differ, all of a layer counts.
     - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
     - So many products of the head as `head_again` says: the logits (`ttrl.training.kernels.logprobs`, "recompute"), and one for
       each part of the gradient that is told apart (`apart` there).
     """
     shape = decoder.shape
+    head = 2 * shape.width * shape.vocabulary * head_positions * head_again
+    again = config.activation_checkpointing and config.checkpoint_keeps == "nothing"
     adapters = _adapter_flops(decoder, config)
     layers = attention = 0
+    for number, one in enumerate(shape.kinds):
+        products = 2 * one.pair * pairs[one.window] if one.pair else 0
+        attention += products // 2 if fused_attention else 0
+        if again and number % config.checkpoint_every == 0:
+            attention += products
+            layers += tokens * 2 * (one.passed + one.scan)
+    if shape.kinds:
+        layers += tokens * _all_adapters(decoder, config) // config.checkpoint_every if again else 0
+        return Flops(layers, attention, head)
     for number, window in enumerate(shape.windows):
         products = 4 * shape.heads * shape.head_dim * pairs[window]
         attention += products // 2 if fused_attention else 0
-        if config.activation_checkpointing and config.checkpoint_keeps == "nothing" and number % config.checkpoint_every == 0:
+        if again and number % config.checkpoint_every == 0:
             attention += products
             layers += tokens * (2 * shape.layer_weights + sum(adapters.values()))
             if not decoder.post_norms:
@@ -155,7 +179,6 @@ def recomputed_flops(
             if decoder.parallel and number == 0 and adapters and not adapters.keys() & {"w1", "w2", "output_proj"}:
                 # Nothing of the embeddings' way through the feed-forward half, nor what attention projects, has a gradient.
                 layers -= tokens * 2 * shape.width * (shape.feed_forward_width + decoder.queries)
-    head = 2 * shape.width * shape.vocabulary * head_positions * head_again
     return Flops(layers, attention, head)
 
 
@@ -165,6 +188,12 @@ def _adapter_flops(decoder: DecoderParameters, config: TrainingConfig) -> dict[s
         return {}
     shapes = decoder.matrix_shapes
     return {name: 2 * config.lora_rank * sum(shapes[name]) for name in config.lora_targets if name in shapes}
+
+
+def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
+    """Return what the adapters of all layers cost a token, forward."""
+    rank = config.lora_rank or 0
+    return sum(2 * rank * (before + behind) for before, behind in adapted_shapes(decoder, config))
 
 
 def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda: bool) -> int:
@@ -181,8 +210,7 @@ def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda:
     """
     added = not cuda and config.dtype == "fp32" and config.lora_kind == "lora" and not config.lora_dropout
     of_input, of_output = (4, 4) if added else (6, 10)
-    adapted = [ends for name, ends in decoder.matrix_shapes.items() if config.lora_rank and name in config.lora_targets]
-    return decoder.shape.layers * sum(of_input * before + of_output * behind for before, behind in adapted)
+    return sum(of_input * before + of_output * behind for before, behind in adapted_shapes(decoder, config))
 
 
 def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool) -> tuple[int, int, bool]:

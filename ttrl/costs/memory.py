@@ -27,9 +27,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.configs import GRPOConfig, TrainingConfig
-from ttrl.costs.activations import Computation, layer_bytes
+from ttrl.costs.activations import Computation, LayerBytes, bytes_of_layers, largest_layer_bytes, layer_bytes
 from ttrl.costs.parameters import (
     DecoderParameters,
+    adapted_shapes,
     adapter_parameters,
     decoder_parameters,
     held_dtype,
@@ -235,7 +236,7 @@ class _Training:
         undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
         self.trainable = trained_parameters(decoder, settings) / shared + undivided_here
         """Parameters with a gradient that this process holds."""
-        in_four_bits = decoder.shape.layers * self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
+        in_four_bits = self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
         base = (decoder.total - in_four_bits) * self.base_size + in_four_bits * _NF4
         base += decoder.vocabulary_matrix * (self.head_size - self.base_size)
         adapters = adapter_parameters(decoder, settings) * _FP32
@@ -246,9 +247,8 @@ class _Training:
         """Bytes of a model's files that are mapped while they are read, one file after the other."""
 
     def _adapted_numbers(self) -> int:
-        """Count the entries of one layer's matrices that have adapters."""
-        shapes = self.decoder.matrix_shapes
-        return sum(before * behind for name, (before, behind) in shapes.items() if name in self.settings.lora_targets)
+        """Count the entries of the matrices that have adapters."""
+        return sum(before * behind for before, behind in adapted_shapes(self.decoder, self.settings))
 
     def estimate(self) -> MemoryEstimate:
         """Return what each moment holds."""
@@ -296,7 +296,7 @@ class _Training:
 
     def _prepass(self) -> Parts:
         parts = self._held(moments=self.workload.continued) | self._working_copies(1) | self._reference_parts()
-        parts["activations"] = self.tokens * layer_bytes(self.decoder, self.how).kept / 2
+        parts["activations"] = self.tokens * largest_layer_bytes(self.decoder, self.how).kept / 2
         parts["head"] = self._chunk(gradient=False) + self.merged_head
         swapped = self.needs_reference and not self.lora  # adapters are switched off instead
         aside = self.parameters if swapped and not self.cuda else 0.0
@@ -329,7 +329,7 @@ class _Training:
         head = self.head_matrix * self.gathered_head_size if beginning else self.head_gradient
         head += (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
-        layer = layer_bytes(self.decoder, self.how)
+        layer = largest_layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
         most = base | self._held(gradients=not in_backward, moments=moments) | self._working_copies(1)
         first = most | {
@@ -352,14 +352,9 @@ class _Training:
         """Return what all layers keep, and the most that their backward passes add to it: layers that are recomputed need room
         when the layers behind them have freed theirs."""
         settings, shape, row_length = self.settings, self.decoder.shape, self.workload.row_length
-        longest = self.workload.longest_sample or row_length
-        kept, worst, masks = 0.0, 0.0, set()
-        for number, window in enumerate(shape.windows):
-            window = None if window is None or window >= longest else window
-            dense = not self.cuda and (self.decoder.soft_cap or window is not None)
-            if dense:
-                masks.add(window)
-            layer = layer_bytes(self.decoder, self.how, row_length if dense else None)
+        layers, masks = self._layers()
+        kept, worst = 0.0, 0.0
+        for number, layer in enumerate(layers):
             full = layer.kept + self._adapter_bytes()
             if settings.activation_checkpointing and number % settings.checkpoint_every == 0:
                 products = layer.products if settings.checkpoint_keeps == "products" else 0.0
@@ -371,13 +366,32 @@ class _Training:
         backward = worst - kept
         if settings.activation_offloading and self.cuda:
             kept = 2 * kept / shape.layers  # two layers are under way
-        mask = len(masks) * row_length * self.how.bytes
+        mask = masks * row_length * self.how.bytes
         return self.tokens * (kept + mask), self.tokens * backward
 
+    def _layers(self) -> tuple[list[LayerBytes], int]:
+        """Return what each layer keeps, and how many dense masks there are."""
+        row_length = self.workload.row_length
+        longest = self.workload.longest_sample or row_length
+        found, masks = [], set()
+        for window in self.decoder.shape.windows:
+            window = None if window is None or window >= longest else window
+            dense = not self.cuda and (self.decoder.soft_cap or window is not None)
+            if dense:
+                masks.add(window)
+            found.append(layer_bytes(self.decoder, self.how, row_length if dense else None))
+        return bytes_of_layers(self.decoder, self.how) or found, len(masks)
+
     def _adapter_bytes(self) -> float:
-        """Return what a layer's adapters keep for each token besides their inputs; with dropout, each has a copy of its input."""
+        """Return what a layer's adapters keep for each token besides their inputs; with dropout, each has a copy of its input.
+        Where layers differ, it is the mean."""
         if self.settings.lora_rank is None:
             return 0.0
+        if self.decoder.shape.kinds:
+            rank, dora = self.settings.lora_rank, self.settings.lora_kind == "dora"
+            shapes = adapted_shapes(self.decoder, self.settings)
+            copies = sum(before for before, _ in shapes) * bool(self.settings.lora_dropout)
+            return (sum(rank + after * dora for _, after in shapes) + copies) * self.how.bytes / self.decoder.shape.layers
         ends = [ends for name, ends in self.decoder.matrix_shapes.items() if name in self.settings.lora_targets]
         numbers = sum(self.settings.lora_rank + (after if self.settings.lora_kind == "dora" else 0) for _, after in ends)
         kept = float(numbers * self.how.bytes)
@@ -417,7 +431,7 @@ class _Training:
         settings, decoder = self.settings, self.decoder
         each, four_bits = decoder.layer / settings.tensor_parallel, settings.lora_base_dtype == "nf4"
         parts: Parts = {}
-        in_four_bits = self._adapted_numbers() / settings.tensor_parallel if four_bits else 0.0
+        in_four_bits = self._adapted_numbers() / decoder.shape.layers / settings.tensor_parallel if four_bits else 0.0
         if four_bits:
             largest = max(before * behind for before, behind in decoder.matrix_shapes.values()) / settings.tensor_parallel
             parts[_OUT_OF_4_BITS] = largest * (2 * _FP32 + _FP32)  # indices and numbers

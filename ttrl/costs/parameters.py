@@ -1,6 +1,9 @@
-"""Count the parameters of a dense decoder by kind, from its config.json.
+"""Count the parameters of a decoder by kind, from its config.json.
 
 Counts are those of the model that is trained: of one with a vision tower, the text part. A tied output projection counts once.
+
+Layers of dense decoders are all alike. Models with experts, recurrences or other parts have one description for each layer
+(`ttrl.costs.families`). A model_type that is in neither place is counted as a dense decoder, and `is_known` says so.
 
 Letters in what follows: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, V vocabulary.
 """
@@ -11,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.configs import TrainingConfig
-from ttrl.configs.recipe import model_settings
+from ttrl.configs.recipe import MATRIX_NAMES, model_settings
+from ttrl.costs.families import Kinds, knows, layers_of
+from ttrl.costs.layers import NOTHING, Layer, Matrix, Values
 from ttrl.errors import ModelFolderError
 
 # What a family has whatever its config.json says, or where that is silent. `attention_bias` adds biases to q, k, v and output.
@@ -21,15 +26,18 @@ _PARALLEL = frozenset({"phi"})  # with a bias in the head, too
 _BARE_NORMS = frozenset({"nanochat"})  # without a weight
 _HEAD_NORMS = frozenset({"qwen3", "gemma3_text", "nanochat"})
 _POST_NORMS = frozenset({"gemma2", "gemma3_text"})
-_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2"})
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "gemma3n_text", "gemma4_text", "lfm2", "lfm2_moe", "smollm3"})
+_TIED |= {"ernie4_5", "ernie4_5_moe", "cohere2"}
 _SOFT_CAPS = frozenset({"gemma2"})
 _ONE_TIED_TENSOR = frozenset({"gemma2", "gpt2"})  # written once; checkpoints of all others hold a tied head twice
 _UNGATED = frozenset({"phi", "gpt2", "nanochat"})  # two matrices in the feed-forward layer; all other families have three
+_BACK = ("down_proj", "w2", "output_linear", "experts back")
+_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"}) | _POST_NORMS | _UNGATED | {"phi3"}
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder, as far as the counts depend on it."""
+    """A decoder, as far as the counts depend on it."""
 
     layers: int
     width: int
@@ -40,11 +48,17 @@ class ModelShape:
     feed_forward_matrices: int
     vocabulary: int
     windows: tuple[int | None, ...]
-    """Attention window of each layer; None sees everything before it."""
+    """Attention window of each layer that attends; None sees everything before it."""
+    kinds: tuple[Layer, ...] = ()
+    """Each layer, unless this is a dense decoder, whose layers are alike."""
+    outside: Layer = NOTHING
+    """What each token passes besides, embeddings, last norm and head apart."""
 
     @property
     def layer_weights(self) -> int:
-        """Count the entries of the matrices that each token passes in one layer."""
+        """Count the entries of the matrices that each token passes in one layer, on average where they differ."""
+        if self.kinds:
+            return sum(one.passed for one in self.kinds) // self.layers
         attention = self.width * self.head_dim * 2 * (self.heads + self.key_value_heads)
         return attention + self.feed_forward_matrices * self.width * self.feed_forward_width
 
@@ -60,6 +74,9 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     Raises ModelFolderError where one is missing.
     """
     config = model_settings(config)
+    kinds = layers_of(config)
+    if kinds is not None:
+        return _shape_of_kinds(config, kinds)
 
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name) if default is None else config.get(name) or default
@@ -79,6 +96,37 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         vocabulary=number("vocab_size"),
         windows=_windows(config, layers),
     )
+
+
+def _shape_of_kinds(config: Mapping[str, Any], kinds: Kinds) -> ModelShape:
+    """Return the shape of a decoder whose layers are described one by one. Its feed-forward width is the widest that a token
+    passes, and its heads are config.json's."""
+    found = Values(config)
+    return ModelShape(
+        layers=len(kinds.layers),
+        width=found.width,
+        heads=found.heads,
+        key_value_heads=found.key_value_heads,
+        head_dim=found.head_dim,
+        feed_forward_width=max(_inner_width(one) for one in kinds.layers),
+        feed_forward_matrices=3,
+        vocabulary=found.number("vocab_size"),
+        windows=tuple(one.window for one in kinds.layers if one.pair),
+        kinds=kinds.layers,
+        outside=kinds.outside,
+    )
+
+
+def _inner_width(layer: Layer) -> int:
+    backs = (one for one in layer.matrices if one.name in _BACK)
+    return sum(one.before * one.chosen for one in backs)
+
+
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Tell whether parameters are counted by what is known of a config.json's model_type; else as if it were a plain dense
+    decoder."""
+    kind = str(model_settings(config).get("model_type"))
+    return kind in _DENSE or knows(kind)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
@@ -101,7 +149,7 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class DecoderParameters:
-    """A dense decoder's parameters, and the traits that decide what it keeps for the backward pass."""
+    """A decoder's parameters, and the traits that decide what it keeps for the backward pass."""
 
     shape: ModelShape
     family: str
@@ -127,6 +175,8 @@ class DecoderParameters:
     feed_forward_bias: bool
     stored_dtype: str
     """Of the model's files: "bf16" or "fp16", else "fp32"."""
+    looked_up: int = 0
+    """Entries of further tables of embeddings."""
 
     @property
     def queries(self) -> int:
@@ -145,7 +195,10 @@ class DecoderParameters:
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of one layer's matrices by the recipe's names: (width in, width out)."""
+        """Return the shapes of one layer's matrices by the recipe's names: (width in, width out). Where layers differ, of all
+        that adapters may go on, one of each name in transformers' class."""
+        if self.shape.kinds:
+            return {one.name: (one.before, one.behind) for layer in self.shape.kinds for one in layer.matrices if _may_adapt(one)}
         width, inner = self.shape.width, self.shape.feed_forward_width
         shapes = {
             "q_proj": (width, self.queries),
@@ -168,24 +221,36 @@ class DecoderParameters:
 
     @property
     def layer(self) -> int:
-        """Count the parameters of one layer."""
+        """Count the parameters of one layer, on average where they differ."""
+        if self.shape.kinds:
+            return sum(one.parameters for one in self.shape.kinds) // self.shape.layers
         return self.shape.layer_weights + self.layer_vectors
 
     @property
     def outside_layers(self) -> int:
-        """Count the embeddings, output projection and last norm."""
+        """Count the embeddings, output projection and last norm, and what else is in no layer."""
         vectors = self.shape.width * (self.norm_vectors + self.learned_positions) + self.shape.vocabulary * self.head_bias
-        return self.vocabulary_matrix * (1 if self.tied else 2) + vectors
+        others = self.looked_up + self.shape.outside.parameters
+        return self.vocabulary_matrix * (1 if self.tied else 2) + vectors + others
 
     @property
     def total(self) -> int:
         """Count all parameters."""
-        return self.shape.layers * self.layer + self.outside_layers
+        kinds = self.shape.kinds
+        layers = sum(one.parameters for one in kinds) if kinds else self.shape.layers * self.layer
+        return layers + self.outside_layers
+
+    @property
+    def active(self) -> int:
+        """Count the parameters that are active for a token: all but those of the experts that it does not pass. Embeddings
+        count whole, as Qwen counts; OpenAI leaves them out."""
+        return self.total - sum(one.idle for one in self.shape.kinds)
 
     @property
     def stored(self) -> int:
-        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM refuses it."""
-        again = self.tied and self.family not in _ONE_TIED_TENSOR
+        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM refuses it, and of transformers'
+        own classes."""
+        again = self.tied and self.family not in _ONE_TIED_TENSOR and not self.shape.kinds
         return self.total + (self.vocabulary_matrix if again else 0)
 
 
@@ -201,6 +266,9 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
     text = model_settings(config)
     family = str(text.get("model_type"))
     tied = has_tied_head(config)
+    kinds = layers_of(text)
+    if kinds is not None:
+        return _decoder_of_kinds(config, family, tied, kinds)
     attention_bias = bool(text.get("attention_bias")) and family not in ("qwen2", "mistral", "phi3", "phi")
     return DecoderParameters(
         shape=model_shape(config),
@@ -218,6 +286,29 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
         output_bias=family in _ALL_BIASES or attention_bias,
         feed_forward_bias=family in _ALL_BIASES or (family == "llama" and bool(text.get("mlp_bias"))),
         stored_dtype=_stored_dtype(config),
+    )
+
+
+def _decoder_of_kinds(config: Mapping[str, Any], family: str, tied: bool, kinds: Kinds) -> DecoderParameters:
+    text = model_settings(config)
+    silu = (text.get("hidden_activation") or text.get("hidden_act") or "silu") == "silu"
+    return DecoderParameters(
+        shape=_shape_of_kinds(text, kinds),
+        family=family,
+        tied=tied,
+        head_norms=False,
+        post_norms=False,
+        parallel=False,
+        norm_vectors=kinds.norm_vectors,
+        learned_positions=0,
+        soft_cap=False,
+        silu=silu,
+        query_key_value_bias=False,
+        head_bias=kinds.head_bias,
+        output_bias=False,
+        feed_forward_bias=False,
+        stored_dtype=_stored_dtype(config),
+        looked_up=kinds.looked_up,
     )
 
 
@@ -240,14 +331,30 @@ def held_dtype(decoder: DecoderParameters, config: TrainingConfig) -> str:
     return config.lora_base_dtype
 
 
+def adapted_shapes(decoder: DecoderParameters, config: TrainingConfig) -> list[tuple[int, int]]:
+    """Return the shapes of the matrices of all layers that have adapters of low rank: (width in, width out)."""
+    shape = decoder.shape
+    if config.lora_rank is None:
+        return []
+    if not shape.kinds:
+        return [ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets] * shape.layers
+    wanted = set(config.lora_targets).union(*(MATRIX_NAMES[name] for name in config.lora_targets))
+    matrices = (one for layer in shape.kinds for one in layer.matrices)
+    return [(one.before, one.behind) for one in matrices if one.name in wanted]
+
+
+def _may_adapt(matrix: Matrix) -> bool:
+    """Tell whether adapters may go on a matrix of transformers' class; on experts they never do."""
+    return matrix.name in MATRIX_NAMES or any(matrix.name in names for names in MATRIX_NAMES.values())
+
+
 def adapter_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the parameters of all adapters of low rank; 0 without adapters."""
     rank, shape = config.lora_rank, decoder.shape
     if rank is None:
         return 0
     of_rows = 1 if config.lora_kind == "dora" else 0
-    own = [ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets]
-    total = shape.layers * sum(rank * (before + behind) + of_rows * behind for before, behind in own)
+    total = sum(rank * (before + behind) + of_rows * behind for before, behind in adapted_shapes(decoder, config))
     if "output" in config.lora_targets and not decoder.tied:
         total += rank * (shape.width + shape.vocabulary) + of_rows * shape.vocabulary
     return total

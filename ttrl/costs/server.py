@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.costs.memory import CUDA_CONTEXT, NCCL_BUFFERS, Parts
-from ttrl.costs.parameters import decoder_parameters
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters
 from ttrl.costs.storage import BYTES
 
 _FP32 = 4
@@ -63,6 +63,8 @@ class Serving:
 def server_memory(model: Mapping[str, Any], serving: Serving, *, cuda: bool = True) -> Parts:
     """Return the bytes of one of a server's processes besides its cache, by part.
 
+    "states" are those of recurrences, one for each of max_num_seqs; vLLM keeps them in its cache.
+
     On CUDA `gpu_memory_utilization` is for these and the cache. model: values of config.json.
     """
     shape = decoder_parameters(model).shape
@@ -72,6 +74,9 @@ def server_memory(model: Mapping[str, Any], serving: Serving, *, cuda: bool = Tr
         "weights": decoder_parameters(model).total * size / serving.tensor_parallel,
         "activations": serving.step_tokens * widest * float(size),
     }
+    states = serving.sequences * state_cache_bytes(model, serving)
+    if states:
+        parts["states"] = states
     if cuda:
         logits = serving.sequences * shape.vocabulary * (size + _FP32)
         parts["sampler"] = sampler_bytes(model, serving) + logits
@@ -83,12 +88,31 @@ def token_cache_bytes(model: Mapping[str, Any], serving: Serving) -> float:
     """Return the bytes of a token's keys and values in one of a server's processes, in all layers.
 
     Layers with a sliding window count in full, although they need the window's tokens only. With
-    fewer key/value heads than processes, several hold the same ones.
+    fewer key/value heads than processes, several hold the same ones. Layers without attention have
+    none; latent attention has its latent vector, whole in each process.
     """
     decoder = decoder_parameters(model)
+    if decoder.shape.kinds:
+        return _described_cache(decoder, serving)
     copies = max(1.0, serving.tensor_parallel / decoder.shape.key_value_heads)
     whole = 2 * decoder.shape.layers * decoder.keys * BYTES[serving.dtype]
     return whole * copies / serving.tensor_parallel
+
+
+def _described_cache(decoder: DecoderParameters, serving: Serving) -> float:
+    numbers = 0.0
+    for layer in decoder.shape.kinds:
+        latent = any(one.name == "kv_b_proj" for one in layer.matrices)
+        copies = max(1.0, serving.tensor_parallel / decoder.shape.key_value_heads)
+        numbers += layer.cache if latent else layer.cache * copies / serving.tensor_parallel
+    return numbers * BYTES[serving.dtype]
+
+
+def state_cache_bytes(model: Mapping[str, Any], serving: Serving) -> float:
+    """Return the bytes of a sequence's states in one of a server's processes: of recurrences, in
+    fp32, and of the last tokens for their convolutions. It does not grow with the sequence."""
+    states = sum(one.state for one in decoder_parameters(model).shape.kinds)
+    return states * _FP32 / serving.tensor_parallel
 
 
 def sampler_bytes(model: Mapping[str, Any], serving: Serving) -> float:

@@ -56,6 +56,10 @@ class Plan:
     chosen: Mapping[str, str] = field(default_factory=dict)
     """What the config leaves open, by setting: the value chosen for these GPUs, and why."""
     warnings: list[str] = field(default_factory=list)
+    active_parameters: int | None = None
+    """Of a mixture of experts, those that are active for a token."""
+    attending: str | None = None
+    """How many layers attend, in words, unless all do."""
 
     @property
     def validations(self) -> int:
@@ -110,7 +114,9 @@ def plan_text(plan: Plan) -> str:
     seconds = plan.seconds
     lines = [f"\nPlan: {plan.model}"]
     trained = "" if plan.trained_parameters == plan.parameters else f", {si_spaced(plan.trained_parameters)} of them trained"
-    lines += _row("model", f"{si_spaced(plan.parameters)} parameters{trained}")
+    active = f", {si_spaced(plan.active_parameters)} of them active for a token" if plan.active_parameters else ""
+    attending = f"; {plan.attending}" if plan.attending else ""
+    lines += _row("model", f"{si_spaced(plan.parameters)} parameters{active}{trained}{attending}")
     processes = f", {plan.processes} trainer processes" if plan.processes > 1 else ""
     gpus = f", {plan.machine.gpus} of them" if plan.machine.gpus > 1 else ""
     speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"

@@ -20,7 +20,7 @@ from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.recipe import model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters, trained_parameters
+from ttrl.costs.parameters import DecoderParameters, decoder_parameters, is_known, trained_parameters
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.plans.choices import choose
@@ -136,6 +136,7 @@ def make_plan(
         *(() if choices.problem is None else [choices.problem]),
         *([f"the run's measured seconds do not count for this plan, which differs in {', '.join(others[:6])}"] if others else ()),
         *warned,
+        *([] if is_known(model) else [_not_known(model)]),
     ]
     return Plan(
         model=named,
@@ -158,6 +159,8 @@ def make_plan(
         with_server=not recipe_only,
         chosen={name: f"{str(value_of(config, name)).lower()} ({why})" for name, why in choices.reasons.items()},
         warnings=notes,
+        active_parameters=decoder.active if decoder.active < decoder.total else None,
+        attending=_attending(decoder),
     )
 
 
@@ -285,6 +288,25 @@ def _say_published(model: str) -> None:
 def iteration_folders(run: Path) -> list[Path]:
     """Return the iteration folders of a run, ascending."""
     return sorted((run / "iterations").glob("[0-9]*"))
+
+
+def _not_known(model: Mapping[str, Any]) -> str:
+    """Say that a model is counted as what it may not be."""
+    kind = model_settings(model).get("model_type")
+    return (
+        f"the model type {kind!r} is not known to the planner: parameters, FLOPs and memory are those of a plain dense "
+        "decoder of its width, without experts or recurrences; measure with --probe, or compare with its files' sizes"
+    )
+
+
+def _attending(decoder: DecoderParameters) -> str | None:
+    """Say how many layers attend, unless all do."""
+    kinds = decoder.shape.kinds
+    attending = sum(1 for one in kinds if one.pair)
+    if attending == len(kinds):
+        return None
+    recurrent = sum(1 for one in kinds if one.state)
+    return f"{attending} of its {len(kinds)} layers attend, {recurrent} keep a state"
 
 
 def _largest_matrix(decoder: DecoderParameters) -> tuple[int, int]:

@@ -21,24 +21,13 @@ from torch.nn import functional as F
 from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs, linear_nf4, to_nf4
 
 from ttrl.configs import TrainingConfig
-from ttrl.configs.recipe import NF4_BLOCK
+from ttrl.configs.recipe import MATRIX_NAMES, NF4_BLOCK
 from ttrl.errors import ConfigError
 from ttrl.training.kernels.cpu_products import SumOfProducts, product_of
 from ttrl.training.kernels.widening import NARROW
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
-OTHER_NAMES: dict[str, tuple[str, ...]] = {
-    "q_proj": ("q_a_proj", "q_b_proj", "qkv_proj"),
-    "k_proj": ("kv_a_proj_with_mqa", "qkv_proj"),
-    "v_proj": ("kv_b_proj", "qkv_proj"),
-    "output_proj": ("o_proj", "out_proj", "dense"),
-    "w1": ("gate_proj", "gate_up_proj", "fc1"),
-    "w2": ("down_proj", "fc2"),
-    "w3": ("up_proj", "gate_up_proj"),
-    "output": (),
-}
-"""Names of the same matrices in transformers' classes. Some hold several in one."""
 ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
 _SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
 
@@ -233,7 +222,7 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
     that do not fit into 4 bits."""
     assert config.lora_rank is not None
     decoder.requires_grad_(False)
-    wanted = set(config.lora_targets).union(*(OTHER_NAMES[name] for name in config.lora_targets))
+    wanted = set(config.lora_targets).union(*(MATRIX_NAMES[name] for name in config.lora_targets))
     found = {
         name: module
         for name, module in decoder.named_modules()

@@ -1,0 +1,503 @@
+"""Say of which layers a model consists that is no plain dense decoder, by its model_type.
+
+Sizes, names and defaults are those of transformers' configs and classes. `layers_of` knows those of
+`tools/check_models.py`; tests/costs/test_families.py compares every one with the class itself.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ttrl.costs.layers import (
+    NOTHING,
+    Layer,
+    Matrix,
+    Values,
+    attention,
+    delta_rule,
+    experts,
+    feed_forward,
+    kimi_delta_attention,
+    latent_attention,
+    mamba2,
+    norms,
+    short_convolution,
+)
+
+_FULL = ("full_attention", "attention", "hybrid")
+_SLIDING = "sliding_attention"
+_FUSED = ("gate_up_proj", "down_proj")
+_LFM2 = ("w1", "w3", "w2")
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """A model, layer by layer."""
+
+    layers: tuple[Layer, ...]
+    outside: Layer = NOTHING
+    """What each token passes besides, embeddings, last norm and head apart."""
+    looked_up: int = 0
+    """Entries of further tables of embeddings."""
+    norm_vectors: int = 1
+    """What the last norm has: 1 (a weight) or 2 (and a bias)."""
+    head_bias: bool = False
+
+
+def knows(model_type: str) -> bool:
+    """Tell whether `layers_of` counts a model_type."""
+    return model_type in _FAMILIES
+
+
+def layers_of(config: Mapping[str, Any]) -> Kinds | None:
+    """Return the layers that a config.json describes; None where its model_type is not known here.
+
+    config: of the text part. Raises ModelFolderError where it lacks a number.
+    """
+    family = _FAMILIES.get(str(config.get("model_type")))
+    return None if family is None else family(Values(config))
+
+
+# Which layer is of which kind
+
+
+def _types(values: Values, every: int = 0, others: str = _SLIDING) -> list[str]:
+    """Return each layer's type. every: how often a layer has full attention where config.json does
+    not say; 0: always."""
+    count = values.number("num_hidden_layers")
+    given = values.get("layer_types", "layers_block_type")
+    if given is not None:
+        return list(given)
+    every = values.get("full_attention_interval", "sliding_window_pattern", default=every)
+    if not isinstance(every, int) or not every:
+        return ["full_attention"] * count
+    return [others if (number + 1) % every else "full_attention" for number in range(count)]
+
+
+def _window(values: Values, kind: str) -> int | None:
+    window: int | None = values.get("sliding_window")
+    return window if kind == _SLIDING else None
+
+
+def _is_sparse(values: Values, number: int) -> bool:
+    """Tell whether a layer of Qwen's has experts."""
+    if number in values.get("mlp_only_layers", default=()):
+        return False
+    return not (number + 1) % values.number("decoder_sparse_step", default=1)
+
+
+def _is_behind_dense(values: Values, number: int, first: int) -> bool:
+    """Tell whether a layer has experts where the first ones are dense."""
+    given = values.get("mlp_layer_types")
+    if given is not None:
+        return bool(given[number] == "sparse")
+    return number >= values.number("first_k_dense_replace", default=first)
+
+
+# Families whose layers attend
+
+
+_Halves = Callable[[Values, int, str], Layer]
+"""A part of the layer of a number and a type."""
+
+
+def _family(
+    mixer: _Halves, half: _Halves, *, every: int = 0, others: str = _SLIDING, **of_model: Any
+) -> Callable[[Values], Kinds]:
+    """Return a family: a layer is its mixer and its feed-forward half, each with its norms."""
+
+    def made(values: Values) -> Kinds:
+        types = _types(values, every, others)
+        layers = tuple(mixer(values, n, kind) + half(values, n, kind) for n, kind in enumerate(types))
+        return Kinds(layers, **of_model)
+
+    return made
+
+
+def _attends(
+    count: int = 2,
+    *,
+    vectors: int = 1,
+    bias: str = "attention_bias",
+    biased: bool = False,
+    output_bias: str | None = None,
+    output_biased: bool = False,
+    every_layer: bool = False,
+    more: int = 0,
+    **how: Any,
+) -> _Halves:
+    """Return attention with all the norms of its layer.
+
+    count: of norms. bias: the setting that says whether it has any, output_bias of the output's own;
+    biased and output_biased: where config.json does not. every_layer: whether all have the window.
+    more: vectors of H entries.
+    """
+
+    def mixer(values: Values, number: int, kind: str) -> Layer:
+        of_output = None
+        if output_bias is not None:
+            of_output = bool(values.get(output_bias, default=output_biased))
+        window = _window(values, _SLIDING if every_layer else kind)
+        own = bool(values.get(bias, default=biased))
+        part = attention(values, bias=own, output_bias=of_output, window=window, **how)
+        return part + norms(values, count, vectors) + Layer(vectors=more * values.heads)
+
+    return mixer
+
+
+def _dense(names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), bias: str = "mlp_bias") -> _Halves:
+    def half(values: Values, number: int, kind: str) -> Layer:
+        width = values.number("intermediate_size")
+        return feed_forward(values, width, names=names, bias=bool(values.get(bias)))
+
+    return half
+
+
+def _mixture(**how: Any) -> _Halves:
+    """Return experts in every layer, as wide as a dense layer would be."""
+    return lambda values, number, kind: experts(values, values.number("intermediate_size"), **how)
+
+
+def _qwen_mixture(values: Values, number: int, kind: str) -> Layer:
+    if not _is_sparse(values, number):
+        return feed_forward(values, values.number("intermediate_size"))
+    found = experts(values, values.number("moe_intermediate_size"))
+    shared = values.get("shared_expert_intermediate_size")
+    if shared:
+        found += feed_forward(values, shared) + Layer((Matrix("shared_expert_gate", values.width, 1),))
+    return found
+
+
+def _with_shared(first: int, shared: int = 1) -> _Halves:
+    """Return the mixture of DeepSeek and others. first: dense layers, shared: such experts, where
+    config.json does not say."""
+
+    def half(values: Values, number: int, kind: str) -> Layer:
+        if not _is_behind_dense(values, number, first):
+            return feed_forward(values, values.number("intermediate_size"), bias=bool(values.get("mlp_bias")))
+        width = values.number("moe_intermediate_size")
+        always = values.number("n_shared_experts", "num_shared_experts", default=shared)
+        return experts(values, width) + feed_forward(values, always * width)
+
+    return half
+
+
+def _ernie_mixture(values: Values, number: int, kind: str) -> Layer:
+    last = values.get("moe_layer_end_index", default=-1)
+    last = values.number("num_hidden_layers") - 1 if last == -1 else last
+    every = values.number("moe_layer_interval", default=1)
+    bias = bool(values.get("use_bias"))
+    inside = values.number("moe_layer_start_index", default=1) <= number <= last
+    if not inside or (number + 1) % every:
+        return feed_forward(values, values.number("intermediate_size"), bias=bias)
+    width = values.number("moe_intermediate_size")
+    always = values.number("moe_num_shared_experts", default=2)
+    count = values.number("moe_num_experts")  # a bias that balances, for each
+    return experts(values, width) + feed_forward(values, always * width, bias=bias) + Layer(vectors=count)
+
+
+def _hunyuan_mixture(values: Values, number: int, kind: str) -> Layer:
+    width = values.number("intermediate_size")
+    return experts(values, width) + feed_forward(values, width)
+
+
+def _latent(values: Values, number: int, kind: str) -> Layer:
+    return latent_attention(values) + norms(values, 2)
+
+
+# Families with recurrences
+
+
+def _qwen_hybrid(values: Values, number: int, kind: str) -> Layer:
+    if kind == "linear_attention":
+        return delta_rule(values) + norms(values, 2)
+    bias = bool(values.get("attention_bias"))
+    head_dim = values.number("head_dim", default=256)
+    own = attention(values, query_key_norms="head", bias=bias, gated=True, head_dim=head_dim)
+    return own + norms(values, 2)
+
+
+def _olmo_hybrid(values: Values, number: int, kind: str) -> Layer:
+    if kind == "linear_attention":
+        names = ("q_proj", "k_proj", "v_proj")
+        return delta_rule(values, names=names, output="o_proj") + norms(values, 2)
+    return _attends(query_key_norms="width")(values, number, kind)
+
+
+def _kimi(values: Values) -> Kinds:
+    """Count Kimi Linear, whose published config.json has settings of its own for the recurrence."""
+    config, own = dict(values.config), values.get("linear_attn_config", default={})
+    if own:
+        config |= {"linear_num_heads": own["num_heads"], "linear_head_dim": own["head_dim"]}
+        config["linear_conv_kernel_dim"] = own.get("short_conv_kernel_size", 4)
+        full = {number - 1 for number in own.get("full_attn_layers", ())}
+        count = values.number("num_hidden_layers")
+        kinds = ["full_attention" if n in full else "linear_attention" for n in range(count)]
+        config.setdefault("layer_types", kinds)
+
+    def mixer(values: Values, number: int, kind: str) -> Layer:
+        own = latent_attention(values) if kind in _FULL else kimi_delta_attention(values)
+        return own + norms(values, 2)
+
+    return _family(mixer, _with_shared(1))(Values(config))
+
+
+def _mamba_or_attention(count: int = 2) -> _Halves:
+    def mixer(values: Values, number: int, kind: str) -> Layer:
+        if kind in _FULL and number not in values.get("mamba_layers", default=()):
+            return _attends(count)(values, number, kind)
+        return mamba2(values, bias=bool(values.get("mamba_proj_bias"))) + norms(values, count)
+
+    return mixer
+
+
+def _granite_hybrid_half(values: Values, number: int, kind: str) -> Layer:
+    shared = values.number("shared_intermediate_size")
+    found = feed_forward(values, shared, names=("input_linear", "output_linear"))
+    if values.get("num_local_experts"):
+        found += experts(values, values.number("intermediate_size"))
+    return found
+
+
+def _bamba(values: Values) -> Kinds:
+    attending = values.get("attn_layer_indices", default=())
+    count = values.number("num_hidden_layers")
+    kinds = ["attention" if number in attending else "mamba" for number in range(count)]
+    given = Values({**values.config, "layer_types": kinds})
+    return _family(_mamba_or_attention(), _dense())(given)
+
+
+def _falcon_h1_mixer(values: Values, number: int, kind: str) -> Layer:
+    """Count attention and a recurrence side by side."""
+    bias, output = bool(values.get("mamba_proj_bias")), bool(values.get("projectors_bias"))
+    normed = bool(values.get("mamba_rms_norm"))
+    scan = mamba2(values, normed=normed, bias=bias, output_bias=output)
+    return scan + _attends()(values, number, kind)
+
+
+_NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron_h(values: Values) -> Kinds:
+    """Count Nemotron-H, where a layer is one of four things."""
+    kinds = values.get("layers_block_type", "layer_types")
+    if kinds is None:
+        kinds = [_NEMOTRON_LETTERS[one] for one in values.get("hybrid_override_pattern", default="")]
+    return Kinds(tuple(_nemotron_layer(values, kind) + norms(values, 1) for kind in kinds))
+
+
+def _nemotron_layer(values: Values, kind: str) -> Layer:
+    names, bias = ("up_proj", "down_proj"), bool(values.get("mlp_bias"))
+    if kind in _FULL:
+        return attention(
+            values,
+            bias=bool(values.get("attention_bias")),
+            head_dim=values.number("head_dim", default=128),
+        )
+    if kind == "mlp":
+        return feed_forward(values, values.number("intermediate_size"), names=names, bias=bias)
+    if kind != "moe":
+        return mamba2(values, bias=bool(values.get("use_bias")))
+    latent = values.get("moe_latent_size")
+    shared = values.number("moe_shared_expert_intermediate_size", default=7688)
+    found = experts(values, values.number("moe_intermediate_size"), gated=False, outer=latent)
+    found += feed_forward(values, shared, names=names, bias=bias)
+    if latent:
+        around = (
+            Matrix("fc1_latent_proj", values.width, latent),
+            Matrix("fc2_latent_proj", latent, values.width),
+        )
+        found += Layer(around, vectors=(latent + values.width) * bias)
+    return found
+
+
+def _lfm2_mixer(values: Values, number: int, kind: str) -> Layer:
+    if kind == "conv":
+        return short_convolution(values) + norms(values, 2)
+    return attention(values, query_key_norms="head", output="out_proj") + norms(values, 2)
+
+
+def _lfm2(values: Values) -> Kinds:
+    attending = values.get("full_attn_idxs")
+    if attending is not None and values.get("layer_types") is None:
+        count = values.number("num_hidden_layers")
+        kinds = ["full_attention" if number in attending else "conv" for number in range(count)]
+        values = Values({**values.config, "layer_types": kinds})
+    width = values.number("block_ff_dim", "intermediate_size")
+    if values.get("block_auto_adjust_ff_dim", default=True):
+        width = int(values.get("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
+        multiple = values.number("block_multiple_of", default=256)
+        width = multiple * -(-width // multiple)
+    return _family(_lfm2_mixer, lambda values, number, kind: feed_forward(values, width, names=_LFM2))(values)
+
+
+def _lfm2_mixture(values: Values, number: int, kind: str) -> Layer:
+    if number < values.number("num_dense_layers", default=2):
+        return feed_forward(values, values.number("intermediate_size"), names=_LFM2)
+    return experts(values, values.number("moe_intermediate_size"))
+
+
+# Gemma
+
+
+def _per_layer_inputs(values: Values) -> tuple[Layer, Layer, int]:
+    """Return what each layer and the model have for inputs of each layer, and the entries of their
+    table."""
+    width = values.get("hidden_size_per_layer_input", default=256)
+    if not width:
+        return Layer(), Layer(), 0
+    all_layers = values.number("num_hidden_layers") * width
+    gates = (
+        Matrix("per_layer_input_gate", values.width, width),
+        Matrix("per_layer_projection", width, values.width),
+    )
+    outside = Layer((Matrix("per_layer_model_projection", values.width, all_layers),), vectors=width)
+    table = values.number("vocab_size_per_layer_input", default=262_144) * all_layers
+    return Layer(gates, kept=3 * width) + norms(values, 1), outside, table
+
+
+def _gemma3n(values: Values) -> Kinds:
+    width, streams = values.width, values.number("altup_num_inputs", default=4)
+    rank = values.number("laurel_rank", default=64)
+    each, outside, table = _per_layer_inputs(values)
+    small = (
+        Matrix("laurel", width, rank),
+        Matrix("laurel", rank, width),
+        Matrix("modality_router", width, streams),
+    )
+    each += Layer(small, vectors=width + streams**2 + streams**3, kept=2 * streams * width) + norms(values, 6)
+    widths = values.get("intermediate_size")
+    kinds, layers = _types(values, 5), []
+    shared = len(kinds) - values.number("num_kv_shared_layers", default=15)
+    for number, kind in enumerate(kinds):
+        own = widths[number] if isinstance(widths, list | tuple) else values.number("intermediate_size")
+        part = attention(values, query_key_norms="head", window=_window(values, kind))
+        if 0 < shared <= number:
+            part = _without_keys(part, values.head_dim)
+        layers.append(part + feed_forward(values, own) + each)
+    around = Matrix("altup_projections", (2 * streams - 2) * width, width)
+    return Kinds(tuple(layers), outside + Layer((around,)), table)
+
+
+def _gemma4(values: Values) -> Kinds:
+    each, outside, table = _per_layer_inputs(values)
+    each += norms(values, 4)
+    if values.get("enable_moe_block"):
+        count = values.number("num_experts")
+        each += experts(values, values.number("moe_intermediate_size")) + norms(values, 3)
+        each += Layer(vectors=values.width + count)
+    kinds, layers = _types(values, 6), []
+    shared = len(kinds) - values.number("num_kv_shared_layers", default=0)
+    for number, kind in enumerate(kinds):
+        reused = 0 < shared <= number
+        part = _gemma4_attention(values, kind, reused)
+        double = 2 if reused and values.get("use_double_wide_mlp") else 1
+        layers.append(part + feed_forward(values, double * values.number("intermediate_size")) + each)
+    return Kinds(tuple(layers), outside, table)
+
+
+def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
+    dim, heads = values.number("head_dim", default=256), values.key_value_heads
+    as_keys = False
+    if kind != _SLIDING:
+        dim = values.number("global_head_dim", default=512)
+        as_keys = bool(values.get("attention_k_eq_v"))
+        heads = values.number("num_global_key_value_heads", default=heads) if as_keys else heads
+    bias = bool(values.get("attention_bias"))
+    part = attention(
+        values,
+        query_key_norms="head",
+        bias=bias,
+        window=_window(values, kind),
+        head_dim=dim,
+        key_value_heads=heads,
+    )
+    if reused:
+        return _without_keys(part, dim)
+    return _without(part, ("v_proj",)) if as_keys else part
+
+
+def _without(part: Layer, names: tuple[str, ...], vectors: int = 0) -> Layer:
+    """Return attention that lacks some of its matrices."""
+    left = tuple(one for one in part.matrices if one.name not in names)
+    return Layer(
+        left,
+        part.vectors - vectors,
+        pair=part.pair,
+        window=part.window,
+        cache=part.cache,
+        kept=part.kept,
+    )
+
+
+def _without_keys(part: Layer, head_dim: int) -> Layer:
+    """Return attention that reads the keys and values of a layer before it."""
+    left = _without(part, ("k_proj", "v_proj"), head_dim)
+    return Layer(left.matrices, left.vectors, pair=left.pair, window=left.window, kept=left.kept)
+
+
+# By model_type
+
+
+def _stablelm(values: Values) -> Kinds:
+    count = 1 if values.get("use_parallel_residual") else 2
+    per_head = "heads" if values.get("qk_layernorm") else ""
+    mixer = _attends(count, vectors=2, bias="use_qkv_bias", output_bias="", query_key_norms=per_head)
+    return _family(mixer, _dense(bias=""), norm_vectors=2)(values)
+
+
+def _phimoe(values: Values) -> Kinds:
+    mixer, head = _attends(vectors=2, every_layer=True), bool(values.get("lm_head_bias"))
+    return _family(mixer, _mixture(), norm_vectors=2, head_bias=head)(values)
+
+
+def _ernie_moe(values: Values) -> Kinds:
+    mixer = _attends(bias="use_bias")
+    return _family(mixer, _ernie_mixture, head_bias=bool(values.get("use_bias")))(values)
+
+
+def _glm4_moe(values: Values) -> Kinds:
+    per_head = "head" if values.get("use_qk_norm") else ""
+    return _family(_attends(output_bias="", query_key_norms=per_head), _with_shared(1))(values)
+
+
+_FAMILIES: dict[str, Callable[[Values], Kinds]] = {
+    "qwen2_moe": _family(_attends(bias="qkv_bias", biased=True, output_bias=""), _qwen_mixture),
+    "qwen3_moe": _family(_attends(query_key_norms="head"), _qwen_mixture),
+    "qwen3_next": _family(_qwen_hybrid, _qwen_mixture, every=4, others="linear_attention"),
+    "qwen3_5_text": _family(_qwen_hybrid, _dense(), every=4, others="linear_attention"),
+    "qwen3_5_moe_text": _family(_qwen_hybrid, _qwen_mixture, every=4, others="linear_attention"),
+    "gemma3n_text": _gemma3n,
+    "gemma4_text": _gemma4,
+    "ministral3": _family(_attends(every_layer=True), _dense()),
+    "mixtral": _family(_attends(every_layer=True), _mixture()),
+    "phimoe": _phimoe,
+    "gpt_oss": _family(_attends(biased=True, more=1), _mixture(bias=True), every=2),
+    "glm4": _family(_attends(4, biased=True, output_bias=""), _dense(_FUSED)),
+    "glm4_moe": _glm4_moe,
+    "deepseek_v2": _family(_latent, _with_shared(0, 2)),
+    "deepseek_v3": _family(_latent, _with_shared(3)),
+    "granite": _family(_attends(), _dense()),
+    "granitemoe": _family(_attends(), _mixture()),
+    "granitemoehybrid": _family(_mamba_or_attention(), _granite_hybrid_half),
+    "lfm2": _lfm2,
+    "lfm2_moe": _family(_lfm2_mixer, _lfm2_mixture),
+    "olmo2": _family(_attends(query_key_norms="width"), _dense()),
+    "olmo3": _family(_attends(query_key_norms="width"), _dense(), every=4),
+    "olmoe": _family(_attends(query_key_norms="width"), _mixture()),
+    "olmo_hybrid": _family(_olmo_hybrid, _dense(), every=4, others="linear_attention"),
+    "smollm3": _family(_attends(), _dense()),
+    "falcon_h1": _family(_falcon_h1_mixer, _dense()),
+    "nemotron_h": _nemotron_h,
+    "bamba": _bamba,
+    "seed_oss": _family(_attends(biased=True, output_bias="attention_out_bias"), _dense()),
+    "ernie4_5": _family(_attends(bias="use_bias"), _dense(bias="use_bias")),
+    "ernie4_5_moe": _ernie_moe,
+    "hunyuan_v1_dense": _family(_attends(query_key_norms="head"), _dense()),
+    "hunyuan_v1_moe": _family(_attends(query_key_norms="head"), _hunyuan_mixture),
+    "minimax_m2": _family(_attends(query_key_norms="width"), _mixture()),
+    "kimi_linear": _kimi,
+    "cohere2": _family(_attends(1), _dense(), every=4),
+    "exaone4": _family(_attends(query_key_norms="head"), _dense(), every=4),
+    "stablelm": _stablelm,
+}
