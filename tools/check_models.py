@@ -17,6 +17,7 @@ A cell holds what was measured, or the reason in words why not.
 import argparse
 import json
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -46,6 +47,8 @@ HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 FAILURES = (UserError, AssertionError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError, ImportError)
 LIMIT = 1e-10
 """Of differences in float64."""
+SERVED_LIMIT = 1e-3
+"""Of log-probabilities of a server in fp32, in nats."""
 _SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -386,8 +389,10 @@ def check_served(folder: Path, out: Path) -> str:
     unchecked = (
         "" if comparison is None or not comparison.unchecked else f", {comparison.unchecked:,} numbers by the canary alone"
     )
-    fell_back = f"; {report.fell_back}" if report.fell_back else ""
-    return f"{report.canary_max_difference:.0e}{unchecked}{fell_back}"
+    restarts = "; restarts" if report.fell_back else ""
+    if report.canary_max_difference > SERVED_LIMIT:
+        return f"no: with the same weights it differs by {report.canary_max_difference:.0e}"
+    return f"{report.canary_max_difference:.0e}{unchecked}{restarts}"
 
 
 class Row(NamedTuple):
@@ -433,6 +438,8 @@ def _reason(error: Exception) -> str:
     words = str(error).replace("\n", " ").replace("|", "/")
     if "does not compute: " in words:
         words = words.partition("does not compute: ")[2]
+    if logged := re.search(r"ERROR [^\]]*\] (.*)", words):
+        words = f"vLLM: {logged[1]}"
     kind = "" if isinstance(error, UserError | AssertionError) else f"{type(error).__name__}: "
     return f"no: {kind}{words[:160]}"
 

@@ -97,7 +97,8 @@ def test_ctrl_c_in_the_middle(tmp_path, how):
     if "caught" in how:
         assert rest == ["interrupted"]
         slow_callback = "Executing <"  # what asyncio's debug mode says on a busy machine
-        assert [line for line in err.splitlines() if not line.startswith(slow_callback) and "sampling" not in line] == []
+        usual = (slow_callback, server.url)  # the server is taken out where all of its faults come at once
+        assert [line for line in err.splitlines() if not line.startswith(usual) and "sampling" not in line] == []
         assert process.returncode == 0
     else:
         assert err.rstrip().endswith("KeyboardInterrupt")

@@ -47,7 +47,8 @@ def test_packed_rows_are_samples_one_by_one(name, folder_of, one_thread):
     """Long for classes that have no kind of layer of their own: only this proves their packed rows. One class of each
     kind of layer stays.
     """
-    assert check_models.check_packed(folder_of(name)) <= check_models.LIMIT
+    limit = 1e-9 if name == "gemma3n" else check_models.LIMIT  # whose tiny gradients nearly cancel
+    assert check_models.check_packed(folder_of(name)) <= limit
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss", "granite_hybrid"])
