@@ -131,7 +131,7 @@ MODELS = {
     "glm4": Model("GLM 4", "Glm4Config", _HEADS),
     "glm4_moe": Model("GLM 4 MoE", "Glm4MoeConfig", {**_ROUTED_EXPERTS, **_HEADS}),
     "deepseek_v2": Model("DeepSeek V2", "DeepseekV2Config", {**_ROUTED_EXPERTS, **_LATENT, "topk_method": "greedy"}),
-    "deepseek_v3": Model("DeepSeek V3", "DeepseekV3Config", {**_ROUTED_EXPERTS, **_LATENT}),
+    "deepseek_v3": Model("DeepSeek V3", "DeepseekV3Config", {**_ROUTED_EXPERTS, **_LATENT, "topk_method": "noaux_tc"}),
     "granite": Model("Granite 3", "GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
     "granite_moe": Model("Granite 3 MoE", "GraniteMoeConfig", _LOCAL_EXPERTS),
     "granite_hybrid": Model(
