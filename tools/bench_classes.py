@@ -65,7 +65,8 @@ def samples(prompt: int, completions: int, length: int) -> list[TokenizedResult]
 def rows_of(results: Sequence[TokenizedResult], together: bool) -> list[tuple[Tensor, ...]]:
     """Return what a policy is given: one row for the group, or rows with a sample each."""
     if together:
-        length = sum(len(one.token_ids) for one in results)
+        prompt = results[0].prompt_length
+        length = prompt + sum(len(one.token_ids) - prompt for one in results)
         return [policy_rows(packed_tensors_from_tokenized_results(results, seq_len=length, pad_id=0, shortest_shared=1))]
     length = len(results[0].token_ids)
     return [policy_rows(packed_tensors_from_tokenized_results([one], seq_len=length, pad_id=0)) for one in results]
