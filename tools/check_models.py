@@ -85,8 +85,6 @@ class Model(NamedTuple):
     """The class of its config in transformers."""
     settings: Mapping[str, Any] = {}
     sizes: Mapping[str, Any] = _SIZES
-    published: str = ""
-    """Models that people know."""
 
 
 MODELS = {

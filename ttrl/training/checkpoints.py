@@ -27,6 +27,7 @@ from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text, model_files
 from ttrl.training.canary import compute_canary
 from ttrl.training.models.architecture import uses_transformers
+from ttrl.training.models.layouts import EMBEDDINGS, HEAD, layout_of_class
 from ttrl.training.models.weights import (
     Stored,
     bytes_of,
@@ -123,26 +124,29 @@ def _entries_as_in(folder: Path, policy: Policy, entries: list[CheckpointTensor]
     if not uses_transformers(config):
         return _entries_beside_text(folder, entries)
     places = names_in(folder, config)
+    tied = config.tie_word_embeddings
     renamed = [entry._replace(name=places[entry.name][1]) for entry in entries]
     own = {entry.name for entry in renamed}
     others = []
     for file, name, tensor in iter_stored(folder):
-        if name not in own and name != "lm_head.weight":
+        if name not in own and not (tied and name.endswith(HEAD)):
             others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)))
-    if policy.decoder.config.tie_word_embeddings and "lm_head.weight" in stored_names(folder):
-        renamed.append(_tied_head(renamed))
-    return renamed + others
+    heads = []
+    if tied:
+        (embeddings,) = layout_of_class(config)[0].views(f"{EMBEDDINGS}.weight", torch.empty(0))
+        source = next(entry for entry in renamed if entry.name == places[embeddings][1])
+        heads = [_copied(source, name) for name in stored_names(folder) if name.endswith(HEAD)]
+    return renamed + others + heads
 
 
-def _tied_head(entries: list[CheckpointTensor]) -> CheckpointTensor:
-    """Return the embeddings under the head's name, as a copy."""
-    (embeddings,) = (entry for entry in entries if entry.name.endswith("embed_tokens.weight"))
+def _copied(entry: CheckpointTensor, name: str) -> CheckpointTensor:
+    """Return an entry once more under another name, such as the embeddings as a tied head."""
 
     def gather() -> Tensor | None:
-        whole = embeddings.gather()
+        whole = entry.gather()
         return None if whole is None else whole.clone()
 
-    return embeddings._replace(name="lm_head.weight", gather=gather)
+    return entry._replace(name=name, gather=gather)
 
 
 def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
@@ -226,10 +230,10 @@ def hand_over(
     assert not adapted(policy)
     dtype = torch.bfloat16 if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]) else torch.float32
     tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
-    own = [entry for entry in _entries(policy, dtype, memory.here) if not (tied and entry.name == "lm_head.weight")]
+    own = list(_entries(policy, dtype, memory.here))
     if any(entry.within for entry in own):
         raise StorageError("experts that several processes share are not held out in memory; servers read the checkpoint's files")
-    entries = _entries_as_in(Path(start_folder), policy, own)
+    entries = [entry for entry in _entries_as_in(Path(start_folder), policy, own) if not (tied and entry.name.endswith(HEAD))]
     held = []
     for entry in entries:
         blocks = entry.parameters

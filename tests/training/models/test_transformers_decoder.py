@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ttrl.configs.recipe import TrainingConfig
 from ttrl.errors import ConfigError, ModelFolderError
+from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.models.architecture import read_config, uses_transformers
 from ttrl.training.models.weights import iter_weights
 from ttrl.training.policy.policy import fill_parameters
@@ -54,6 +55,31 @@ def test_packed_rows_are_samples_one_by_one(name, folder_of, one_thread):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss", "granite_hybrid"])
 def test_a_checkpoint_is_the_folder_that_it_was_loaded_from(name, folder_of, tmp_path, one_thread):
     assert check_models.check_files(folder_of(name), tmp_path / "checkpoint") > 20
+
+
+def test_a_model_with_towers_keeps_them_and_the_tied_head_follows_the_embeddings(tmp_path, one_thread):
+    """The text part lies under a prefix of its own; another part has embeddings, too."""
+    folder = check_models.write_model("qwen3_5", tmp_path / "model")
+    values = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors.pop("lm_head.weight")
+    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    stored["lm_head.weight"] = stored["model.language_model.embed_tokens.weight"].clone()
+    stored |= {"model.audio.embed_tokens.weight": torch.ones(2, 2), "model.visual.proj.weight": torch.ones(3)}
+    assert head.shape == stored["lm_head.weight"].shape
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps({**outer, "text_config": values, "vocab_size": values["vocab_size"]}))
+    policy = check_models.loaded(folder)
+    with torch.no_grad():
+        policy.decoder.tok_embeddings.weight += 1.0
+    save_checkpoint(tmp_path / "out", policy, folder, check_models.HERE)
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert after.keys() == stored.keys()
+    moved = stored["model.language_model.embed_tokens.weight"] + 1.0
+    for name, tensor in stored.items():
+        is_embedding = name in ("lm_head.weight", "model.language_model.embed_tokens.weight")
+        assert torch.equal(after[name], moved if is_embedding else tensor), name
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "deepseek_v3", "phi3"])

@@ -165,15 +165,10 @@ def _problems(config: PretrainedConfig) -> list[str]:
     known = config.model_type in FAMILIES
     if not known:
         problems.append(f"the model type {config.model_type!r} (there are {', '.join([*FAMILIES, *COMPOSITES])})")
-    if getattr(config, "is_encoder_decoder", False):
-        problems.append("an encoder in addition to the decoder")
+    problems += _problems_of_any(config)
     experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
     if experts:
         problems.append(f"a mixture of experts ({experts[0]})")
-    if getattr(config, "quantization_config", None):
-        problems.append("quantised weights (train the unquantised model; adapters over quantised weights are another setting)")
-    if getattr(config, "use_bidirectional_attention", False):
-        problems.append("attention to later tokens (use_bidirectional_attention)")
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     if any(value is None for key, value in rope.items() if key in (getattr(config, "layer_types", None) or [])):
@@ -193,6 +188,18 @@ def _problems(config: PretrainedConfig) -> list[str]:
     return problems
 
 
+def _problems_of_any(config: PretrainedConfig) -> list[str]:
+    """Return what neither decoder computes."""
+    problems = []
+    if getattr(config, "is_encoder_decoder", False):
+        problems.append("an encoder in addition to the decoder")
+    if getattr(config, "quantization_config", None):
+        problems.append("quantised weights (train the unquantised model; adapters over quantised weights are another setting)")
+    if getattr(config, "use_bidirectional_attention", False):
+        problems.append("attention to later tokens (use_bidirectional_attention)")
+    return problems
+
+
 def uses_transformers(config: PretrainedConfig) -> bool:
     """Tell whether a config that `read_config` gave is for transformers' own class."""
     chosen: Chosen = getattr(config, "ttrl_decoder", "auto")
@@ -204,13 +211,7 @@ def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
     kind = config.model_type
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return [f"the model type {kind!r}, for which neither ttrl nor transformers has a decoder of text"]
-    problems = []
-    if getattr(config, "is_encoder_decoder", False):
-        problems.append("an encoder in addition to the decoder")
-    if getattr(config, "quantization_config", None):
-        problems.append("quantised weights (train the unquantised model; adapters over quantised weights are another setting)")
-    if getattr(config, "use_bidirectional_attention", False):
-        problems.append("attention to later tokens (use_bidirectional_attention)")
+    problems = _problems_of_any(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     for one in sorted({str(one.get("rope_type")) for one in ropes} & {"dynamic", "longrope"}):

@@ -168,14 +168,19 @@ class Prefixes(NamedTuple):
 
 def prefixes_among(stored: Iterable[str], own: Iterable[str]) -> Prefixes:
     """Return the prefixes of a folder's names: a model with towers keeps its text part under one of
-    its own. `own`: names of the layout."""
-    names = set(stored)
-    embeddings = next((name for name in own if name.endswith(_THEIR_EMBEDDINGS)), None)
-    if embeddings is None or embeddings in names:
-        return Prefixes()
-    bases = sorted(name.removesuffix(_THEIR_EMBEDDINGS) for name in names if name.endswith(_THEIR_EMBEDDINGS))
-    heads = sorted(name.removesuffix("weight") for name in names if name.endswith(HEAD))
-    return Prefixes(bases[0] if bases else "model.", heads[0] if heads else "lm_head.")
+    its own. Those under which most are there. `own`: names of the layout."""
+    names, wanted = set(stored), set(own)
+    found = Prefixes()
+    if wanted <= names:
+        return found
+    bases = {name.removesuffix(_THEIR_EMBEDDINGS) for name in names if name.endswith(_THEIR_EMBEDDINGS)}
+    heads = {name.removesuffix("weight") for name in names if name.endswith(HEAD)}
+    every = [Prefixes(base, head) for base in sorted({found.base, *bases}) for head in sorted({found.head, *heads})]
+
+    def fits(prefixes: Prefixes) -> int:
+        return sum(prefixes.stored(name) in names for name in wanted)
+
+    return max([found, *every], key=fits)
 
 
 def whole_model(config: PretrainedConfig, **how: Any) -> PreTrainedModel:
@@ -205,12 +210,3 @@ def stored_parameters(whole: PreTrainedModel) -> dict[str, Tensor]:
     tied = bool(whole.config.tie_word_embeddings)
     names, named = names_of(whole), whole.state_dict(keep_vars=True).items()
     return {names.ours(name): tensor for name, tensor in named if not (tied and name == HEAD)}
-
-
-def stored_shapes(layout: Layout, parameters: Mapping[str, Tensor]) -> dict[str, tuple[str, torch.Size]]:
-    """Return of each stored name the parameter that holds it, and the shape."""
-    found = {}
-    for name, parameter in parameters.items():
-        for stored, view in layout.views(name, torch.empty(parameter.shape, device="meta")).items():
-            found[stored] = (name, view.shape)
-    return found

@@ -49,10 +49,6 @@ SCANS = {
 }
 """Functions of transformers' modules that look along the tokens, by name."""
 CONVOLUTION = "causal_conv1d_fn"
-FUSED = "mamba2_split_conv1d_scan_combined"
-"""Computes several of these at once where a package for it is installed; None makes the model go on without it."""
-NOT_PACKED = ("mamba_selective_scan",)
-"""Functions that take no initial state."""
 
 
 @dataclass(eq=False)
@@ -116,7 +112,8 @@ class TransformersDecoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
-        """Stay as it is: what is trained must be what samples."""
+        """Stay as it is: what is trained must be what samples. In training mode, Mamba 2 would also take kernels that do several
+        steps at once, in which no groups can be told apart."""
         return super().train(False)
 
     def hidden_states(
@@ -256,7 +253,6 @@ def plug_in(modeling: Any) -> None:
     for name, scan in SCANS.items():
         _replace(modeling, name, functools.partial(_scan_or_branch, scan=scan))
     _replace(modeling, CONVOLUTION, _convolve_or_branch)
-    _replace(modeling, FUSED, _nothing_fused)
 
 
 def _replace(modeling: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -285,7 +281,3 @@ def _convolve_or_branch(
     if _now.rows is None:
         return theirs(hidden_states, weight, bias, **named)
     return branching_convolution(theirs, hidden_states, weight, _now.rows.branches, bias=bias, **named)
-
-
-def _nothing_fused(theirs: Callable[..., Any], *given: Any, **named: Any) -> Any:
-    return theirs(*given, **named) if _now.rows is None else None
