@@ -259,14 +259,19 @@ def _computed(logprobs: list[Tensor], model: nn.Module, rename: Callable[[str], 
     return Computed([part.detach() for part in logprobs], gradient)
 
 
-def one_by_one(folder: Path, results: list[TokenizedResult]) -> tuple[Computed, Names]:
-    """Compute samples with transformers alone, unpacked, in float64."""
+def one_by_one(
+    folder: Path,
+    results: list[TokenizedResult],
+    before: Callable[[nn.Module, TokenizedResult], None] = lambda model, sample: None,
+) -> tuple[Computed, Names]:
+    """Compute samples with transformers alone, unpacked, in float64. before: is called before each sample."""
     how: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval().double()
     model.get_input_embeddings().padding_idx = None
     found = []
     with KeepDoubles():
         for one in results:
+            before(model, one)
             logits = model(torch.tensor([one.token_ids]), use_cache=False).logits[0]
             chosen = torch.log_softmax(logits[one.prompt_length - 1 : -1], -1)
             found.append(chosen.gather(1, torch.tensor(one.token_ids[one.prompt_length :])[:, None])[:, 0])
@@ -291,7 +296,7 @@ def packed_rows(results: list[TokenizedResult], seq_len: int = 128) -> tuple[Ten
 def packed(policy: Policy, results: list[TokenizedResult], seq_len: int = 128) -> Computed:
     """Compute samples with a policy, packed into rows."""
     pack = _pack(results, seq_len)
-    out = policy(*policy_rows(pack)).logprobs
+    out = policy(*policy_rows(pack), experts_BTLK=pack.experts).logprobs
     owners = pack.sample_ids[pack.labels >= 0]
     place = {(one.task_id, one.sample): number for number, one in enumerate(results)}
     found = [torch.empty(0)] * len(results)

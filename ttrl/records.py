@@ -79,6 +79,8 @@ class Turn:
     """True where the reply came from the cache."""
     prefix_cached: int | None = None
     """As in Sample, of this reply's whole prompt."""
+    routed_experts: str | None = None
+    """As in Sample, of this reply and its whole prompt."""
 
 
 @dataclass(kw_only=True)
@@ -122,6 +124,9 @@ class Sample:
     """Why the sample or its grade failed: exception type, message and, for graders, the traceback."""
     logprob_tokens: list[str] | None = None
     """Where the server gave log-probabilities and no ids: the bytes of each one's token, as Latin-1 text."""
+    routed_experts: str | None = None
+    """The experts that vLLM chose for all tokens but the last: `.npy` in base64, [tokens - 1, layers, experts per token]. None
+    where `router_replay` is off or the completion was cut off."""
     turns: list[Turn] | None = None
     """The model's replies, where a rollout asked for them; None for a single answer to `messages`."""
 
@@ -139,13 +144,16 @@ class Sample:
         """Return what `json` can write as it is: unknown logprobs become null. It shares the messages with the sample."""
         # Not dataclasses.asdict, which copies every token id by itself: that took longer than all else that is done to a sample.
         row = {f.name: copy.copy(getattr(self, f.name)) for f in dataclasses.fields(self)}
-        for name in ("logprob_tokens", "turns", "prefix_cached"):
+        for name in ("logprob_tokens", "turns", "prefix_cached", "routed_experts"):
             if row[name] is None:
                 del row[name]
         if not self.opening:
             del row["opening"]
         if self.turns is not None:
             row["turns"] = [dict(vars(turn)) for turn in self.turns]
+            for turn in row["turns"]:
+                if turn["routed_experts"] is None:
+                    del turn["routed_experts"]
         if self.logprobs is not None:
             row["logprobs"] = [None if math.isnan(logprob) else logprob for logprob in self.logprobs]
         return row
@@ -238,6 +246,8 @@ class TokenizedResult:
     finish_reason: str | None = None
     share: float = 1.0
     """Of the sample's generated tokens, the part that this sequence trains: below 1 where it is one of several."""
+    experts: Any = None
+    """The sampler's experts of every token: int16 array [tokens, layers, experts per token], -1 where unknown; or None."""
 
     @property
     def where(self) -> str:

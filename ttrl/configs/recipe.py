@@ -37,6 +37,8 @@ OTHER_NAMES = {
     **{"batch_size": "tasks_per_iteration", "output_dir": "run"},
 }
 """What settings of other libraries are called here."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""How models name their experts."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
 _OLDER_NAMES = {
     **{"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size"},
@@ -48,6 +50,11 @@ def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a config.json says of the text part, under the names of today: GPT-2 has older ones."""
     text = config.get("text_config") or config
     return {**text, **{name: text[older] for older, name in _OLDER_NAMES.items() if older in text}}
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Tell whether a config.json is that of a mixture of experts."""
+    return any(model_settings(config).get(name) for name in _EXPERTS)
 
 
 def read_settings(path: str) -> dict[str, Any] | str:
@@ -297,6 +304,8 @@ class TrainingConfig(Config):
         found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
         if self.optimizer_on_cpu and processes > 1:
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
+        if getattr(self, "router_replay", False) and not has_experts(shape):
+            found.append("router_replay is for mixtures of experts, and the model's config.json names none; leave it out")
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
             found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave lora_base_dtype out")
         if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
@@ -345,6 +354,9 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """With several optimizer steps: compare sampler and trainer on all rows, which takes a forward pass of its own, or on those
     of the first step, which takes none. What is trained is the same. An off-policy correction, token rewards and dropout need
     that pass anyway."""
+    router_replay: bool = False
+    """Train mixtures of experts with the experts that vLLM chose for each token, where rounding would have the trainer's routers
+    choose others. A token's experts take layers × experts per token bytes in each answer (30B-A3B: 384)."""
     sampler_model: str | None = None
     """Folder of the policy that sampled the rollouts, if it is not `model`. Differences under `model` then come from training, so
     some rows are compared under the sampler's own weights as well, which are swapped in for it."""

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ttrl.data.logprob_alignment import align, check_strings
-from ttrl.data.turn_tokens import TurnTokens, join, turns_by_ids, turns_by_template
+from ttrl.data.turn_tokens import TokenSequence, TurnTokens, join, turns_by_ids, turns_by_template
 from ttrl.errors import TokenizationError
 from ttrl.records import Sample, TaskResult, TokenizedResult
 
@@ -121,6 +121,7 @@ class TaskResultTokenizer:
                     token_versions=versions,
                     finish_reason=one.finish_reason,
                     share=1.0 if len(sequences) == 1 else trained / total if total else 1.0 / len(sequences),
+                    experts=_filled(one),
                 )
             )
         return results
@@ -168,6 +169,14 @@ class TaskResultTokenizer:
                 logger.warning(
                     "%s: its ids decode to %.80r, but its text is %.80r; the ids are used", turn.where, decoded, turn.text
                 )
+
+
+def _filled(one: TokenSequence) -> np.ndarray | None:
+    """Return the experts of all tokens, -1 for those at the end that have none."""
+    if one.experts is None:
+        return None
+    missing = len(one.token_ids) - len(one.experts)
+    return np.pad(one.experts, ((0, missing), (0, 0), (0, 0)), constant_values=-1)
 
 
 def as_arrays(sequence: TokenizedResult) -> TokenizedResult:

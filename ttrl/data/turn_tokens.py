@@ -1,9 +1,13 @@
 """The turns of a sample as tokens, and as sequences: a turn continues the tokens before it, or begins a sequence of its own."""
 
+import base64
+import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ttrl.data.chat.templates import ChatTokens, tokenize_chat, tokenize_completion
 from ttrl.errors import TokenizationError
@@ -31,6 +35,8 @@ class TurnTokens:
     logprob_tokens: list[str] | None = None
     before: list[int] = field(default_factory=list)
     """The last id of the whole prompt."""
+    routed_experts: str | None = None
+    """As in Sample, of the whole prompt and the reply."""
 
 
 @dataclass
@@ -43,6 +49,8 @@ class TokenSequence:
     logprobs: list[float]
     versions: list[int] = field(default_factory=list)
     finish_reason: str | None = None
+    experts: np.ndarray | None = None
+    """[up to tokens, layers, experts per token]: the sampler's, of the first tokens."""
 
     @classmethod
     def begun(cls, prompt: list[int]) -> "TokenSequence":
@@ -76,8 +84,30 @@ def join(turns: list[TurnTokens]) -> list[TokenSequence]:
         one.logprobs += turn.logprobs
         one.versions += turn.versions
         one.finish_reason = turn.finish_reason
+        _add_experts(one, turn)
         ends.append((number, len(one.token_ids)))
     return sequences
+
+
+def _add_experts(one: TokenSequence, turn: TurnTokens) -> None:
+    """Add the experts of a turn's tokens. Those of earlier turns stay as they were when these were sampled."""
+    if turn.routed_experts is None:
+        return
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(turn.routed_experts)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise TokenizationError(f"{turn.where}: the server's routed_experts cannot be read: {error}") from error
+    expected = len(one.token_ids) - 1
+    if experts.ndim != 3 or len(experts) != expected or experts.dtype.kind not in "iu":
+        raise TokenizationError(
+            f"{turn.where}: the server's routed_experts are {experts.dtype} {list(experts.shape)} "
+            f"for {len(one.token_ids)} tokens; expected whole numbers [{expected}, layers, experts]"
+        )
+    experts = experts.astype(np.int16)
+    known = one.experts
+    if known is not None and known.shape[1:] != experts.shape[1:]:
+        raise TokenizationError(f"{turn.where}: routed_experts of {experts.shape[1:]}, before of {known.shape[1:]}")
+    one.experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
 
 
 def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
@@ -101,6 +131,7 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
         versions = list(versions) if versions is not None else [sample.weights_version] * len(completion)
         one = TurnTokens(where, prompt, None, completion, logprobs, versions, sample.finish_reason, sample.text)
         one.logprob_tokens = sample.logprob_tokens
+        one.routed_experts = sample.routed_experts
         return [one]
     told = sum(turn.num_tokens for turn in sample.turns)
     if told != len(completion):
@@ -124,6 +155,7 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
                 turn.reply.get("content") or "",
                 is_taken_apart(turn.reply),
                 None if sample.logprob_tokens is None else sample.logprob_tokens[own],
+                routed_experts=turn.routed_experts,
             )
         )
     return found

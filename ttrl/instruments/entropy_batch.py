@@ -134,7 +134,7 @@ class EntropyBatch:
         named = {self._full_names[name]: value for name, value in (parameters or {}).items()}
         for batch in self._batches:
             options = HeadOptions(trained=batch["trained"], entropy_grad=grad)
-            out = functional_call(self._policy, named, (*policy_inputs(batch), options))
+            out = functional_call(self._policy, named, (*policy_inputs(batch), options, batch.get("experts")))
             samples = batch["sample_ids"].flatten()[batch["trained"]]
             yield by_sequence(out.logprobs, samples)[0], by_sequence(out.entropy, samples)[0]
 

@@ -378,7 +378,10 @@ class _Study:
         """Return the policy's log-probabilities of the step's labels [N], in the dtype that it computes in."""
         batches = self.step.microbatches(self.config, self.here.device)
         return torch.cat(
-            [self.policy(*policy_inputs(one), HeadOptions(trained=one["trained"])).logprobs for one in batches]
+            [
+                self.policy(*policy_inputs(one), HeadOptions(trained=one["trained"]), one.get("experts")).logprobs
+                for one in batches
+            ]
         ).cpu()
 
     def _own_logprobs(self) -> Tensor | None:
@@ -405,7 +408,7 @@ class _Study:
         gradients: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         seen: list[Tensor] = []
         for batch in self.step.microbatches(alone, self.here.device):
-            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]))
+            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts"))
             chosen = out.logprobs[: count - sum(map(len, seen))]
             for kind, scale in kinds.items():
                 gradients[kind].append(token_gradients(chosen, self.names, projection=projection, preconditioner=scale))
@@ -432,7 +435,7 @@ class _Study:
         gradients: list[Tensor] = []
         tasks: list[Tensor] = []
         for batch in self.step.microbatches(dataclasses.replace(self.config, rows_per_microbatch=1), self.here.device):
-            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]))
+            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts"))
             owners = batch["sample_ids"].flatten()[batch["trained"]]
             there = torch.unique(owners)[: SEQUENCES - sum(map(len, tasks))]
             sums = out.logprobs.new_zeros(len(batch["sample_keys"])).index_add(0, owners, out.logprobs)[there]

@@ -50,6 +50,8 @@ def make_server(
     if adapters:
         rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
         extra["max_lora_rank"] = next(allowed for allowed in LORA_RANKS if allowed >= rank or allowed == LORA_RANKS[-1])
+    if config.recipe_config({}).router_replay:
+        extra["enable_return_routed_experts"] = True
     if config.server_sleeps and not is_cpu_build():
         extra["enable_sleep_mode"] = True
     return kind(

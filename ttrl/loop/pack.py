@@ -9,6 +9,7 @@ from ttrl.data.advantages import advantages_of
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.tokenization import TaskResultTokenizer
+from ttrl.errors import ServerError
 from ttrl.loop.rollout_facts import rollout_facts
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import IterationFolder
@@ -32,6 +33,11 @@ def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConf
     tokenize = TaskResultTokenizer(tokenizer)
     pairs = zip(advantages.kept, advantages.values, strict=True)
     sequences = [sequence for group, values in pairs for sequence in tokenize(group, values)]
+    if config.recipe_config({}).router_replay and all(sequence.experts is None for sequence in sequences):
+        raise ServerError(
+            f"router_replay: the server returned the experts of none of {len(sequences)} samples; start vLLM with "
+            "--enable-return-routed-experts, or set router_replay=False"
+        )
     packed = packed_tensors_from_tokenized_results(
         sequences,
         seq_len=config.seq_len,

@@ -203,6 +203,7 @@ class Phases:
             carried=carried,
             on_chunk=None if self.config.early_stop is None else InferenceEarlyStop(**self.config.early_stop),
             log_dir=iteration.path / "samples" if self.config.sample_files else None,
+            experts=self.config.recipe_config({}).router_replay,
         )
         results = self._sampler.sample(tasks, asked)
         if self.config.dynamic_sampling is not None:

@@ -16,6 +16,7 @@ from ttrl.loop.carried import is_open, kept_groups, place_of, task_key, usage_of
 from ttrl.loop.timeline import Timeline
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.client.assembly import OnChunk
+from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.rollouts.divided import Worker, get_divided_results
 from ttrl.rollouts.settings import Client, SamplingSettings
 from ttrl.rollouts.task_results import TaskResults, get_task_results
@@ -98,6 +99,13 @@ class SamplingOrder:
     """May end a completion early."""
     log_dir: Path | None = None
     """A folder for one text file per sample."""
+    experts: bool = False
+    """Whether samples need the experts that vLLM chose."""
+
+
+def _parameters(config: TrainConfig, order: SamplingOrder) -> dict[str, Any]:
+    experts = {EXPERTS: 0} if order.experts else {}
+    return {**config.sampling, "temperature": order.temperature, "max_tokens": config.max_tokens, **experts}
 
 
 class Sampler:
@@ -131,7 +139,7 @@ class Sampler:
                 "client": server.endpoints(),
                 "model": server.model_name,
                 "n": order.n,
-                "params": {**config.sampling, "temperature": order.temperature, "max_tokens": config.max_tokens},
+                "params": _parameters(config, order),
                 "weights_version": order.version,
                 "pbar": not self._console.quiet,
                 "pbar_desc": order.what,

@@ -93,7 +93,7 @@ def train(
     }
     if not is_ready(config.model):
         check_model_folder(config.model, chat_template=config.chat_template is None)
-        check_trainable(config.model)
+        check_trainable(config.model, experts=config.recipe_config({}).router_replay)
     folder, console = RunFolder(config.run), Console(quiet=quiet)
     is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
     if is_here:

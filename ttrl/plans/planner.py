@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.machines import gpus_of_a_server
-from ttrl.configs.recipe import model_settings
+from ttrl.configs.recipe import has_experts, model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import DecoderParameters, decoder_parameters, is_known, trained_parameters
@@ -91,7 +91,7 @@ def make_plan(
         raise UserError(f"price_per_hour is {price_per_hour}; it must be a number, 0 or more")
     named = config.model
     config = dataclasses.replace(config, model=str(ready_model(named) or named))
-    check_trainable(config.model)
+    check_trainable(config.model, experts=config.recipe_config({}).router_replay)
     model = read_model_config(config.model)
     decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
     machine = gpu_named(gpu) if gpu is not None else None
@@ -189,11 +189,11 @@ def write_plan(
         return None
 
 
-def check_trainable(model: str) -> None:
+def check_trainable(model: str, *, experts: bool = False) -> None:
     """Run the trainer's check of a model's architecture, which reads config.json alone.
 
-    model: a folder, the path of a config.json, or a name on the hub. Raises ModelFolderError with
-    everything in it that ttrl does not compute.
+    model: a folder, the path of a config.json, or a name on the hub. experts: whether it has to have
+    experts. Raises ModelFolderError with everything in it that ttrl does not compute.
     """
     from ttrl.training.models.architecture import read_config  # loads transformers
 
@@ -203,7 +203,9 @@ def check_trainable(model: str) -> None:
         if published_config(model) is not None:
             return  # the tests build its decoder
         raise
-    read_config(file.parent if file.name == "config.json" else file)
+    config = read_config(file.parent if file.name == "config.json" else file)
+    if experts and not has_experts(config.to_dict()):
+        raise ModelFolderError(f"{file}: the model has no experts, so router_replay has nothing to replay; leave it out")
 
 
 def read_model_config(model: str) -> dict[str, Any]:

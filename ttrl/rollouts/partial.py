@@ -319,7 +319,7 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
     if ids[:had] != sample.token_ids or read.prompt_token_ids != sample.prompt_token_ids:
         raise TokenizationError(f"{place}: the continued completion does not begin with the {had} tokens that were kept")
     sample.text, sample.token_ids, sample.logprobs = read.text, ids, read.logprobs
-    sample.prefix_cached = read.prefix_cached
+    sample.prefix_cached, sample.routed_experts = read.prefix_cached, None  # text completions bring none
     sample.finish_reason = "unfinished" if read.finish_reason is None else read.finish_reason
     versions = versions + [weights_version] * (len(ids) - had)
     if len(ids) > had:

@@ -359,6 +359,7 @@ def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -
         weights_version=read.weights_version,
         cached=read.cached,
         prefix_cached=read.prefix_cached,
+        routed_experts=read.routed_experts,
     )
 
 

@@ -31,11 +31,15 @@ _RECURRENT = (
 
 def cpu_arguments(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, Any]:
     """Return arguments for a server on a CPU: those of `cpu_batch`, and no prefix cache for models
-    with recurrent layers, whose states vLLM 0.32 cannot keep there."""
+    with recurrent layers, whose states vLLM 0.32 cannot keep there, or where chosen experts are
+    returned (`ttrl.vllm_worker.routing`)."""
+    given = list(given)
     config = _config(model)
     text = config.get("text_config", config)
     recurrent = isinstance(text, Mapping) and any(text.get(name) is not None for name in _RECURRENT)
-    return {**cpu_batch(model, given), **({"enable-prefix-caching": False} if recurrent else {})}
+    if recurrent or "enable-return-routed-experts" in given:
+        return {**cpu_batch(model, given), "enable-prefix-caching": False}
+    return dict(cpu_batch(model, given))
 
 
 def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:

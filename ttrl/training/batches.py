@@ -24,7 +24,7 @@ from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (
     "tokens", "labels", "group_ids", "parent_ids", "input_pos", "sample_ids", "logprobs", "advantages", "weights",
-    "reference_logprobs",
+    "reference_logprobs", "experts",
 )  # fmt: skip
 
 

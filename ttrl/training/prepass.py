@@ -140,7 +140,8 @@ class Prepass:
 
     def _signals(self, step: Update, head: ValueHead | None = None, part: str = "prepass") -> dict[str, Tensor]:
         self._spent[part] += forward_work(step.rows, self._policy.decoder.config, self._counted(part))
-        return row_signals(self._policy, step, self._config, self._here.device, head)
+        replays = part != "reference"  # another model chooses its own experts
+        return row_signals(self._policy, step, self._config, self._here.device, head, replays=replays)
 
     def _counted(self, part: str) -> TrainingConfig:
         """Return the settings by which passes are counted: the reference is the base without its adapters."""
@@ -234,15 +235,23 @@ def _of_rows(whole_PT: Tensor, numbers: list[int]) -> Tensor:
 
 @torch.no_grad()
 def row_signals(
-    policy: Policy, step: Update, config: TrainingConfig, device: torch.device, value_head: ValueHead | None = None
+    policy: Policy,
+    step: Update,
+    config: TrainingConfig,
+    device: torch.device,
+    value_head: ValueHead | None = None,
+    *,
+    replays: bool = True,
 ) -> dict[str, Tensor]:
     """Return "start_logprobs" [R, T] of all labels under the policy as it is, NaN elsewhere; with a value head also "old_values"
-    [R, T] of the positions that predict them, 0 elsewhere. A collective if the policy is sharded."""
+    [R, T] of the positions that predict them, 0 elsewhere. A collective if the policy is sharded. replays: with the sampler's
+    experts, where the rows hold them."""
     labelled = step.rows.labels != IGNORE
     result: dict[str, Tensor] = {}
     logprobs, values = [], []
     for batch in step.microbatches(config, device):
-        out = policy(*policy_inputs(batch), HeadOptions(value_head=value_head, trained=batch["trained"]))
+        options = HeadOptions(value_head=value_head, trained=batch["trained"])
+        out = policy(*policy_inputs(batch), options, batch.get("experts") if replays else None)
         logprobs.append(out.logprobs.cpu())
         values += [out.values.float().cpu()] if out.values is not None else []
     found = torch.cat(logprobs)

@@ -9,7 +9,7 @@ Shapes: N trained positions of a microbatch.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.gradient_parts import GradientParts
 from ttrl.training.kernels.logprobs import ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
+from ttrl.training.models.routing import LayerRouting, routing_metrics
 from ttrl.training.objective.divergences import ESTIMATORS
 from ttrl.training.objective.objective import Objective
 from ttrl.training.parallel.distributed import Ranks
@@ -52,6 +53,8 @@ class StepResult:
     """What `GradientPieces` saw; if it looked."""
     kl_share: float | None = None
     """See `ttrl.training.gradient_parts`; None where there is no KL in the loss, or where a value head trains the decoder."""
+    routing: list[LayerRouting] = field(default_factory=list)
+    """Of each layer with experts."""
 
 
 class GradientStep:
@@ -83,6 +86,9 @@ class GradientStep:
         if self._pieces is not None:
             self._pieces.begin(objective.global_step, -(-step.rows.num_rows // self._config.rows_per_microbatch))
         size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
+        routing = getattr(self._policy.decoder, "routing", None)
+        if routing is not None:
+            routing.forget()
         parts = None
         if objective.kl_in_loss > 0 and not (self._config.value_head and self._config.value_grad_in_decoder):
             parts = GradientParts(objective.distribution_terms)
@@ -93,7 +99,8 @@ class GradientStep:
                 break
             tokens = _Tokens(batch, objective)
             with self._watch.part("forward"):
-                out = self._policy(*policy_inputs(batch), self._head_options(batch, tokens, objective, parts))
+                options = self._head_options(batch, tokens, objective, parts)
+                out = self._policy(*policy_inputs(batch), options, batch.get("experts"))
                 total, facts = self._losses(out, tokens, objective)
                 if parts is not None:
                     parts.expect(*tokens.slopes(out))
@@ -121,6 +128,7 @@ class GradientStep:
             finite.described(step.rows, step.numbers, size),
             None if self._pieces is None else self._pieces.finish(),
             None if parts is None else parts.share(self._here),
+            [] if routing is None else routing.take(self._here.sum),
         )
 
     def _head_options(
@@ -244,5 +252,7 @@ def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
     metrics |= {"ratio_min": result.ratio[0], "ratio_max": result.ratio[1]}
     metrics["ess"] = effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"])
     metrics |= {name: int(sums[name]) for name in TOKENS}
+    if result.routing:
+        metrics["routing"] = routing_metrics(result.routing)
     metrics["flops_by_part"] = {name: sums["flops" if name == "training" else name] for name in PARTS}
     return metrics | {"normaliser": step.normaliser}

@@ -23,6 +23,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from ttrl.vllm_worker.delta_rule import compute_in_float32
+from ttrl.vllm_worker.routing import OPTION, capture_on_cpus, stream_experts
 
 logger = logging.getLogger(f"vllm.{__name__}")  # vLLM's handler shows what is below its own name
 
@@ -32,6 +33,8 @@ _ROWS_AT_ONCE = 2**16  # elements: what fits into a core's cache
 def main() -> None:
     """Serve as the command line says."""
     share_port(int(sys.argv[sys.argv.index("--port") + 1]))
+    if OPTION in sys.argv:
+        stream_experts()
     if current_platform.is_cpu():
         _stand_in_for_torchvision()
         try:
@@ -79,6 +82,8 @@ def _start_sooner() -> None:
     sampler.batched_count_greater_than = count_at_least
     _apply_adapters_by_products()
     compute_in_float32()
+    if OPTION in sys.argv:
+        capture_on_cpus()
     # vLLM forks by default, but wants a new interpreter on CPUs.
     engines.get_mp_context = lambda: multiprocessing.get_context("fork")
     os.register_at_fork(after_in_child=close_listening_sockets)

@@ -52,6 +52,8 @@ def _why_not(worker: Any) -> str | None:
         return "the model is compiled"
     if config.lora_config is not None or config.speculative_config is not None or config.parallel_config.world_size != 1:
         return "adapters, speculative decoding, or several workers"
+    if config.aux_output_config.enabled:
+        return "the experts of every token are returned"
     if runner.uses_mrope or config.model_config.dtype not in TOLERANCES:
         return f"positions of several dimensions, or {config.model_config.dtype}"
     if not layers or any(type(layer) is not Attention or layer.attn_type != AttentionType.DECODER for layer in layers.values()):

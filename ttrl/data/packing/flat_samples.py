@@ -52,6 +52,8 @@ class FlatSamples:
     """float32 [S]."""
     token_advantages: np.ndarray | None
     """float32 [N], 0 where nothing is trained; None where no sample has any of its own."""
+    experts: np.ndarray | None = None
+    """int16 [N, layers, experts per token], -1 where unknown; None where no sample has any."""
 
 
 def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
@@ -115,7 +117,25 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
         version=version,
         advantages=advantages,
         token_advantages=token_advantages,
+        experts=_experts(results, start.tolist(), total),
     )
+
+
+def _experts(results: Sequence[TokenizedResult], start: Sequence[int], total: int) -> np.ndarray | None:
+    """Join the experts of all samples. Raises PackError for arrays of other shapes."""
+    shapes = {result.experts.shape[1:] for result in results if result.experts is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise PackError(f"samples with experts of different shapes [layers, experts per token]: {sorted(shapes)}")
+    joined = np.full((total, *shapes.pop()), -1, np.int16)
+    for result, begin in zip(results, start, strict=True):
+        if result.experts is None:
+            continue
+        if len(result.experts) != len(result.token_ids):
+            raise PackError(f"{result.where}: {len(result.token_ids)} token ids, but experts of {len(result.experts)} tokens")
+        joined[begin : begin + len(result.experts)] = result.experts
+    return joined
 
 
 def _check_lengths(result: TokenizedResult) -> None:

@@ -52,6 +52,8 @@ class PackedTensors:
     """int32: the policy version that sampled `labels`; -1 where none."""
     reference_logprobs: Tensor | None = None
     """float32: log-probability of `labels` under the reference model; NaN where unknown. None where it was not computed."""
+    experts: Tensor | None = None
+    """int16 [B, T, L, K]: the sampler's experts of each token in each layer; -1 where unknown. None without `router_replay`."""
     samples: list[PackedSample]
     aggregation: Aggregation = "token"
     constant_length: int | None = None
@@ -114,7 +116,7 @@ class PackedTensors:
         if not missing:
             return self
         tensors = {
-            name: torch.cat([tensor, torch.full((missing, self.seq_len), padding_value(name, self.pad_id), dtype=tensor.dtype)])
+            name: torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), padding_value(name, self.pad_id))])
             for name, tensor in self.tensors().items()
         }
         return self._with(tensors, self.samples)
@@ -190,6 +192,10 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
             ids += tokens[row, begin:stop].tolist()
         begin, stop = runs[row, sample.groups[-1]]
         own = slice(begin, stop)
+        experts = None
+        if packed.experts is not None:
+            spans = [packed.experts[row, first:last].numpy() for first, last in (runs[row, group] for group in sample.groups)]
+            experts = np.concatenate([*spans, np.full_like(spans[0][:1], -1)])
         before = len(ids) - (stop - begin) + 1  # tokens that are not the label of one of the sample's own positions
         ids.append(int(labels[row, stop - 1]))
         trained = labels[row, own] != IGNORE_LABEL
@@ -218,6 +224,7 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
                 token_versions=each,
                 finish_reason=sample.finish_reason,
                 share=sample.share,
+                experts=experts,
             )
         )
     return results

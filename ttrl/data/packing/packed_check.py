@@ -41,7 +41,7 @@ def check_packed(
     for first in range(0, num_rows, step):
         part = {name: array[first : first + step] for name, array in arrays.items()}
         place = _Place(where, first, part["tokens"].shape[0], seq_len)
-        flat = {name: array.reshape(-1) for name, array in part.items()}
+        flat = {name: array.reshape(-1) for name, array in part.items() if name != "experts"}
         _check_padding(part, pad_id, place)
         if flat["tokens"].min() < 0:
             place.refuse(flat["tokens"] < 0, "a token id is negative")
@@ -102,7 +102,7 @@ def _check_shapes(tensors: Mapping[str, Tensor], where: str) -> None:
     for name, tensor in tensors.items():
         if tensor.dtype != TENSOR_DTYPES[name]:
             raise PackError(f"{where}: {name} is {tensor.dtype}; expected {TENSOR_DTYPES[name]}")
-        if tensor.shape != shape:
+        if tensor.shape[:2] != shape or tensor.ndim != (4 if name == "experts" else 2):
             raise PackError(f"{where}: {name} has shape {list(tensor.shape)}, tokens have {list(shape)}")
 
 
@@ -113,8 +113,9 @@ def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
         return
     for name, array in arrays.items():
         expected = padding_value(name, pad_id)
-        found = array.reshape(-1)[padding]
+        found = array.reshape(-1, *array.shape[2:])[padding]
         wrong = ~np.isnan(found) if expected != expected else found != expected
+        wrong = wrong.reshape(len(padding), -1).any(axis=1)
         if wrong.any():
             row, column = divmod(int(padding[wrong.argmax()]), place.seq_len)
             place.fail(row, column, f"{name} is set in padding", int(np.count_nonzero(wrong)))

@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from ttrl.data.packing.packed_format import TENSOR_DTYPES, PackedSample
+from ttrl.data.packing.packed_format import OPTIONAL, TENSOR_DTYPES, PackedSample
 from ttrl.errors import PackError
 from ttrl.system.files import again, atomic_file, digest
 
@@ -63,7 +63,7 @@ def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[P
         raise PackError(f"{path}: cannot be read as safetensors ({error}); it is damaged or incomplete, pack again") from error
     if HEADER_KEY not in metadata:
         raise PackError(f"{path}: a safetensors file, but not of packed tensors (no {HEADER_KEY!r} in its header)")
-    missing = TENSOR_DTYPES.keys() - tensors.keys() - {"reference_logprobs"}
+    missing = TENSOR_DTYPES.keys() - tensors.keys() - OPTIONAL
     unknown = tensors.keys() - TENSOR_DTYPES.keys()
     if missing or unknown:
         raise PackError(f"{path}: missing tensors: {sorted(missing)}; unknown tensors: {sorted(unknown)}; pack again")

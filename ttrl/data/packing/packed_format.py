@@ -22,8 +22,11 @@ TENSOR_DTYPES: dict[str, torch.dtype] = {
     "advantages": torch.float32,
     "weights": torch.float32,
     "weights_version": torch.int32,
-    "reference_logprobs": torch.float32,  # the only one that may be missing
+    "reference_logprobs": torch.float32,
+    "experts": torch.int16,
 }
+OPTIONAL = frozenset({"reference_logprobs", "experts"})
+"""Tensors that may be missing."""
 
 
 @dataclass(kw_only=True)

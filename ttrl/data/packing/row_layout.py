@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from ttrl.data.packing.flat_samples import FlatSamples
-from ttrl.data.packing.packed_format import TENSOR_DTYPES, padding_value
+from ttrl.data.packing.packed_format import OPTIONAL, TENSOR_DTYPES, padding_value
 from ttrl.data.packing.prefix_tree import PrefixTree
 
-_NUMPY_DTYPES = {
-    name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in TENSOR_DTYPES.items() if name != "reference_logprobs"
-}
+_NUMPY_DTYPES = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in TENSOR_DTYPES.items() if name not in OPTIONAL}
 _OF_LABELS = ("labels", "assistant_mask", "logprobs", "advantages", "weights", "weights_version")
 """Tensors about the token that a position predicts; where nothing trained is predicted, they are as in padding."""
 
@@ -104,6 +102,9 @@ def fill(
     # By numpy, which asks the system for large pages: with torch.empty, getting the memory takes longer than all else here.
     tensors = {name: torch.from_numpy(np.empty(shape, dtype)) for name, dtype in _NUMPY_DTYPES.items()}
     to = {name: tensor.numpy().reshape(-1) for name, tensor in tensors.items()}
+    if flat.experts is not None:
+        tensors["experts"] = torch.from_numpy(np.empty((*shape, *flat.experts.shape[1:]), np.int16))
+        to["experts"] = tensors["experts"].numpy().reshape(-1, *flat.experts.shape[1:])
     padding = {name: padding_value(name, pad_id) for name in to}
     counting = np.arange(shape[1])
     first, end, num_trained = flat.first.tolist(), flat.end.tolist(), flat.num_trained.tolist()
@@ -116,6 +117,8 @@ def fill(
                 values[begin:stop] = padding[name]
             continue
         to["tokens"][begin:stop] = flat.tokens[source : source + length]
+        if flat.experts is not None:
+            to["experts"][begin:stop] = flat.experts[source : source + length]
         to["group_ids"][begin:stop] = group
         to["parent_ids"][begin:stop] = parent
         to["input_pos"][begin:stop] = counting[position : position + length]

@@ -155,6 +155,8 @@ class LiveChoice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.token_ids: list[int] | None = None
+        self.routed_experts: str | None = None
+        """Of all of its tokens; it comes with the last chunk."""
         self.stopped_early = False
         self.tokens = 0
         """That have come, where chunks can be counted; otherwise chunks with text."""
@@ -179,6 +181,8 @@ class LiveChoice:
             new = count_entries(raw_logprobs) or (delta is not None and has_text(delta))
         if part.finish_reason:
             self.finish_reason = part.finish_reason
+        if part.routed_experts is not None:
+            self.routed_experts = part.routed_experts
         if part.stop_reason is not None:
             self.stop_reason = part.stop_reason
         self.tokens += new
@@ -190,6 +194,8 @@ class LiveChoice:
         fields["stop_reason"] = self.stop_reason
         if self.token_ids is not None:
             fields["token_ids"] = self.token_ids
+        if self.routed_experts is not None:
+            fields["routed_experts"] = self.routed_experts
         logprobs = b"null" if self.logprobs is None else self.logprobs.json()
         return encoded(fields)[:-1] + b',"logprobs":' + logprobs + b"}"
 

@@ -14,6 +14,7 @@ from openai.resources.chat.completions import AsyncCompletions
 
 from ttrl.errors import UserError
 from ttrl.messages import without_nulls
+from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.text import is_number
 
 STALL_TIMEOUT = 120.0
@@ -25,6 +26,7 @@ VLLM_PARAMS = frozenset([
     "min_tokens", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens",
     "allowed_token_ids", "structured_outputs", "priority", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message", "thinking_token_budget", "include_reasoning",
+    EXPERTS,
 ])
 # fmt: on
 _OURS = {

@@ -52,6 +52,7 @@ class _Read(msgspec.Struct):
     finish_reason: str | None = None
     logprobs: _Entries | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None
     opening: str = ""
 
 
@@ -90,6 +91,7 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
             f"{place}: the server returned no {missing}; use a vLLM server that knows return_token_ids, or token_ids=False"
         )
     sample.prompt_token_ids, sample.token_ids = list(prompt_ids), ids
+    sample.routed_experts = read.routed_experts
     if logprobs:
         count = "no" if values is None else str(len(values))
         if values is None or len(values) != len(ids):
@@ -129,12 +131,14 @@ def _read(answer: Answer, place: str) -> _Read:
         content = None
     reason = choice.get("finish_reason")
     opening = choice.get("opening")
+    experts = choice.get("routed_experts")
     entries = logprobs.get("content") if isinstance(logprobs, dict) else None
     return _Read(
         message=_Message(content) if isinstance(message, dict) else None,
         finish_reason=reason if isinstance(reason, str) else None,
         logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()]) if isinstance(logprobs, dict) else None,
         token_ids=ids if is_ids(ids) else None,
+        routed_experts=experts if isinstance(experts, str) else None,
         opening=opening if isinstance(opening, str) else "",
     )
 
@@ -227,6 +231,7 @@ def openai_choice(answer: Answer, index: int | None = None) -> Choice:
     try:
         raws = _parts_decoder.decode(answer.choice)
         logprobs = raws.pop("logprobs", None)
+        raws.pop("routed_experts", None)  # megabytes that no grader reads
         fields = {name: msgspec.json.decode(raw) for name, raw in raws.items()}
     except ValueError:
         fields = _json(answer)

@@ -20,6 +20,9 @@ _TOKEN_BYTES, _SHOWN_BYTES = 2048, 512  # of a token in a chunk of its own, and 
 _UNREADABLE = (ValueError, RecursionError)  # of JSON: the second where it is nested too deeply
 _MORE_CHOICES = 64  # than were asked for
 _LONGEST = 2**17  # tokens, where a request does not say
+EXPERTS = "routed_experts_prompt_start"
+"""A field of vLLM's requests. Ours set it, to 0, to be told the experts of each token."""
+_EXPERT_BYTES = 4096  # of a token: 96 layers with 32 choices, in base64
 
 
 TEXTS = ("content", "refusal", "reasoning", "reasoning_content")
@@ -98,6 +101,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
+    routed_experts: str | None = None
     decoded_logprobs: Logprobs | None = msgspec.field(name=" decoded", default=None)  # never in JSON
 
     @property
@@ -365,7 +369,8 @@ def most_bytes(body: Mapping[str, Any] | None) -> int:
     tokens = asked.get("n", 1) * tokens + (_LONGEST if asked.get("echo") or asked.get("prompt_logprobs") is not None else 0)
     shown = max((int(asked.get(name) or 0) for name in ("top_logprobs", "logprobs", "prompt_logprobs")), key=abs)
     shown = shown if shown >= 0 else _LONGEST  # -1: of the whole vocabulary
-    return 2**22 + int(tokens) * (_TOKEN_BYTES + _SHOWN_BYTES * shown)
+    experts = (tokens + asked.get("n", 1) * _LONGEST) * _EXPERT_BYTES if EXPERTS in asked else 0
+    return 2**22 + int(tokens) * (_TOKEN_BYTES + _SHOWN_BYTES * shown) + int(experts)
 
 
 def encoded(value: Any) -> bytes:

@@ -31,6 +31,7 @@ from ttrl.training.kernels.branching import Branches, Scan, branches_of, branchi
 from ttrl.training.kernels.doubles import KeepDoubles
 from ttrl.training.kernels.widening import Linear, TiedLinear, widened
 from ttrl.training.models.layouts import Layout, whole_model
+from ttrl.training.models.routing import Routing
 
 ATTENTION = "ttrl"
 """The name of `attend_packed` in transformers."""
@@ -58,6 +59,13 @@ class Rows:
     plan: AttentionPlan
     wide: bool = False
     """Whether everything is to be computed in float64."""
+    experts: Tensor | None = None
+    """The sampler's experts [B, T, L, K], -1 where unknown; None: each router chooses."""
+
+    @functools.cached_property
+    def is_token(self) -> Tensor:
+        """Return [B, T], False in padding."""
+        return self.plan.group_ids >= 0
 
     @functools.cached_property
     def branches(self) -> Branches:
@@ -109,6 +117,7 @@ class TransformersDecoder(nn.Module):
         for layer in self.layers:
             layer.register_forward_pre_hook(_enter, with_kwargs=True)
             layer.register_forward_hook(_leave, always_call=True)
+        self.routing = Routing(self.layers, lambda: _now.rows)
         self.eval()
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
@@ -122,12 +131,14 @@ class TransformersDecoder(nn.Module):
         positions_BT: Tensor,
         plan: AttentionPlan,
         watch: Callable[[int, Tensor], None] | None = None,
+        experts_BTLK: Tensor | None = None,
     ) -> Tensor:
         """Return final hidden states [B, T, D], normed and scaled, not yet projected to the
-        vocabulary. watch: is given the number of each layer and the hidden states that leave it."""
+        vocabulary. watch: is given the number of each layer and the hidden states that leave it.
+        experts_BTLK: those that the sampler chose, -1 where unknown; None: each router chooses."""
         wide = self.tok_embeddings.weight.dtype is torch.float64
         self._base[0].config._experts_implementation = "eager" if wide else "grouped_mm"
-        with self._handing_on(Rows(plan, wide), watch), KeepDoubles() if wide else nullcontext():
+        with self._handing_on(Rows(plan, wide, experts_BTLK), watch), KeepDoubles() if wide else nullcontext():
             out = self._base[0](input_ids=tokens_BT, position_ids=positions_BT, attention_mask=None, use_cache=False)
         h: Tensor = out.last_hidden_state
         return h if self.output_scale == 1.0 else h * self.output_scale

@@ -106,14 +106,18 @@ class Policy(nn.Module):
         parent_ids_BT: Tensor,
         input_pos_BT: Tensor,
         options: HeadOptions = HeadOptions(),
+        experts_BTLK: Tensor | None = None,
     ) -> PolicyOutput:
-        """Map packed rows to what the head computes at the labels, which stand at the positions that predict them."""
+        """Map packed rows to what the head computes at the labels, which stand at the positions that predict them.
+
+        experts_BTLK: the sampler's experts of each layer, -1 where unknown (`ttrl.training.models.routing`)."""
         lower = self.compute_dtype not in (torch.float32, torch.float64)
         # Its cache would keep a copy of every trained weight until the pass ends, although each is used once.
         lowered = functools.partial(torch.autocast, tokens_BT.device.type, self.compute_dtype, cache_enabled=False)
         with lowered() if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
-            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan, options.watch_layers)
+            replay = {} if experts_BTLK is None else {"experts_BTLK": experts_BTLK}
+            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan, options.watch_layers, **replay)
             trained_N = options.trained
             if trained_N is None:
                 trained_N = (labels_BT.flatten() != IGNORE).nonzero().squeeze(1)
