@@ -61,6 +61,7 @@ HOUSE = {
     # What passes between rooms, and what is known without running anything.
     "records": _room(),
     "tiny_model": _room("", "torch transformers tokenizers"),
+    "nanochat": _room("", "torch transformers"),
     "ready_models": _room("tiny_model", "torch transformers"),
     "configs": _room("", "yaml"),
     "costs": _room("configs"),
@@ -71,7 +72,7 @@ HOUSE = {
     "tasks.humaneval": _room("tasks records"),
     "tasks.math": _room("tasks tasks.numerals records", "math_verify latex2sympy2_extended sympy"),
     # Loaded by vLLM into its own processes, and by nothing else.
-    "vllm_worker": _room("", "torch vllm numpy transformers"),
+    "vllm_worker": _room("nanochat", "torch vllm numpy transformers"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers, safetensors.torch).
     "rollouts": _room("rollouts.client rollouts.scheduling rollouts.cache rollouts.graders tasks records", "openai tqdm numpy"),
     "rollouts.client": _room("records", "openai aiohttp msgspec"),
@@ -93,7 +94,7 @@ HOUSE = {
     "training.kernels": _room("data.packing", "torch triton"),
     "training.parallel": _room("configs", "torch omegaconf"),
     "training.objective": _room("data data.packing configs", "torch numpy"),
-    "training.models": _room("training.kernels", "torch torchtune transformers safetensors huggingface_hub"),
+    "training.models": _room("training.kernels nanochat", "torch torchtune transformers safetensors huggingface_hub"),
     "training.policy": _room(
         "training.models training.kernels training.parallel configs records", "torch torchtune torchao safetensors"
     ),
@@ -138,7 +139,7 @@ HOUSE = {
     ),
     "cli": _room(
         "agents instruments evaluation replays loop launch plans report run_folder rollouts rollouts.cache server tasks "
-        "training.models tasks.temporal_clue tasks.zebra_grid ready_models tiny_model configs records",
+        "nanochat training.models tasks.temporal_clue tasks.zebra_grid ready_models tiny_model configs records",
         "openai tqdm yaml",
     ),
 }

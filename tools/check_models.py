@@ -32,6 +32,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import UserError
+from ttrl.nanochat import modeling
 from ttrl.records import TokenizedResult
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.checkpoints import save_checkpoint, write_merged
@@ -186,12 +187,25 @@ MODELS = {
     "exaone4": Model("EXAONE 4", "Exaone4Config", _SLIDING),
     "stablelm": Model("StableLM", "StableLmConfig"),
     "nanochat": Model("nanochat (transformers')", "NanoChatConfig"),
+    "nanochat_2026": Model(
+        "nanochat of 2026",
+        "NanochatConfig",
+        {"attention_windows": [2, 5, None], "value_layers": [2]},
+        sizes={"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 512}
+        | {"initializer_range": 0.1},
+    ),
     "gpt2": Model(
         "GPT-2",
         "GPT2Config",
         sizes={"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.1},
     ),
 }
+
+
+def config_class(model: Model) -> type[transformers.PretrainedConfig]:
+    """Return the class of a row's config, of transformers or ours."""
+    found: type[transformers.PretrainedConfig] = getattr(transformers, model.config, None) or getattr(modeling, model.config)
+    return found
 
 
 def write_model(name: str, folder: Path) -> Path:
@@ -203,7 +217,7 @@ def write_model(name: str, folder: Path) -> Path:
     settings = {**model.sizes, **tokens, "bos_token_id": None, **model.settings}
     if name.startswith(("gemma3n", "gemma4")):
         settings["vocab_size_per_layer_input"] = tiny.vocab_size
-    config = getattr(transformers, model.config)(**settings)
+    config = config_class(model)(**settings)
     torch.manual_seed(0)
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():

@@ -40,7 +40,7 @@ def tiny_config(name, **changes):
     settings |= {**model.settings, **changes}
     if name.startswith(("gemma3n", "gemma4")):
         settings["vocab_size_per_layer_input"] = 512
-    return getattr(transformers, model.config)(**settings)
+    return check_models.config_class(model)(**settings)
 
 
 def built(config):

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import ServerError, UserError
@@ -19,6 +20,12 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     get = commands.add_parser("get", help="download or make one, and print its folder")
     get.add_argument("name", metavar="NAME", help="as `ttrl models` lists it")
     get.set_defaults(run_command=run_get)
+    convert = commands.add_parser("convert", help="write a model folder from another program's own checkpoint")
+    convert.add_argument("kind", metavar="KIND", choices=("nanochat",), help="the program: nanochat")
+    convert.add_argument("path", metavar="PATH", help="a folder such as chatsft_checkpoints/d20, or a model_NNNNNN.pt")
+    convert.add_argument("--out", metavar="FOLDER", help="where to write it (models/NAME)")
+    convert.add_argument("--tokenizer", metavar="FOLDER", help="of tokenizer.pkl; sought where nanochat keeps it")
+    convert.set_defaults(run_command=run_convert)
 
 
 def run_list(_: argparse.Namespace) -> int:
@@ -44,6 +51,18 @@ def run_get(arguments: argparse.Namespace) -> int:
     if folder is None:
         raise UserError(f"no model named {arguments.name!r}; there are {', '.join(READY_MODELS)}")
     print(folder)
+    return 0
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    from ttrl.nanochat.convert import convert
+
+    source = Path(arguments.path).expanduser()
+    name = source.name if source.is_dir() else source.parent.name
+    out = Path(arguments.out or Path("models", f"nanochat-{name}"))
+    if out.exists() and any(out.iterdir()):
+        raise UserError(f"{out} exists and is not empty; give another folder with --out")
+    print(convert(source, out, arguments.tokenizer))
     return 0
 
 

@@ -436,6 +436,27 @@ def _without_keys(part: Layer, head_dim: int) -> Layer:
     return Layer(left.matrices, left.vectors, pair=left.pair, window=left.window, kept=left.kept)
 
 
+# nanochat
+
+
+def _nanochat(values: Values) -> Kinds:
+    """Return nanochat of 2026: the first layer attends to nothing but the token before (`ttrl.nanochat.modeling`)."""
+    width = values.width
+    tables = values.get("value_layers", default=())
+    windows = values.get("attention_windows")
+    smear = Layer((Matrix("gate", 24, 1),), vectors=1, pair=2 * width, window=windows[0], cache=2 * width, kept=4 * width)
+    layers = [smear]
+    for number, window in enumerate(windows[1:], start=1):
+        part = attention(values, query_key_norms="", window=window)
+        part += feed_forward(values, values.number("intermediate_size"), names=("up_proj", "down_proj"))
+        part += norms(values, 2, 0) + Layer(vectors=2, kept=8 * width)
+        if number in tables:
+            part += Layer((Matrix("value_gate", 12, values.heads),), kept=2 * width)
+        layers.append(part)
+    looked_up = len(tables) * values.number("vocab_size") * width
+    return Kinds(tuple(layers), Layer(vectors=1, kept=2 * width), looked_up, norm_vectors=0)
+
+
 # By model_type
 
 
@@ -500,4 +521,5 @@ _FAMILIES: dict[str, Callable[[Values], Kinds]] = {
     "cohere2": _family(_attends(1), _dense(), every=4),
     "exaone4": _family(_attends(query_key_norms="head"), _dense(), every=4),
     "stablelm": _stablelm,
+    "nanochat_2026": _nanochat,
 }

@@ -9,6 +9,7 @@ adapter the last one that was loaded. With SmolLM2-135M and 32 to 96 sequences, 
 
 import contextlib
 import importlib
+import json
 import logging
 import multiprocessing
 import os
@@ -16,12 +17,15 @@ import runpy
 import socket
 import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from ttrl.nanochat import OWN_MODEL_TYPES
+from ttrl.vllm_worker import OWN_MODEL_VARIABLE
 from ttrl.vllm_worker.delta_rule import compute_in_float32
 from ttrl.vllm_worker.routing import OPTION, capture_on_cpus, stream_experts
 
@@ -35,6 +39,9 @@ def main() -> None:
     share_port(int(sys.argv[sys.argv.index("--port") + 1]))
     if OPTION in sys.argv:
         stream_experts()
+    if _is_own_model(Path(sys.argv[sys.argv.index("--model") + 1])):
+        os.environ[OWN_MODEL_VARIABLE] = "1"  # for processes that vLLM starts
+        importlib.import_module("ttrl.vllm_worker.own_models").serve_own_models()
     if current_platform.is_cpu():
         _stand_in_for_torchvision()
         try:
@@ -42,6 +49,15 @@ def main() -> None:
         except ImportError as error:
             logger.warning("another vLLM than this was written for starts its own way, more slowly: %s", error)
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+def _is_own_model(folder: Path) -> bool:
+    """Tell whether a folder's config names a class of ours."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("model_type") in OWN_MODEL_TYPES
 
 
 def share_port(port: int) -> None:

@@ -14,8 +14,12 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ttrl.errors import ModelFolderError
+from ttrl.nanochat import OWN_MODEL_TYPES
+from ttrl.nanochat.modeling import register
 from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS, Chosen
 from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
+
+register()
 
 # Types of layers of transformers' classes that the plugged in functions know, or that look at one token at a time.
 _PLUGGED_IN = frozenset({"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid"})
@@ -209,7 +213,7 @@ def uses_transformers(config: PretrainedConfig) -> bool:
 def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
     """Return everything that keeps transformers' own class from being trained on packed rows."""
     kind = config.model_type
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in OWN_MODEL_TYPES:
         return [f"the model type {kind!r}, for which neither ttrl nor transformers has a decoder of text"]
     problems = _problems_of_any(config)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -1,0 +1,5 @@
+"""nanochat's models: a modelling file for trainer and server alike, and a reader of its own checkpoints."""
+
+MODEL_TYPE = "nanochat_2026"
+OWN_MODEL_TYPES = frozenset({MODEL_TYPE})
+"""Of models that neither transformers nor vLLM has a class for."""
