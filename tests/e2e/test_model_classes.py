@@ -1,6 +1,10 @@
-"""Transformers' own classes over two processes: a hybrid of attention, Mamba 2 and experts, sharded by FSDP2, does what one
-process does, and writes the same checkpoint."""
+"""Transformers' own classes over two processes and with a real server.
 
+A hybrid of attention, Mamba 2 and experts, sharded by FSDP2, does what one process does, and writes
+the same checkpoint. A mixture is trained with the experts that vLLM chose.
+"""
+
+import asyncio
 import json
 import subprocess
 import sys
@@ -12,7 +16,11 @@ import torch
 from support import parallel_worker
 from support.tiny_models import random_samples
 
+from ttrl import Task, get_task_results
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
+from ttrl.data.tokenization import TaskResultTokenizer
+from ttrl.rollouts.client.wire import EXPERTS
+from ttrl.server.vllm import VLLMServer
 from ttrl.training.models.weights import iter_stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -62,3 +70,41 @@ def test_two_processes_do_what_one_does(results):
     alone, shared = ({name: t for _, name, t in iter_stored(part["folder"] / "checkpoint")} for part in (one, two))
     assert alone.keys() == shared.keys()
     assert all(torch.allclose(alone[name], shared[name], atol=2e-5) for name in alone)
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A server that returns the experts that it chose, and the policy of the same folder."""
+    root = tmp_path_factory.mktemp("mixture")
+    folder = check_models.write_model("qwen3_moe", root / "model")
+    how = {"dtype": "float32", "max_model_len": 512, "extra_args": {"enable_return_routed_experts": True}}
+    with VLLMServer(folder, served_model_name="m", log_path=root / "server.log", **how) as server:
+        yield server, check_models.loaded(folder)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_experts_that_vllm_returns_are_those_of_their_tokens(mixture, streamed):
+    """Only a real server shows which token each row of experts belongs to: in float32 the trainer would choose the same ones.
+
+    Replay itself is tested in tests/training/models/test_routing.py.
+    """
+    server, policy = mixture
+    tasks = [Task([{"role": "user", "content": f"say {'some ' * number}words"}], lambda choice: 1.0) for number in range(4)]
+    asked = {"max_tokens": 24, "ignore_eos": True, "seed": 1, EXPERTS: 0}
+    seen = (lambda chunk, completion: None) if streamed else None
+    results = asyncio.run(get_task_results(tasks, server.endpoint(), "m", n=3, params=asked, on_chunk=seen, pbar=False))
+    tokenize = TaskResultTokenizer()
+    sequences = [sequence for group in results for sequence in tokenize(group, [1.0] * 3)]
+    assert len(sequences) == 12
+    pack = packed_tensors_from_tokenized_results(sequences, seq_len=256, pad_id=0)
+    with torch.no_grad():
+        policy.decoder.routing.forget()
+        logprobs = policy(*check_models.policy_rows(pack), experts_BTLK=pack.experts).logprobs
+    routing = policy.decoder.routing.take(lambda total: total)
+    # Of a sequence's tokens, all but the last were computed by the server, and that one is stored nowhere.
+    assert all(one.replayed == 1 and one.differing < 0.01 for one in routing)
+    assert float((logprobs - pack.logprobs[pack.labels >= 0]).abs().max()) < 1e-4
+    others = pack.experts.roll(1, dims=1)
+    with torch.no_grad():
+        policy(*check_models.policy_rows(pack), experts_BTLK=others)
+    assert all(one.differing > 0.2 for one in policy.decoder.routing.take(lambda total: total))
