@@ -98,11 +98,26 @@ def _start_sooner() -> None:
     sampler.batched_count_greater_than = count_at_least
     _apply_adapters_by_products()
     compute_in_float32()
+    _rotate_every_head()
     if OPTION in sys.argv:
         capture_on_cpus()
     # vLLM forks by default, but wants a new interpreter on CPUs.
     engines.get_mp_context = lambda: multiprocessing.get_context("fork")
     os.register_at_fork(after_in_child=close_listening_sockets)
+
+
+def _rotate_every_head() -> None:
+    """Let vLLM's rotation on CPUs take queries and keys whose heads are a dimension of their own, as LFM2 gives them: its kernel
+    takes them for one head each, and turns that alone."""
+    rotary: Any = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding
+    theirs = rotary.forward_cpu
+
+    def forward_cpu(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        flat_key = None if key is None else key.flatten(positions.dim())
+        turned, turned_key = theirs(self, positions, query.flatten(positions.dim()), flat_key)
+        return turned.view(query.shape), turned_key if key is None else turned_key.view(key.shape)
+
+    rotary.forward_cpu = forward_cpu
 
 
 def count_at_least(x: Tensor, values: Tensor) -> Tensor:
