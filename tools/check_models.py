@@ -186,6 +186,8 @@ MODELS = {
     "cohere2": Model("Cohere 2", "Cohere2Config", {**_SLIDING, "logit_scale": 0.3}),
     "exaone4": Model("EXAONE 4", "Exaone4Config", _SLIDING),
     "stablelm": Model("StableLM", "StableLmConfig"),
+    "arcee": Model("Arcee AFM", "ArceeConfig", _HEADS),
+    "helium": Model("Helium", "HeliumConfig", _HEADS),
     "nanochat": Model("nanochat (transformers')", "NanoChatConfig"),
     "nanochat_2026": Model(
         "nanochat of 2026",
