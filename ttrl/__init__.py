@@ -4,9 +4,13 @@ Public names are loaded on first use (PEP 562), so that importing ttrl costs not
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 from ttrl.version import __version__
+
+# It warns of missing CUDA extensions whenever transformers loads it, in the middle of a run's own lines.
+logging.getLogger("torchao").setLevel(logging.ERROR)
 
 _HOME = {
     "Task": "ttrl.tasks.task",

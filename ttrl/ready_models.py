@@ -8,7 +8,6 @@ import contextlib
 import difflib
 import importlib.util
 import io
-import logging
 import subprocess
 import sys
 import tempfile
@@ -107,7 +106,6 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
         raise ModelFolderError(
             f"smollm2-135m: transformers reads its file with packages that are missing: pip install {' '.join(missing)}"
         )
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when transformers loads it
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar

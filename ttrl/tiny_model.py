@@ -4,7 +4,6 @@ Qwen2-shaped, with a tokenizer that has one token per byte (a byte-level BPE wit
 tokenizer class) and a chat template of one special token per role.
 """
 
-import logging
 from pathlib import Path
 
 from ttrl.system.files import atomic_folder
@@ -32,7 +31,6 @@ def make_tiny_model(
 ) -> Path:
     """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the folder. `width` is the hidden
     size, `context` the longest sequence in tokens. The weights depend on `seed` alone."""
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when transformers loads it
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM

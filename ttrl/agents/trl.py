@@ -85,7 +85,9 @@ def trl_tasks(
         columns = {str(name): value for name, value in row.items()}
         prompt = columns.get("prompt", "" if factories is not None else None)
         if not isinstance(prompt, str | list) or (prompt == [] and factories is None):
-            raise TaskError(f"row {number}: its prompt is {short(prompt, 80)}; give a string, or a list of chat messages")
+            columns_there = ", ".join(columns) or "none"
+            wanted = f"a string, or a list of chat messages, in the column 'prompt' (there are the columns {columns_there})"
+            raise TaskError(f"row {number}: its prompt is {short(prompt, 80)}; give {wanted}")
         text = json.dumps(columns, sort_keys=True, default=str)
         if isinstance(prompt, list):
             prompt = messages_without_nulls(prompt)

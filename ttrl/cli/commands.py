@@ -77,7 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     handler.setFormatter(Lines("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # it complains of missing CUDA extensions when it is loaded
     try:
         return int(arguments.run_command(arguments))
     except TtrlError as error:

@@ -22,7 +22,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine this machine; 1 where it cannot run ttrl, or a case of the certificate failed."""
     from ttrl.cli import doctor
 
-    print("Looking at this machine (about 15 s) ...", file=sys.stderr, flush=True)
+    print("Looking at this machine: it imports vLLM, 15 s or, on a busy machine, minutes ...", file=sys.stderr, flush=True)
     checks = doctor.examine(Path.cwd())
     if arguments.model is not None:
         checks += doctor.check_model(arguments.model)

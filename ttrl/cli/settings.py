@@ -207,6 +207,8 @@ def _of_recipe(values: dict[str, Any], file: Path) -> TrainConfig:
 
 def _setting(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
+    if not equals and name in _OF_RUN | _OF_RECIPE:
+        raise UserError(f"{name} is given no value; write --set {name}=VALUE, without a blank")
     if not equals or not name:
         raise UserError(f"{text!r} is not a setting; write --set KEY=VALUE, such as lora_rank=16")
     name = name.removeprefix("training.")  # as config.yaml has it

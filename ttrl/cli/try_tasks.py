@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import inspect
 import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,9 @@ def _graded(task: Task, reply: str) -> Sample:
     try:
         grade = asyncio.run(_grade(task.grader, reply, task.id))
     except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
-        return dataclasses.replace(sample, error=f"{type(error).__name__}: {error}")
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        at = f"{Path(where.filename).name}, line {where.lineno}"
+        return dataclasses.replace(sample, error=f"{at}: {type(error).__name__}: {error}")
     return dataclasses.replace(sample, reward=grade.reward, metrics=grade.metrics)
 
 

@@ -34,7 +34,8 @@ OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "steps"), "iterations"),
     **dict.fromkeys(("max_completion_length", "max_new_tokens"), "max_tokens"),
     **{"learning_rate": "lr", "beta": "kl_coefficient", "num_generations": "samples_per_task", "group_size": "samples_per_task"},
-    **{"batch_size": "tasks_per_iteration", "output_dir": "run"},
+    **{"batch_size": "tasks_per_iteration", "output_dir": "run", "train_batch_size": "tasks_per_iteration"},
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_path"), "model"),
 }
 """What settings of other libraries are called here."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -44,6 +44,8 @@ from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
+_RIGHT = ("right", "exact", "correct", "solved", "accuracy")
+"""Metrics that say whether an answer is right, in the order in which they are looked for."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
 _SAME_ANSWERS = frozenset({"tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "gpu-memory-utilization"})
 """Arguments of vLLM about where it computes, not what."""
@@ -273,7 +275,7 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
                     one.name,
                     one.tasks,
                     results,
-                    score=one.score,
+                    score=_score(one, results),
                     samples_per_task=config.samples_per_task,
                     pass_at=_pass_at(config),
                     confidence=config.confidence,
@@ -291,6 +293,14 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
                     raise failure
                 break
     return result
+
+
+def _score(one: "NamedTasks", results: TaskResults) -> str:
+    """Return what counts as right: of tasks that do not say it, a metric by whose name their graders do."""
+    if one.score != "reward":
+        return one.score
+    graded = [sample.scores for sample in results.samples if sample.reward is not None]
+    return next((name for name in _RIGHT if graded and all(name in scores for scores in graded)), "reward")
 
 
 def _failure(results: TaskResults) -> TtrlError | None:

@@ -71,6 +71,7 @@ FAMILIES: dict[str, Family] = {
     "textarena": Family("textarena:get_textarena_tasks", "reward", example="TowerOfHanoi-v0"),
     "verifiers": Family("verifiers:get_verifiers_tasks", "reward", example="gsm8k-v1"),
 }
+_HELD_OUT_TASKS = 64
 _TRAINING_TASKS = 1024
 """Tasks of generated families to train on."""
 _MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given
@@ -150,10 +151,11 @@ def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:
     """Return the tasks that a run names: a family as in `TaskSpec.parse`, FILE.py or FILE.py:NAME.
 
     split: "train" or "validation", where the name says no other; a function in a file is given it if it has such an argument.
-    Of a family that is generated, 1,024 tasks to train on and 200 held out. Raises UserError, TaskError.
+    Of a family that is generated, 1,024 tasks to train on and 200 held out; a function in a file is asked for 1,024 and 64, if it
+    has an argument `n`. Raises UserError, TaskError.
     """
     if name.endswith(".py") or ".py:" in name:
-        return load_tasks(name, None, split=split)
+        return load_tasks(name, _TRAINING_TASKS if split == "train" else _HELD_OUT_TASKS, split=split, whole_list=True)
     spec = TaskSpec.parse(name)
     if "@" not in name and (split == "train" or spec.split == "train"):
         spec = dataclasses.replace(spec, split=split)

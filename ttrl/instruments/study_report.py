@@ -1,7 +1,6 @@
 """What a study found (`ttrl.instruments.study`), as text for a terminal, as study.json and as pictures."""
 
 import itertools
-import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -110,11 +109,20 @@ def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
     path, picture = folder / "study.json", folder / "study.png"
-    write_json(path, json.loads(json.dumps(found)))
+    write_json(path, _known(found))
     draw_response(found, picture)
     pictures = [picture, draw_position(found["entropy"]["by_position"], folder / "position.png")]
     pictures.append(draw_tokens(found, folder / "tokens.png"))
     return [path, *pictures, *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else [])]
+
+
+def _known(value: Any) -> Any:
+    """Return a value for JSON: errors of a single group, which have no number, become null."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _known(item) for key, item in value.items()}
+    return [_known(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def draw_response(found: Mapping[str, Any], path: Path) -> None:

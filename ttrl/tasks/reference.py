@@ -100,18 +100,19 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
 _DEFAULT_NAMES = ("get_tasks", "tasks")
 
 
-def load_tasks(reference: str, n: int | None, *, split: str | None = None) -> list[Task]:
+def load_tasks(reference: str, n: int | None, *, split: str | None = None, whole_list: bool = False) -> list[Task]:
     """Load the first `n` tasks (None: all) of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (get_tasks, else tasks) is a list or a
     function.
 
-    A function is called with n= and split= where it takes them. Raises UserError, TaskError.
+    A function is called with n= and split= where it takes them. whole_list: take all tasks of a list. Raises UserError, TaskError.
     """
     if n is not None and n < 1:
         raise UserError(f"--n is {n}; ask for at least one task")
     found, module = load_reference(reference, "tasks try", _DEFAULT_NAMES)
     if reference.endswith(".py"):
         reference += ":" + next(name for name in _DEFAULT_NAMES if getattr(module, name, None) is found)
-    return tasks_of(found, reference, n, split)[:n]
+    tasks = tasks_of(found, reference, n, split)
+    return tasks if whole_list and not callable(found) else tasks[:n]
 
 
 def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = None) -> list[Task]:
