@@ -255,6 +255,7 @@ def measured(world, number):
 
 
 def test_a_run_skips_what_it_need_not_see(mixed, capsys):
+    mixed.writes_reports = True
     mixed.train(mixed.tasks(9), **RUN | {"iterations": 9})
     ids = [task_id for n in range(1, 10) for task_id in asked(mixed, n)]
     first, late = ids[:9], ids[9:]
@@ -310,6 +311,7 @@ def test_a_curriculum_may_begin_or_end_later(mixed, monkeypatch):
 
 
 def test_a_run_with_levels_shows_them_and_is_replayed_and_trained_again(mixed, capsys):
+    mixed.writes_reports = True
     mixed.train(in_levels(mixed.tasks(9), mixed.tasks(3, "hard")), **RUN | {"iterations": 2})
     row = mixed.rows()[1]["curriculum"]
     assert row["level"] == 0 and f"level 0 (reward {row['level_score']:.3f})" in capsys.readouterr().out
