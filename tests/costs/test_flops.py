@@ -80,6 +80,11 @@ def attend_plainly(policy, monkeypatch):
 FAMILIES = ["qwen2", "qwen2-tied", "qwen3", "llama", "mistral", "gemma", "gemma2", "gemma3", "phi", "phi3", "gpt2", "nanochat"]
 
 
+def some_long(*short: str) -> list:
+    """Return all families, of which only those that are named are tried by `make test`."""
+    return [name if name in short else pytest.param(name, marks=pytest.mark.long) for name in FAMILIES]
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
     """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU attention kernel."""
@@ -101,10 +106,13 @@ def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypa
     assert real.attention * T * T * shape.layers == counted.attention * seen
 
 
-@pytest.mark.parametrize(("every", "lora"), [(1, None), (2, ["q_proj"]), (1, ["w2"])])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("every", "lora"), [(1, None), (2, ["q_proj"]), pytest.param(1, ["w2"], marks=pytest.mark.long)])
+@pytest.mark.parametrize("family", some_long("qwen2", "gemma3", "phi", "gpt2", "nanochat"))
 def test_recomputation_is_what_pytorch_counts_more(family, every, lora, model_folder, monkeypatch):
-    """Checkpointed layers, against the same pass without: attention is plain products, so nothing else is made twice."""
+    """Checkpointed layers, against the same pass without: attention is plain products, so nothing else is made twice.
+
+    Long for seven of twelve families, and adapters of w2: only these recompute their layers. Their passes are counted above.
+    """
     policy = load_policy_in(model_folder(family), torch.float32)
     adapters = {} if lora is None else {"lora_rank": 3, "lora_targets": lora}
     given = {"model": "m", "packed": "p", "output_dir": "o", **adapters}
@@ -141,9 +149,14 @@ ALL_TARGETS = ["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3"]
 
 
 @pytest.mark.parametrize("targets", [ALL_TARGETS, ["q_proj"], ["v_proj"], ["output_proj"], ["w1"], ["w2"], ["k_proj", "output"]])
-@pytest.mark.parametrize("family", ["qwen2", "llama", "phi", "gpt2-untied"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gpt2-untied", *(pytest.param(name, marks=pytest.mark.long) for name in ("llama", "phi"))]
+)
 def test_with_adapters_frozen_matrices_have_no_gradient(family, targets, model_folder, monkeypatch):
-    """Every product that PyTorch makes, and no other, but for the head's merging, which is made once in a pass."""
+    """Every product that PyTorch makes, and no other, but for the head's merging, which is made once in a pass.
+
+    Long for two of four families: only these have adapters without biases, and beside a parallel MLP.
+    """
     folder = model_folder(family)
     policy = load_policy_in(folder, torch.float32)
     recipe = GRPOConfig(model="m", packed="p", output_dir="o", lora_rank=3, lora_targets=targets)
@@ -177,10 +190,13 @@ def test_generating_costs_what_its_passes_cost(prompt, completion, cached, windo
     assert decode_flops(shape, prompt, completion).total == sum(step.total for step in one_by_one)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_long("qwen2", "gemma3", "phi", "gpt2", "nanochat"))
 def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
     """Against a model that reads a prompt and then token after token, with plain attention over all that came before: each pass
-    without a cache computes T x T pairs and T tokens, of which the last row alone is new."""
+    without a cache computes T x T pairs and T tokens, of which the last row alone is new.
+
+    Long for seven of twelve families: only these sample. Their training is counted above.
+    """
     policy = load_policy_in(model_folder(family), torch.float32)
     attend_plainly(policy, monkeypatch)
     decoder = decoder_parameters(json.loads((model_folder(family) / "config.json").read_text()))
@@ -208,10 +224,22 @@ def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
     assert sampling_flops(shape, [(prompt, known, completion)] * 3 + [(prompt, prompt, 1)]) == (3 * reading + head, 3 * writing)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2-tied", "llama", "qwen3", "gemma", "phi", "gpt2", "nanochat"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2",
+        "gemma",
+        "gpt2",
+        "nanochat",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2-tied", "llama", "qwen3", "phi")),
+    ],
+)
 def test_an_iteration_costs_what_transformers_counts(family, model_folder):
     """The server's model reads each prompt once and writes every answer from its cache, token by token; then a training pass over
-    packed rows. Its attention is dense: what the masks hide is counted by them, and taken off."""
+    packed rows. Its attention is dense: what the masks hide is counted by them, and taken off.
+
+    Long for four families: only these compare transformers' own layers of theirs. Ours are counted above.
+    """
     model = check_parity.reference_model(model_folder(family), torch.float32)
     shape = model_shape(json.loads((model_folder(family) / "config.json").read_text()))
     samples, pair = random_samples(0, prompts=(3, 7), completions=3), 4 * shape.layers * shape.heads * shape.head_dim

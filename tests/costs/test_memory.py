@@ -336,9 +336,9 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
     ("kind", "gpus"),
     [
         ("full", 8),
-        ("full, nothing recomputed", 1),
+        pytest.param("full, nothing recomputed", 1, marks=pytest.mark.long),
         ("LoRA", 1),
-        ("LoRA, base in fp32", 1),
+        pytest.param("LoRA, base in fp32", 1, marks=pytest.mark.long),
         ("QLoRA", 2),
         pytest.param("full", 1, marks=pytest.mark.long),
         pytest.param("QLoRA", 1, marks=pytest.mark.long),
@@ -348,8 +348,8 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
 def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
     """Two layers of a 7B model; tools/check_cuda_memory.py counts whole ones.
 
-    Long for three pairs: only these have the same kind on one GPU and on several. Each kind is
-    tried once in any case.
+    Long for five pairs: only these have the same kind on one GPU and on several, or keep
+    activations or the base in fp32. Full training, LoRA and QLoRA are tried once in any case.
     """
     model, config = QWEN | {"num_hidden_layers": 2, "layer_types": None}, check_cuda_memory.config_of(kind, 2)
     counted = check_cuda_memory.counted(model, config, 2048, gpus)

@@ -59,13 +59,15 @@ with ranks(config) as here:
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-@pytest.mark.parametrize("user_names_one", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("user_names_one", [False, True])
 def test_on_one_machine_nobody_listens_for_strangers(user_names_one, tmp_path, monkeypatch):
     """gloo's connections between the processes are on the loopback; torchrun and the store do not listen at all. But who names a
     meeting point has it.
 
-    Long for a meeting point that is named: only this lets torchrun choose one. The arguments:
-    tests/launch/test_tune.py.
+    Long: only this starts torchrun and looks at what its processes listen to. The arguments:
+    tests/launch/test_tune.py; who writes into a store: below; processes that meet so:
+    tests/e2e/test_resident.py.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

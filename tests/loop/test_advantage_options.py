@@ -57,7 +57,9 @@ def transcription(groups, kind, floor, clip, power, bonus, until):
     return found
 
 
-@pytest.mark.parametrize("kind", ["std", "mean", "leave_one_out", "batch"])
+@pytest.mark.parametrize(
+    "kind", ["std", "batch", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("mean", "leave_one_out"))]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -70,6 +72,7 @@ def transcription(groups, kind, floor, clip, power, bonus, until):
     ids=["plain", "floor and clip", "power", "surprise", "all"],
 )
 def test_options_reach_the_packed_advantages(graded, kind, options):
+    """Long for two of four kinds: only these take them through a run. Their numbers: tests/data/test_advantages.py."""
     graded.train(iterations=1, tasks_per_iteration=6, validation=[], advantages=kind, **options)
     folder = graded.run / "iterations/0001"
     groups: dict[str, list] = {}

@@ -255,6 +255,7 @@ def measured(world, number):
 
 
 def test_a_run_skips_what_it_need_not_see(mixed, capsys):
+    mixed.writes_reports = True
     mixed.train(mixed.tasks(9), **RUN | {"iterations": 9})
     ids = [task_id for n in range(1, 10) for task_id in asked(mixed, n)]
     first, late = ids[:9], ids[9:]
@@ -275,15 +276,16 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     ("after", "more"),
     [
         (1, {}),
-        (5, {}),
-        (8, {"off_policy_steps": 1}),
+        pytest.param(5, {}, marks=pytest.mark.long),
+        pytest.param(8, {"off_policy_steps": 1}, marks=pytest.mark.long),
         (14, {"off_policy_steps": 1}),
-        (8, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
+        pytest.param(8, {"dynamic_sampling": 2, "max_extra_tasks": 4}, marks=pytest.mark.long),
         (14, {"dynamic_sampling": 2, "max_extra_tasks": 4}),
     ],
     ids=str,
 )
 def test_interrupted_it_chooses_what_it_would_have(mixed, monkeypatch, tmp_path, after, more):
+    """Long for three of six places: only these lie before the level rises. Each way is interrupted later."""
     given = in_levels(mixed.tasks(9), mixed.tasks(9, "hard"))
     run = RUN | {"level_up_at": 0.5} | more
     mixed.train(given, **run)
@@ -310,6 +312,7 @@ def test_a_curriculum_may_begin_or_end_later(mixed, monkeypatch):
 
 
 def test_a_run_with_levels_shows_them_and_is_replayed_and_trained_again(mixed, capsys):
+    mixed.writes_reports = True
     mixed.train(in_levels(mixed.tasks(9), mixed.tasks(3, "hard")), **RUN | {"iterations": 2})
     row = mixed.rows()[1]["curriculum"]
     assert row["level"] == 0 and f"level 0 (reward {row['level_score']:.3f})" in capsys.readouterr().out

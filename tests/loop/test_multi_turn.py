@@ -63,6 +63,7 @@ def phases_response(content):
 
 def test_a_run_of_conversations(talking):
     world = talking
+    world.writes_reports = True
     result = world.train(games(), validation=games(2), iterations=2, sampling={"seed": 1})
     row = result.metrics[1]
     assert row["groups"]["kept"] > 0 and row["samples"] == 8 and row["metrics"] == {"turns": 2.0}

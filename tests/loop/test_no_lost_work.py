@@ -66,6 +66,7 @@ def samples_of(state):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # threads see the cut as well
 def test_power_cut_at_many_writes(world, monkeypatch):
     """Cut off at many of the changes on the disk, the same command leads to the same end."""
+    world.writes_reports = True
     with monkeypatch.context() as patch:
         disk = Disk(patch, None)
         world.train(**RUN)
@@ -90,6 +91,7 @@ def test_power_cut_at_many_writes(world, monkeypatch):
 def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatch):
     """At each rename the file's bytes were fsynced after their last change; at each marker, so were the folders of all names
     of its iteration that were made before it."""
+    world.writes_reports = True
     synced, unsynced = {}, {}
     originals = {name: getattr(os, name) for name in ("replace", "link", "mkdir", "fsync")}
     problems, markers = [], []
@@ -141,6 +143,7 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
 
 def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch):
     """The system refuses to write a checkpoint's bytes: what is needed, what is free, and nothing that was finished is lost."""
+    world.writes_reports = True
     with monkeypatch.context() as patch:
         original = files.fsync_tree
 
@@ -171,6 +174,7 @@ def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
 
 
 def test_the_run_goes_on_on_another_machine(world, monkeypatch):
+    world.writes_reports = True
     address = f"memory://{uuid4().hex}"
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "leave_report", lambda _: (_ for _ in ()).throw(PowerCut))

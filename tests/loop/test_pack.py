@@ -32,6 +32,7 @@ def pack_of(world) -> PackedTensors:
     ],
 )
 def test_samples_longer_than_a_row(long_world, capsys, too_long, dropped, said, notice):
+    long_world.writes_reports = True
     long_world.train(iterations=1, seq_len=40, too_long=too_long, validation=[])
     (row,) = (row for row in long_world.rows() if row["iteration"] == 1)
     assert row["pack"]["dropped"] == {"no_trained_token": 0} | dropped

@@ -29,6 +29,7 @@ from ttrl.system.files import digest, read_jsonl
 
 
 def test_a_run_goes_through_its_phases_in_order(world):
+    world.writes_reports = True
     result = world.train()
     assert world.events == [
         *["start", "canary", "serve 0"],
@@ -212,6 +213,7 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
 )
 def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, temperature, drawn_at, said):
     """And there, pass@k of the metric that the run is judged by stands beside the means."""
+    world.writes_reports = True
     asked, answer = {"validation_samples": samples, "validation_temperature": temperature}, world.answer
     world.answer = lambda prompt, k, version: "no" if prompt == "held-out 1" else answer(prompt, k, version)
     result = world.train(iterations=1, temperature=0.7, **asked)

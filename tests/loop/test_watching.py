@@ -30,6 +30,7 @@ def test_a_logger_that_cannot_be_made_is_said_before_anything_starts(world):
 
 
 def test_drift_ends_the_run_before_the_next_rollouts_and_every_time_it_is_continued(world):
+    world.writes_reports = True
     world.step_facts = {2: drifted(1)}
     for _ in range(2):
         with pytest.raises(DriftError, match=r"(?s)iteration 2: .*0\.3 \(limit 0\.0002\).*drift=\"warn\""):

@@ -39,7 +39,9 @@ def config_of(**settings):
     return TrainConfig(run="r", model="m", iterations=1, **settings)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.long] * (way in ("lora", "in place", "split"))) for way in WAYS]
+)
 @pytest.mark.parametrize(
     "name",
     [
@@ -57,7 +59,8 @@ def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
     """Long for three of five machines: only these try every way with two and eight GPUs. Smallest
     and oddest stay.
 
-    Long for two of five models, whose sizes lie between those of the others.
+    Long for two of five models, whose sizes lie between those of the others; and for three of seven
+    ways, of which split and in place are told, not chosen, and nf4 is LoRA with one choice more.
     """
     model, memory = MODELS[name], size * GB
     made = choose(model, config_of(**WAYS[way]), [memory] * count)

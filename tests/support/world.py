@@ -18,9 +18,11 @@ from transformers import AutoTokenizer
 
 from ttrl import Task, TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
+from ttrl.loop import iterations as iterations_module
 from ttrl.loop import phases, sampling
 from ttrl.loop import sampling as finished_groups
 from ttrl.loop import train as train_module
+from ttrl.report.page import FILE_NAME, leave_report
 from ttrl.system.files import append_jsonl, atomic_folder, write_json
 
 try:
@@ -162,6 +164,8 @@ class World:
         """Prompts that the server answers with 400."""
         self.server_is_dead = False
         self.server_reads_files_only = False
+        self.writes_reports = False
+        """Whether report.html is written, which takes a third of the time of such a run, after each iteration."""
         self.trainer_class = self.trainer()
         """What takes the place of the run's trainer; for tests to replace."""
 
@@ -169,6 +173,11 @@ class World:
         """The run's server and trainer are those that this world has at the time."""
         monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self}))
         monkeypatch.setattr(phases, "Trainer", lambda *arguments: self.trainer_class(*arguments))
+        for module in (train_module, iterations_module):
+            monkeypatch.setattr(module, "leave_report", self.leave_report)
+
+    def leave_report(self, run_folder: Path, rows: Any = None) -> Path:
+        return leave_report(run_folder, rows) if self.writes_reports else run_folder / FILE_NAME
 
     def note(self, event: str) -> None:
         self.events.append(event)

@@ -113,8 +113,9 @@ def test_length_exponent_makes_long_words_more_frequent():
     assert set(lengths) == set(range(3, 9))
 
 
-@pytest.mark.parametrize("length", [3, 8])
+@pytest.mark.parametrize("length", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_no_training_word_has_a_validation_answer(length):
+    """Long for eight letters: only these are hardly ever drawn twice. Of three, all answers are held out or drawn."""
     held_out = {sort_letters(word_of(t)) for t in get_sort_letters_tasks("validation", 200, max_length=length)}
     for seed in range(20):
         options = {"seed": seed, "min_length": length, "max_length": length}

@@ -97,8 +97,11 @@ class Moved(torch.autograd.graph.saved_tensors_hooks):
         return self.tracker.pop(number)
 
 
-@pytest.mark.parametrize(("objective", "checkpointing"), [("ppo-k3", True), ("gspo-entropy-kl", False)])
+@pytest.mark.parametrize(
+    ("objective", "checkpointing"), [("ppo-k3", True), pytest.param("gspo-entropy-kl", False, marks=pytest.mark.long)]
+)
 def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(objective, checkpointing, tmp_path, monkeypatch):
+    """Long for one of two: only this moves what no checkpoint recomputes. The objective: tests/training/test_invariance.py."""
     monkeypatch.setattr(activations, "OffloadActivations", Moved)
 
     def load(config, here):

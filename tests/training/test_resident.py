@@ -125,7 +125,7 @@ LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
 def test_the_same_files_as_from_files(settings, chain, loads):
     """Long for three of eight settings: only these leave them where they are between iterations.
 
-    They are parked with the same settings below.
+    They are parked with such settings below.
     """
     once = chain("once", **settings)
     assert len(loads) == ITERATIONS
@@ -155,14 +155,18 @@ def parks(monkeypatch):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"value_head": True, "value_grad_in_decoder": True},
+        pytest.param({"value_head": True, "value_grad_in_decoder": True}, marks=pytest.mark.long),
         {"dtype": "bf16", "optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
-        {"optimizer": "adamw_8bit", "kl_coefficient": 0.3},
+        pytest.param({"optimizer": "adamw_8bit", "kl_coefficient": 0.3}, marks=pytest.mark.long),
         {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
     ],
     ids=str,
 )
 def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, from_files, loads, parks, monkeypatch):
+    """Long for two of four: only these park a value head that trains its decoder, and 8-bit moments with a reference.
+
+    Both are parked, and written, below.
+    """
     once = from_files(**settings)
     loads.clear()
     residence = Residence(HERE)
@@ -345,10 +349,19 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, from
 
 
 @pytest.mark.parametrize(
-    "settings", [{"value_head": True}, {"checkpoint_dtype": "bf16"}, {"optimizer": "adamw_8bit", "kl_coefficient": 0.1}], ids=str
+    "settings",
+    [
+        {"value_head": True},
+        pytest.param({"checkpoint_dtype": "bf16"}, marks=pytest.mark.long),
+        {"optimizer": "adamw_8bit", "kl_coefficient": 0.1},
+    ],
+    ids=str,
 )
 def test_servers_are_told_when_everything_has_left_the_device(settings, chain, from_files, loads, parks, tmp_path):
-    """They may share it. Checkpoint and state are written from where all of it is parked, to the same bits."""
+    """They may share it. Checkpoint and state are written from where all of it is parked, to the same bits.
+
+    Long for a checkpoint in bf16: only this writes one out of what is parked. Where it is not: above.
+    """
     once, told = from_files(**settings), []
 
     def look(facts):
@@ -389,9 +402,15 @@ def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(ch
     assert "servers have to read files" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{}, {"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1}))],
+)
 def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain, from_files, settings):
-    """To the same bits as if it had been; also in another process, which trains again from the last that was."""
+    """To the same bits as if it had been; also in another process, which trains again from the last that was.
+
+    Long for two of three: only these keep 8-bit moments, and a reference, unwritten. Written they are above.
+    """
     once, residence = from_files(**settings), Residence(HERE)
     first = chain.iteration("kept", 0, residence, hand_over=True, save=False, **settings)
     assert not (first / "checkpoint").exists() and read_jsonl(first / "train.jsonl")

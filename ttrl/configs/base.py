@@ -106,6 +106,12 @@ def absent_folder(model: str) -> list[str]:
     return [f"model folder {model} does not exist"] if is_folder and not os.path.exists(model) else []
 
 
+@functools.cache
+def _kinds(cls: type) -> dict[str, Any]:
+    """Return the types of a config's fields. A run asks for them dozens of times in an iteration, milliseconds each time."""
+    return typing.get_type_hints(cls)
+
+
 _STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}  # for wrong required values, so that the others are checked
 
 
@@ -156,7 +162,7 @@ class Config:
     def examine(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:
         """Return a config in which defaults stand in for wrong values, and every problem, one line each."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
-        kinds = typing.get_type_hints(cls)
+        kinds = _kinds(cls)
         found: list[str] = []
         meant = set()
         for key in values:

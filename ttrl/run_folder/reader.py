@@ -16,7 +16,7 @@ import yaml
 from ttrl.errors import RunFolderError
 from ttrl.intervals import wilson
 from ttrl.run_folder.config_changes import HISTORY_FILE
-from ttrl.run_folder.folder import check_run_folder
+from ttrl.run_folder.folder import check_run_folder, read_yaml
 from ttrl.system.files import read_jsonl
 from ttrl.text import counted, flat, is_number
 
@@ -124,7 +124,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
     """Parse a file once as long as it stays what it is: YAML takes longer to parse than the rest of a run folder to look at."""
-    value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    value = read_yaml(path)
     return value if isinstance(value, dict) else {}
 
 

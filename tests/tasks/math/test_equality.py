@@ -241,14 +241,16 @@ DIFFERENT = {
 }
 
 
-def test_agreement_with_the_published_cases(reply):
-    different = set()
-    for expected, answer, equal in PUBLISHED:
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.long)])
+def test_agreement_with_the_published_cases(every, reply):
+    """Long for all of them: only these are the whole list. Every fourth one stays."""
+    cases, different = PUBLISHED[::every], set()
+    for expected, answer, equal in cases:
         grader = MathGrader(read_reply(expected) or expected, flexible=True, seconds=30.0)
         if grader(reply(answer))[0] != float(equal):
             different.add((expected, answer))
-    assert different == DIFFERENT
-    assert 1 - len(different) / len(PUBLISHED) > 0.93
+    assert different == DIFFERENT & {(expected, answer) for expected, answer, _ in cases}
+    assert len(DIFFERENT) / len(PUBLISHED) < 0.07
 
 
 @settings(max_examples=60, deadline=None)

@@ -160,10 +160,16 @@ def eight_bit_state(folder, here=None, fill=True):
 
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
-@pytest.mark.parametrize(("writes", "reads"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("writes", "reads"),
+    [(False, True), (True, False), *(pytest.param(*both, marks=pytest.mark.long) for both in ((False, False), (True, True)))],
+)
 @pytest.mark.parametrize("width", [64, 256])
 def test_eight_bits_stay_eight_bits(state_format, writes, reads, width, packed, tmp_path):
-    """On disk and back: codes and scales, by a sharded policy or not, wherever rows are whole blocks."""
+    """On disk and back: codes and scales, by a sharded policy or not, wherever rows are whole blocks.
+
+    Long for policies of the same kind: only these are read as they were written. Each kind writes for the other, and reads.
+    """
     shape = {"hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
     Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(tmp_path / "model")
     folder, found = tmp_path / "state", []
