@@ -351,7 +351,10 @@ def wants_state(completions, trainer_state, **kwargs):
         ({"reward_funcs": wants_state}, "wants_state wants the trainer_state"),
         ({"reward_funcs": [boxed_reward], "reward_weights": [1, 2]}, "2 reward_weights for 1 reward_funcs"),
         ({"train_dataset": []}, "no rows"),
-        ({"train_dataset": [{"question": "x"}]}, "row 0: its prompt is None"),
+        (
+            {"train_dataset": [{"question": "x"}]},
+            r"row 0: its prompt is None; give a string, .*\(there are the columns question\)",
+        ),
         ({"train_dataset": ["x"]}, "row 0 is 'x'; a row is a dict"),
         ({"train_dataset": "nowhere.parquet"}, "nowhere.parquet: no such file"),
         ({"tools": [no_docstring]}, "no_docstring has no docstring"),

@@ -58,6 +58,26 @@ def test_a_file_of_settings_names_its_tasks(asked: str, tmp_path: Path, monkeypa
         assert not {task.id for task in tasks} & {task.id for task in held_out}
 
 
+def test_a_function_in_a_file_is_asked_for_as_many_tasks_as_a_recipe_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list
+) -> None:
+    """Its default, 32 in what `ttrl tasks new` writes, is for trying it."""
+    monkeypatch.chdir(tmp_path)
+    write_template(tmp_path / "my_task.py")
+    (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "my_task.py"))
+    assert cli.main(["train", "mine.yaml"]) == 0
+    ((_, tasks, held_out),) = trained
+    assert (len(tasks), len(held_out)) == (1024, 64)
+
+
+def test_a_setting_without_a_value_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: list) -> None:
+    (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "structured_output"))
+    assert cli.main(["train", str(tmp_path / "mine.yaml"), "--set", "lr", "2e-5"]) == 2
+    said = capsys.readouterr().err
+    assert "lr is given no value; write --set lr=VALUE, without a blank" in said
+    assert "'2e-5' is not a setting" in said
+
+
 def test_every_mistake_of_a_file_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,8 +26,9 @@ from ttrl.instruments import study as module
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.linear_response import inner, moved
 from ttrl.instruments.study import study
-from ttrl.instruments.study_report import draw_tokens, headline
+from ttrl.instruments.study_report import _known, draw_tokens, headline
 from ttrl.instruments.study_run import draw_noise
+from ttrl.system.files import write_json
 from ttrl.training import batches
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.models.weights import to_hugging_face_names
@@ -506,3 +507,11 @@ def test_what_is_gone_is_named(run, tmp_path, capsys):
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"optimizer": "sgd"}))
     assert main(["study", str(tmp_path / "checkpoint")]) == 2
     assert "AdamW" in capsys.readouterr().err
+
+
+def test_what_one_group_cannot_tell_is_null(tmp_path):
+    """Errors of a mean over groups need two groups; a newcomer's first study had one with a signal."""
+    found = {"dH": {"measured": -0.5, "error": math.nan}, "groups": [1, math.inf], "dtype": "fp32"}
+    path = tmp_path / "study.json"
+    write_json(path, _known(found))
+    assert json.loads(path.read_text()) == {"dH": {"measured": -0.5, "error": None}, "groups": [1, None], "dtype": "fp32"}

@@ -59,8 +59,7 @@ with ranks(config) as here:
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("user_names_one", [False, True])
+@pytest.mark.parametrize("user_names_one", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_on_one_machine_nobody_listens_for_strangers(user_names_one, tmp_path, monkeypatch):
     """gloo's connections between the processes are on the loopback; torchrun and the store do not listen at all. But who names a
     meeting point has it.

@@ -12,7 +12,7 @@ from typing import Any
 from openai.types.chat import ChatCompletionMessage
 from openai.types.chat.chat_completion import Choice
 
-from ttrl.errors import UserError
+from ttrl.errors import TtrlError, UserError
 from ttrl.messages import text_of
 from ttrl.ready_models import ready_model
 from ttrl.records import Sample
@@ -97,8 +97,8 @@ def _graded(task: Task, reply: str) -> Sample:
         grade = asyncio.run(_grade(task.grader, reply, task.id))
     except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
         where = traceback.extract_tb(error.__traceback__)[-1]
-        at = f"{Path(where.filename).name}, line {where.lineno}"
-        return dataclasses.replace(sample, error=f"{at}: {type(error).__name__}: {error}")
+        at = "" if isinstance(error, TtrlError) else f"{Path(where.filename).name}, line {where.lineno}: "
+        return dataclasses.replace(sample, error=f"{at}{type(error).__name__}: {error}")
     return dataclasses.replace(sample, reward=grade.reward, metrics=grade.metrics)
 
 

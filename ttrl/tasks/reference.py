@@ -104,7 +104,9 @@ def load_tasks(reference: str, n: int | None, *, split: str | None = None, whole
     """Load the first `n` tasks (None: all) of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (get_tasks, else tasks) is a list or a
     function.
 
-    A function is called with n= and split= where it takes them. whole_list: take all tasks of a list. Raises UserError, TaskError.
+    A function is called with n= and split= where it takes them. whole_list: take all tasks of a list.
+
+    Raises UserError, TaskError.
     """
     if n is not None and n < 1:
         raise UserError(f"--n is {n}; ask for at least one task")
