@@ -43,7 +43,7 @@ class TrainConfig(Config):
     iterations: int
     """How many times to sample, grade and train."""
     seed: int = 0
-    """Of everything random: the order of tasks, sampling, dropout. The same seed on the same machine makes the same run."""
+    """Of the order of tasks, dropout and sampling. What vLLM draws also depends on timing, unless sampling={"seed": 1} is set."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer computes; "auto": on CUDA where there is a GPU. vLLM serves on the device that it was built for."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
