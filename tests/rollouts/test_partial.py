@@ -363,6 +363,7 @@ def test_what_cannot_be_continued_exactly_is_refused_before_anything_is_sent(par
 def test_neutral_values_are_no_parameters():
     neutral = {"presence_penalty": 0.0, "frequency_penalty": 0, "top_logprobs": 0, "bad_words": [], "min_tokens": 0}
     check_continuable(request(**neutral, response_format={"type": "text"}, stop=["x"]))
+    check_continuable(request(routed_experts_prompt_start=0))  # a continuation brings none, and they count as unknown
 
 
 def test_samples_that_cannot_be_continued_are_named():

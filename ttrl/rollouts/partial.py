@@ -30,7 +30,7 @@ from ttrl.rollouts.client.choices import read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
 from ttrl.rollouts.client.text_stream import Piece, ask, entry
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, encoded
+from ttrl.rollouts.client.wire import EXPERTS, Answer, encoded
 
 BRIDGE = 16
 """Tokens that are asked for at first where the kept part ends within a character: behind it, stop strings and text are exact."""
@@ -46,7 +46,7 @@ _SAME = frozenset([
 _DONE = frozenset([
     "model", "messages", "prompt", "n", "stream", "stream_options", "stream_interval", "return_token_ids", "logprobs",
     "max_tokens", "max_completion_tokens", "min_tokens", "seed", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "documents", "reasoning_effort",
+    "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "documents", "reasoning_effort", EXPERTS,
 ])
 # fmt: on
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
