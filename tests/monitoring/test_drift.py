@@ -177,7 +177,7 @@ def test_beyond_a_limit_the_run_ends_with_numbers_tokens_and_causes(run):
     assert "the canary differed by at most 2e-06 nats" in message
     assert "no[" in message.replace(" ", "") and str(run.path) in message
     report = json.loads((run.path / FILE_NAME).read_text())
-    assert report["figures"]["mean"] == 0.07 and len(report["causes"]) == 10 and report["worst"][0]["sample"] == 1
+    assert report["figures"]["mean"] == 0.07 and len(report["causes"]) == 11 and report["worst"][0]["sample"] == 1
     # Again when the run is continued: the marker of the phase alone is no reason to go on.
     with pytest.raises(DriftError):
         check_drift(config(), run.folder, 2, run.console)
@@ -270,6 +270,14 @@ def verdicts(**changes):
     order = [cause.verdict for cause in causes]
     assert order == sorted(order, key=("found", "could not be checked", "ruled out").index)
     return {cause.name.split()[0]: cause for cause in causes}
+
+
+def test_a_mixture_without_router_replay_is_told_of_it():
+    mixture = {"num_experts": 8}
+    assert verdicts(shape={"vocab_size": 9})["choice"].verdict == "ruled out"
+    assert verdicts(shape=mixture, recipe={"router_replay": True})["choice"].verdict == "ruled out"
+    cause = verdicts(shape=mixture)["choice"]
+    assert cause.verdict == "could not be checked" and "router_replay=true" in cause.line()
 
 
 def token(as_sent):

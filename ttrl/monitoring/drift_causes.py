@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from ttrl.configs.recipe import has_experts
 from ttrl.data.packing.pack import PackedTensors, unpack
 from ttrl.errors import ModelFolderError
 from ttrl.run_folder.folder import RunFolder
@@ -204,7 +205,7 @@ def likely_causes(evidence: Evidence) -> list[Cause]:
     """Check all likely causes; those that were found come first."""
     checks = (
         _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype, _positions, _vocabulary,
-        _adapters,
+        _adapters, _routing,
     )  # fmt: skip
     return sorted((check(evidence) for check in checks), key=lambda cause: _ORDER[cause.verdict])
 
@@ -372,6 +373,16 @@ def _adapters(e: Evidence) -> Cause:
         way = "adapter_config.json must hold the lora_alpha and rank of the training"
         return Cause(name, "found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way)
     return Cause(name, "ruled out", f"{mine:g} on both sides")
+
+
+def _routing(e: Evidence) -> Cause:
+    name = "choice of experts"
+    if not has_experts(e.shape):
+        return Cause(name, "ruled out", "the model has none")
+    if e.recipe.get("router_replay"):
+        return Cause(name, "ruled out", "the trainer computes with those that the server chose (router_replay)")
+    way = "router_replay=true makes both compute the same experts, and counts where they would not"
+    return Cause(name, "could not be checked", "a router that is nearly undecided chooses others once it rounds otherwise", way)
 
 
 def _tensors(model: Path | None) -> list[StoredTensor]:
