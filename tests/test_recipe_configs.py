@@ -24,6 +24,7 @@ from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
+from ttrl.training.models.families import FAMILIES
 from ttrl.training.policy.lora import apply_lora, is_adapter
 
 ROOT = Path(__file__).parents[1]
@@ -45,8 +46,10 @@ def parsed(file):
     return GRPOConfig.parse({**settings_of(file), **places}, file.name)
 
 
-def test_every_model_has_one():
-    assert {re.sub("_q?lora$", "", file.stem) for file in FILES} == ARCHITECTURES.keys() | {"tiny_cpu"}
+def test_every_model_of_ttrls_own_decoder_has_one():
+    """The others are there to be planned; none of their classes has run on a GPU."""
+    own = {name for name, model in ARCHITECTURES.items() if model["model_type"] in FAMILIES}
+    assert {re.sub("_q?lora$", "", file.stem) for file in FILES} == own | {"tiny_cpu"}
     assert any("_lora" in file.stem for file in FILES) and any("_qlora" in file.stem for file in FILES)
 
 

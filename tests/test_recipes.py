@@ -165,7 +165,7 @@ def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.M
     wrong = ["--nproc-per-node", "0", "--overfit", "0", "--set", "lr", "epochs=3", "max_num_seqs=8"]
     with pytest.raises(ConfigError) as caught:
         run("spelling", monkeypatch, "--check", "--run", str(tmp_path), *wrong)
-    for text in ("nproc_per_node is 0", "'lr' is not a setting", "--overfit is 0", "mean 'iterations'?", "{'max_num_seqs': …}"):
+    for text in ("nproc_per_node is 0", "lr is given no value", "--overfit is 0", "mean 'iterations'?", "{'max_num_seqs': …}"):
         assert sum(text in problem for problem in caught.value.problems) == 1, str(caught.value)
 
 

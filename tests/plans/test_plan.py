@@ -79,7 +79,9 @@ def test_a_mixture_says_how_much_of_it_is_active(tmp_path):
     wanted = f"{si_spaced(made.parameters)} parameters, {si_spaced(made.active_parameters)} of them active for a token"
     assert wanted in " ".join(str(made).split())
     assert made.attending is None
-    assert not any("not known" in warning for warning in made.warnings)
+    assert not any("not known" in warning or "experts stay frozen" in warning for warning in made.warnings)
+    adapted = make_plan(config_of(tmp_path / "config.json", seq_len=512, max_tokens=200, training={"lora_rank": 4}))
+    assert any("experts stay frozen" in warning for warning in adapted.warnings)
 
 
 def test_a_hybrid_says_which_layers_attend(tmp_path):
@@ -532,6 +534,7 @@ def test_a_disk_without_room(big, monkeypatch):
 
 
 def test_a_run_leaves_its_plan_and_its_report_compares(world):
+    world.writes_reports = True
     world.train(iterations=2)
     written = json.loads((world.run / "plan.json").read_text())
     rows = read_jsonl(world.run / "metrics.jsonl")
@@ -604,7 +607,7 @@ def test_the_command_on_a_run(world, capsys):
         ("a: 1", [], "neither a run's config nor a recipe's"),
         ("lr: 1e-4", [], "names no model"),
         ("lr: 1e-4", ["modell=x"], "'modell' is a setting neither of a run nor of the recipe"),
-        ("lr: 1e-4", ["model"], "write --set KEY=VALUE"),
+        ("lr: 1e-4", ["model"], "write --set model=VALUE"),
         ("lr: -1", ["model=x"], "lr is -1"),
     ],
 )

@@ -521,5 +521,7 @@ _FAMILIES: dict[str, Callable[[Values], Kinds]] = {
     "cohere2": _family(_attends(1), _dense(), every=4),
     "exaone4": _family(_attends(query_key_norms="head"), _dense(), every=4),
     "stablelm": _stablelm,
+    "arcee": _family(_attends(), _dense(("up_proj", "down_proj"))),
+    "helium": _family(_attends(), _dense()),
     "nanochat_2026": _nanochat,
 }

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrl.configs import GRPOConfig
-from ttrl.configs.recipe import model_settings
+from ttrl.configs.recipe import has_experts, model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
@@ -30,6 +30,8 @@ def warnings_of(
     """Say what is wrong with a plan, a line each."""
     found = [*_cache(config, work, memory), *_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
     found += _files(config, memory, disk, seconds) + _held_out(config, work)
+    if recipe.lora_rank is not None and has_experts(model):
+        found.append("experts stay frozen: adapters go on attention and on layers that every token passes (lora_targets)")
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
             f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are {tasks}; lower tasks_per_iteration"

@@ -80,9 +80,12 @@ def _check_hub(model: str) -> None:
     except Exception as error:
         status: Any = getattr(getattr(error, "response", None), "status_code", None)
         if "Timeout" not in type(error).__name__ and (status is None or status < 500):
+            why = f"the hub does not give it: {describe(error)}"
+            if "Connect" in type(error).__name__:
+                why = "the hub cannot be reached (no network?)"
             raise ModelFolderError(
-                f"model {model!r} is neither a folder here nor in the hub's cache, and the hub does not have it for us: "
-                f"{describe(error)}; give a model folder, or a name that `ttrl models` lists"
+                f"model {model!r} is neither a folder here nor in the hub's cache, and {why}; give a model folder, or a name "
+                "that `ttrl models` lists"
             ) from error
 
 
