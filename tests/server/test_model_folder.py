@@ -198,3 +198,9 @@ def test_a_model_on_the_hub_is_asked_for_and_a_slow_answer_is_none(error, refuse
         return
     with pytest.raises(ModelFolderError, match=rf"'org/name' is neither a folder here nor in the hub's cache, and {refused}"):
         model_folder.check_model("org/name")
+
+
+def test_no_prefix_cache_where_experts_are_returned_on_a_cpu():
+    """A cached prompt's experts would be lost."""
+    given = ["enable-return-routed-experts", "seed"]
+    assert cpu_arguments({"vocab_size": 262, "hidden_size": 128}, given)["enable-prefix-caching"] is False
