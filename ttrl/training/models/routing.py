@@ -104,7 +104,8 @@ class Routing:
             if self._modes:
                 mode = self._modes.pop()
                 mode.open.close()
-                self._add(mode, type(module).__name__)
+                if out is not None:  # else the router raised
+                    self._add(mode, type(module).__name__)
 
         router.register_forward_pre_hook(begin)
         router.register_forward_hook(end, always_call=True)
