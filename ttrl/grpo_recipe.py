@@ -27,7 +27,7 @@ from torchtune.config import parse
 from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
-from ttrl.training.batches import check_pack, updates
+from ttrl.training.batches import check_pack, replayed, updates
 from ttrl.training.canary import CANARY_LENGTH, write_canary
 from ttrl.training.checkpoints import canary_of, save_checkpoint
 from ttrl.training.drift import compare_tokens
@@ -55,6 +55,7 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
     with memory_advice(config, packed.seq_len):
         trained = load_trained(config, here) if residence is None else residence.enter(config)
         check_pack(packed, trained.policy, config.model)
+        packed = replayed(packed, trained.policy, config)
         watch = Stopwatch(here.device)
         log = TrainLog(config, trained.policy, here, watch)
         steps = take_steps(config, trained, packed, here, watch, log)  # what it had on the device is gone with it

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import inspect
+import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,9 @@ def _graded(task: Task, reply: str) -> Sample:
     try:
         grade = asyncio.run(_grade(task.grader, reply, task.id))
     except Exception as error:  # noqa: BLE001 - whatever a person's grader raises is what they want to see
-        where = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        libraries = (sys.prefix, sys.base_prefix)
+        where = [frame for frame in frames if not frame.filename.startswith(libraries)][-1]
         at = "" if isinstance(error, TtrlError) else f"{Path(where.filename).name}, line {where.lineno}: "
         return dataclasses.replace(sample, error=f"{at}{type(error).__name__}: {error}")
     return dataclasses.replace(sample, reward=grade.reward, metrics=grade.metrics)

@@ -305,8 +305,6 @@ class TrainingConfig(Config):
         found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
         if self.optimizer_on_cpu and processes > 1:
             found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
-        if getattr(self, "router_replay", False) and not has_experts(shape):
-            found.append("router_replay is for mixtures of experts, and the model's config.json names none; leave it out")
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
             found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave lora_base_dtype out")
         if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
@@ -407,6 +405,13 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     def needs_estimates(self) -> bool:
         """Whether log-probabilities of the reference model are needed, not only its whole distributions."""
         return (self.kl_coefficient > 0 and self.kl_estimator != "full") or self.token_rewards == "implicit"
+
+    def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
+        """Return what else is wrong, as `TrainingConfig.problems_here`."""
+        found = super().problems_here(device, processes, shape)
+        if self.router_replay and not has_experts(shape):
+            found.append("router_replay is for mixtures of experts, and the model's config.json names none; leave it out")
+        return found
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""

@@ -106,7 +106,8 @@ def _add_experts(one: TokenSequence, turn: TurnTokens) -> None:
     experts = experts.astype(np.int16)
     known = one.experts
     if known is not None and known.shape[1:] != experts.shape[1:]:
-        raise TokenizationError(f"{turn.where}: routed_experts of {experts.shape[1:]}, before of {known.shape[1:]}")
+        shapes = f"{list(experts.shape[1:])}, and before {list(known.shape[1:])}"
+        raise TokenizationError(f"{turn.where}: routed_experts are [layers, experts] {shapes}; sample all turns from one model")
     one.experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
 
 

@@ -50,7 +50,7 @@ from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, t
 from ttrl.instruments.linear_response import AdamW, Response, Update, Vector, adamw_update, agreement, inner, linear_regime, moved
 from ttrl.instruments.tokens import covariance_outliers, mismatch
 from ttrl.training.batches import Update as Step
-from ttrl.training.batches import check_pack, policy_inputs, updates
+from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.optimizer.optimizer import OptimizerInBackward, learning_rate
 from ttrl.training.optimizer.state import state_tensors
@@ -162,6 +162,7 @@ class _Study:
         self.trained: Trained = load_trained(config, here)
         self.policy = self.trained.policy
         check_pack(self.packed, self.policy, config.model)
+        self.packed = replayed(self.packed, self.policy, config)
         everything = self.policy.parameters_by_name()
         self.names = {name: p for name, p in everything.items() if p.requires_grad}
         self.origin = self._copies()

@@ -1,5 +1,6 @@
 """Which rows are trained together: packed rows → optimizer steps → this rank's microbatches."""
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from ttrl.configs import TrainingConfig
+from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.masks import DEFAULT_BLOCK_SIZE, free_to_look
 from ttrl.data.packing.pack import PackedSample, PackedTensors
 from ttrl.data.packing.packed import normaliser
@@ -128,6 +129,24 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
             f"the pack was made with another tokenizer than that of {model} (digests {made_with[:12]} and {own[:12]}), so its "
             "token ids mean something else there; pack again with this model, or train the model that it was made with"
         )
+
+
+def replayed(packed: PackedTensors, policy: Policy, config: GRPOConfig) -> PackedTensors:
+    """Return the pack with the sampler's experts if `router_replay` asks for them, else without. Raises PackError where they are
+    asked for and not there, or cannot be those of this model."""
+    experts = packed.experts
+    if not config.router_replay:
+        return dataclasses.replace(packed, experts=None)
+    if experts is None:
+        raise PackError("router_replay: the pack holds no experts; sample with router_replay=True, or switch it off")
+    routing = getattr(policy.decoder, "routing", None)
+    layers, known = len(policy.decoder.layers), 0 if routing is None else routing.experts
+    if experts.shape[2] != layers or int(experts.max()) >= known:
+        raise PackError(
+            f"the pack holds experts up to number {int(experts.max())} of {experts.shape[2]} layers, but the model has {known} "
+            f"experts and {layers} layers; was it sampled from another model?"
+        )
+    return packed
 
 
 def policy_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:

@@ -278,7 +278,7 @@ def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTens
     policy = load_policy(config, here)
     check_pack(packed, policy)
     (step,) = updates(packed, 1, (config.seed, 0), here, policy.decoder.config)
-    mine = (step.numbers, row_signals(policy, step, config, here.device)["start_logprobs"])
+    mine = (step.numbers, row_signals(policy, step, config, here.device, replays=False)["start_logprobs"])
     metadata = packed.metadata | reference_facts(config)
     return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here), metadata=metadata)
 

@@ -107,8 +107,8 @@ def _start_sooner() -> None:
 
 
 def _rotate_every_head() -> None:
-    """Let vLLM's rotation on CPUs take queries and keys whose heads are a dimension of their own, as LFM2 gives them: its kernel
-    takes them for one head each, and turns that alone."""
+    """Flatten queries and keys [tokens, heads, width] before vLLM rotates them on a CPU. Its kernel turns one head of such a
+    tensor and leaves the others as they are; LFM2 passes them in this form."""
     rotary: Any = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding
     theirs = rotary.forward_cpu
 

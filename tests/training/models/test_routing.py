@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ttrl.errors import UserError
+from ttrl.errors import PackError, UserError
+from ttrl.training.batches import replayed
 from ttrl.training.models.routing import routing_metrics
 
 MIXTURES = (
@@ -18,18 +19,6 @@ MIXTURES = (
 )
 SHOWN = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granite_hybrid_moe")
 EXPERTS = 4
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = check_models.write_model(name, tmp_path_factory.mktemp(name) / "model")
-        return made[name]
-
-    return make
 
 
 def identity(total):
@@ -159,3 +148,27 @@ def test_a_router_that_chooses_in_another_way_is_refused_by_name(folder_of):
     experts = torch.zeros(*rows[0].shape, 2, 2, dtype=torch.int16)
     with pytest.raises(UserError, match=r"PhimoeTopKRouter does not choose experts by torch.topk"):
         policy(*rows, experts_BTLK=experts)
+
+
+def test_a_pack_is_replayed_only_if_asked_and_only_on_its_own_model(folder_of):
+    policy = check_models.loaded(folder_of("qwen3_moe"))
+    samples = told(check_models.samples(policy.decoder.config.vocab_size), layers=2)
+    pack = check_models._pack(samples, 128)
+
+    def config(**settings):
+        return check_models.training_config(folder_of("qwen3_moe"), **settings)
+
+    assert replayed(pack, policy, config()).experts is None
+    assert replayed(pack, policy, config(router_replay=True)).experts is pack.experts
+    without = dataclasses.replace(pack, experts=None)
+    deeper = dataclasses.replace(pack, experts=torch.cat([pack.experts, pack.experts], dim=2))
+    more = dataclasses.replace(pack, experts=pack.experts + EXPERTS)
+    for wrong, message in (
+        (without, "the pack holds no experts"),
+        (deeper, "up to number 3 of 4 layers, but the model has 4 experts and 2 layers"),
+        (more, "up to number 7 of 2 layers, but the model has 4 experts"),
+    ):
+        with pytest.raises(PackError, match=message):
+            replayed(wrong, policy, config(router_replay=True))
+    with pytest.raises(UserError, match="the pack holds 1 experts of each token, and layer 0 chooses 2"):
+        policy(*check_models.policy_rows(pack), experts_BTLK=pack.experts[..., :1])

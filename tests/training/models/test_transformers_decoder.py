@@ -31,18 +31,6 @@ SHOWN = {
 OTHERS = [name for name in check_models.MODELS if name not in (*SHOWN, *REFUSED)]
 
 
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = check_models.write_model(name, tmp_path_factory.mktemp(name) / "model")
-        return made[name]
-
-    return make
-
-
 @pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
 def test_packed_rows_are_samples_one_by_one(name, folder_of, one_thread):
     """Long for classes that have no kind of layer of their own: only this proves their packed rows. One class of each

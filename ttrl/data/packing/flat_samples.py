@@ -127,7 +127,8 @@ def _experts(results: Sequence[TokenizedResult], start: Sequence[int], total: in
     if not shapes:
         return None
     if len(shapes) > 1:
-        raise PackError(f"samples with experts of different shapes [layers, experts per token]: {sorted(shapes)}")
+        found = f"samples with experts of different shapes [layers, experts per token]: {sorted(shapes)}"
+        raise PackError(f"{found}; pack samples of one model")
     joined = np.full((total, *shapes.pop()), -1, np.int16)
     for result, begin in zip(results, start, strict=True):
         if result.experts is None:

@@ -82,6 +82,8 @@ class Routing:
         self._rows = rows
         self._facts: dict[int, Tensor] = {}
         self._modes: list[_Choice] = []
+        self.experts = 0
+        """How many experts a router chooses from."""
         self.layers: list[int] = []
         """Numbers of the layers that have a router."""
         for number, layer in enumerate(layers):
@@ -90,6 +92,7 @@ class Routing:
                 if router is not None:
                     experts: Any = block.experts
                     self.layers.append(number)
+                    self.experts = experts.num_experts
                     self._watch(router, number, experts.num_experts)
 
     def _watch(self, router: nn.Module, layer: int, experts: int) -> None:
@@ -170,7 +173,11 @@ class _Choice(TorchFunctionMode):
         chosen_NK = own_NK
         known_N = torch.zeros_like(own_NK[:, 0], dtype=torch.bool)
         if self.rows.experts is not None:
-            told_NK = self.rows.experts[:, :, self.layer].reshape(own_NK.shape).long()
+            told_BTK = self.rows.experts[:, :, self.layer]
+            if told_BTK.shape[-1] != own_NK.shape[-1]:
+                counts = f"{told_BTK.shape[-1]} experts of each token, and layer {self.layer} chooses {own_NK.shape[-1]}"
+                raise UserError(f"router_replay: the pack holds {counts}; was it sampled from another model?")
+            told_NK = told_BTK.reshape(own_NK.shape).long()
             known_N = (told_NK >= 0).all(-1)
             chosen_NK = torch.where(known_N[:, None], told_NK, own_NK)
             values_NK = given_NE.gather(-1, chosen_NK)
