@@ -24,6 +24,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,7 +46,7 @@ from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.training.kernels import head_blocks, logprobs
 from ttrl.training.kernels.head_blocks import HeadWeights
-from ttrl.training.models import blocks
+from ttrl.training.models import blocks, routing, transformers_decoder
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 from ttrl.training.parallel.sharding import shard
@@ -55,6 +56,9 @@ from ttrl.training.policy.policy import HeadOptions, Policy
 
 ARCHITECTURES = json.loads((Path(__file__).parents[1] / "ttrl" / "costs" / "architectures.json").read_text())
 MODELS = {"0.5B": "qwen2.5_0.5b", "7B": "qwen2.5_7b", "32B": "qwen2.5_32b", "70B": "llama3.3_70b"}
+CLASSES = {"30B-A3B": "qwen3_30b_a3b", "gpt-oss-20b": "gpt_oss_20b", "Qwen3.5-9B": "qwen3.5_9b", "Qwen3.5-27B": "qwen3.5_27b"}
+"""Computed by transformers' own classes."""
+SHAPES = MODELS | CLASSES
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "full, nothing recomputed": {"activation_checkpointing": False},
@@ -114,7 +118,8 @@ class AllTrained(Policy):
 
     def forward(self, tokens_BT: Tensor, labels_BT: Tensor, *_: Any) -> Any:  # type: ignore[override]
         with torch.autocast(tokens_BT.device.type, self.compute_dtype, cache_enabled=False):
-            h_BTD = self.decoder.hidden_states(tokens_BT, tokens_BT, None)  # type: ignore[arg-type]
+            rows: Any = SimpleNamespace(group_ids=tokens_BT, parent_ids=tokens_BT)
+            h_BTD = self.decoder.hidden_states(tokens_BT, tokens_BT, rows)
             return self._head(h_BTD.flatten(0, 1), labels_BT.flatten(), HeadOptions(token_loss=lambda logprobs, _: -logprobs))
 
 
@@ -139,8 +144,21 @@ def without_numbers() -> Iterator[None]:
         out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)[0]
         return out
 
+    def scan_all(theirs: Any, scan: Any, arguments: dict[str, Any], branches: None) -> Tensor:
+        out: Any = theirs(**arguments)
+        return out[0] if isinstance(out, tuple) else out
+
+    def convolve_all(theirs: Any, hidden_states: Tensor, weight: Tensor, branches: None, **named: Any) -> Tensor:
+        out: Tensor = theirs(hidden_states, weight, **named)
+        return out
+
     with (
         mock.patch.object(blocks, "attend", attend),
+        mock.patch.object(transformers_decoder, "attend", attend),
+        mock.patch.object(transformers_decoder, "branches_of", lambda *_: None),
+        mock.patch.object(transformers_decoder, "branching_scan", scan_all),
+        mock.patch.object(transformers_decoder, "branching_convolution", convolve_all),
+        mock.patch.object(routing.Routing, "_watch", lambda *_: None),  # it counts tokens
         mock.patch.object(head_blocks, "fused_kernels", lambda _: Kernels),
         mock.patch.object(logprobs, "fused_kernels", lambda _: Kernels),
         mock.patch.object(HeadWeights, "logits", lambda _, h_nD, buffer: buffer[: len(h_nD)]),  # CPUs have no such product
@@ -210,23 +228,23 @@ def config_of(kind: str, chunks: int) -> GRPOConfig:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="models, of " + ", ".join(MODELS) + "; all unless given")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"models, of {', '.join(SHAPES)}; all unless given")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--positions", type=int, default=8192)
     parser.add_argument("--layers", type=int, help="build so many of the model's layers: four bits take minutes")
     parser.add_argument("--kind", choices=KINDS, help="all unless given")
     arguments = parser.parse_args()
     worst = 0.0
-    print(f"{'model':6} {'':26} {'GPUs':>4} {'counted':>9} {'estimate':>9} {'ratio':>6}   (GB)")
+    print(f"{'model':11} {'':26} {'GPUs':>4} {'counted':>9} {'estimate':>9} {'ratio':>6}   (GB)")
     kinds = [kind for kind in KINDS if arguments.kind in (None, kind)]
-    for name, kind, gpus in itertools.product(arguments.names or MODELS, kinds, arguments.gpus):
-        model = dict(ARCHITECTURES[MODELS[name]])
+    for name, kind, gpus in itertools.product(arguments.names or SHAPES, kinds, arguments.gpus):
+        model = dict(ARCHITECTURES[SHAPES[name]])
         if arguments.layers is not None:
             model |= {"num_hidden_layers": arguments.layers, "layer_types": None}
         config = config_of(kind, -(-arguments.positions // 1024))
         found, said = (measure(model, config, arguments.positions, gpus) for measure in (counted, estimated))
         worst = max(worst, abs(said / found - 1))
-        print(f"{name:6} {kind:26} {gpus:4} {found / 1e9:9.2f} {said / 1e9:9.2f} {said / found:6.2f}", flush=True)
+        print(f"{name:11} {kind:26} {gpus:4} {found / 1e9:9.2f} {said / 1e9:9.2f} {said / found:6.2f}", flush=True)
     return int(worst > 0.1)
 
 

@@ -1,6 +1,6 @@
 """Check what ttrl trains: a tiny random version of each architecture, through transformers' own class.
 
-    python tools/check_models.py [NAME ...] [--served] [--write docs/models.md]
+    python tools/check_models.py [NAME ...] [--served] [--loop] [--results FILE]
 
 For each model:
 
@@ -10,6 +10,7 @@ For each model:
     files       a checkpoint has the names, shapes and bits of the folder that it was loaded from
     served      vLLM on this CPU loads a checkpoint after a step in place of the one before it; every
                 weight is compared, and its log-probabilities are the trainer's (with --served)
+    loop        an iteration of `ttrl.train`: samples, grades, trains, loads, validates (with --loop)
 
 A cell holds what was measured, or the reason in words why not.
 """
@@ -414,6 +415,47 @@ def check_served(folder: Path, out: Path) -> str:
     return f"{report.canary_max_difference:.0e}{unchecked}{restarts}"
 
 
+def grade_by_letters(choice: Any) -> float:
+    """Give a random model's answers rewards that differ."""
+    return sum(map(ord, choice.message.content)) % 7 / 6
+
+
+async def answer_raw(chat: Any) -> float:
+    """Answer a prompt that is text already."""
+    return grade_by_letters(await chat())
+
+
+def check_loop(folder: Path, out: Path) -> str:
+    """Run two iterations; return the largest |Δ log-probability| between sampler and trainer.
+
+    The second iteration samples with the weights that the first has trained.
+    """
+    from ttrl import Task, TrainConfig, train
+
+    words = ("add", "sort", "name", "count", "spell", "write")
+    tasks = [Task([{"role": "user", "content": word}], grade_by_letters) for word in words]
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if settings["model_type"] == "gpt_oss":  # vLLM renders its chats with harmony's vocabulary
+        tasks = [Task([{"role": "prompt", "content": word}], rollout=answer_raw) for word in words]
+    config = TrainConfig(
+        run=str(out / "run"),
+        model=str(folder),
+        iterations=2,
+        tasks_per_iteration=4,
+        samples_per_task=4,
+        max_tokens=8,
+        seq_len=256,
+        device="cpu",
+        dtype="fp32",
+        training={"decoder": "transformers", "lr": 1e-3},
+    )
+    train(config, tasks[:4], tasks[4:], quiet=True)
+    rows = [json.loads(line) for line in (out / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row.get("trained")]
+    assert len(trained) == 2, f"{len(trained)} of 2 iterations were trained"
+    return f"{max(row['sampler_trainer']['max'] for row in trained):.0e}"
+
+
 class Row(NamedTuple):
     """What was found of a model: words for each column."""
 
@@ -422,21 +464,23 @@ class Row(NamedTuple):
     adapters: str
     files: str
     served: str
+    loop: str
 
 
-def check(name: str, served: bool) -> Row:
+def check(name: str, served: bool, loop: bool) -> Row:
     """Run all checks of a model."""
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
         try:
             folder = write_model(name, place / "model")
         except FAILURES as error:  # a transformers without it
-            return Row(name, _reason(error), "", "", "")
+            return Row(name, _reason(error), "", "", "", "")
         cells = {
             "packed": lambda: _within(check_packed(folder)),
             "adapters": lambda: _within(check_adapters(folder, place / "merged"), 1e-4),
             "files": lambda: f"{check_files(folder, place / 'checkpoint')} tensors",
             "served": (lambda: check_served(folder, place)) if served else (lambda: ""),
+            "loop": (lambda: check_loop(folder, place)) if loop else (lambda: ""),
         }
         return Row(name, **{column: _cell(one) for column, one in cells.items()})
 
@@ -466,12 +510,12 @@ def _reason(error: Exception) -> str:
 def table(rows: list[Row]) -> str:
     """Return the table as Markdown."""
     lines = [
-        "| Model | Class | Packed = unpacked | LoRA, merged | Checkpoint | Served by vLLM on CPU |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| Model | Class | Packed = unpacked | LoRA, merged | Checkpoint | Served by vLLM on CPU | Loop |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         model = MODELS[row.name]
-        cells = (model.title, f"`{model.config.removesuffix('Config')}`", row.packed, row.adapters, row.files, row.served)
+        cells = (model.title, f"`{model.config.removesuffix('Config')}`", *row[1:])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -481,6 +525,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows; all unless given")
     parser.add_argument("--served", action="store_true", help="start a vLLM server for each, 20 CPU seconds")
+    parser.add_argument("--loop", action="store_true", help="run two iterations with each, a minute on 2 cores")
     parser.add_argument("--results", type=Path, metavar="FILE", help="keep results there, and print the table of all that it has")
     arguments = parser.parse_args()
     names = arguments.names or list(MODELS)
@@ -491,7 +536,7 @@ def main() -> int:
     torch.set_num_threads(1)
     rows = {}
     for name in names:
-        rows[name] = check(name, arguments.served)
+        rows[name] = check(name, arguments.served, arguments.loop)
         print(*rows[name], sep=" | ", flush=True)
         if arguments.results is not None:
             with arguments.results.open("a", encoding="utf-8") as file:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from ttrl.vllm_worker.reload import KeepDirectWrites, pack_again, unpack_experts
 
 BACKEND = "ttrl"
 _finish: Callable[..., None] = finalize_layerwise_reload
@@ -102,7 +103,7 @@ class MemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise RuntimeError("/init_weight_transfer_engine comes first: it says where the weights are")
         model: Any = self.model
         try:
-            with disable_mtp_completeness_check():
+            with disable_mtp_completeness_check(), KeepDirectWrites(model):
                 model.load_weights(self.weights())
         except BaseException:
             _finish(self.model, self.model_config)  # layers that were not reached are as they were
@@ -119,23 +120,6 @@ class MemoryEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self._weights = None
-
-
-def unpack_experts(model: Any) -> None:
-    """Have experts packed again when they are reloaded: vLLM 0.32 packs them only for a new kernel, and on CPUs computes from
-    packed copies."""
-    for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
-        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU":
-            method.moe_kernel = None
-
-
-@torch.no_grad()
-def pack_again(model: Any) -> None:
-    """Make new packed copies for layers that kept theirs: on CPU, vLLM does not do it for a tied head, see `WeightSync`."""
-    for layer in model.modules():
-        if hasattr(layer, "cpu_linear") and layer.weight.numel() and not layer.weight.is_meta:
-            layer.quant_method.process_weights_after_loading(layer)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -6,9 +6,7 @@ vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls ttrl.vllm
 /collective_rpc, by `ttrl.server.weights`. Written for vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
 
 Loading. On CPU, vLLM computes linear layers from packed copies, which `process_weights_after_loading` makes. Its reload re-runs
-that for layers that are loaded; a tied head is not (a tied checkpoint has no lm_head.weight), so it keeps computing with the
-packed copy of the old embeddings although its parameter is the new ones. Here, every layer that keeps its parameter next to a
-packed copy gets a new copy after a reload.
+that for layers that are loaded; `ttrl.vllm_worker.reload` does the rest.
 
 Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`, in a mode in which a copy
 into a parameter compares and writes nothing. So vLLM's own names, fusing and sharding decide what belongs where, and every
@@ -39,7 +37,8 @@ from vllm.model_executor.model_loader.reload.layerwise import _get_original_load
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from ttrl.vllm_worker.memory import MappedWeights, pack_again, unpack_experts
+from ttrl.vllm_worker.memory import MappedWeights
+from ttrl.vllm_worker.reload import KeepDirectWrites, pack_again, packs_experts, unpack_experts
 
 logger = logging.getLogger(__name__)
 # Checkpoints are in fp32 and servers in bf16: a line for each tensor, twice at each sync, would hide what matters.
@@ -64,10 +63,12 @@ class WeightSync:
         """Load the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
         worker: Any = self
         _share_prompts(worker)
-        unpack_experts(worker.model_runner.get_model())
-        worker.reload_weights(weights_path=folder)
+        model = worker.model_runner.get_model()
+        unpack_experts(model)
+        with KeepDirectWrites(model):
+            worker.reload_weights(weights_path=folder)
         with set_current_vllm_config(worker.vllm_config):
-            pack_again(worker.model_runner.get_model())
+            pack_again(model)
 
     def ttrl_compare_weights(
         self, folder: str | None = None, memory: str | None = None, parts: list[tuple[str, list[int], list[int]]] | None = None
@@ -180,7 +181,7 @@ class _Held:
 
     def _sort(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, names: set[str]) -> None:
         original = get_layerwise_info(module).restore_metadata[0].get(key, parameter)
-        if not (_is_plain(module) or _packs_experts(module)) or parameter.is_meta:
+        if not (_is_plain(module) or packs_experts(module)) or parameter.is_meta:
             self.unchecked += original.numel()
             self._stand_ins.append((module, key, _restored(original, module)))  # on the meta device: copies do nothing
             return
@@ -190,7 +191,7 @@ class _Held:
             self._stand_ins.append((module, key, loaded))
             self._loaded[name] = parameter, loaded
             return
-        if _packs_experts(module) and key.startswith(("w13_", "w2_")):
+        if packs_experts(module) and key.startswith(("w13_", "w2_")):
             experts: Any = materialize_meta_tensor(_restored(original, module))
             experts.fill_(math.nan)
             self._stand_ins.append((module, key, experts))
@@ -286,12 +287,6 @@ def _is_plain(module: nn.Module) -> bool:
     if isinstance(method, UnquantizedFusedMoEMethod):
         return method.unquantized_backend.name == "TRITON"
     return isinstance(method, _PLAIN)
-
-
-def _packs_experts(module: nn.Module) -> bool:
-    """Tell whether vLLM computes a layer's experts from packed copies alone, as it does on CPUs."""
-    method: Any = getattr(module, "quant_method", None)
-    return isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU"
 
 
 def _is_transformed(parameter: Tensor) -> bool:
