@@ -56,6 +56,19 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ResultsFile(path, writes=not is_worker))
 
 
+def is_long(item: pytest.Item) -> bool:
+    """Tell whether --short leaves a test out.
+
+    `@pytest.mark.long` says so of a test or of a `pytest.param`, and `long(but=[ID, ...])` of all parameters of a test except
+    these.
+    """
+    marker = item.get_closest_marker("long")
+    if marker is None:
+        return False
+    parameters = getattr(item, "callspec", None)
+    return parameters is None or parameters.id not in marker.kwargs.get("but", ())
+
+
 def try_fewer_examples(items: list[pytest.Item]) -> None:
     """Try a fifth of the examples of each property, the same each time: what they find, most often the first ones find."""
     for function in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
@@ -70,8 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Else one worker would be left with a slow test at the end. A test's time limit tells how long it may take.
     """
     if config.getoption("short"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        left_out = {item for item in items if is_long(item)}
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
         try_fewer_examples(items)
 
     def limit(item: pytest.Item) -> float:

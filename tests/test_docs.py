@@ -181,9 +181,13 @@ def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
 
 
+@pytest.mark.long(but=["block0"])
 @pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))
 def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
-    """By the plan: on the GPU that their first line names, and the one without a GPU here."""
+    """By the plan: on the GPU that their first line names, and the one without a GPU here.
+
+    Long for the later blocks: each only fits the machine that it names.
+    """
     config = TrainConfig(**yaml.safe_load(block))
     assert config.problems() == []
     for_gpu = re.match(r"# planned for: (.*)\n", block)

@@ -225,6 +225,7 @@ def test_the_line_of_a_step_adds_up(trials):
         assert one["sampler"] == pytest.approx(float(packed.logprobs[one["row"], one["position"]]))
 
 
+@pytest.mark.long(but=["settings0-passes0"])
 @pytest.mark.parametrize(
     ("settings", "passes"),
     [
@@ -244,6 +245,8 @@ def test_flops_by_part_are_those_that_pytorch_counts(settings, passes, trials, m
     """Of the whole recipe, less attention, whose kernel PyTorch counts nothing for, and which is counted by its mask here.
 
     Long for two of seven: only these have a sampled KL, and all of a layer recomputed, by themselves. With others they are above.
+
+    Long for what adds a pass: only these count a reference, a prepass or recomputation.
     """
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # of oneDNN's products it counts nothing
     counted = []
@@ -283,6 +286,7 @@ def moved(folder, start):
     return torch.cat([(after[name] - before[name]).double().flatten() for name in sorted(before)])
 
 
+@pytest.mark.long(but=["0.2-settings2"])
 @pytest.mark.parametrize(
     ("beta", "settings"),
     [
@@ -301,6 +305,8 @@ def test_the_share_of_kl_is_that_of_the_gradients(settings, beta, trials):
 
     Long for three of eight: only these have their weight of KL with these parts. Each estimator and
     each part is tried in any case.
+
+    Long for the other weights and estimators: only these weigh KL ten times more or less.
     """
     settings = dict(settings)
     packed = trials.pack()
@@ -354,8 +360,8 @@ def test_kl_is_watched_where_it_has_no_weight(trials):
     packed = trials.pack()
     rows = packed.num_rows
     assert 1 < rows < 12
-    watched = [lines(trials.train(packed, watch_kl=True, iteration=number))[0] for number in range(1, 14)]
     every = -(-12 // rows)
+    watched = [lines(trials.train(packed, watch_kl=True, iteration=number))[0] for number in range(1, every + 2)]
     assert ["kl" in line for line in watched] == [(number - 1) % every == 0 for number in range(1, 14)]
     alone = trials.pack().rows([0])
     (line,) = lines(trials.train(alone, watch_kl=True))

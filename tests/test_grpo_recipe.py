@@ -108,6 +108,7 @@ def reference_gradient(inputs, load, *, temperature=1.0, kl=0.0, low=0.2, high=0
     return {name: p.grad for name, p in policy.named_parameters()}
 
 
+@pytest.mark.long(but=["{}"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -119,6 +120,7 @@ def reference_gradient(inputs, load, *, temperature=1.0, kl=0.0, low=0.2, high=0
     ids=str,
 )
 def test_the_step_follows_the_gradient_of_the_loss(settings, inputs, float64_reference):
+    """Long for the other settings: only these take the gradient at a temperature, with KL, or recomputed."""
     if settings.get("kl_coefficient"):
         settings = {**settings, "reference_model": str(inputs["reference"])}
     folder = train(inputs, **settings)

@@ -73,10 +73,15 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+SLOW = ("countdown", "reasoning_puzzles", "zebra_grid")  # to make their tasks
+SOME = [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in RECIPES]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_tasks_and_settings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Long for three: making their tasks takes seconds, and each only shows that its own command works."""
     arguments = ["--check", "--run", str(tmp_path / "run"), "--seed", "3", "--iterations", "2", "--set", "tasks_per_iteration=2"]
     if name in DATA:
         if name == "chess_moves":
@@ -98,10 +103,7 @@ def test_tasks_and_settings(
         assert capsys.readouterr().out.startswith("2 tasks")
 
 
-SLOW = ("countdown", "zebra_grid")  # to make their tasks
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in RECIPES])
+@pytest.mark.parametrize("name", SOME)
 def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what is chosen for its GPUs; without any, its model is a tiny one.
 
@@ -310,9 +312,13 @@ def test_a_setting_that_an_option_contradicts_is_refused(
     assert caught.value.problems == [said]
 
 
+@pytest.mark.long(but=["letter_counting"])
 @pytest.mark.parametrize("name", ["letter_counting", "countdown"])
 def test_a_model_that_is_set_is_the_recipes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with --model, also where the recipe would make one of its own, and settings follow it."""
+    """As with --model, also where the recipe would make one of its own, and settings follow it.
+
+    Long for a second recipe: it only shows that the first is no exception.
+    """
     configs: list[TrainConfig] = []
 
     def train(config, *, tasks, validation_tasks):
@@ -389,6 +395,7 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
     assert "held out; the settings are right" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
+@pytest.mark.long(but=["chess_moves-rookworld-settings0-P"])
 @pytest.mark.parametrize(
     ("name", "preset", "settings", "style"),
     [
@@ -416,7 +423,10 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
 def test_logs_by_their_names(
     name: str, preset: str, settings: dict[str, object], style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What REQUIREMENTS.md says of them, and none of it is refused; a setting of its own prevails."""
+    """What REQUIREMENTS.md says of them, and none of it is refused; a setting of its own prevails.
+
+    Long for GSM8K's: only these compare the presets of that log.
+    """
     if name == "chess_moves":
         pytest.importorskip("chess")
     seen: list[tuple[TrainConfig, list[Task]]] = []

@@ -531,9 +531,13 @@ def needed_by(path: Path) -> set[str]:
     return found - set(sys.stdlib_module_names)
 
 
+@pytest.mark.long(but=["docs/machines.md"])
 @pytest.mark.parametrize("page", ["README.md", "docs/machines.md"])
 def test_what_a_gpu_user_is_told_to_install_is_all_that_the_recipes_need(install: ModuleType, page: str) -> None:
-    """Not by what one of the packages happens to bring."""
+    """Not by what one of the packages happens to bring.
+
+    Long for README: only that has one line for it.
+    """
     (told,) = re.findall(r'pip install "\.\[([a-z,]+)\]"', (ROOT / page).read_text(encoding="utf-8"))
     installed = {install.name_of(text) for text in install.own_requirements(told.split(","))}
     assert "vllm" in installed

@@ -178,9 +178,11 @@ def chat_server(seen):
     return server(answer, seen)
 
 
+@pytest.mark.long(but=["True-False", "True-True"])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("by_id", [False, True])
 def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, by_id):
+    """Long for whole responses: only these come without a stream."""
     seen, shown = [], []
 
     async def agent(session):

@@ -85,7 +85,9 @@ def test_what_the_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert long == "x" * 20_000 + "\n[10000 characters more are left out]"
 
 
+@pytest.mark.long
 def test_two_servers() -> None:
+    """Long: only this plays with tools of both. That two tools may not have one name: test_what_is_refused."""
     servers = [McpServer(SERVER, only=["product"], prefix="one_"), McpServer(SERVER, only=["product", "notes.add"])]
     ((sample,), requests) = play(("one_product", {"a": 2, "b": 3}), ("notes_add", {"text": "x"}), servers=servers)
     assert told(sample) == ["6", "1 in all"]
@@ -140,9 +142,13 @@ async def _gone(marks: Path) -> None:
     raise AssertionError(f"still there: {pids}")
 
 
+@pytest.mark.long(but=["cancelled"])
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_a_rollout_that_ends_early_leaves_no_process(how: str, tmp_path: Path) -> None:
-    """The server has started a program that left its session and its process group. What is late is cancelled, too."""
+    """The server has started a program that left its session and its process group. What is late is cancelled, too.
+
+    Long for one that fails: only that ends through the tool's own error.
+    """
     marks = tmp_path / "marks"
 
     async def rollout(chat):

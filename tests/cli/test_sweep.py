@@ -60,8 +60,12 @@ def test_every_arm_with_every_combination_and_seed(sweep, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 8 and not Path("runs").exists()
 
 
+@pytest.mark.long
 def test_a_recipe_by_its_name_over_models(sweep, capsys):
-    """Each run has its model, in a folder of its own, and its command is one that the recipe takes."""
+    """Each run has its model, in a folder of its own, and its command is one that the recipe takes.
+
+    Long: only this runs the commands of a sweep over a built-in recipe.
+    """
     path = sweep(recipe="letter_counting", grid={"model": ["tiny", "models/other"]}, arguments=["--check"])
     commands = read_sweep(path).commands()
     assert list(commands) == ["model=tiny,seed=0", "model=models_other,seed=0"]

@@ -445,9 +445,13 @@ HELD = {
 }
 
 
+@pytest.mark.long(but=["smollm3"])
 @pytest.mark.parametrize("name", HELD)
 def test_gradients_on_the_cpu_hold_what_is_estimated(name):
-    """All storages that live at the same time while two microbatches are computed."""
+    """All storages that live at the same time while two microbatches are computed.
+
+    Long for mixtures and hybrids: only these add up all their layers. Each layer alone: the test above.
+    """
     config, length = tiny_config(name, **(FOUR_LAYERS | HELD[name])), 512
     policy = Policy(TransformersDecoder(config), compute_dtype=torch.float32)
     tokens, positions = (

@@ -190,12 +190,15 @@ def test_generating_costs_what_its_passes_cost(prompt, completion, cached, windo
     assert decode_flops(shape, prompt, completion).total == sum(step.total for step in one_by_one)
 
 
+@pytest.mark.long(but=["gpt2", "phi"])
 @pytest.mark.parametrize("family", some_long("qwen2", "gemma3", "phi", "gpt2", "nanochat"))
 def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
     """Against a model that reads a prompt and then token after token, with plain attention over all that came before: each pass
     without a cache computes T x T pairs and T tokens, of which the last row alone is new.
 
     Long for seven of twelve families: only these sample. Their training is counted above.
+
+    Long for the other families: each only counts its own layers.
     """
     policy = load_policy_in(model_folder(family), torch.float32)
     attend_plainly(policy, monkeypatch)
@@ -224,6 +227,7 @@ def test_sampling_costs_what_pytorch_counts(family, model_folder, monkeypatch):
     assert sampling_flops(shape, [(prompt, known, completion)] * 3 + [(prompt, prompt, 1)]) == (3 * reading + head, 3 * writing)
 
 
+@pytest.mark.long(but=["gpt2"])
 @pytest.mark.parametrize(
     "family",
     [
@@ -239,6 +243,8 @@ def test_an_iteration_costs_what_transformers_counts(family, model_folder):
     packed rows. Its attention is dense: what the masks hide is counted by them, and taken off.
 
     Long for four families: only these compare transformers' own layers of theirs. Ours are counted above.
+
+    Long for the other families: each only counts its own layers, which the tests above count one by one.
     """
     model = check_parity.reference_model(model_folder(family), torch.float32)
     shape = model_shape(json.loads((model_folder(family) / "config.json").read_text()))

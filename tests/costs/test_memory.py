@@ -332,6 +332,7 @@ def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
     assert kept(window, device="cuda") == kept(plain, device="cuda")
 
 
+@pytest.mark.long(but=["full-8"])
 @pytest.mark.parametrize(
     ("kind", "gpus"),
     [
@@ -350,6 +351,8 @@ def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
 
     Long for five pairs: only these have the same kind on one GPU and on several, or keep
     activations or the base in fp32. Full training, LoRA and QLoRA are tried once in any case.
+
+    Long for adapters: only these count the base that they leave alone.
     """
     model, config = QWEN | {"num_hidden_layers": 2, "layer_types": None}, check_cuda_memory.config_of(kind, 2)
     counted = check_cuda_memory.counted(model, config, 2048, gpus)

@@ -37,8 +37,10 @@ def pieces_of(gradients, sizes):
     return [float(h @ h) for h in pieces], [size / len(gradients) for size in sizes], float(sum(pieces) @ sum(pieces))
 
 
+@pytest.mark.long(but=["128"])
 @pytest.mark.parametrize("batch", [16, 32, 64, 128, 256, 512, 1024])
 def test_linear_regression_gives_the_known_noise_and_the_law_of_one_over_the_batch(batch):
+    """Long for the other sizes: only these show the law over two orders of magnitude."""
     draw = np.random.default_rng(batch)
     sizes = [batch // 2, batch // 4, batch // 8, batch // 8]  # unequal pieces
     steps = [noise_of_pieces(*pieces_of(regression_gradients(draw, batch), sizes)) for _ in range(100_000 // batch + 1500)]
@@ -77,8 +79,10 @@ def moments_of(prompt, x, counts):
     return float(((x - means[prompt]) ** 2).sum()), between, float(mean @ mean)
 
 
+@pytest.mark.long(but=["unequal"])
 @pytest.mark.parametrize("counts", [[4] * 6, [1, 2, 8, 4, 4, 3]], ids=["equal", "unequal"])
 def test_noise_between_prompts_and_between_samples(counts):
+    """Long for equal groups: only these have a closed form without weights."""
     draw = np.random.default_rng(1)
     found = [nested_noise(counts, *moments_of(*nested_draw(draw, counts), counts)) for _ in range(4000)]
     share = sum(c * c for c in counts) / sum(counts) ** 2

@@ -169,9 +169,13 @@ def test_adapters_alone_are_studied_where_they_alone_are_trained(model_folder, t
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
+@pytest.mark.long(but=["fp64-1e-09"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("fp64", 1e-9)])
 def test_the_entropy_of_a_run_in_bf16_is_that_of_transformers(run_in_bf16, drawn, float64_reference, dtype, tolerance):
-    """bf16 is off by 1.5e-3 here."""
+    """bf16 is off by 1.5e-3 here.
+
+    Long for fp32: only that shows what its rounding costs.
+    """
     found = study(run_in_bf16, sequences=64, factors=[1.0], dtype=dtype)
     start = run_in_bf16.parent.parent / "0001" / "checkpoint"
     expected = entropy_by_transformers(float64_reference(start), drawn[0], number=2)
@@ -179,9 +183,13 @@ def test_the_entropy_of_a_run_in_bf16_is_that_of_transformers(run_in_bf16, drawn
     assert (found["dtype"], found["run_dtype"], found["device"]) == (dtype, "bf16", "cpu")
 
 
+@pytest.mark.long(but=["fp64"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tmp_path, dtype):
-    """Files are the same, so everything is but what is about the run: its mismatch, its distance to the checkpoint."""
+    """Files are the same, so everything is but what is about the run: its mismatch, its distance to the checkpoint.
+
+    Long for fp32: only that shows that a run in fp64 is narrowed.
+    """
     how = {"sequences": 16, "factors": [1.0], "dtype": dtype, "kernel": 5}
     found = study(run_in_bf16, **how)
     other = study(changed(run_in_bf16, tmp_path, dtype="fp32"), **how)
@@ -203,9 +211,13 @@ def test_a_later_step_in_bf16_starts_where_the_run_was(run_in_bf16, tmp_path):
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
+@pytest.mark.long(but=["nf4"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_a_base_of_few_bits_is_studied_as_it_is(model_folder, tmp_path, drawn, float64_reference, base):
-    """Its numbers stay those of the run, and what is computed with them is not rounded."""
+    """Its numbers stay those of the run, and what is computed with them is not rounded.
+
+    Long for bf16: only that is a base of 16 bits.
+    """
     settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "lora_base_dtype": base, "dtype": "bf16"}
     checkpoint = train(tmp_path, 2, model_folder(), **settings)
     found = study(checkpoint, sequences=32, factors=[0.02, 0.04], dtype="fp64")
@@ -240,9 +252,13 @@ OBJECTIVES = {
 }
 
 
+@pytest.mark.long(but=["chosen tokens-2", "value head-2"])
 @pytest.mark.parametrize(("name", "update"), [*((name, 2) for name in OBJECTIVES), ("KL", 1)])
 def test_what_precedes_a_step_is_measured_in_float64_as_well(name, update, model_folder, tmp_path):
-    """Of every kind of objective: the vector is that of the step, and the first order its effect."""
+    """Of every kind of objective: the vector is that of the step, and the first order its effect.
+
+    Long for the other objectives: only these have their own prepass.
+    """
     settings = OBJECTIVES[name]
     if "kl_coefficient" in settings or "token_rewards" in settings:
         settings = {**settings, "reference_model": str(model_folder("qwen2"))}

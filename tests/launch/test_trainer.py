@@ -214,6 +214,7 @@ def test_a_death_that_nobody_noticed_comes_to_light_with_the_next_iteration(made
     trainer.train(2, made.config(2))
 
 
+@pytest.mark.long(but=["exception-once", "exception-resident", "signal-once", "signal-resident"])
 @pytest.mark.parametrize("form", ["resident", "once"])
 @pytest.mark.parametrize(
     ("code", "error", "text"),
@@ -226,6 +227,7 @@ def test_a_death_that_nobody_noticed_comes_to_light_with_the_next_iteration(made
     ids=["exit", "exception", "signal", "disk"],
 )
 def test_faults_end_it_with_their_own_message(made, form, code, error, text):
+    """Long for exits and full disks: only these have no exception to tell of."""
     trainer = made(form)
     with pytest.raises(error, match=text):
         trainer.train(1, made.config(1, do=code))

@@ -272,6 +272,7 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     assert "curriculum" not in mixed.rows()[3] and "<b>Curriculum</b>" not in (mixed.run / "report.html").read_text()
 
 
+@pytest.mark.long(but=["14-{'dynamic_sampling': 2, 'max_extra_tasks': 4}"])
 @pytest.mark.parametrize(
     ("after", "more"),
     [
@@ -285,7 +286,10 @@ def test_a_run_skips_what_it_need_not_see(mixed, capsys):
     ids=str,
 )
 def test_interrupted_it_chooses_what_it_would_have(mixed, monkeypatch, tmp_path, after, more):
-    """Long for three of six places: only these lie before the level rises. Each way is interrupted later."""
+    """Long for three of six places: only these lie before the level rises. Each way is interrupted later.
+
+    Long for the other settings: only these stop after one task, or sample off policy.
+    """
     given = in_levels(mixed.tasks(9), mixed.tasks(9, "hard"))
     run = RUN | {"level_up_at": 0.5} | more
     mixed.train(given, **run)

@@ -207,9 +207,13 @@ TRAIN = [f"trainer {TRAINS}", "trains"]
 LOADED, CANARY = f"trainer {TRAINS}", [f"trainer {PARKED}", f"trainer {TRAINS}", "canary", f"trainer {PARKED}"]
 
 
+@pytest.mark.long(but=["memory"])
 @pytest.mark.parametrize("weight_sync", ["sleep", "restart", "memory"])
 def test_on_one_gpu_the_trainer_parks_before_the_server_starts(run, weight_sync):
-    """And so at every turn, also when the run is continued."""
+    """And so at every turn, also when the run is continued.
+
+    Long for restarts and sleep: only these hand over by files.
+    """
     rests = f"server {0 if weight_sync == 'restart' else ASLEEP}"
     turn = [rests, *TRAIN, f"trainer {PARKED}", "server 70"]
     ends = ["server 0", "trainer 0"]

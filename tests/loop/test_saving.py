@@ -94,9 +94,13 @@ def written(world):
     return [n for n in range(1, 20) if (world.run / f"iterations/{n:04d}/checkpoint").is_dir()]
 
 
+@pytest.mark.long(but=["1"])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_the_same_run(world, beside, steps, tmp_path):
-    """What is sampled, packed and trained does not depend on when files are written; and the server has the policy before."""
+    """What is sampled, packed and trained does not depend on when files are written; and the server has the policy before.
+
+    Long for on-policy runs: only these hand over at once.
+    """
     world.train(weight_sync="memory", off_policy_steps=steps)
     early, events = world.run, list(world.events)
     for number in (1, 2, 3):
@@ -176,8 +180,10 @@ def assert_finished(world, iterations, sampled):
     assert len(world.requests) == sampled
 
 
+@pytest.mark.long(but=["0"])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_only_every_nth_policy_is_written_and_the_last(world, beside, steps):
+    """Long for off-policy runs: only these keep two policies."""
     world.train(weight_sync="memory", save_every=3, iterations=7, off_policy_steps=steps, tasks=world.tasks(14))
     assert computed(world) == [f"compute {n} from {n - 1}" for n in range(1, 8)]
     assert written(world) == [3, 6, 7]

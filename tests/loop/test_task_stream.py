@@ -71,9 +71,13 @@ def test_without_it_no_marker_speaks_of_it(world):
     assert "extra_tasks" not in RunFolder(world.run).iteration(1).marker("rollouts")
 
 
+@pytest.mark.long(but=["5"])
 @pytest.mark.parametrize("after", [1, 5, *(pytest.param(after, marks=pytest.mark.long) for after in (2, 3))])
 def test_interrupted_it_goes_on_as_it_would_have(rare, monkeypatch, tmp_path, after):
-    """Long for two of four places: only these lie in the middle. First and last stay."""
+    """Long for two of four places: only these lie in the middle. First and last stay.
+
+    Long for one epoch: only that ends with its last task.
+    """
     tasks, run = rare.tasks(12), RUN | {"iterations": 3}
     rare.train(tasks, **run)
     whole = [tasks_of(rare, number) for number in (1, 2, 3)]

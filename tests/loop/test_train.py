@@ -207,12 +207,16 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     )
 
 
+@pytest.mark.long(but=["1-1.0-1.0-temperature 1, 2 tasks"])
 @pytest.mark.parametrize(
     ("samples", "temperature", "drawn_at", "said"),
     [(1, None, 0.0, "greedy, 2 tasks"), (4, None, 0.7, "temperature 0.7, 2 tasks × 4"), (1, 1.0, 1.0, "temperature 1, 2 tasks")],
 )
 def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, temperature, drawn_at, said):
-    """And there, pass@k of the metric that the run is judged by stands beside the means."""
+    """And there, pass@k of the metric that the run is judged by stands beside the means.
+
+    Long for the other counts: only these are greedy or several.
+    """
     world.writes_reports = True
     asked, answer = {"validation_samples": samples, "validation_temperature": temperature}, world.answer
     world.answer = lambda prompt, k, version: "no" if prompt == "held-out 1" else answer(prompt, k, version)

@@ -58,6 +58,7 @@ def test_more_iterations_continue_a_finished_run(world):
     assert world.events == ["start", "serve 1", "train 2", "serve 2", "stop"]
 
 
+@pytest.mark.long(but=["train-before its marker"])
 @pytest.mark.parametrize(
     ("phase", "moment"),
     [
@@ -74,6 +75,8 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
     """An exception before a phase, between its work and its marker, and after its marker: what was marked is not repeated.
 
     Long for six of twelve: only these end right after a marker. For the next phase that is the same as before it, which stays.
+
+    Long for the other phases: each only stops at its own marker.
     """
     done, iteration = [], 1
 

@@ -136,10 +136,14 @@ def content(result):
     return [(s.text, s.token_ids, s.prompt_token_ids, s.logprobs, s.finish_reason, s.reward) for s in result.samples]
 
 
+@pytest.mark.long(but=["False-True"])
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_fault_once(clean, stream, silent):
-    """Two tasks meet each fault, in their first request."""
+    """Two tasks meet each fault, in their first request.
+
+    Long for the other ways to ask: only these have each fault in them. All at once: below.
+    """
     faults = faults_of(stream, silent)
 
     def plan(ask):
@@ -169,10 +173,14 @@ def test_each_fault_once(clean, stream, silent):
             assert asked == 2  # the one in the middle is asked for alone
 
 
+@pytest.mark.long(but=["False-True"])
 @pytest.mark.parametrize("silent", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 def test_each_fault_for_ever_costs_one_task_and_not_the_others(clean, stream, silent):
-    """Every second task meets a fault, whenever it is asked for."""
+    """Every second task meets a fault, whenever it is asked for.
+
+    Long for the other ways to ask: only these have each fault in them.
+    """
     faults = faults_of(stream, silent)
 
     def plan(ask):
@@ -276,9 +284,9 @@ def many_files():
 
 @pytest.mark.parametrize(
     ("count", "stream"),
-    [(1500, False), pytest.param(5000, True, marks=[pytest.mark.e2e, pytest.mark.long])],
+    [(500, False), pytest.param(5000, True, marks=[pytest.mark.e2e, pytest.mark.long])],
 )
-def test_thousands_of_concurrent_requests(many_files, count, stream):
+def test_hundreds_of_concurrent_requests_and_thousands(many_files, count, stream):
     """All of them wait at the server at the same time; then all are answered. The server is a process of its own.
 
     Long for 5,000 streams: only this has more connections than most limits of a shell allow.
@@ -307,9 +315,13 @@ def test_thousands_of_concurrent_requests(many_files, count, stream):
 # Cancellation
 
 
+@pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelled_in_the_middle(tmp_path, stream):
-    """What was finished is in the exception, in the cache, and was handed to the callback; nothing else is left anywhere."""
+    """What was finished is in the exception, in the cache, and was handed to the callback; nothing else is left anywhere.
+
+    Long for streams: only these are cut between two chunks.
+    """
     done = []
 
     async def main():

@@ -63,8 +63,10 @@ NOISE = (
 )
 
 
+@pytest.mark.long(but=["plain"])
 @pytest.mark.parametrize("how", ["caught stream isolated", "plain"])
 def test_ctrl_c_in_the_middle(tmp_path, how):
+    """Long for a stream that is caught and isolated graders: only that shows that their process ends as well."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     with bad_server.process(
         "--latency", "0.05", "--token-delay", "0.001", "--faults", "all=0.1", "--retry-after", "0.2"

@@ -51,8 +51,10 @@ def undisturbed(world, tmp_path):
     return of
 
 
+@pytest.mark.long(but=["1-3-facts1"])
 @pytest.mark.parametrize(("steps", "number", "facts"), [(0, 2, DRIFTED), (1, 3, OFF_POLICY)])
 def test_drift_ends_the_run_until_its_iteration_is_done_again(world, undisturbed, monkeypatch, caplog, steps, number, facts):
+    """Long for the first iteration: only that has no policy before it."""
     world.step_facts = {number: facts}
     with pytest.raises(DriftError, match=rf"4,000 tokens that policy 1 sampled(?s:.*)TTRL_REDO={number} in front of it"):
         train(world, off_policy_steps=steps)

@@ -96,6 +96,7 @@ def test_servers_that_read_files_alone(fake_server, checkpoints):
             assert sync_weights(server, checkpoints[1], handover=held_out(checkpoints[1])).mode == "reload"
 
 
+@pytest.mark.long(but=["refuse-ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch"])
 @pytest.mark.parametrize(
     "behaviour, reason",
     [
@@ -110,6 +111,7 @@ def test_servers_that_read_files_alone(fake_server, checkpoints):
     ],
 )
 def test_a_failed_reload_falls_back_to_a_restart(fake_server, checkpoints, behaviour, reason):
+    """Long for the other failures: only these are noticed by the comparison or the canary."""
     with fake_server(behaviour) as server:
         start = server.start
         server.start = lambda: (setattr(server, "behaviour", "fine"), start())
@@ -139,9 +141,13 @@ def test_a_mismatch_after_the_restart_stops_with_both_numbers(fake_server, check
         verify_weights(server, new, compare=False)
 
 
+@pytest.mark.long(but=["reload"])
 @pytest.mark.parametrize("mode", ["reload", "restart"])
 def test_a_file_that_changed_since_the_trainer_wrote_it(fake_server, checkpoints, mode):
-    """By so little that the canary passes, and the server holds what is in the file."""
+    """By so little that the canary passes, and the server holds what is in the file.
+
+    Long for restarts: only these read the file at a start.
+    """
     new = checkpoints[1]
     (new / "weight").write_text("0.750001")
     with fake_server() as server, pytest.raises(WeightSyncError, match=r"after a restart.* 1 tensors .* such as w"):
@@ -317,8 +323,10 @@ def moved_away(folder):
     path.write_text(json.dumps(content | {"logprobs": [None, *(value - 0.5 for value in content["logprobs"][1:])]}))
 
 
+@pytest.mark.long(but=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_with_all_weights_proven_other_logprobs_are_a_warning(fake_server, checkpoints, dtype, caplog):
+    """Long for float32: only that has narrower limits."""
     moved_away(checkpoints[0])
     moved_away(checkpoints[1])
     with fake_server("proven", dtype=dtype) as server:

@@ -78,6 +78,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.long(but=["config"])
 @pytest.mark.parametrize(
     "mistake", ["config", "replay", *(pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate"))]
 )
@@ -85,6 +86,8 @@ def test_a_mistake_in_a_script_ends_in_its_message_alone(mistake, tmp_path):
     """Long for two functions, whose processes load most: only these show that they, too, raise no other error on the way out.
 
     What they refuse: tests/loop/test_checks.py and tests/evaluation.
+
+    Long for the other commands: each only shows that its own entry catches the error.
     """
 
     def run(**environment):

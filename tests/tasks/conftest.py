@@ -64,14 +64,14 @@ def shared() -> Path:
 
 @pytest.fixture
 def grade_long_replies(reply: Callable[[str], Any]) -> Callable[..., None]:
-    """Grades hostile replies of 300 kB, each within MOST_SECONDS of CPU time.
+    """Grades hostile replies of 100 kB, each within MOST_SECONDS of CPU time.
 
-    That is no measurement but a limit, two hundred times what a grader takes: one that takes the square of the length needs
-    10¹¹ steps, minutes to hours, and is interrupted (`re` looks for signals while it matches).
+    That is no measurement but a limit, hundreds of times what a grader takes: one that takes the square of the length needs
+    10¹⁰ steps, minutes, and is interrupted (`re` looks for signals while it matches).
     """
 
     def grade(grader: Callable[[Any], Any], *pieces: str) -> None:
-        for text in (text for piece in (*PIECES, *pieces) for text in _texts(piece, 300_000)):
+        for text in (text for piece in (*PIECES, *pieces) for text in _texts(piece, 100_000)):
             with _cpu_limit(MOST_SECONDS, f"a reply of {text[:20]!r} again and again"):
                 reward = grader(reply(text))
             assert 0.0 <= (reward[0] if isinstance(reward, tuple) else reward) <= 1.0

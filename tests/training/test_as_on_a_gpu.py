@@ -115,10 +115,14 @@ def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(objectiv
     assert Moved.count > before
 
 
+@pytest.mark.long(but=["gspo-entropy-kl-limit1"])
 @pytest.mark.parametrize(("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 4})])
 def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
     """Twelve results at least it was before. Ratios of sequences look for the samples of a microbatch, in
-    the loss, and once more where KL's share of the gradient is told."""
+    the loss, and once more where KL's share of the gradient is told.
+
+    Long for PPO: only that waits for less.
+    """
 
     def dense(q, k, v, plan, scale, soft_cap, window):
         assert plan.flex(window).lists  # as FlexAttention has its masks

@@ -47,8 +47,10 @@ def seen_by(config, here=ALONE):
     return result.pieces, policy, step
 
 
+@pytest.mark.long(but=["{}"])
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"activation_checkpointing": True}, {"objective": "gspo"}], ids=str)
 def test_the_pieces_are_the_gradients_of_the_microbatches(model_folder, settings):
+    """Long for the other settings: only these take pieces of adapters, recomputed layers and sequences."""
     config = config_of(model_folder(), **settings)
     seen, policy, step = seen_by(config)
     trained = [p for p in policy.parameters() if p.requires_grad]

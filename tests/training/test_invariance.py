@@ -33,9 +33,17 @@ QUICK = [
 ]
 
 
+@pytest.mark.long(
+    but=[
+        "another order, all rows at once, one chunk-gspo-entropy-kl",
+        "another order, all rows at once, one chunk-ppo-k3",
+        "checkpointing-gspo-entropy-kl",
+    ]
+)
 @pytest.mark.parametrize("objective", ["ppo-k3", "gspo-entropy-kl"])
 @pytest.mark.parametrize("way", QUICK, ids=lambda way: way.name)
 def test_the_gradient_and_the_step_do_not_depend_on_how_they_are_computed(way, objective, inputs):
+    """Long for the other ways: only these compute row by row, or PPO with checkpointing."""
     gradient, step = tool.errors_of(way, inputs(objective), HERE)
     assert gradient < tool.TOLERANCE
     assert step < tool.TOLERANCE

@@ -32,8 +32,10 @@ def tree_of_samples(seed: int):
     return samples
 
 
+@pytest.mark.long(but=["256-none"])
 @pytest.mark.parametrize(("seq_len", "share"), [(256, "tree"), (40, "tree"), (256, "none")])
 def test_logprobs_and_gradients_of_trees_equal_transformers(seq_len, share, model_folder, float64_reference):
+    """Long for cut rows: only these split a tree."""
     samples = tree_of_samples(0)
     packed = packed_tensors_from_tokenized_results(samples, seq_len=seq_len, pad_id=0, share=share, shortest_shared=1)
     assert max(len(one.groups) for one in packed.samples) >= (4 if share == "tree" else 1)

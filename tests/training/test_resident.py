@@ -108,6 +108,7 @@ def check_same(ones, others):
 LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
 
 
+@pytest.mark.long(but=["{'checkpoint_dtype': 'bf16', 'kl_coefficient': 0.3, 'kl_estimator': 'full'}"])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -126,6 +127,8 @@ def test_the_same_files_as_from_files(settings, chain, loads):
     """Long for three of eight settings: only these leave them where they are between iterations.
 
     They are parked with such settings below.
+
+    Long for the other settings: only these carry adapters, schedules or a sharded state from one iteration to the next.
     """
     once = chain("once", **settings)
     assert len(loads) == ITERATIONS
@@ -189,9 +192,13 @@ def test_what_cannot_be_parked_is_read_from_files(chain, from_files, loads, park
     assert re.search("read the trainer's weights and state from files.*" + numbers, caplog.text)
 
 
+@pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("enough", [True, False])
 def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, from_files, monkeypatch):
-    """… unless the CPU's memory is too small for its weights meanwhile."""
+    """… unless the CPU's memory is too small for its weights meanwhile.
+
+    Long for a parked policy: only that is read from memory.
+    """
     settings, read = {"kl_coefficient": 0.3}, []
     once = from_files(**settings)
     original = Policy.load_folder

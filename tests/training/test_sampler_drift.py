@@ -60,11 +60,15 @@ def files(folder):
     return {path.name: path.read_bytes() for path in (folder / "checkpoint").rglob("*.safetensors")}
 
 
+@pytest.mark.long(but=["dora"])
 @pytest.mark.parametrize(
     "kind", [{}, {**LORA, "lora_kind": "dora"}, pytest.param(LORA, marks=pytest.mark.long)], ids=["whole", "dora", "lora"]
 )
 def test_under_its_own_weights_an_older_policy_does_not_differ(kind, trials, model_folder, loads):
-    """Long for LoRA: only this has adapters without magnitudes. DoRA's are these and magnitudes."""
+    """Long for LoRA: only this has adapters without magnitudes. DoRA's are these and magnitudes.
+
+    Long for whole models: only these keep an older policy without adapters.
+    """
     residence = Residence(HERE)
     first = trials("one", model_folder(), residence, **kind)
     assert "own_weights" not in compared(first)  # the policy that is trained is the one that sampled

@@ -229,6 +229,7 @@ def test_what_cannot_be_seen_is_made_visible() -> None:
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
+@pytest.mark.long(but=["0:24-expected1"])
 @pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
 @pytest.mark.parametrize(
     ("place", "expected"),
@@ -250,6 +251,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
     ],
 )
 def test_a_browser_shows_what_is_known_of_a_token(tree, tmp_path: Path, place: str, expected: list[str]) -> None:
+    """Long for the other tokens: only these lie in a prompt and in a second row."""
     path = tmp_path / "page.html"
     path.write_text(packed_rows_html(tree, [0, 1], lambda token: f"<{token}>"), encoding="utf-8")
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]

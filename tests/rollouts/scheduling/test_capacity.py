@@ -258,6 +258,7 @@ def workload(name: str) -> Any:
     return dataclasses.replace(whole, tasks=whole.tasks // 2, server=server)
 
 
+@pytest.mark.long(but=["150, then 1500 tokens-0.7-1.0"])
 @pytest.mark.parametrize(
     ("name", "least_usage", "most_preemptions"),
     [  # per request
@@ -269,7 +270,10 @@ def workload(name: str) -> Any:
     ],
 )
 def test_servers_are_busy_without_storms_of_preemptions(name: str, least_usage: float, most_preemptions: float) -> None:
-    """The mean over the whole run, with its beginning, and with its end, where nothing is left to send."""
+    """The mean over the whole run, with its beginning, and with its end, where nothing is left to send.
+
+    Long for the other lengths: only these need no change of the forecast in mid-run.
+    """
     work = workload(name)
     outcome = bench.simulate(work, None)
     assert outcome.usage > least_usage
@@ -277,7 +281,9 @@ def test_servers_are_busy_without_storms_of_preemptions(name: str, least_usage: 
     assert outcome.recomputed < 0.2
 
 
+@pytest.mark.long
 def test_as_fast_as_everything_at_once_with_a_fraction_of_the_preemptions() -> None:
+    """Long: only this compares with other rules. That servers are busy without storms of preemptions: below."""
     work = next(workload for workload in bench.WORKLOADS if workload.name == "lognormal, mean 600")
     ours, everything, few = (bench.simulate(work, concurrency) for concurrency in (None, 10**6, 32))
     assert ours.rate > 0.95 * everything.rate

@@ -147,9 +147,13 @@ def test_the_fast_way_has_no_mask_and_a_window_that_holds_all_is_none():
     assert list(plan.dense_masks) == [2]
 
 
+@pytest.mark.long(but=["300-40-1.5"])
 @pytest.mark.parametrize(("seq_len", "window", "soft_cap"), [(50, 1, None), (300, None, None), (300, 40, 1.5)])
 def test_flex_attentions_masks_and_scores(seq_len, window, soft_cap):
-    """The logic of the CUDA way, with the uncompiled kernel."""
+    """The logic of the CUDA way, with the uncompiled kernel.
+
+    Long for one change at a time: only these tell which of them is wrong.
+    """
     groups, parents, positions = trees(seq_len, seq_len=seq_len, longest=40)
     inputs = [x.detach() for x in tensors(*groups.shape, torch.float32)]
     plan = attention_plan(groups, parents, positions, torch.float32)

@@ -72,11 +72,15 @@ def test_replayed_experts_are_computed_and_their_routers_trained(folder_of, one_
     assert float(ours.gradient["layers.0.mlp.gate.weight"].norm()) > 0
 
 
+@pytest.mark.long(but=["qwen3_moe"])
 @pytest.mark.parametrize(
     "name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in MIXTURES if name not in SHOWN)]
 )
 def test_the_routers_own_choice_replayed_changes_nothing_and_a_planted_one_is_counted(name, folder_of, one_thread):
-    """Long for routers that choose by the same calls as one that stays."""
+    """Long for routers that choose by the same calls as one that stays.
+
+    Long for the other routers: each only has its own way to choose.
+    """
     policy = check_models.loaded(folder_of(name))
     routing = policy.decoder.routing
     samples = check_models.samples(policy.decoder.config.vocab_size)

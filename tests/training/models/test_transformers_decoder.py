@@ -87,10 +87,14 @@ def test_a_frozen_base_in_16_bits_is_computed_in_32(name, folder_of, tmp_path, o
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.long(but=["nothing-gpt_oss", "products-gpt_oss"])
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
 @pytest.mark.parametrize("keeps", ["nothing", "products"])
 def test_layers_that_are_computed_again_see_the_rows_of_their_pass(name, keeps, folder_of, one_thread):
-    """Another pass between a forward pass and its backward pass must not lend it its rows."""
+    """Another pass between a forward pass and its backward pass must not lend it its rows.
+
+    Long for Qwen 3.5: only that computes a scan again.
+    """
     policies = [check_models.loaded(folder_of(name))]
     policies.append(check_models.loaded(folder_of(name), activation_checkpointing=True, checkpoint_keeps=keeps))
     vocabulary = policies[0].decoder.config.vocab_size

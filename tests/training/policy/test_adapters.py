@@ -169,13 +169,17 @@ def test_beside_a_vision_tower(with_vision_tower, tmp_path):
     load_policy(adapter_config(tmp_path / "out", lora_targets=["q_proj"]), ALONE)
 
 
+@pytest.mark.long(but=["{'lora_kind': 'dora', 'lora_targets': ['q_proj', 'output']}"])
 @pytest.mark.parametrize(
     "settings",
     [{"lora_merge": False}, {"lora_kind": "dora", "lora_targets": ["q_proj", "output"]}, {"lora_base_dtype": "nf4"}],
     ids=str,
 )
 def test_stopping_in_between_changes_nothing(settings, model_folder, tmp_path):
-    """Two steps, against one step, checkpoint and state, and one step more from them: the same to the last bit."""
+    """Two steps, against one step, checkpoint and state, and one step more from them: the same to the last bit.
+
+    Long for the other kinds: only these continue from 4 bits, or unmerged.
+    """
     samples = random_samples(3, prompts=(3, 5), completions=3)
     packed = packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0)
     (step,) = updates(packed, 1, (0, 1), ALONE)

@@ -156,8 +156,10 @@ def test_a_new_dora_changes_nothing_but_rounding(model_folder):
     torch.testing.assert_close(logprobs(policy), base, rtol=0, atol=2e-6)
 
 
+@pytest.mark.long(but=["dora"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
+    """Long for LoRA: it only leaves DoRA's norm out."""
     folder = model_folder("qwen2-tied")
     plain_gradients = adapter_gradients(folder, packed, lora_kind=kind)
     assert all("lora" in name or "magnitude" in name for name in plain_gradients)
@@ -171,10 +173,14 @@ def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
         assert far <= tolerance, (settings, far)
 
 
+@pytest.mark.long(but=["dora-True"])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, packed):
-    """The code of FSDP and of tensor parallelism on a mesh of one; more processes, and 4 bits: tests/e2e/test_lora.py."""
+    """The code of FSDP and of tensor parallelism on a mesh of one; more processes, and 4 bits: tests/e2e/test_lora.py.
+
+    Long for the other kinds: only these leave a part of that one out.
+    """
     from ttrl.training.kernels import cpu_ops
     from ttrl.training.parallel import sharding
 
