@@ -217,6 +217,13 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def short_canaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the time of a tiny checkpoint would be theirs."""
+    monkeypatch.setattr("ttrl.training.canary.CANARY_LENGTH", 3)
+    monkeypatch.setattr("ttrl.training.canary.GREEDY_LENGTH", 1)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Makes, once, the folder of a tiny random model of a family."""

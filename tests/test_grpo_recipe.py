@@ -17,7 +17,7 @@ from ttrl.training.models.architecture import read_config
 from ttrl.training.models.weights import to_hugging_face_names
 from ttrl.training.parallel.distributed import Ranks
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))
 BETA1 = 0.9
 

@@ -15,6 +15,8 @@ from ttrl.system.files import read_jsonl
 from ttrl.tiny_model import CHAT_TEMPLATE, make_tiny_model
 from ttrl.training.parallel.distributed import Ranks
 
+pytestmark = pytest.mark.usefixtures("short_canaries")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):

@@ -27,6 +27,7 @@ from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_example
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks
 
+pytestmark = pytest.mark.usefixtures("short_canaries")
 QWEN = json.loads((Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text())["qwen2.5_7b"]
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)

@@ -71,8 +71,13 @@ def transformers_rewards(folder: Path, replies: list[str]) -> list[float]:
         return [model(tokenizer.apply_chat_template(chat, return_tensors="pt")["input_ids"]).logits.item() for chat in chats]
 
 
+@pytest.mark.long
 def test_a_reward_model(reward_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its rewards; a reply that is too long; and its engine's end while samples are graded, of which two are done."""
+    """Its rewards; a reply that is too long; and its engine's end while samples are graded, of which two are done.
+
+    Long: only this asks vLLM's pooling server. Reward models against a server made up here:
+    tests/judges.
+    """
     settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "extra_args": {"runner": "pooling"}}
     with VLLMServer(reward_folder, served_model_name="rm", log_path=tmp_path / "server.log", **settings) as server:
         model = RewardModel(messages=(ASK,), **asked_at(server, monkeypatch))

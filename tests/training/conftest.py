@@ -40,13 +40,6 @@ def load_policy():
     return load_policy_in
 
 
-@pytest.fixture
-def short_canaries(monkeypatch):
-    """Most of the time of a tiny checkpoint would be theirs."""
-    monkeypatch.setattr("ttrl.training.canary.CANARY_LENGTH", 3)
-    monkeypatch.setattr("ttrl.training.canary.GREEDY_LENGTH", 1)
-
-
 @pytest.fixture(scope="session")
 def packed():
     """Several rows of several lengths."""

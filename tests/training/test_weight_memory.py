@@ -102,15 +102,14 @@ def test_without_memory_for_it(enough, monkeypatch):
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "family, tensor_parallel, processes", [("phi3", 2, 2), pytest.param("gpt2", 2, 4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("family, tensor_parallel, processes", [("phi3", 2, 2), ("gpt2", 2, 4)])
 def test_ranks_write_what_they_hold(family, tensor_parallel, processes, model_folder):
-    """Only several ranks hold parts. Of a layer's rows alone: tests/e2e/test_sync.py.
+    """Only several ranks hold parts.
 
-    Long for four processes: only these divide a tensor twice, and have GPT-2's fused and transposed
-    matrices.
+    Long: only this divides columns, and with four processes a tensor twice. Ranks that hold rows:
+    tests/e2e/test_resident.py. What they write, without processes: above.
     """
     start, whole = model_folder(family), WeightMemory(HERE)
     with HandingOver(start, processes, tensor_parallel) as trainer:
