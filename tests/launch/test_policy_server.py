@@ -647,6 +647,14 @@ def test_a_family_that_stores_matrices_as_one_needs_more_of_vllms_rank(tmp_path,
     assert not config_of(model=str(tmp_path), training={"lora_rank": 10}).gives_adapters
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_mixtures_adapters_are_merged_on_cpus(device, tmp_path):
+    """There vLLM's experts know none, and a server with adapters ends at its start."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 8}')
+    config = config_of(model=str(tmp_path), device=device, training={"lora_rank": 4})
+    assert config.gives_adapters == (device == "cuda")
+
+
 # Settings
 
 

@@ -549,7 +549,7 @@ class TrainConfig(Config):
         return (
             recipe.lora_rank is not None
             and lora_rank_there(self.model, recipe.lora_rank) <= LORA_RANKS[-1]
-            and takes_adapters(self.model)
+            and takes_adapters(self.model, self.device)
             and (self.adapters == "mirror" or (self.adapters == "auto" and not self.joined_servers))
             and recipe.lora_kind == "lora"
             and recipe.lora_base_dtype != "nf4"

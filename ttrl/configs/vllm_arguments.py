@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttrl.configs.recipe import has_experts
+
 _ENGINE = "engine/arg_utils.py"
 _FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
 """Where the server's own options are, in this version and in older ones."""
@@ -44,14 +46,22 @@ def lora_rank_there(model: str | Path, rank: int) -> int:
     return 3 * rank if _model_type(model) in (None, "phi3") else rank
 
 
-def takes_adapters(model: str | Path) -> bool:
-    """Return whether vLLM takes adapters to a model: not to GPT-2."""
-    return _model_type(model) != "gpt2"
+def takes_adapters(model: str | Path, device: str) -> bool:
+    """Tell whether vLLM serves adapters of a model: not of GPT-2, and on CPUs not of mixtures of experts."""
+    config = _config(model)
+    return config.get("model_type") != "gpt2" and not (device == "cpu" and has_experts(config))
 
 
 def _model_type(model: str | Path) -> str | None:
-    config = Path(model) / "config.json"
-    return str(json.loads(config.read_text(encoding="utf-8")).get("model_type")) if config.is_file() else None
+    config = _config(model)
+    return str(config.get("model_type")) if config else None
+
+
+def _config(model: str | Path) -> dict[str, Any]:
+    """Return the content of a model's config.json; empty where it is not here."""
+    path = Path(model) / "config.json"
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
 
 
 def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> list[str]:
