@@ -1,44 +1,72 @@
 """Chess: the best move of a position.
 
-    python recipes/chess_moves.py [--model Qwen/Qwen2.5-3B-Instruct] --data PATH [--run runs/chess_moves]
-    python recipes/chess_moves.py --preset rookworld --data PATH [--overfit 8]
-    python recipes/chess_moves.py --preset rookworld --model "" --data PATH --overfit 8 --set lr=1e-4  # a tiny model, on a laptop
-    python recipes/chess_moves.py --tiny --data PATH  # tries everything out, on a laptop
+    python recipes/chess_moves.py [--model Qwen/Qwen2.5-3B-Instruct] --data PATH [--run
+    runs/chess_moves] python recipes/chess_moves.py --preset rookworld --data PATH [--overfit 8]
+    python recipes/chess_moves.py --preset rookworld --model "" --data PATH --overfit 8 --set
+    lr=1e-4  # a tiny model, on a laptop python recipes/chess_moves.py --tiny --data PATH  # tries
+    everything out, on a laptop
 
-The data is lichess's puzzle table, a test suite in EPD, rows with fen and best moves, or RookWorld's text (docs/tasks.md). A
-legal move that is not the best earns 0.05, or its points where they are known. The last line says how often a random legal move
-is the best, too. The settings are for one GPU with 80 GB; they have not been run.
+The data is lichess's puzzle table, a test suite in EPD, rows with fen and best moves, or
+RookWorld's text (docs/tasks.md). A legal move that is not the best earns 0.05, or its points where
+they are known. The last line says how often a random legal move is the best, too. The settings are
+for one GPU with 80 GB; they have not been run.
 
---preset rookworld: RookWorld-LM-124M, a GPT-2 trained on chess alone, with its text format and the settings of its GRPO log: 8
-positions with 12 samples each at temperature 0.5; KL over the whole vocabulary, watched for 20 steps and then weighted with
-0.005; an entropy bonus of 0.005 that falls from step 200 to 500; a legal move earns 0.1. The log's top-p of 0.9 is left out: the
-trainer could not tell how likely the sampled tokens were.
+--preset rookworld: RookWorld-LM-124M, a GPT-2 trained on chess alone, with its text format and the
+settings of its GRPO log: 8 positions with 12 samples each at temperature 0.5; KL over the whole
+vocabulary, watched for 20 steps and then weighted with 0.005; an entropy bonus of 0.005 that falls
+from step 200 to 500; a legal move earns 0.1. The log's top-p of 0.9 is left out: the trainer could
+not tell how likely the sampled tokens were.
 
-With --model "", a random model of a million parameters is warmed up first, on random legal moves of the training positions; with
---overfit, of those N alone, as it is too small to find legal moves in positions that it has not seen.
+With --model "", a random model of a million parameters is warmed up first, on random legal moves of
+the training positions; with --overfit, of those N alone, as it is too small to find legal moves in
+positions that it has not seen.
 """
 
 from statistics import fmean
 
 from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments, supervised_start, with_plain_template
+from ttrl.cli.recipe_script import (
+    mistakes_together,
+    run_recipe,
+    script_arguments,
+    supervised_start,
+    with_plain_template,
+)
 from ttrl.tasks.chess_moves import get_chess_tasks, legal_move_examples
 
-MODEL, ROOKWORLD = "Qwen/Qwen2.5-3B-Instruct", "jrahn/RookWorld-LM-124M"
+MODEL = "Qwen/Qwen2.5-3B-Instruct"
+ROOKWORLD = "jrahn/RookWorld-LM-124M"
 PRESETS = {
     "rookworld": {
-        **{"tasks_per_iteration": 8, "samples_per_task": 12, "temperature": 0.5, "max_tokens": 144, "seq_len": 2048},
+        **{
+            "tasks_per_iteration": 8,
+            "samples_per_task": 12,
+            "temperature": 0.5,
+            "max_tokens": 144,
+            "seq_len": 2048,
+        },
         **{"lr": 2e-6, "max_grad_norm": 1.0, "watch_kl": True},
         **{"kl_coefficient": 0.005, "kl_estimator": "full", "kl_after_steps": 20},
-        **{"entropy_coefficient": 0.005, "entropy_schedule": "linear", "entropy_from_step": 200, "entropy_until_step": 500},
+        **{
+            "entropy_coefficient": 0.005,
+            "entropy_schedule": "linear",
+            "entropy_from_step": 200,
+            "entropy_until_step": 500,
+        },
     }
 }
 STEPS, BATCH = 400, 32  # of a tiny model's warm start
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/chess_moves", iterations=100, model=MODEL, data="", presets=PRESETS)
+    arguments = script_arguments(
+        __doc__, run="runs/chess_moves", iterations=100, model=MODEL, data="", presets=PRESETS
+    )
     rookworld = arguments.preset == "rookworld"
-    model = ROOKWORLD if rookworld and arguments.model == MODEL else arguments.model or arguments.run / "warm_start"
+    model = (
+        ROOKWORLD
+        if rookworld and arguments.model == MODEL
+        else arguments.model or arguments.run / "warm_start"
+    )
     style, legal_reward = ("P", 0.1) if rookworld else ("plain", 0.05)
     config = TrainConfig(
         run=str(arguments.run),
@@ -58,16 +86,34 @@ if __name__ == "__main__":
         validation_metric="best",
     )
     with mistakes_together(arguments, config):
-        tasks = get_chess_tasks("train", seed=arguments.seed, path=arguments.data, style=style, legal_reward=legal_reward)
-        held_out = get_chess_tasks("validation", path=arguments.data, style=style, legal_reward=legal_reward)[:200]
+        tasks = get_chess_tasks(
+            "train",
+            seed=arguments.seed,
+            path=arguments.data,
+            style=style,
+            legal_reward=legal_reward,
+        )
+        held_out = get_chess_tasks(
+            "validation", path=arguments.data, style=style, legal_reward=legal_reward
+        )[:200]
     if not (arguments.check or arguments.tiny):
         if not arguments.model:
             which = {"path": arguments.data, "style": style, "positions": arguments.overfit}
             examples = legal_move_examples(STEPS * BATCH, arguments.seed, **which)
-            model = supervised_start(model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256)
+            model = supervised_start(
+                model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256
+            )
         elif rookworld:
             model = with_plain_template(model, arguments.run / "start")
         config.model = str(model)
     asked = tasks[: arguments.overfit] if arguments.overfit else held_out
     chance = fmean([task.grader.chance() for task in asked] or [0.0])
-    print(run_recipe(arguments, config, tasks, held_out, f"best moves found ({chance:.3f} of random legal moves are best)"))
+    print(
+        run_recipe(
+            arguments,
+            config,
+            tasks,
+            held_out,
+            f"best moves found ({chance:.3f} of random legal moves are best)",
+        )
+    )

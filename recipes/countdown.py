@@ -1,10 +1,12 @@
-"""Countdown: make the target from the numbers, each used once. Puzzles are generated, each with a solution.
+"""Countdown: make the target from the numbers, each used once. Puzzles are generated, each with a
+solution.
 
     python recipes/countdown.py [--model Qwen/Qwen2.5-3B-Instruct] [--run runs/countdown]
     python recipes/countdown.py --tiny  # tries everything out, on a laptop
 
-An expression of the right numbers with another value earns a tenth of the reward: without that, small models see no reward for a
-long time. The settings are for one GPU with 80 GB; they have not been run.
+An expression of the right numbers with another value earns a tenth of the reward: without that,
+small models see no reward for a long time. The settings are for one GPU with 80 GB; they have not
+been run.
 """
 
 from ttrl import TrainConfig
@@ -12,7 +14,9 @@ from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.countdown import get_countdown_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/countdown", iterations=100, model="Qwen/Qwen2.5-3B-Instruct")
+    arguments = script_arguments(
+        __doc__, run="runs/countdown", iterations=100, model="Qwen/Qwen2.5-3B-Instruct"
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

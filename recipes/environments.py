@@ -1,11 +1,13 @@
-"""Other people's environments, by the names that `ttrl eval --tasks` takes: one, or several that are mixed.
+"""Other people's environments, by the names that `ttrl eval --tasks` takes: one, or several that
+are mixed.
 
     python recipes/environments.py --tasks textarena:TowerOfHanoi-v0
     python recipes/environments.py --tasks openenv:http://127.0.0.1:8000,verifiers:my-taskset
     python recipes/environments.py --tiny  # tries everything out, on a laptop
 
-What each name needs is in docs/environments.md; without --tasks these are sums of reasoning-gym. `ttrl eval MODEL --tasks NAME`
-says how hard an environment is for a model before it is trained. The settings are for one GPU with 80 GB; they have not been run.
+What each name needs is in docs/environments.md; without --tasks these are sums of reasoning-gym.
+`ttrl eval MODEL --tasks NAME` says how hard an environment is for a model before it is trained. The
+settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
@@ -22,7 +24,11 @@ def add_options(parser):
 
 if __name__ == "__main__":
     arguments = script_arguments(
-        __doc__, run="runs/environments", iterations=100, model="Qwen/Qwen2.5-3B-Instruct", options=add_options
+        __doc__,
+        run="runs/environments",
+        iterations=100,
+        model="Qwen/Qwen2.5-3B-Instruct",
+        options=add_options,
     )
     config = TrainConfig(
         run=str(arguments.run),
@@ -42,7 +48,13 @@ if __name__ == "__main__":
     tasks = [
         task
         for name in names
-        for task in TaskSpec.parse(f"{name}@train").tasks(max(1, arguments.n // len(names)), arguments.seed)
+        for task in TaskSpec.parse(f"{name}@train").tasks(
+            max(1, arguments.n // len(names)), arguments.seed
+        )
     ]
-    held_out = [task for name in names for task in TaskSpec.parse(f"{name}@validation").tasks(max(1, 128 // len(names)))]
+    held_out = [
+        task
+        for name in names
+        for task in TaskSpec.parse(f"{name}@validation").tasks(max(1, 128 // len(names)))
+    ]
     print(run_recipe(arguments, config, tasks, held_out, "reward"))

@@ -1,14 +1,15 @@
 """GSM8K: grade-school word problems, with an R1-style prompt and think and answer tags.
 
-    python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k] [--run runs/gsm8k]
-    python recipes/gsm8k.py --preset entropy-study [--data openai/gsm8k]
-    python recipes/gsm8k.py --preset small --model smollm2-135m --data PATH  # a small chat model, on a laptop
-    python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
+    python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k] [--run
+    runs/gsm8k] python recipes/gsm8k.py --preset entropy-study [--data openai/gsm8k]
+    python recipes/gsm8k.py --preset small --model smollm2-135m --data PATH  # a small chat model,
+    on a laptop python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
 
-The settings of a study of entropy and gradient noise: on-policy, rewards minus the mean of their group, a constant normaliser
-(Dr. GRPO), 256 samples per iteration. A tenth of the reward is for the format. Part of the train file is held out; the test file
-is kept for the end: `ttrl eval CHECKPOINT --tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they
-have not been run.
+The settings of a study of entropy and gradient noise: on-policy, rewards minus the mean of their
+group, a constant normaliser (Dr. GRPO), 256 samples per iteration. A tenth of the reward is for the
+format. Part of the train file is held out; the test file is kept for the end: `ttrl eval CHECKPOINT
+--tasks gsm8k --option gsm8k.style=r1`. The settings are for one GPU with 80 GB; they have not been
+run.
 
 --preset entropy-study: as that study did it, with LoRA, and eight samples of each held-out problem
 for pass@1 and pass@8 (52 to 65% pass@1 in its 64 steps). The rank is not known to us. Held-out
@@ -18,10 +19,12 @@ that follows it already is left as it is. What the study measured: gradient nois
 the report, all else by `ttrl study`, of one checkpoint or of the whole run. For that, the adapters
 and optimizer states of all steps are kept.
 
---preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy answers, 0 of 320 samples). Three
-solved problems before each question, as turns that all questions share, show it how an answer looks (`#### 18`): 0.61 of its
-samples have the form then, 0.016 are right. In half an hour on two cores (34 iterations, bf16) all samples came to have it; of
-200 held-out problems 0.030 were right before, 0.055 after 16 iterations, 0.035 after 32: no more than chance.
+--preset small: SmolLM2-135M never writes R1's tags, so nothing would reward it (0 of 200 greedy
+answers, 0 of 320 samples). Three solved problems before each question, as turns that all questions
+share, show it how an answer looks (`#### 18`): 0.61 of its samples have the form then, 0.016 are
+right. In half an hour on two cores (34 iterations, bf16) all samples came to have it; of 200
+held-out problems 0.030 were right before, 0.055 after 16 iterations, 0.035 after 32: no more than
+chance.
 """
 
 from ttrl import TrainConfig
@@ -38,13 +41,21 @@ PRESETS = {
         "validate_every": 8,
     },
     "small": {
-        **{"tasks_per_iteration": 8, "max_tokens": 160, "constant_length": 160, "seq_len": 3072, "validate_every": 16},
+        **{
+            "tasks_per_iteration": 8,
+            "max_tokens": 160,
+            "constant_length": 160,
+            "seq_len": 3072,
+            "validate_every": 16,
+        },
         "lr": 2e-5,
     },
 }
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/gsm8k", iterations=64, model=MODEL, data="openai/gsm8k", presets=PRESETS)
+    arguments = script_arguments(
+        __doc__, run="runs/gsm8k", iterations=64, model=MODEL, data="openai/gsm8k", presets=PRESETS
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,
@@ -64,7 +75,9 @@ if __name__ == "__main__":
     )
     asked = {"style": "plain", "few_shot": 3} if arguments.preset == "small" else {"style": "r1"}
     with mistakes_together(arguments, config):
-        tasks = get_gsm8k_tasks("train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked)
+        tasks = get_gsm8k_tasks(
+            "train", seed=arguments.seed, path=arguments.data, format_reward=0.1, **asked
+        )
         held_out = get_gsm8k_tasks("validation", n=200, path=arguments.data, **asked)
     if arguments.preset == "entropy-study":
         config.keep_checkpoints = max(3, arguments.iterations + 1)  # the start counts, too

@@ -2,15 +2,18 @@
 
     python recipes/guess_number.py [--run runs/guess_number] [--seed 0]
 
-The model names a number from 1 to 6 and is told "higher" or "lower"; a player who heeds that, and guesses in the middle, wins
-every game. A random model of a million parameters is warmed up by supervised training on games in which half of the players heed
-what they are told. It then wins about half of its games, as many as by guessing at random. From then on it learns only from
-whether it won: every guess is trained with the reward of its game, and what the other side says is not trained.
+The model names a number from 1 to 6 and is told "higher" or "lower"; a player who heeds that, and
+guesses in the middle, wins every game. A random model of a million parameters is warmed up by
+supervised training on games in which half of the players heed what they are told. It then wins
+about half of its games, as many as by guessing at random. From then on it learns only from whether
+it won: every guess is trained with the reward of its game, and what the other side says is not
+trained.
 
-The example shows how to write such a task, not how well it can be learnt: the settings are not tuned. In four iterations the
-share of 128 held-out games that were won went from 0.54 to 0.63 (either may be off by 0.09). With a learning rate of 1e-3 it
-reached 0.74 after five and fell to 0 after seven, when the model no longer ended its answers. Interrupt it whenever you like: the
-same command continues where it was.
+The example shows how to write such a task, not how well it can be learnt: the settings are not
+tuned. In four iterations the share of 128 held-out games that were won went from 0.54 to 0.63
+(either may be off by 0.09). With a learning rate of 1e-3 it reached 0.74 after five and fell to 0
+after seven, when the model no longer ended its answers. Interrupt it whenever you like: the same
+command continues where it was.
 """
 
 import functools
@@ -19,8 +22,10 @@ import random
 from ttrl import Task, TrainConfig
 from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
 
-STEPS, BATCH = 80, 32
-NUMBERS, TRIES = range(1, 7), 3
+STEPS = 80
+BATCH = 32
+NUMBERS = range(1, 7)
+TRIES = 3
 BEGIN = [{"role": "user", "content": "guess"}]
 
 
@@ -29,7 +34,9 @@ def hint(guess: int, secret: int) -> str:
 
 
 async def game(chat, secret):
-    """The rollout of one task: asks for a guess, says how it was wrong, and returns the reward and a metric."""
+    """The rollout of one task: asks for a guess, says how it was wrong, and returns the reward and
+    a metric.
+    """
     choice = await chat()
     for turn in range(1, TRIES + 1):
         said = choice.message.content.strip()
@@ -44,21 +51,32 @@ def tasks(count: int, seed: str) -> list[Task]:
     """Games whose secrets differ; the id tells them apart, as all begin with the same messages."""
     rng = random.Random(seed)
     secrets = [rng.choice(NUMBERS) for _ in range(count)]
-    return [Task(BEGIN, rollout=functools.partial(game, secret=n), id=f"{seed}/{i}-{n}") for i, n in enumerate(secrets)]
+    return [
+        Task(BEGIN, rollout=functools.partial(game, secret=n), id=f"{seed}/{i}-{n}")
+        for i, n in enumerate(secrets)
+    ]
 
 
 def random_games(count: int, seed: int) -> list[dict]:
-    """Players who answer with a number that they have not said yet. Half of them heed what they are told, the others do not."""
-    rng, games = random.Random(seed), []
+    """Players who answer with a number that they have not said yet. Half of them heed what they are
+    told, the others do not.
+    """
+    rng = random.Random(seed)
+    games = []
     for _ in range(count):
-        secret, messages, left, heeds = rng.choice(NUMBERS), list(BEGIN), list(NUMBERS), rng.random() < 0.5
+        secret = rng.choice(NUMBERS)
+        messages = list(BEGIN)
+        left = list(NUMBERS)
+        heeds = rng.random() < 0.5
         for turn in range(1, TRIES + 1):
             guess = rng.choice(left)
             messages.append({"role": "assistant", "content": str(guess)})
             if guess == secret or turn == TRIES:
                 break
             messages.append({"role": "user", "content": hint(guess, secret)})
-            left = [n for n in left if n != guess and (not heeds or (n > guess) == (secret > guess))]
+            left = [
+                n for n in left if n != guess and (not heeds or (n > guess) == (secret > guess))
+            ]
         games.append({"messages": messages})
     return games
 
@@ -69,7 +87,13 @@ if __name__ == "__main__":
     if not arguments.check:  # a tiny model that knows the rules
         games = random_games(STEPS * BATCH, arguments.seed)
         start = supervised_start(
-            start, games, steps=STEPS, batch_size=BATCH, seed=arguments.seed, seq_len=256, rows_per_microbatch=16
+            start,
+            games,
+            steps=STEPS,
+            batch_size=BATCH,
+            seed=arguments.seed,
+            seq_len=256,
+            rows_per_microbatch=16,
         )
     config = TrainConfig(
         run=str(arguments.run),

@@ -1,11 +1,13 @@
-"""An agent that knows nothing of ttrl, trained as it is: OpenAI's client in a loop that asks again until the answer is JSON.
+"""An agent that knows nothing of ttrl, trained as it is: OpenAI's client in a loop that asks again
+until the answer is JSON.
 
     python recipes/json_agent.py [--model smollm2-135m] [--run runs/json_agent] [--seed 0]
 
-`extract` could be anybody's: all that it needs is the address, the key and the name of a model. ttrl gives each sample an
-endpoint of its own in front of the policy; what is asked there is trained, in as many turns as it took, with the reward of the
-last answer: 5 of 32 held-out sentences were written exactly before, and 30 after seven iterations. Interrupt it whenever you
-like: the same command continues where it left off.
+`extract` could be anybody's: all that it needs is the address, the key and the name of a model.
+ttrl gives each sample an endpoint of its own in front of the policy; what is asked there is
+trained, in as many turns as it took, with the reward of the last answer: 5 of 32 held-out sentences
+were written exactly before, and 30 after seven iterations. Interrupt it whenever you like: the same
+command continues where it left off.
 """
 
 from openai import AsyncOpenAI
@@ -27,7 +29,10 @@ async def extract(messages: list[dict], base_url: str, api_key: str, model: str)
             if read_object(answer) is not None:
                 break
             again = "That is no JSON object. Write the object, and nothing else."
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": again}]
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": again},
+            ]
     return answer
 
 
@@ -37,11 +42,16 @@ async def agent(session):
 
 def tasks(split: str, n: int, seed: int = 0) -> list:
     """What sentences say, as JSON: graded by the last answer of the agent's conversation."""
-    return [agent_task(agent, task.grader, messages=task.messages) for task in get_structured_output_tasks(split, n=n, seed=seed)]
+    return [
+        agent_task(agent, task.grader, messages=task.messages)
+        for task in get_structured_output_tasks(split, n=n, seed=seed)
+    ]
 
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/json_agent", iterations=12, model="smollm2-135m")
+    arguments = script_arguments(
+        __doc__, run="runs/json_agent", iterations=12, model="smollm2-135m"
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,
@@ -58,4 +68,12 @@ if __name__ == "__main__":
         stop_at=0.9,
     )
     held_out = tasks("validation", 32)
-    print(run_recipe(arguments, config, tasks("train", 1024, arguments.seed), held_out, "sentences written exactly"))
+    print(
+        run_recipe(
+            arguments,
+            config,
+            tasks("train", 1024, arguments.seed),
+            held_out,
+            "sentences written exactly",
+        )
+    )

@@ -2,47 +2,71 @@
 
     python recipes/letter_counting.py [--run runs/letter_counting] [--seed 0] [--model smollm2-135m]
 
-A random model of a million parameters is warmed up by supervised training on words of up to 8 letters and answers that spell the
-word and number the letter asked for: "str1awber2r3y: 3". Words that contain a letter two or three times are rarer there than in
-the questions that follow, as in real text, and words of 9 and 10 letters do not occur. From then on it is no longer given any
-answers: every count is asked for equally often, in words of up to 10 letters; vLLM samples, the grader rewards only the last
-number of the reply, and the GRPO recipe trains. Interrupt it whenever you like: the same command continues where it left off.
+A random model of a million parameters is warmed up by supervised training on words of up to 8
+letters and answers that spell the word and number the letter asked for: "str1awber2r3y: 3". Words
+that contain a letter two or three times are rarer there than in the questions that follow, as in
+real text, and words of 9 and 10 letters do not occur. From then on it is no longer given any
+answers: every count is asked for equally often, in words of up to 10 letters; vLLM samples, the
+    grader rewards only the last number of the reply, and the GRPO recipe trains. Interrupt it
+    whenever you like: the same command continues where it left off.
 
-The warm start is long because copying is what the model learns late: after 200 steps (seed 2) most of what was wrong, and half of
-what was right, was miscopied, and GRPO, which is told nothing of that, came from 0.67 to 0.78; after 300 (seed 1, constant
-learning rate) from 0.71 to 0.85 and back to 0.78. With these settings, seeds 3, 4 and 5: the reward of the samples rose from
-0.78, 0.77 and 0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256 held-out words that
-played no part in choosing the settings, 0.844, 0.859 and 0.863 were right before and 0.879, 0.918 and 0.898 after.
+The warm start is long because copying is what the model learns late: after 200 steps (seed 2) most
+of what was wrong, and half of what was right, was miscopied, and GRPO, which is told nothing of
+that, came from 0.67 to 0.78; after 300 (seed 1, constant learning rate) from 0.71 to 0.85 and back
+to 0.78. With these settings, seeds 3, 4 and 5: the reward of the samples rose from 0.78, 0.77 and
+0.74 (mean of the first five iterations) to 0.88, 0.85 and 0.90 (of the last five), and of 256
+held-out words that played no part in choosing the settings, 0.844, 0.859 and 0.863 were right
+before and 0.879, 0.918 and 0.898 after.
 
-With --model, that chat model is asked instead, and may think aloud for 64 tokens; a number that is near is worth a little. In 38
-minutes on two cores (40 iterations, bf16) SmolLM2-135M learned to give a number, and to count hardly: of its samples 0.03 were
-right in the beginning and 0.27 in the end, of 64 greedy held-out answers 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
+With --model, that chat model is asked instead, and may think aloud for 64 tokens; a number that is
+near is worth a little. In 38 minutes on two cores (40 iterations, bf16) SmolLM2-135M learned to
+give a number, and to count hardly: of its samples 0.03 were right in the beginning and 0.27 in the
+end, of 64 greedy held-out answers 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
 """
 
 from ttrl import TrainConfig
 from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
 from ttrl.tasks.letter_counting import get_letter_counting_tasks, letter_counting_examples
 
-STEPS, BATCH = 600, 64
+STEPS = 600
+BATCH = 64
 KNOWN, LONGEST = 8, 10  # letters of the words of the warm start, and of those that are asked
 
 if __name__ == "__main__":
     arguments = script_arguments(__doc__, run="runs/letter_counting", iterations=25, model="")
-    training: dict[str, object] = {"updates_per_iteration": 4, "lr": 1e-4, "rows_per_microbatch": 8, "num_output_chunks": 1}
+    training: dict[str, object] = {
+        "updates_per_iteration": 4,
+        "lr": 1e-4,
+        "rows_per_microbatch": 8,
+        "num_output_chunks": 1,
+    }
     # Without it, what was learnt in the first half wavers in the second.
-    training |= {"warmup_steps": 4, "lr_schedule": "linear", "total_steps": max(8, 4 * arguments.iterations)}
+    training |= {
+        "warmup_steps": 4,
+        "lr_schedule": "linear",
+        "total_steps": max(8, 4 * arguments.iterations),
+    }
     sizes = {"tasks_per_iteration": 64, "max_tokens": 24, "seq_len": 512}
-    model, questions, partial_credit = arguments.model, 256, 0.0
+    model = arguments.model
+    questions = 256
+    partial_credit = 0.0
     if model:
-        training, sizes = {"updates_per_iteration": 2, "lr": 2e-5}, {"tasks_per_iteration": 8, "max_tokens": 64, "seq_len": 1024}
+        training = {"updates_per_iteration": 2, "lr": 2e-5}
+        sizes = {"tasks_per_iteration": 8, "max_tokens": 64, "seq_len": 1024}
         questions, partial_credit = 64, 0.2  # most of a small model's answers have no number at all
     else:
         examples = letter_counting_examples(
-            STEPS * BATCH, seed=arguments.seed, max_length=KNOWN, spelled=True, count_weights=(16, 16, 4, 1)
+            STEPS * BATCH,
+            seed=arguments.seed,
+            max_length=KNOWN,
+            spelled=True,
+            count_weights=(16, 16, 4, 1),
         )
         model = arguments.run / "warm_start"
         if not arguments.check:
-            model = supervised_start(model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed)
+            model = supervised_start(
+                model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed
+            )
     config = TrainConfig(
         run=str(arguments.run),
         model=str(model),
@@ -55,6 +79,8 @@ if __name__ == "__main__":
         validation_metric="exact",
         **sizes,
     )
-    tasks = get_letter_counting_tasks("train", n=4096, seed=arguments.seed, max_length=LONGEST, partial_credit=partial_credit)
+    tasks = get_letter_counting_tasks(
+        "train", n=4096, seed=arguments.seed, max_length=LONGEST, partial_credit=partial_credit
+    )
     held_out = get_letter_counting_tasks("validation", n=questions, max_length=LONGEST)
     print(run_recipe(arguments, config, tasks, held_out, "words counted right"))

@@ -1,10 +1,11 @@
 """Multiple choice: ARC-Challenge, by reasoning before the letter.
 
-    python recipes/multiple_choice.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data allenai/ai2_arc] [--run runs/multiple_choice]
-    python recipes/multiple_choice.py --tiny --data PATH  # tries everything out, on a laptop
+    python recipes/multiple_choice.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data allenai/ai2_arc]
+    [--run runs/multiple_choice] python recipes/multiple_choice.py --tiny --data PATH  # tries
+    everything out, on a laptop
 
-MMLU and ARC are mostly used for evaluation (`ttrl eval`); this trains on the train split of ARC. The settings are for one GPU
-with 80 GB; they have not been run.
+MMLU and ARC are mostly used for evaluation (`ttrl eval`); this trains on the train split of ARC.
+The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
@@ -13,7 +14,11 @@ from ttrl.tasks.multiple_choice import get_arc_tasks
 
 if __name__ == "__main__":
     arguments = script_arguments(
-        __doc__, run="runs/multiple_choice", iterations=40, model="Qwen/Qwen2.5-1.5B-Instruct", data="allenai/ai2_arc"
+        __doc__,
+        run="runs/multiple_choice",
+        iterations=40,
+        model="Qwen/Qwen2.5-1.5B-Instruct",
+        data="allenai/ai2_arc",
     )
     config = TrainConfig(
         run=str(arguments.run),

@@ -1,10 +1,12 @@
 """NYT Connections: sixteen words, four groups of four.
 
-    python recipes/nyt_connections.py [--model Qwen/Qwen2.5-7B-Instruct] --data PATH [--run runs/nyt_connections]
-    python recipes/nyt_connections.py --tiny --data PATH  # tries everything out, on a laptop
+    python recipes/nyt_connections.py [--model Qwen/Qwen2.5-7B-Instruct] --data PATH [--run
+    runs/nyt_connections] python recipes/nyt_connections.py --tiny --data PATH  # tries everything
+    out, on a laptop
 
-The data is a file of puzzles, which are the newspaper's and so are not shipped: see docs/tasks.md for the formats that are read.
-Reward: the share of groups that are exactly right. The settings are for one GPU with 80 GB; they have not been run.
+The data is a file of puzzles, which are the newspaper's and so are not shipped: see docs/tasks.md
+for the formats that are read. Reward: the share of groups that are exactly right. The settings are
+for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
@@ -37,6 +39,8 @@ if __name__ == "__main__":
         validation_metric="exact",
     )
     with mistakes_together(arguments, config):
-        tasks = get_nyt_connections_tasks("train", seed=arguments.seed, path=arguments.data, liberal=True)
+        tasks = get_nyt_connections_tasks(
+            "train", seed=arguments.seed, path=arguments.data, liberal=True
+        )
         held_out = get_nyt_connections_tasks("validation", path=arguments.data, liberal=True)
     print(run_recipe(arguments, config, tasks, held_out, "puzzles solved"))

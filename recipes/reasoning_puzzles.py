@@ -1,11 +1,13 @@
-"""Puzzles of reasoning-gym: a hundred families, generated, each with a verifier; those that --families names are mixed.
+"""Puzzles of reasoning-gym: a hundred families, generated, each with a verifier; those that
+--families names are mixed.
 
-    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting [--level 0 1 2]
-    python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
+    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting [--level 0
+    1 2] python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
 
---level is of the package's own curriculum, for all families; of several, a run begins with the first and opens one after the
-other. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard a family is for a model before it is trained. The settings
-are for one GPU with 80 GB; they have not been run.
+--level is of the package's own curriculum, for all families; of several, a run begins with the
+first and opens one after the other. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard
+a family is for a model before it is trained. The settings are for one GPU with 80 GB; they have not
+been run.
 """
 
 from ttrl import TrainConfig
@@ -17,13 +19,25 @@ FAMILIES = "chain_sum,basic_arithmetic,letter_counting,number_sorting,word_sorti
 
 
 def add_options(parser):
-    parser.add_argument("--families", default=FAMILIES, help=f"of reasoning-gym, separated by commas ({FAMILIES})")
-    parser.add_argument("--level", type=int, nargs="+", default=[None], help="how hard, from 0 (each family's own default)")
+    parser.add_argument(
+        "--families", default=FAMILIES, help=f"of reasoning-gym, separated by commas ({FAMILIES})"
+    )
+    parser.add_argument(
+        "--level",
+        type=int,
+        nargs="+",
+        default=[None],
+        help="how hard, from 0 (each family's own default)",
+    )
 
 
 if __name__ == "__main__":
     arguments = script_arguments(
-        __doc__, run="runs/reasoning_puzzles", iterations=100, model="Qwen/Qwen2.5-3B-Instruct", options=add_options
+        __doc__,
+        run="runs/reasoning_puzzles",
+        iterations=100,
+        model="Qwen/Qwen2.5-3B-Instruct",
+        options=add_options,
     )
     config = TrainConfig(
         run=str(arguments.run),
@@ -40,11 +54,16 @@ if __name__ == "__main__":
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
-    families, levels = arguments.families.split(","), arguments.level
+    families = arguments.families.split(",")
+    levels = arguments.level
 
     def puzzles(split, n, level):
         share = n // len(families) // len(levels)
-        return [task for one in families for task in get_reasoning_gym_tasks(one, split, share, arguments.seed, level=level)]
+        return [
+            task
+            for one in families
+            for task in get_reasoning_gym_tasks(one, split, share, arguments.seed, level=level)
+        ]
 
     tasks = in_levels(*(puzzles("train", 4096, level) for level in levels))
     held_out = [task for level in levels for task in puzzles("validation", 240, level)]

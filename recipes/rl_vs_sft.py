@@ -1,22 +1,27 @@
-"""Is RL worth its FLOPs? Reinforcement learning against further supervised training from one checkpoint, at equal FLOPs.
+"""Is RL worth its FLOPs? Reinforcement learning against further supervised training from one
+checkpoint, at equal FLOPs.
 
-    python recipes/rl_vs_sft.py [--seeds 5] [--run runs/rl_vs_sft]                       # a tiny model, on a laptop
-    python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420       # GSM8K, as the question was asked
+    # A tiny model, on a laptop:
+    python recipes/rl_vs_sft.py [--seeds 5] [--run runs/rl_vs_sft]
+    # GSM8K, as the question was asked:
+    python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420
     python recipes/rl_vs_sft.py --model MODEL --data openai/gsm8k --iterations 420 --plan
     python recipes/rl_vs_sft.py --arm more_samples samples_per_task=32 tasks_per_iteration=8
 
-All arms start from one supervised checkpoint: trained until one held-out word in five is sorted, or, for GSM8K, until 95% of the
-held-out answers have the format that is asked for. RL takes 16 samples of each question, rewards exact answers alone, and its
-advantages are rewards minus the mean of their group; without KL; ratios are not clipped, gradients are, to a norm of 1. SFT goes
-on with worked answers to questions of the same kind, until it has taken as many FLOPs as RL did, everything counted that RL
-computes: prompts, answers, forward and backward passes. The report, RUN/compare.html, says which of the two is better on the same
-held-out tasks, how sure that is, and how they got there, over FLOPs, answer tokens and time. A further arm is RL with other
-settings; it needs as many FLOPs as RL, or all arms are compared where it ended. Supervised training uses the dtype and GPUs of
-RL, and settings and memory of all arms are checked before the first one starts.
+All arms start from one supervised checkpoint: trained until one held-out word in five is sorted,
+or, for GSM8K, until 95% of the held-out answers have the format that is asked for. RL takes 16
+samples of each question, rewards exact answers alone, and its advantages are rewards minus the mean
+of their group; without KL; ratios are not clipped, gradients are, to a norm of 1. SFT goes on with
+worked answers to questions of the same kind, until it has taken as many FLOPs as RL did, everything
+counted that RL computes: prompts, answers, forward and backward passes. The report,
+RUN/compare.html, says which of the two is better on the same held-out tasks, how sure that is, and
+how they got there, over FLOPs, answer tokens and time. A further arm is RL with other settings; it
+needs as many FLOPs as RL, or all arms are compared where it ended. Supervised training uses the
+dtype and GPUs of RL, and settings and memory of all arms are checked before the first one starts.
 
-The settings for GSM8K are those of the experiment as far as they are known: learning rates, batch of SFT and questions of an
-iteration are ours. 420 iterations are one pass over the questions. They have not been run. Ctrl-C whenever you like; the same
-command continues.
+The settings for GSM8K are those of the experiment as far as they are known: learning rates, batch
+of SFT and questions of an iteration are ours. 420 iterations are one pass over the questions. They
+have not been run. Ctrl-C whenever you like; the same command continues.
 """
 
 from ttrl import TrainConfig
@@ -27,9 +32,22 @@ from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_example
 from ttrl.tiny_model import make_tiny_model
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/rl_vs_sft", iterations=10, model="", data="openai/gsm8k", options=arm_options)
-    seed, model, data = arguments.seed, arguments.model, arguments.data
-    training: dict[str, object] = {"objective": "reinforce", "updates_per_iteration": 1, "kl_coefficient": 0.0}
+    arguments = script_arguments(
+        __doc__,
+        run="runs/rl_vs_sft",
+        iterations=10,
+        model="",
+        data="openai/gsm8k",
+        options=arm_options,
+    )
+    seed = arguments.seed
+    model = arguments.model
+    data = arguments.data
+    training: dict[str, object] = {
+        "objective": "reinforce",
+        "updates_per_iteration": 1,
+        "kl_coefficient": 0.0,
+    }
     if model:
         sizes = {"tasks_per_iteration": 16, "max_tokens": 256, "seq_len": 4096}
         training |= {"lr": 2e-6}
@@ -61,12 +79,35 @@ if __name__ == "__main__":
         start = Supervised(examples, sft, marks=range(20, 401, 20), metric="format", stop_at=0.95)
         sets = f"gsm8k={data},mmlu,arc_easy,arc_challenge,humaneval,spelling,letter_counting"
     else:
-        tasks = get_sort_letters_tasks("train", n=4096, seed=seed, length_exponent=2, partial_credit=0)
+        tasks = get_sort_letters_tasks(
+            "train", n=4096, seed=seed, length_exponent=2, partial_credit=0
+        )
         held_out = get_sort_letters_tasks("validation", n=256, partial_credit=0)
         examples = sort_letters_examples(4096, seed=seed)
-        sft = {"lr": 3e-4, "batch_size": 16, "seq_len": 128, "rows_per_microbatch": 16, "num_output_chunks": 1}
+        sft = {
+            "lr": 3e-4,
+            "batch_size": 16,
+            "seq_len": 128,
+            "rows_per_microbatch": 16,
+            "num_output_chunks": 1,
+        }
         warm = {**sft, "lr": 1e-3, "batch_size": 64, "rows_per_microbatch": 64}
         short = sort_letters_examples(10240, seed=seed, max_length=5)
         start = Supervised(short, warm, marks=range(120, 401, 40), stop_at=0.2)
-        sets = {f"{n} letters": get_sort_letters_tasks("validation", n=256, max_length=n, partial_credit=0) for n in (6, 10)}
-    print(run_arms(arguments, config, tasks, held_out, start=start, sft=Supervised(examples, sft), sets=sets))
+        sets = {
+            f"{n} letters": get_sort_letters_tasks(
+                "validation", n=256, max_length=n, partial_credit=0
+            )
+            for n in (6, 10)
+        }
+    print(
+        run_arms(
+            arguments,
+            config,
+            tasks,
+            held_out,
+            start=start,
+            sft=Supervised(examples, sft),
+            sets=sets,
+        )
+    )

@@ -1,17 +1,20 @@
-"""The tiny quickstart: teach a model of a million parameters to sort the letters of a word, on a laptop, in a few minutes.
+"""The tiny quickstart: teach a model of a million parameters to sort the letters of a word, on a
+laptop, in a few minutes.
 
     python recipes/sort_letters.py [--run runs/sort_letters] [--seed 0]
 
-A random model of a million parameters is warmed up by supervised training on words of 3 to 5 letters; it then sorts about half of
-the held-out words of 8 letters. From then on it is no longer given any answers: vLLM samples, the grader rewards and the GRPO
-recipe trains, on words of 3 to 8 letters. Interrupt it whenever you like: the same command continues where it left off.
+A random model of a million parameters is warmed up by supervised training on words of 3 to 5
+letters; it then sorts about half of the held-out words of 8 letters. From then on it is no longer
+given any answers: vLLM samples, the grader rewards and the GRPO recipe trains, on words of 3 to 8
+letters. Interrupt it whenever you like: the same command continues where it left off.
 """
 
 from ttrl import TrainConfig
 from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 
-STEPS, BATCH = 160, 64
+STEPS = 160
+BATCH = 64
 
 if __name__ == "__main__":
     # The run ends earlier than after 40 iterations once held-out words are sorted.
@@ -19,7 +22,9 @@ if __name__ == "__main__":
     start = arguments.run / "warm_start"
     if not arguments.check:
         examples = sort_letters_examples(STEPS * BATCH, seed=arguments.seed, max_length=5)
-        start = supervised_start(start, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed)
+        start = supervised_start(
+            start, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed
+        )
     config = TrainConfig(
         run=str(arguments.run),
         model=str(start),
@@ -29,7 +34,12 @@ if __name__ == "__main__":
         max_tokens=12,
         seq_len=512,
         seed=arguments.seed,
-        training={"lr": 1e-4, "updates_per_iteration": 4, "rows_per_microbatch": 8, "num_output_chunks": 1},
+        training={
+            "lr": 1e-4,
+            "updates_per_iteration": 4,
+            "rows_per_microbatch": 8,
+            "num_output_chunks": 1,
+        },
         weight_sync=arguments.weight_sync,
         nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",

@@ -3,8 +3,8 @@
     python recipes/spelling.py [--model Qwen/Qwen2.5-0.5B-Instruct] [--run runs/spelling]
     python recipes/spelling.py --tiny  # tries everything out, on a laptop
 
-A good first run with a real model: replies are short, and every right letter earns something. The settings are for one GPU
-with 80 GB; they have not been run.
+A good first run with a real model: replies are short, and every right letter earns something. The
+settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
@@ -12,7 +12,9 @@ from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.spelling import get_spelling_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/spelling", iterations=40, model="Qwen/Qwen2.5-0.5B-Instruct")
+    arguments = script_arguments(
+        __doc__, run="runs/spelling", iterations=40, model="Qwen/Qwen2.5-0.5B-Instruct"
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -1,10 +1,13 @@
-"""The quickstart: a real chat model learns to write what a sentence says as JSON, on a laptop, in a few minutes.
+"""The quickstart: a real chat model learns to write what a sentence says as JSON, on a laptop, in a
+few minutes.
 
-    python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output] [--seed 0]
+    python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output]
+    [--seed 0]
 
-SmolLM2-135M-Instruct comes from the package registry (93 MB, once). Asked for JSON, it answers with prose, a code block or other
-keys more often than not. From the rewards alone it learns what is wanted: an object with just these keys, numbers as numbers.
-Interrupt it whenever you like: the same command continues where it left off.
+SmolLM2-135M-Instruct comes from the package registry (93 MB, once). Asked for JSON, it answers with
+prose, a code block or other keys more often than not. From the rewards alone it learns what is
+wanted: an object with just these keys, numbers as numbers. Interrupt it whenever you like: the same
+    command continues where it left off.
 """
 
 from ttrl import TrainConfig
@@ -12,7 +15,9 @@ from ttrl.cli.recipe_script import run_recipe, script_arguments
 from ttrl.tasks.structured_output import get_structured_output_tasks
 
 if __name__ == "__main__":
-    arguments = script_arguments(__doc__, run="runs/structured_output", iterations=16, model="smollm2-135m")
+    arguments = script_arguments(
+        __doc__, run="runs/structured_output", iterations=16, model="smollm2-135m"
+    )
     config = TrainConfig(
         run=str(arguments.run),
         model=arguments.model,

@@ -1,10 +1,11 @@
-"""Zebra-grid: who lives in which house with what, from a minimal set of clues; the answer is a table.
+"""Zebra-grid: who lives in which house with what, from a minimal set of clues; the answer is a
+table.
 
     python recipes/zebra_grid.py [--model Qwen/Qwen2.5-7B-Instruct] [--run runs/zebra_grid]
     python recipes/zebra_grid.py --tiny  # tries everything out, on a laptop
 
-Puzzles with 2 to 6 houses and attributes are generated here, about 100 per CPU second. Reward: the share of right cells. The
-settings are for one GPU with 80 GB; they have not been run.
+Puzzles with 2 to 6 houses and attributes are generated here, about 100 per CPU second. Reward: the
+share of right cells. The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl import TrainConfig
@@ -31,6 +32,8 @@ if __name__ == "__main__":
         validation_metric="solved",
     )
     few = arguments.tiny or arguments.check
-    tasks = get_zebra_grid_tasks("train", 4 if arguments.tiny else 256 if arguments.check else 2000, arguments.seed)
+    tasks = get_zebra_grid_tasks(
+        "train", 4 if arguments.tiny else 256 if arguments.check else 2000, arguments.seed
+    )
     held_out = get_zebra_grid_tasks("validation", 2 if few else 100)
     print(run_recipe(arguments, config, tasks, held_out, "grids solved"))

@@ -25,14 +25,16 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # Machines are noisy: a slow example is no failure. Examples are new ones in CI, too, where hypothesis would repeat them.
+    # Machines are noisy: a slow example is no failure. Examples are new ones in CI, too, where
+    # hypothesis would repeat them.
     slow = [HealthCheck.too_slow]
     settings.register_profile("ttrl", deadline=None, suppress_health_check=slow, derandomize=False)
     # A property that fails once in a thousand examples is not the fault of the change under test.
     settings.register_profile("short", settings.get_profile("ttrl"), derandomize=True)
     settings.load_profile("ttrl")
 
-# A shell starts what is put into the background with Ctrl-C ignored, and every process below inherits that.
+# A shell starts what is put into the background with Ctrl-C ignored, and every process below
+# inherits that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,7 +52,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.getoption("short") and importlib.util.find_spec("hypothesis") is not None:
         settings.load_profile("short")
-    config.addinivalue_line("markers", "timeout(seconds): how long the test may take; kept by pytest-timeout")
+    config.addinivalue_line(
+        "markers", "timeout(seconds): how long the test may take; kept by pytest-timeout"
+    )
     if path := os.environ.get(VARIABLE):
         is_worker = hasattr(config, "workerinput")  # of xdist
         config.pluginmanager.register(ResultsFile(path, writes=not is_worker))
@@ -59,8 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def is_long(item: pytest.Item) -> bool:
     """Tell whether --short leaves a test out.
 
-    `@pytest.mark.long` says so of a test or of a `pytest.param`, and `long(but=[ID, ...])` of all parameters of a test except
-    these.
+    `@pytest.mark.long` says so of a test or of a `pytest.param`, and `long(but=[ID, ...])` of all
+    parameters of a test except these.
     """
     marker = item.get_closest_marker("long")
     if marker is None:
@@ -70,17 +74,26 @@ def is_long(item: pytest.Item) -> bool:
 
 
 def try_fewer_examples(items: list[pytest.Item]) -> None:
-    """Try a fifth of the examples of each property, the same each time: what they find, most often the first ones find."""
-    for function in {getattr(item.obj, "__func__", item.obj) for item in items if isinstance(item, pytest.Function)}:
+    """Try a fifth of the examples of each property, the same each time: what they find, most often
+    the first ones find.
+    """
+    for function in {
+        getattr(item.obj, "__func__", item.obj)
+        for item in items
+        if isinstance(item, pytest.Function)
+    }:
         if getattr(function, "is_hypothesis_test", False):
             own = function._hypothesis_internal_use_settings
-            function._hypothesis_internal_use_settings = settings(own, max_examples=max(5, own.max_examples // 5))
+            function._hypothesis_internal_use_settings = settings(
+                own, max_examples=max(5, own.max_examples // 5)
+            )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out long tests where --short is given, and begin with the slowest.
 
-    Else one worker would be left with a slow test at the end. A test's time limit tells how long it may take.
+    Else one worker would be left with a slow test at the end. A test's time limit tells how long it
+    may take.
     """
     if config.getoption("short"):
         left_out = {item for item in items if is_long(item)}
@@ -97,11 +110,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 SERVED_TOGETHER = (
     ("tests/e2e/test_server.py", "tests/e2e/test_partial.py"),
-    ("tests/e2e/test_sync.py", "tests/e2e/test_rollouts.py", "tests/e2e/test_shared_prompts.py", "tests/e2e/test_judges.py"),
+    (
+        "tests/e2e/test_sync.py",
+        "tests/e2e/test_rollouts.py",
+        "tests/e2e/test_shared_prompts.py",
+        "tests/e2e/test_judges.py",
+    ),
     ("tests/e2e/test_recipes.py", "tests/e2e/test_resident.py"),
-    ("tests/e2e/test_tools.py", "tests/e2e/test_chat_requests.py", "tests/e2e/test_vllm_arguments.py"),
+    (
+        "tests/e2e/test_tools.py",
+        "tests/e2e/test_chat_requests.py",
+        "tests/e2e/test_vllm_arguments.py",
+    ),
 )
-"""Files that share a server, or a process that has imported what they need (tests/e2e/conftest.py)."""
+"""Files that share a server, or a process that has imported what they need (tests/e2e/conftest.py).
+"""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -123,7 +146,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import all tests without looking for garbage, of which there is none, in ever more objects: a third of that time."""
+    """Import all tests without looking for garbage, of which there is none, in ever more objects: a
+    third of that time.
+    """
     gc.disable()
     try:
         return (yield)
@@ -132,14 +157,18 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays for ever: `gc.collect()` in a test need not look through all of torch, half a second long."""
+    """What the imports made stays for ever: `gc.collect()` in a test need not look through all of
+    torch, half a second long.
+    """
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Every client of httpx reads the certificates of all authorities when it is made (50 ms); tests speak to themselves."""
+    """Every client of httpx reads the certificates of all authorities when it is made (50 ms);
+    tests speak to themselves.
+    """
     if importlib.util.find_spec("certifi") is None:
         yield
         return
@@ -156,15 +185,20 @@ def one_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_power_loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests do not outlive one, so nothing waits for the disk (7 ms each time: half of the time of runs on fake parts). What is
-    fsynced when is tested with functions in its place."""
+    """Tests do not outlive one, so nothing waits for the disk (7 ms each time: half of the time of
+    runs on fake parts). What is fsynced when is tested with functions in its place."""
     if request.node.get_closest_marker("e2e") is None:
         monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
 def s3_server_command() -> list[str] | None:
-    """moto of this Python, or the command of an installation of its own, on PATH or named by TTRL_TEST_MOTO_SERVER."""
-    if importlib.util.find_spec("moto") is not None and importlib.util.find_spec("flask") is not None:
+    """moto of this Python, or the command of an installation of its own, on PATH or named by
+    TTRL_TEST_MOTO_SERVER.
+    """
+    if (
+        importlib.util.find_spec("moto") is not None
+        and importlib.util.find_spec("flask") is not None
+    ):
         return [sys.executable, "-m", "moto.server"]
     found = os.environ.get("TTRL_TEST_MOTO_SERVER") or shutil.which("moto_server")
     return [found] if found else None
@@ -175,12 +209,17 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a running S3 server (moto's)."""
     command = s3_server_command()
     if command is None:
-        pytest.skip('no S3 server: pip install "moto[s3,server]", here or in an environment of its own on PATH')
+        pytest.skip(
+            'no S3 server: pip install "moto[s3,server]", here or in an environment of its own '
+            "on PATH"
+        )
     from support.network_hosts import held_port
 
     with held_port() as port:
         with (tmp_path_factory.mktemp("moto") / "log").open("wb") as log:
-            process = subprocess.Popen([*command, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+            process = subprocess.Popen(
+                [*command, "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+            )
         try:
             for _ in range(600):
                 assert process.poll() is None, f"the S3 server ended at once; see {log.name}"
@@ -201,7 +240,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """s3:// address of a new bucket; the server and the credentials are in the environment."""
     name = f"bucket-{uuid4().hex[:12]}"
-    urllib.request.urlopen(urllib.request.Request(f"{s3_server}/{name}", method="PUT"), timeout=30).close()
+    urllib.request.urlopen(
+        urllib.request.Request(f"{s3_server}/{name}", method="PUT"), timeout=30
+    ).close()
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIATEST")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "topsecret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")

@@ -34,7 +34,9 @@ def prose(page: Path) -> str:
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -43,7 +45,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
-        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+        if "://" not in link and (
+            not target.exists() or (anchor and anchor not in anchors(target))
+        ):
             dead.append(link)
     assert not dead
 
@@ -51,7 +55,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_lines_are_as_short_as_those_of_the_code(page: Path) -> None:
     """Those of tables and examples are as long as they must be."""
-    assert not [line for line in prose(page).split("\n") if len(line) > 130 and not line.startswith(("|", "    "))]
+    assert not [
+        line
+        for line in prose(page).split("\n")
+        if len(line) > 130 and not line.startswith(("|", "    "))
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -60,11 +68,18 @@ def test_nothing_is_hidden_as_a_tag(page: Path) -> None:
     assert not re.findall(r"</?[A-Za-z]\w*>?", re.sub(r"`[^`]*`", "", prose(page)))
 
 
-SETTINGS = {field.name for config in (TrainConfig, GRPOConfig) for field in dataclasses.fields(config)}
+SETTINGS = {
+    field.name for config in (TrainConfig, GRPOConfig) for field in dataclasses.fields(config)
+}
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:
-    nested = [one for action in parser._actions if isinstance(action.choices, dict) for one in action.choices.values()]
+    nested = [
+        one
+        for action in parser._actions
+        if isinstance(action.choices, dict)
+        for one in action.choices.values()
+    ]
     return set(parser._option_string_actions).union(*map(options_of, nested))
 
 
@@ -73,15 +88,29 @@ def test_commands_that_are_named_exist(page: Path) -> None:
     """In code: subcommands of ttrl and their options, scripts, settings given with --set."""
     text = page.read_text(encoding="utf-8")
     blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
-    lines = [line.partition("#")[0] for language, block in blocks if not language for line in block.split("\n")]
+    lines = [
+        line.partition("#")[0]
+        for language, block in blocks
+        if not language
+        for line in block.split("\n")
+    ]
     wrong = []
     for line in lines + re.findall(r"`([^`]+)`", prose(page)):
-        wrong += [name for name in re.findall(r"\b(?:recipes|tools)/[a-z_]+\.py", line) if not (ROOT / name).exists()]
-        if (found := re.match(r"(?:\.venv/bin/)?ttrl ([a-z]+)\b(.*)", line, re.DOTALL)) and found[1] not in SUBCOMMANDS:
+        wrong += [
+            name
+            for name in re.findall(r"\b(?:recipes|tools)/[a-z_]+\.py", line)
+            if not (ROOT / name).exists()
+        ]
+        if (found := re.match(r"(?:\.venv/bin/)?ttrl ([a-z]+)\b(.*)", line, re.DOTALL)) and found[
+            1
+        ] not in SUBCOMMANDS:
             wrong.append(found[0])
         elif found:
             SUBCOMMANDS[found[1]][0](parser := argparse.ArgumentParser())
-            wrong += [f"{found[1]} {one}" for one in set(re.findall(r"--[a-z-]+", found[2])) - options_of(parser)]
+            wrong += [
+                f"{found[1]} {one}"
+                for one in set(re.findall(r"--[a-z-]+", found[2])) - options_of(parser)
+            ]
         wrong += set(re.findall(r"([a-z_]+)=", line.partition("--set ")[2])) - SETTINGS
     assert not wrong
 
@@ -90,7 +119,14 @@ def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
     """That a real model learns it: tests/e2e/test_real_model.py."""
     task = first_task()(41, 17)
     assert task.messages[0]["content"].startswith("What is 41 + 17?")
-    expected = {"41 + 17 = 58": 1.0, "58": 1.0, "The sum is 58.": 1.0, "58, or 59": 0.1, "I do not know.": 0.0, "": 0.0}
+    expected = {
+        "41 + 17 = 58": 1.0,
+        "58": 1.0,
+        "The sum is 58.": 1.0,
+        "58, or 59": 0.1,
+        "I do not know.": 0.0,
+        "": 0.0,
+    }
     for text, reward in expected.items():
         choice = types.SimpleNamespace(message=types.SimpleNamespace(content=text))
         assert task.grader(choice) == (reward, {"right": float(reward == 1)}), text
@@ -98,15 +134,22 @@ def test_the_first_task_of_the_readme_tells_right_from_wrong() -> None:
 
 def test_the_example_of_a_tool_is_a_file_of_tasks(tmp_path: Path) -> None:
     """As docs/multi_turn.md names it, with a conversation in which the model calls it."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL
+    )
     (code,) = (block for block in blocks if "MULTIPLY" in block)
     (tmp_path / "tools.py").write_text(code)
     tasks = load_tasks(str(tmp_path / "tools.py"), 4)
     assert len({task.id for task in tasks}) == 4
 
     def reply(content: str | None, *arguments: str) -> types.SimpleNamespace:
-        calls = [types.SimpleNamespace(id="c", function=types.SimpleNamespace(arguments=text)) for text in arguments]
-        return types.SimpleNamespace(message=types.SimpleNamespace(content=content, tool_calls=calls))
+        calls = [
+            types.SimpleNamespace(id="c", function=types.SimpleNamespace(arguments=text))
+            for text in arguments
+        ]
+        return types.SimpleNamespace(
+            message=types.SimpleNamespace(content=content, tool_calls=calls)
+        )
 
     replies, told = [reply(None, '{"a": 20, "b": 30}', "{"), reply("It is 1,200.")], []
 
@@ -117,7 +160,8 @@ def test_the_example_of_a_tool_is_a_file_of_tasks(tmp_path: Path) -> None:
     asyncio.run(tasks[0].rollout(chat))
     assert [result["content"][:6] for result in told[1]] == ["600", "error:"] and not replies
     products = load_tasks(str(tmp_path / "tools.py"), 211)
-    assert [products[number].grader(reply("It is 1,200.")) for number in (0, 210)] == [0.0, 1.0]  # 20 * 30, 30 * 40
+    # 20 * 30, 30 * 40.
+    assert [products[number].grader(reply("It is 1,200.")) for number in (0, 210)] == [0.0, 1.0]
 
 
 def test_the_example_of_judges_makes_tasks() -> None:
@@ -134,7 +178,9 @@ def test_the_example_of_judges_makes_tasks() -> None:
 
 def test_the_example_of_a_game_reads_its_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Gymnasium, which is none of ours; what it would make is not played."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs/multi_turn.md").read_text(), re.DOTALL
+    )
     (code,) = (block for block in blocks if "gym_tasks" in block)
     made: list[dict[str, object]] = []
     game = types.SimpleNamespace(reset=len, step=len)
@@ -154,7 +200,10 @@ def test_the_example_of_trl_is_graded(tmp_path: Path) -> None:
     (code,) = (block for block in blocks if "trl_tasks" in block)
     (tmp_path / "made_for_trl.py").write_text(code)
     task = load_tasks(str(tmp_path / "made_for_trl.py"), 22)[21]
-    replies = {"It is 42.": (1.1, {"right": 1.0, "short": 1.0}), "42" + "!" * 200: (1.0, {"right": 1.0})}
+    replies = {
+        "It is 42.": (1.1, {"right": 1.0, "short": 1.0}),
+        "42" + "!" * 200: (1.0, {"right": 1.0}),
+    }
     for text, expected in replies.items():
         output = task.grader(types.SimpleNamespace(message=types.SimpleNamespace(content=text)))
         assert asyncio.run(output) == expected
@@ -182,7 +231,9 @@ def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.long(but=["block0"])
-@pytest.mark.parametrize("block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL))
+@pytest.mark.parametrize(
+    "block", re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/machines.md").read_text(), re.DOTALL)
+)
 def test_configs_for_machines_fit_them(block: str, tmp_path: Path) -> None:
     """By the plan: on the GPU that their first line names, and the one without a GPU here.
 

@@ -10,7 +10,9 @@ import ttrl.errors as errors
 CLASSES = {
     name: value
     for name, value in vars(errors).items()
-    if inspect.isclass(value) and issubclass(value, BaseException) and value.__module__ == errors.__name__
+    if inspect.isclass(value)
+    and issubclass(value, BaseException)
+    and value.__module__ == errors.__name__
 }
 
 
@@ -49,14 +51,21 @@ def test_every_exception_stands_where_it_is_drawn() -> None:
         (errors.StorageError, OSError),
     ],
 )
-def test_code_that_knows_only_builtins_can_catch_ours(ours: type[Exception], builtin: type[Exception]) -> None:
+def test_code_that_knows_only_builtins_can_catch_ours(
+    ours: type[Exception], builtin: type[Exception]
+) -> None:
     assert issubclass(ours, builtin)
     assert issubclass(ours, errors.TtrlError)
 
 
 def test_a_config_error_says_everything_at_once() -> None:
-    error = errors.ConfigError("config.yaml", ["lr is -1; give a positive number", "modle is unknown; did you mean model?"])
-    assert error.problems == ["lr is -1; give a positive number", "modle is unknown; did you mean model?"]
+    error = errors.ConfigError(
+        "config.yaml", ["lr is -1; give a positive number", "modle is unknown; did you mean model?"]
+    )
+    assert error.problems == [
+        "lr is -1; give a positive number",
+        "modle is unknown; did you mean model?",
+    ]
     assert str(error).splitlines() == [
         "config.yaml: 2 problems",
         "  - lr is -1; give a positive number",
@@ -69,6 +78,8 @@ def test_no_message_acts_on_a_terminal() -> None:
     """Whatever it quotes: of a server, a log, a template."""
     for kind in CLASSES.values():
         words = ("f", ["\x1b[2J\x9bm"]) if kind is errors.ConfigError else ("\x1b[2J\x9bm",)
-        more = {errors.RequestError: ("status",), errors.RolloutLimitError: ("turns",)}.get(kind, ())
+        more = {errors.RequestError: ("status",), errors.RolloutLimitError: ("turns",)}.get(
+            kind, ()
+        )
         assert str(kind(*words, *more)).splitlines()[-1].endswith("\\x1b[2J\\x9bm"), kind
     assert errors.describe(RuntimeError("\x1b[2J")) == "RuntimeError: \\x1b[2J"

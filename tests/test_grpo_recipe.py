@@ -1,4 +1,6 @@
-"""The recipe's own step against transformers in float64, in this process: what is trained, not only what is reported."""
+"""The recipe's own step against transformers in float64, in this process: what is trained, not only
+what is reported.
+"""
 
 import json
 import math
@@ -22,19 +24,30 @@ HERE = Ranks(0, 1, torch.device("cpu"))
 BETA1 = 0.9
 
 
-def test_a_config_that_is_not_there_is_a_line_and_an_absent_model_stands_with_the_rest(tmp_path, monkeypatch, capsys):
+def test_a_config_that_is_not_there_is_a_line_and_an_absent_model_stands_with_the_rest(
+    tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr("sys.argv", ["grpo_recipe", "--config", str(tmp_path / "none.yaml")])
     assert grpo_recipe.main() == 2
-    assert capsys.readouterr().err.startswith(f"error: --config is '{tmp_path}/none.yaml', a file that cannot be read: No such")
+    assert capsys.readouterr().err.startswith(
+        f"error: --config is '{tmp_path}/none.yaml', a file that cannot be read: No such"
+    )
     with pytest.raises(ConfigError) as caught:
         GRPOConfig.parse({"model": "/not/there", "lr": -1}, "recipe config")
-    said = ["output_dir is missing", "packed is missing", "lr is -1.0", "model folder /not/there does not exist"]
+    said = [
+        "output_dir is missing",
+        "packed is missing",
+        "lr is -1.0",
+        "model folder /not/there does not exist",
+    ]
     assert [problem.split(";")[0] for problem in caught.value.problems] == said
 
 
 @pytest.fixture
 def inputs(model_folder, tmp_path):
-    """A model, a reference of the same architecture with other weights, and a pack with unknown and off-policy logprobs."""
+    """A model, a reference of the same architecture with other weights, and a pack with unknown and
+    off-policy logprobs.
+    """
     reference = tmp_path / "reference"
     reference.mkdir()
     tensors = load_file(model_folder() / "model.safetensors")
@@ -49,7 +62,9 @@ def inputs(model_folder, tmp_path):
     for number, sample in enumerate(samples):
         if number % 3 == 0:
             sample.logprobs[-1] = math.nan
-    packed = packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0, aggregation="sequence")
+    packed = packed_tensors_from_tokenized_results(
+        samples, seq_len=48, pad_id=0, aggregation="sequence"
+    )
     assert packed.num_rows > 1
     packed.save(tmp_path / "packed.safetensors")
     return {"model": model_folder(), "reference": reference, "samples": samples, "folder": tmp_path}
@@ -71,9 +86,15 @@ def train(inputs, name="out", **settings):
 
 
 def gradient(folder):
-    """The gradient that the optimizer was given, under Hugging Face names: Adam's first moment after one step is (1 - β1)·g."""
+    """The gradient that the optimizer was given, under Hugging Face names: Adam's first moment
+    after one step is (1 - β1)·g.
+    """
     moments = load_file(folder / "state" / "optimizer.safetensors")
-    ours = {n.removesuffix(".exp_avg"): t.double() / (1 - BETA1) for n, t in moments.items() if n.endswith(".exp_avg")}
+    ours = {
+        n.removesuffix(".exp_avg"): t.double() / (1 - BETA1)
+        for n, t in moments.items()
+        if n.endswith(".exp_avg")
+    }
     return to_hugging_face_names(ours, read_config(folder / "checkpoint"))
 
 
@@ -91,7 +112,9 @@ def reference_gradient(inputs, load, *, temperature=1.0, kl=0.0, low=0.2, high=0
     for sample in inputs["samples"]:
         ids, n = torch.tensor([sample.token_ids]), sample.prompt_length
         new, ref = (
-            torch.log_softmax(m(ids).logits[0, :-1] / temperature, -1).gather(1, ids[0, 1:, None])[n - 1 :, 0]
+            torch.log_softmax(m(ids).logits[0, :-1] / temperature, -1).gather(1, ids[0, 1:, None])[
+                n - 1 :, 0
+            ]
             for m in (policy, frozen)
         )
         sampled = torch.tensor(sample.logprobs[n:], dtype=torch.float32).double()
@@ -115,12 +138,19 @@ def reference_gradient(inputs, load, *, temperature=1.0, kl=0.0, low=0.2, high=0
         {},
         {"kl_coefficient": 0.3},
         {"temperature": 0.7, "clip_low": 0.1, "clip_high": 0.5},
-        {"kl_coefficient": 0.3, "activation_checkpointing": True, "rows_per_microbatch": 2, "num_output_chunks": 1},
+        {
+            "kl_coefficient": 0.3,
+            "activation_checkpointing": True,
+            "rows_per_microbatch": 2,
+            "num_output_chunks": 1,
+        },
     ],
     ids=str,
 )
 def test_the_step_follows_the_gradient_of_the_loss(settings, inputs, float64_reference):
-    """Long for the other settings: only these take the gradient at a temperature, with KL, or recomputed."""
+    """Long for the other settings: only these take the gradient at a temperature, with KL, or
+    recomputed.
+    """
     if settings.get("kl_coefficient"):
         settings = {**settings, "reference_model": str(inputs["reference"])}
     folder = train(inputs, **settings)
@@ -137,7 +167,9 @@ def test_the_step_follows_the_gradient_of_the_loss(settings, inputs, float64_ref
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
     # … and downhill: Adam's first step moves every weight against its gradient.
-    before, after = (load_file(f / "model.safetensors") for f in (inputs["model"], folder / "checkpoint"))
+    before, after = (
+        load_file(f / "model.safetensors") for f in (inputs["model"], folder / "checkpoint")
+    )
     for name, g in expected.items():
         moved = after[name] - before[name]
         clear = g.abs() > 1e-4 * g.abs().max()
@@ -156,14 +188,25 @@ def test_bf16_is_close(inputs):
     """Not exact, but the same direction; parameters and state stay fp32."""
     one, half = gradient(train(inputs, "fp32")), gradient(train(inputs, "bf16", dtype="bf16"))
     assert 1e-5 < distance(half, one) < 0.1
-    assert all(t.dtype == torch.float32 for t in load_file(inputs["folder"] / "bf16/checkpoint/model.safetensors").values())
-    assert json.loads((inputs["folder"] / "bf16/checkpoint/canary.json").read_text())["dtype"] == "bfloat16"
+    assert all(
+        t.dtype == torch.float32
+        for t in load_file(inputs["folder"] / "bf16/checkpoint/model.safetensors").values()
+    )
+    assert (
+        json.loads((inputs["folder"] / "bf16/checkpoint/canary.json").read_text())["dtype"]
+        == "bfloat16"
+    )
 
 
 def test_checkpoints_in_bf16_are_rounded(inputs):
-    exact, rounded = (load_file(train(inputs, d, checkpoint_dtype=d) / "checkpoint/model.safetensors") for d in ("fp32", "bf16"))
+    exact, rounded = (
+        load_file(train(inputs, d, checkpoint_dtype=d) / "checkpoint/model.safetensors")
+        for d in ("fp32", "bf16")
+    )
     assert rounded.keys() == exact.keys()
-    assert all(torch.equal(rounded[name], tensor.to(torch.bfloat16)) for name, tensor in exact.items())
+    assert all(
+        torch.equal(rounded[name], tensor.to(torch.bfloat16)) for name, tensor in exact.items()
+    )
 
 
 def test_nan_weights_stop_before_the_step(inputs, tmp_path):
@@ -173,19 +216,29 @@ def test_nan_weights_stop_before_the_step(inputs, tmp_path):
     tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = math.nan
     save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
     (broken / "config.json").write_bytes((inputs["model"] / "config.json").read_bytes())
-    with pytest.raises(DivergedError, match=r"(?s)step 1: .*weights of the model are not finite \(layers.0.mlp.w3.weight and 0"):
+    with pytest.raises(
+        DivergedError,
+        match=r"(?s)step 1: .*weights of the model are not finite \(layers.0.mlp.w3.weight and 0",
+    ):
         train(inputs, model=str(broken))
     assert not (inputs["folder"] / "out" / "checkpoint").exists()
 
 
 @pytest.mark.parametrize(
-    "change", [{"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, {"rms_norm_eps": 0.5}], ids=str
+    "change",
+    [{"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}, {"rms_norm_eps": 0.5}],
+    ids=str,
 )
 def test_a_reference_of_another_architecture_is_refused(change, inputs):
-    """The same weights under another config are another model: KL to it would be wrong, and say nothing."""
+    """The same weights under another config are another model: KL to it would be wrong, and say
+    nothing.
+    """
     path = inputs["reference"] / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ModelFolderError, match=f"not the architecture of the policy: {next(iter(change)).removeprefix('rms_')}"):
+    with pytest.raises(
+        ModelFolderError,
+        match=f"not the architecture of the policy: {next(iter(change)).removeprefix('rms_')}",
+    ):
         train(inputs, kl_coefficient=0.1, reference_model=str(inputs["reference"]))
 
 
@@ -195,12 +248,20 @@ def test_the_last_iterations_state_must_fit(inputs, model_folder):
     assert read_jsonl(again / "train.jsonl")[0]["global_step"] == 2
     path = folder / "state" / "optimizer.safetensors"
     moments = load_file(path)
-    save_file(moments | {"norm.scale.exp_avg": torch.zeros(1)}, path)  # would be broadcast, silently
+    # Would be broadcast, silently.
+    save_file(moments | {"norm.scale.exp_avg": torch.zeros(1)}, path)
     with pytest.raises(RunFolderError, match=r"norm\.scale is \(1,\) there"):
         train(inputs, "third", state=str(folder / "state"))
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(RunFolderError, match="cannot be read"):
         train(inputs, "third", state=str(folder / "state"))
-    save_file(load_file(train(inputs, "tied", model=str(model_folder("qwen2-tied"))) / "state" / "optimizer.safetensors"), path)
+    save_file(
+        load_file(
+            train(inputs, "tied", model=str(model_folder("qwen2-tied")))
+            / "state"
+            / "optimizer.safetensors"
+        ),
+        path,
+    )
     with pytest.raises(RunFolderError, match="of another model"):
         train(inputs, "third", state=str(folder / "state"))

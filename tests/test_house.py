@@ -1,4 +1,6 @@
-"""Who imports whom: the checker on our tree, the checker on a tree that breaks every rule, and sys.modules of real processes."""
+"""Who imports whom: the checker on our tree, the checker on a tree that breaks every rule, and
+sys.modules of real processes.
+"""
 
 import ast
 import json
@@ -19,13 +21,18 @@ LONG_ENOUGH = "x = 1\n" * 40
 
 
 def make_tree(root: Path, files: dict[str, str], dependencies: str = '"torch", "openai"') -> Path:
-    """Make up a house; every file not given is missing. Files that are not about their length are long enough."""
+    """Make up a house; every file not given is missing. Files that are not about their length are
+    long enough.
+    """
     for name, text in {"ttrl/__init__.py": "", **files}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text if text.startswith("x = 1\n") else text + LONG_ENOUGH, encoding="utf-8")
+        path.write_text(
+            text if text.startswith("x = 1\n") else text + LONG_ENOUGH, encoding="utf-8"
+        )
     (root / "pyproject.toml").write_text(
-        f'[project]\ndependencies = [{dependencies}]\n[project.optional-dependencies]\ndev = ["pytest"]\n'
+        f"[project]\ndependencies = [{dependencies}]\n[project.optional-dependencies]\ndev = "
+        '["pytest"]\n'
     )
     return root
 
@@ -38,7 +45,11 @@ def test_our_house_is_in_order() -> None:
 
 
 def test_a_variable_of_the_environment_is_named_in_one_place() -> None:
-    named = [name for path in ROOT.glob("ttrl/**/*.py") for name in re.findall(r'"TTRL_\w+"', path.read_text(encoding="utf-8"))]
+    named = [
+        name
+        for path in ROOT.glob("ttrl/**/*.py")
+        for name in re.findall(r'"TTRL_\w+"', path.read_text(encoding="utf-8"))
+    ]
     assert named and sorted(named) == sorted(set(named))
 
 
@@ -47,14 +58,18 @@ def is_long(expression: ast.expr) -> bool:
 
 
 def test_each_long_test_says_what_only_it_proves() -> None:
-    """`make test` leaves it out; the docstring of the test, or of its file, says what that costs."""
+    """`make test` leaves it out; the docstring of the test, or of its file, says what that
+    costs.
+    """
     found = 0
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
         text = path.read_text(encoding="utf-8")
         if "mark.long" not in text:
             continue
         tree = ast.parse(text)
-        assigned = [node for node in tree.body if isinstance(node, ast.Assign) and is_long(node.value)]
+        assigned = [
+            node for node in tree.body if isinstance(node, ast.Assign) and is_long(node.value)
+        ]
         if any(ast.unparse(node.targets[0]) == "pytestmark" for node in assigned):
             found += 1
             assert "Long: " in (ast.get_docstring(tree) or ""), path
@@ -99,12 +114,18 @@ def test_each_long_test_says_what_only_it_proves() -> None:
             id="room from ttrl",
         ),
         pytest.param(
-            {"ttrl/__init__.py": "_HOME = {'Task': ''}\n", "ttrl/data/a.py": "from ttrl import Task\n"},
-            "ttrl/data/a.py:1: takes Task from ttrl; inside the package, import from the file that defines it",
+            {
+                "ttrl/__init__.py": "_HOME = {'Task': ''}\n",
+                "ttrl/data/a.py": "from ttrl import Task\n",
+            },
+            "ttrl/data/a.py:1: takes Task from ttrl; inside the package, import from the file "
+            "that defines it",
             id="public name",
         ),
         pytest.param(
-            {"ttrl/loop/a.py": "import torchtune\n"}, "ttrl/loop/a.py:1: loop must not import torchtune", id="torchtune"
+            {"ttrl/loop/a.py": "import torchtune\n"},
+            "ttrl/loop/a.py:1: loop must not import torchtune",
+            id="torchtune",
         ),
         pytest.param(
             {"ttrl/rollouts/cache/a.py": "import obstore\n"},
@@ -118,7 +139,8 @@ def test_each_long_test_says_what_only_it_proves() -> None:
         ),
         pytest.param(
             {"ttrl/new_room/a.py": "import torch\n"},
-            "ttrl/new_room/a.py:1: ttrl.new_room has no line in the table of tools/check_imports.py",
+            "ttrl/new_room/a.py:1: ttrl.new_room has no line in the table of "
+            "tools/check_imports.py",
             id="new room",
         ),
         pytest.param(
@@ -126,7 +148,11 @@ def test_each_long_test_says_what_only_it_proves() -> None:
             "ttrl/__init__.py:1: ttrl/__init__.py imports torch; importing ttrl must cost nothing",
             id="top",
         ),
-        pytest.param({"ttrl/data/a.py": "x = 1\n" * 601}, "ttrl/data/a.py:601: 601 lines; 600 at the most", id="long"),
+        pytest.param(
+            {"ttrl/data/a.py": "x = 1\n" * 1667},
+            "ttrl/data/a.py:1667: 5,001 tokens of code; 5,000 at the most",
+            id="long",
+        ),
         pytest.param(
             {"ttrl/data/a.py": "x = 1\n" * 39},
             "ttrl/data/a.py:39: 39 lines; at least 40, or a line in SMALL_FILES: which noun is it?",
@@ -138,15 +164,22 @@ def test_each_long_test_says_what_only_it_proves() -> None:
             id="full room",
         ),
         pytest.param(
-            {"ttrl/data/chat/a.py": "from ttrl.data.packing.b import c\n", "ttrl/data/packing/b.py": ""},
+            {
+                "ttrl/data/chat/a.py": "from ttrl.data.packing.b import c\n",
+                "ttrl/data/packing/b.py": "",
+            },
             "ttrl/data/chat/a.py:1: data.chat must not import data.packing",
             id="room in a room",
         ),
         pytest.param(
-            {"ttrl/data/a.py": "# See `ttrl.data.gone.f`.\n"}, "ttrl/data/a.py:1: there is no ttrl.data.gone.f", id="dotted name"
+            {"ttrl/data/a.py": "# See `ttrl.data.gone.f`.\n"},
+            "ttrl/data/a.py:1: there is no ttrl.data.gone.f",
+            id="dotted name",
         ),
         pytest.param(
-            {"ttrl/data/a.py": "# ttrl/data/gone.py\n"}, "ttrl/data/a.py:1: there is no ttrl/data/gone.py", id="path in a comment"
+            {"ttrl/data/a.py": "# ttrl/data/gone.py\n"},
+            "ttrl/data/a.py:1: there is no ttrl/data/gone.py",
+            id="path in a comment",
         ),
         pytest.param(
             {"tests/test_a.py": "code = 'from ttrl import gone'\n"},
@@ -155,24 +188,31 @@ def test_each_long_test_says_what_only_it_proves() -> None:
         ),
         pytest.param(
             {
-                "ttrl/data/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ttrl.data.b import B\n",
+                "ttrl/data/a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ttrl.data.b "
+                "import B\n",
                 "ttrl/data/b.py": "from ttrl.data.a import A\n",
             },
             "ttrl/data/b.py:1: import circle ttrl.data.a → ttrl.data.b → ttrl.data.a",
             id="circle of types",
         ),
         pytest.param(
-            {"ttrl/data/a.py": "from ttrl.data import b\n", "ttrl/data/b.py": "def f():\n    import ttrl.data.a\n"},
+            {
+                "ttrl/data/a.py": "from ttrl.data import b\n",
+                "ttrl/data/b.py": "def f():\n    import ttrl.data.a\n",
+            },
             "ttrl/data/b.py:2: import circle ttrl.data.a → ttrl.data.b → ttrl.data.a",
             id="lazy cycle",
         ),
         pytest.param(
             {"recipes/__init__.py": ""},
-            "recipes/__init__.py:1: recipes/ must not be a package (torchtune ships a top-level one of that name)",
+            "recipes/__init__.py:1: recipes/ must not be a package (torchtune ships a top-level "
+            "one of that name)",
             id="package",
         ),
         pytest.param(
-            {"recipes/random.py": ""}, "recipes/random.py:1: hides the library random for every script in its folder", id="stdlib"
+            {"recipes/random.py": ""},
+            "recipes/random.py:1: hides the library random for every script in its folder",
+            id="stdlib",
         ),
         pytest.param(
             {"recipes/openai.py": ""},
@@ -190,7 +230,8 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
         "ttrl/errors.py": "",
         "ttrl/system/files.py": "from ttrl.errors import StorageError\n",
         "ttrl/records.py": "import dataclasses\nfrom ttrl.errors import UserError\n",
-        "ttrl/tasks/task.py": "import typing\nfrom ttrl.records import Sample\nif typing.TYPE_CHECKING:\n    import torch\n",
+        "ttrl/tasks/task.py": "import typing\nfrom ttrl.records import Sample\nif typing.TYPE_CHECKING:\n    "
+        "import torch\n",
         "ttrl/rollouts/a.py": "import openai\nfrom ttrl.tasks.task import Task\nfrom ttrl import __version__\n",
         "ttrl/data/packing/a.py": "import torch.nn\nfrom . import b\n",
         "ttrl/data/packing/b.py": "from ttrl.system.files import digest\n",
@@ -200,7 +241,10 @@ def test_what_is_allowed_is_not_reported(tmp_path: Path) -> None:
 
 
 def test_the_else_branch_of_type_checking_counts(tmp_path: Path) -> None:
-    text = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    import torch\n"
+    text = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\nelse:\n    "
+        "import torch\n"
+    )
     assert tool.Checker(make_tree(tmp_path, {"ttrl/tasks/a.py": text})).problems() == [
         "ttrl/tasks/a.py:5: tasks must not import torch"
     ]
@@ -208,15 +252,22 @@ def test_the_else_branch_of_type_checking_counts(tmp_path: Path) -> None:
 
 def test_the_command_exits_with_one_and_lists_the_places(tmp_path: Path) -> None:
     make_tree(tmp_path, {"ttrl/tasks/a.py": "import torch\n"})
-    done = subprocess.run([sys.executable, TOOL, tmp_path], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, TOOL, tmp_path], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stdout.splitlines() == ["ttrl/tasks/a.py:1: tasks must not import torch"]
 
 
 def loaded_by(code: str) -> set[str]:
     """Top-level modules in sys.modules of a process that ran `code`."""
-    script = code + "\nimport json, sys\nprint(json.dumps(sorted({name.split('.')[0] for name in sys.modules})))"
-    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False)
+    script = code + (
+        "\nimport json, sys\nprint(json.dumps(sorted({name.split('.')[0] for name in "
+        "sys.modules})))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
@@ -233,11 +284,19 @@ def test_the_command_line_costs_nothing_until_a_command_runs() -> None:
 
 
 def test_defining_tasks_loads_neither_torch_nor_openai() -> None:
-    assert not loaded_by("from ttrl import Task; Task([{'role': 'user', 'content': 'hi'}], lambda choice: 1.0)") & HEAVY
+    assert (
+        not loaded_by(
+            "from ttrl import Task; Task([{'role': 'user', 'content': 'hi'}], lambda choice: 1.0)"
+        )
+        & HEAVY
+    )
 
 
 def test_a_process_that_samples_never_loads_torch() -> None:
-    loaded = loaded_by("import ttrl\nfrom ttrl import Task, get_task_results\nimport ttrl.server.vllm, ttrl.server.weights")
+    loaded = loaded_by(
+        "import ttrl\nfrom ttrl import Task, get_task_results\nimport ttrl.server.vllm, "
+        "ttrl.server.weights"
+    )
     assert "openai" in loaded  # it does sample
     assert not loaded & {"torch", "transformers", "vllm", "torchtune"}
 
@@ -256,12 +315,23 @@ UNPICKLES = {
     # Between us and processes that we started, through a pipe that nobody else has.
     "ttrl/rollouts/graders/worker.py": "ttrl's own graders",
     "ttrl/rollouts/graders/pickling.py": "the other end of it",
-    # Between processes of a cluster that only its token lets in, and in which Ray unpickles what every one of them sends.
+    # Between processes of a cluster that only its token lets in, and in which Ray unpickles what
+    # every one of them sends.
     "ttrl/cluster/lead.py": "the program's tasks, for the actor that leads its run",
-    # Of a user's own file, and nothing in it is looked up but one class of ours (tests/nanochat/test_convert.py attacks it).
+    # Of a user's own file, and nothing in it is looked up but one class of ours
+    # (tests/nanochat/test_convert.py attacks it).
     "ttrl/nanochat/convert.py": "nanochat's tokenizer, whose only form is a pickle",
 }
-PICKLES = ("pickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "torch.distributed.checkpoint", "torch.package")
+PICKLES = (
+    "pickle",
+    "cloudpickle",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "torch.distributed.checkpoint",
+    "torch.package",
+)
 
 
 SWITCHES = ("weights_only", "allow_pickle", "trust_remote_code")
@@ -274,7 +344,11 @@ def dotted(expression: ast.expr) -> str:
     while isinstance(inner, ast.Attribute):
         names.append(inner.attr)
         inner = inner.value
-    return ".".join([inner.id, *reversed(names)]) if isinstance(inner, ast.Name) else ast.unparse(expression)
+    return (
+        ".".join([inner.id, *reversed(names)])
+        if isinstance(inner, ast.Name)
+        else ast.unparse(expression)
+    )
 
 
 def unpickling(path: Path) -> Iterator[str]:
@@ -287,7 +361,8 @@ def unpickling(path: Path) -> Iterator[str]:
         for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
             if alias.asname or whence:
                 meant[alias.asname or alias.name] = whence + alias.name
-            if any(f".{one}." in f".{whence}{alias.name}." for one in PICKLES):  # ray has a cloudpickle of its own
+            # Ray has a cloudpickle of its own.
+            if any(f".{one}." in f".{whence}{alias.name}." for one in PICKLES):
                 yield f"{node.lineno}: {whence}{alias.name}"
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
             meant |= {ast.unparse(target): ast.unparse(node.value) for target in node.targets}
@@ -296,34 +371,68 @@ def unpickling(path: Path) -> Iterator[str]:
             continue
         first, dot, rest = dotted(node.func).partition(".")
         called = meant.get(first, first) + dot + rest
-        given = {word.arg: ast.unparse(word.value) for word in node.keywords if word.arg in SWITCHES}
-        collective = called.split(".")[-1].endswith(("_object", "_object_list")) and "distributed" in called
+        given = {
+            word.arg: ast.unparse(word.value) for word in node.keywords if word.arg in SWITCHES
+        }
+        collective = (
+            called.split(".")[-1].endswith(("_object", "_object_list")) and "distributed" in called
+        )
         unsafe = called == "torch.load" and given.get("weights_only") != "True"
-        unsafe |= called.endswith(("yaml.load", "unsafe_load", "full_load")) or given.get("allow_pickle") == "True"
+        unsafe |= (
+            called.endswith(("yaml.load", "unsafe_load", "full_load"))
+            or given.get("allow_pickle") == "True"
+        )
         if collective or unsafe or given.get("trust_remote_code", "False") != "False":
             yield f"{node.lineno}: {called}"
 
 
 def test_nothing_that_comes_from_outside_is_unpickled() -> None:
-    """Run folders, mirrors, caches, model folders and other machines: what is unpickled does what it says."""
-    files = [path for folder in ("ttrl", "tools", "recipes") for path in sorted((ROOT / folder).rglob("*.py"))]
+    """Run folders, mirrors, caches, model folders and other machines: what is unpickled does what
+    it says.
+    """
+    files = [
+        path
+        for folder in ("ttrl", "tools", "recipes")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+    ]
     found = {path.relative_to(ROOT).as_posix(): list(unpickling(path)) for path in files}
-    assert {name: places for name, places in found.items() if places and name not in UNPICKLES} == {}
+    assert {
+        name: places for name, places in found.items() if places and name not in UNPICKLES
+    } == {}
     assert all(found[name] for name in UNPICKLES)
 
 
 def test_what_unpickles_is_found(tmp_path: Path) -> None:
     lines = [
-        *("import pickle", "from cloudpickle import loads", "import torch.distributed.checkpoint as dcp", "torch.load(path)"),
-        *("distributed.all_gather_object(a, b)", "torch.distributed.broadcast_object_list(a)", "yaml.load(a, Loader=b)"),
-        *("numpy.load(a, allow_pickle=True)", "AutoModel.from_pretrained(a, trust_remote_code=True)"),
+        *(
+            "import pickle",
+            "from cloudpickle import loads",
+            "import torch.distributed.checkpoint as dcp",
+            "torch.load(path)",
+        ),
+        *(
+            "distributed.all_gather_object(a, b)",
+            "torch.distributed.broadcast_object_list(a)",
+            "yaml.load(a, Loader=b)",
+        ),
+        *(
+            "numpy.load(a, allow_pickle=True)",
+            "AutoModel.from_pretrained(a, trust_remote_code=True)",
+        ),
         *(
             "from ray import cloudpickle",
             "import torch as t; t.load(a)",
             "from torch import load; load(a)",
             "f = torch.load; f(a)",
         ),
-        *("from torch import distributed as dist; dist.all_gather_object(a, b)", "from yaml import unsafe_load as u; u(a)"),
+        *(
+            "from torch import distributed as dist; dist.all_gather_object(a, b)",
+            "from yaml import unsafe_load as u; u(a)",
+        ),
     ]
-    (tmp_path / "a.py").write_text("\n".join([*lines, "torch.load(a, weights_only=True)", "json.load(a)", "read_object(a)"]))
-    assert sorted(int(place.split(":")[0]) for place in unpickling(tmp_path / "a.py")) == list(range(1, len(lines) + 1))
+    (tmp_path / "a.py").write_text(
+        "\n".join([*lines, "torch.load(a, weights_only=True)", "json.load(a)", "read_object(a)"])
+    )
+    assert sorted(int(place.split(":")[0]) for place in unpickling(tmp_path / "a.py")) == list(
+        range(1, len(lines) + 1)
+    )

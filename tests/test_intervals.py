@@ -23,7 +23,9 @@ from ttrl.intervals import (
 
 
 def test_wilson_against_newcombe_1998() -> None:
-    """Table I of Newcombe 1998, "Two-sided confidence intervals for the single proportion", method 3."""
+    """Table I of Newcombe 1998, "Two-sided confidence intervals for the single proportion", method
+    3.
+    """
     for right, count, low, high in (
         (81, 263, 0.2553, 0.3662),
         (15, 148, 0.0624, 0.1605),
@@ -34,11 +36,17 @@ def test_wilson_against_newcombe_1998() -> None:
     assert wilson(29, 29)[1] == 1.0 and wilson(0, 3)[0] == 0.0
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.0, 10), (1.0, 10), (0.5, 200), (0.93, 200), (0.02, 50)])
+@pytest.mark.parametrize(
+    ("share", "count"), [(0.0, 10), (1.0, 10), (0.5, 200), (0.93, 200), (0.02, 50)]
+)
 def test_wilsons_interval_solves_its_equation(share: float, count: int) -> None:
-    """Its bounds are the shares p at which |share − p| is exactly 1.96 standard errors under p itself."""
+    """Its bounds are the shares p at which |share − p| is exactly 1.96 standard errors under p
+    itself.
+    """
     for bound in wilson(share * count, count):
-        assert abs(share - bound) == pytest.approx(1.959963985 * math.sqrt(bound * (1 - bound) / count), abs=1e-9)
+        assert abs(share - bound) == pytest.approx(
+            1.959963985 * math.sqrt(bound * (1 - bound) / count), abs=1e-9
+        )
 
 
 def test_t_against_tables() -> None:
@@ -56,11 +64,15 @@ def test_t_against_tables() -> None:
     assert t_cdf(0.0, 5) == 0.5 and t_cdf(-2.0, 4) == pytest.approx(1 - t_cdf(2.0, 4))
 
 
-@pytest.mark.parametrize(("samples", "right", "k"), [(6, 2, 3), (5, 0, 2), (5, 5, 5), (7, 4, 1), (8, 3, 6), (4, 1, 4)])
+@pytest.mark.parametrize(
+    ("samples", "right", "k"), [(6, 2, 3), (5, 0, 2), (5, 5, 5), (7, 4, 1), (8, 3, 6), (4, 1, 4)]
+)
 def test_pass_at_k_is_the_share_of_subsets(samples: int, right: int, k: int) -> None:
     outcomes = [True] * right + [False] * (samples - right)
     subsets = list(itertools.combinations(outcomes, k))
-    assert pass_at_k(samples, right, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-14)
+    assert pass_at_k(samples, right, k) == pytest.approx(
+        sum(map(any, subsets)) / len(subsets), abs=1e-14
+    )
 
 
 def test_pass_at_k_of_many_samples_does_not_overflow() -> None:
@@ -84,9 +96,15 @@ def test_samples_of_a_task_are_one_cluster() -> None:
     assert clustered.high - clustered.low > 0.9 * (single.high - single.low)
 
 
-@pytest.mark.parametrize("groups", [[[0.5, 0.7], [0.2], [], [0.9]], [[1.0] * 4] * 5 + [[1.0, 0.0, 1.0, 1.0]]])
-def test_several_samples_or_partial_credit_against_the_definition(groups: list[list[float]]) -> None:
-    """At each end, the mean is t standard deviations away, of which the variance at that end is told from the tasks' means."""
+@pytest.mark.parametrize(
+    "groups", [[[0.5, 0.7], [0.2], [], [0.9]], [[1.0] * 4] * 5 + [[1.0, 0.0, 1.0, 1.0]]]
+)
+def test_several_samples_or_partial_credit_against_the_definition(
+    groups: list[list[float]],
+) -> None:
+    """At each end, the mean is t standard deviations away, of which the variance at that end is
+    told from the tasks' means.
+    """
     estimate = estimate_mean(groups)
     means = [sum(values) / len(values) for values in groups if values]
     count, mean = len(means), sum(means) / len(means)
@@ -100,11 +118,15 @@ def test_several_samples_or_partial_credit_against_the_definition(groups: list[l
 
 
 def test_samples_never_count_for_more_than_independent_ones() -> None:
-    """Six tasks whose means happen to lie closer to each other than those of independent samples would."""
+    """Six tasks whose means happen to lie closer to each other than those of independent samples
+    would.
+    """
     estimate = estimate_mean([[1.0, 0.0]] * 5 + [[1.0, 1.0, 0.0]])
     effective, critical = 13, 2.570582
     spread = critical**2 / effective
-    assert (estimate.low + estimate.high) / 2 == pytest.approx((19 / 36 + spread / 2) / (1 + spread), abs=1e-6)
+    assert (estimate.low + estimate.high) / 2 == pytest.approx(
+        (19 / 36 + spread / 2) / (1 + spread), abs=1e-6
+    )
 
 
 def test_rewards_beyond_0_and_1_are_students_t() -> None:
@@ -115,13 +137,17 @@ def test_rewards_beyond_0_and_1_are_students_t() -> None:
 
 def test_an_interval_always_has_a_width() -> None:
     assert estimate_mean([[0.5, 0.5]] * 10).low == pytest.approx(wilson(5, 10)[0])
-    assert estimate_mean([[1.0, 1.0]] * 10).high == 1.0 and estimate_mean([[1.0, 1.0]] * 10).low < 0.8
+    assert (
+        estimate_mean([[1.0, 1.0]] * 10).high == 1.0 and estimate_mean([[1.0, 1.0]] * 10).low < 0.8
+    )
     assert estimate_mean([[3.0]]).low is None and estimate_mean([]).mean is None
     assert estimate_mean([[3.0], [5.0]]).high > 5.0  # rewards beyond [0, 1] are not cut
 
 
 def test_the_interval_holds_what_it_promises() -> None:
-    """Of 200 evaluations of 60 tasks of different difficulty with 4 samples, 95% cover the truth; the same ones always."""
+    """Of 200 evaluations of 60 tasks of different difficulty with 4 samples, 95% cover the truth;
+    the same ones always.
+    """
     draw, covered = random.Random(1), 0
     for _ in range(200):
         chances = [draw.betavariate(0.6, 0.4) for _ in range(60)]
@@ -131,7 +157,9 @@ def test_the_interval_holds_what_it_promises() -> None:
 
 
 def test_newcombe_paired_against_fagerland_2014() -> None:
-    """Airway hyper-responsiveness: 1, 1, 7, 12 pairs; there 0.026 to 0.507 (but for the sign), and exact McNemar p = 0.0703."""
+    """Airway hyper-responsiveness: 1, 1, 7, 12 pairs; there 0.026 to 0.507 (but for the sign), and
+    exact McNemar p = 0.0703.
+    """
     low, high = _newcombe(1, 1, 7, 21, 0.95)
     assert (round(low, 3), round(high, 3)) == (0.026, 0.507)
     assert mcnemar(1, 7) == pytest.approx(0.0703125)
@@ -151,21 +179,30 @@ def test_mcnemar_by_counting_every_outcome() -> None:
 
 
 def test_paired_t() -> None:
-    """Ten differences; mean 0.13, standard deviation 0.1059, t = 3.88, p = 0.0037 with nine degrees of freedom."""
+    """Ten differences; mean 0.13, standard deviation 0.1059, t = 3.88, p = 0.0037 with nine degrees
+    of freedom.
+    """
     before = [[10.0 * k, 10.0 * k] for k in range(10)]
     gains = [0.1, 0.2, 0.0, 0.3, 0.1, 0.2, -0.05, 0.15, 0.2, 0.1]
     after = [[values[0] + gain] for values, gain in zip(before, gains)]
     difference = paired_difference(before, after)
-    assert difference.mean == pytest.approx(0.13) and difference.method == "t over tasks, paired t test"
+    assert (
+        difference.mean == pytest.approx(0.13)
+        and difference.method == "t over tasks, paired t test"
+    )
     deviation = math.sqrt(sum((gain - 0.13) ** 2 for gain in gains) / 9)
     assert difference.high - difference.mean == pytest.approx(2.262157 * deviation / math.sqrt(10))
-    assert difference.p_value == pytest.approx(2 * (1 - t_cdf(0.13 / (deviation / math.sqrt(10)), 9)))
+    assert difference.p_value == pytest.approx(
+        2 * (1 - t_cdf(0.13 / (deviation / math.sqrt(10)), 9))
+    )
     assert 0.003 < difference.p_value < 0.005
     assert paired_difference([[0.5]], [[0.75]]) is None and paired_difference([[]], [[1.0]]) is None
 
 
 def test_differences_of_shares() -> None:
-    """Of equal means the interval has a width; where the tasks go together, it is narrower than of tasks that do not."""
+    """Of equal means the interval has a width; where the tasks go together, it is narrower than of
+    tasks that do not.
+    """
     alike = paired_difference([[1.0, 1.0]] * 5, [[1.0, 1.0]] * 5)
     assert (alike.mean, alike.p_value, alike.method) == (0.0, 1.0, "Newcombe over tasks, sign test")
     assert (alike.low, alike.high) == pytest.approx((wilson(5, 5)[0] - 1, 1 - wilson(5, 5)[0]))
@@ -174,7 +211,8 @@ def test_differences_of_shares() -> None:
     paired, turned = paired_difference(first, second), paired_difference(first, second[::-1])
     assert paired.mean == pytest.approx(0.05) == turned.mean
     one, other = estimate_mean(first), estimate_mean(second)
-    # Perfectly correlated: the ends are the differences of the ends. Perfectly opposed: both add up.
+    # Perfectly correlated: the ends are the differences of the ends. Perfectly opposed: both add
+    # up.
     assert paired.low == pytest.approx(0.05 - abs((other.mean - other.low) - (one.high - one.mean)))
     assert (turned.low, turned.high) == pytest.approx(
         (
@@ -204,7 +242,11 @@ def test_a_ratio_whose_denominator_is_not_positive_has_no_value() -> None:
     assert ratio_of_means([1.0, 2.0], [1.0, 0.5]) == Ratio(2.0, None, None)
     assert ratio_of_means([1.0, 2.0, 3.0], [-1.0, -2.0, 1.0]) == Ratio(None, 0.0, math.inf)
     exact = ratio_of_means([2.0, 4.0, 6.0, 4.0, 4.0], [1.0, 2.0, 3.0, 2.0, 2.0])
-    assert exact.value == pytest.approx(2.0) and exact.low == pytest.approx(2.0) and exact.high == pytest.approx(2.0)
+    assert (
+        exact.value == pytest.approx(2.0)
+        and exact.low == pytest.approx(2.0)
+        and exact.high == pytest.approx(2.0)
+    )
 
 
 def test_a_task_that_is_asked_often_is_one_task() -> None:

@@ -60,8 +60,17 @@ def test_each_name_can_be_loaded_and_is_the_one_of_its_home(name: str) -> None:
 
 def test_type_checkers_see_the_same_names() -> None:
     tree = ast.parse(Path(ttrl.__file__).read_text(encoding="utf-8"))
-    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
-    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    (block,) = (
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    seen = {
+        alias.name: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     assert seen == ttrl._HOME
 
 
@@ -77,7 +86,9 @@ def test_train_says_what_it_does_before_it_loads_what_takes_seconds() -> None:
         "config = TrainConfig(run='runs/x', model='tiny', iterations=3, tasks_per_iteration=1)\n"
         "train(config, [Task([{'role': 'user', 'content': 'x'}], max)])"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.stderr.startswith("False runs/x: 3 iterations of tiny")
 
 
@@ -87,9 +98,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_what_a_process_loads_for_a_run_on_one_machine() -> None:
-    """ttrl.launch.tune and ttrl.loop.train are modules; ttrl.tune and ttrl.train must stay the functions.
+    """ttrl.launch.tune and ttrl.loop.train are modules; ttrl.tune and ttrl.train must stay the
+    functions.
 
-    Nothing that `train` loads loads Ray: the loop, its servers and trainers, and the recipes' command line.
+    Nothing that `train` loads loads Ray: the loop, its servers and trainers, and the recipes'
+    command line.
     """
     script = (
         "import sys, ttrl, ttrl.launch.tune, ttrl.loop.train, ttrl.replays.replay\n"
@@ -97,5 +110,7 @@ def test_what_a_process_loads_for_a_run_on_one_machine() -> None:
         "import ttrl.loop.start, ttrl.cli.recipe_script\n"
         "print('ray' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
     assert done.stdout.strip() == "False", done.stderr

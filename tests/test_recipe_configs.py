@@ -1,5 +1,5 @@
-"""The YAML files in recipe_configs/: every key, the hardware in the first line, the models that they are for, and torchtune's own
-check."""
+"""The YAML files in recipe_configs/: every key, the hardware in the first line, the models that
+they are for, and torchtune's own check."""
 
 import argparse
 import json
@@ -31,9 +31,12 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "recipe_configs").glob("*.yaml"))
 ARCHITECTURES = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 GPUS = re.compile(
-    r"# (?P<count>\d+) x (?P<gigabytes>\d+) GB GPU(?: in (?P<machines>\d+) machines)?; rows of up to (?P<row>\d+) pos"
+    r"# (?P<count>\d+) x (?P<gigabytes>\d+) GB GPU(?: in (?P<machines>\d+) machines)?; rows of "
+    r"up to (?P<row>\d+) pos"
 )
-CPU = re.compile(r"# 1 CPU core, (?P<gigabytes>\d+) GB of memory; rows of up to (?P<row>\d+) positions\.")
+CPU = re.compile(
+    r"# 1 CPU core, (?P<gigabytes>\d+) GB of memory; rows of up to (?P<row>\d+) positions\."
+)
 named = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
@@ -50,14 +53,17 @@ def test_every_model_of_ttrls_own_decoder_has_one():
     """The others are there to be planned; none of their classes has run on a GPU."""
     own = {name for name, model in ARCHITECTURES.items() if model["model_type"] in FAMILIES}
     assert {re.sub("_q?lora$", "", file.stem) for file in FILES} == own | {"tiny_cpu"}
-    assert any("_lora" in file.stem for file in FILES) and any("_qlora" in file.stem for file in FILES)
+    assert any("_lora" in file.stem for file in FILES) and any(
+        "_qlora" in file.stem for file in FILES
+    )
 
 
 @named
 def test_its_keys_are_known_and_its_command_names_it(file):
     config, text = parsed(file), file.read_text()
     assert f"--config recipe_configs/{file.name}" in text and text.startswith("# ")
-    assert not {"model", "packed", "output_dir"} & settings_of(file).keys()  # given on the command line
+    # Given on the command line.
+    assert not {"model", "packed", "output_dir"} & settings_of(file).keys()
     assert (config.lora_rank is not None) == ("lora" in file.stem)
     assert (config.lora_base_dtype == "nf4") == ("qlora" in file.stem)
 
@@ -65,13 +71,26 @@ def test_its_keys_are_known_and_its_command_names_it(file):
 @named
 def test_it_enters_a_run(file):
     """By its path; device, dtype and threads become those of the run."""
-    config, settings = TrainConfig(run="r", model="m", iterations=1, training=str(file)), settings_of(file)
-    assert config.problems() == [] and TrainConfig.parse(config.to_dict(), "again").to_dict() == config.to_dict()
+    config, settings = (
+        TrainConfig(run="r", model="m", iterations=1, training=str(file)),
+        settings_of(file),
+    )
+    assert (
+        config.problems() == []
+        and TrainConfig.parse(config.to_dict(), "again").to_dict() == config.to_dict()
+    )
     assert (config.device, config.dtype) == (settings.pop("device"), settings.pop("dtype"))
     assert config.num_threads == settings.pop("num_threads", None)
     recipe, alone = config.recipe_config({}), parsed(file)
-    assert config.training == settings and all(getattr(recipe, name) == getattr(alone, name) for name in settings)
-    assert TrainConfig(run="r", model="m", iterations=1, training=str(file), device="cpu", dtype="fp32").device == "cpu"
+    assert config.training == settings and all(
+        getattr(recipe, name) == getattr(alone, name) for name in settings
+    )
+    assert (
+        TrainConfig(
+            run="r", model="m", iterations=1, training=str(file), device="cpu", dtype="fp32"
+        ).device
+        == "cpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +104,9 @@ def test_it_enters_a_run(file):
 def test_a_file_without_settings_is_named_with_everything_else(tmp_path, content, said):
     if content is not None:
         (tmp_path / "file.yaml").write_text(content)
-    found = TrainConfig(run="r", model="m", iterations=0, training=str(tmp_path / "file.yaml")).problems()
+    found = TrainConfig(
+        run="r", model="m", iterations=0, training=str(tmp_path / "file.yaml")
+    ).problems()
     assert len(found) == 2 and "iterations is 0" in found[0]
     assert found[1].startswith(f"training is '{tmp_path / 'file.yaml'}', {said}")
 
@@ -96,11 +117,23 @@ def test_it_fits_into_the_memory_that_it_names(file, tmp_path):
     assert found is not None, "the first line says the hardware"
     room, row = 1e9 * int(found["gigabytes"]), int(found["row"])
     if file.stem == "tiny_cpu":
-        shape = json.loads((make_tiny_model(tmp_path / "m", context=row) / "config.json").read_text())
+        shape = json.loads(
+            (make_tiny_model(tmp_path / "m", context=row) / "config.json").read_text()
+        )
         assert IMPORTS + training_memory(shape, parsed(file), Workload(row)).peak < 0.9 * room
         return
-    count, machines, architecture = int(found["count"]), int(found["machines"] or 1), re.sub("_q?lora$", "", file.stem)
-    estimate = training_memory(ARCHITECTURES[architecture], parsed(file), Workload(row, rows=16), device="cuda", ranks=count)
+    count, machines, architecture = (
+        int(found["count"]),
+        int(found["machines"] or 1),
+        re.sub("_q?lora$", "", file.stem),
+    )
+    estimate = training_memory(
+        ARCHITECTURES[architecture],
+        parsed(file),
+        Workload(row, rows=16),
+        device="cuda",
+        ranks=count,
+    )
     assert estimate.peak < 0.9 * room, estimate.parts
     problems = parsed(file).problems_here("cuda", count, ARCHITECTURES[architecture])
     assert not problems
@@ -115,7 +148,8 @@ def test_its_model_can_be_built(name, tmp_path):
     for file in (file for file in FILES if re.sub("_q?lora$", "", file.stem) == name):
         config, architecture = parsed(file), ARCHITECTURES[name]
         if config.lora_rank is not None:
-            architecture = architecture | {"num_hidden_layers": 3}  # adapters are the same in all layers
+            # Adapters are the same in all layers.
+            architecture = architecture | {"num_hidden_layers": 3}
         (tmp_path / "config.json").write_text(json.dumps(architecture))
         with torch.device("meta"):
             decoder = build_decoder(read_config(tmp_path))
@@ -157,9 +191,15 @@ def test_the_command_of_the_tiny_one_trains(tmp_path):
         )
         for number, advantage in enumerate((1.0, -0.5))
     ]
-    packed_tensors_from_tokenized_results(results, seq_len=128, pad_id=0).save(tmp_path / "packed.safetensors")
+    packed_tensors_from_tokenized_results(results, seq_len=128, pad_id=0).save(
+        tmp_path / "packed.safetensors"
+    )
     tune = [str(Path(sys.executable).with_name("tune")), "run", "ttrl/grpo_recipe"]
-    places = [f"model={tmp_path / 'model'}", f"packed={tmp_path / 'packed.safetensors'}", f"output_dir={tmp_path / 'out'}"]
+    places = [
+        f"model={tmp_path / 'model'}",
+        f"packed={tmp_path / 'packed.safetensors'}",
+        f"output_dir={tmp_path / 'out'}",
+    ]
     command = [*tune, "--config", "recipe_configs/tiny_cpu.yaml", *places, "lr=3e-5"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

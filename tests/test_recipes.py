@@ -1,4 +1,6 @@
-"""The scripts in recipes/: their options, tasks and settings. What they do with a model is tried by hand (--tiny) and in e2e/."""
+"""The scripts in recipes/: their options, tasks and settings. What they do with a model is tried by
+hand (--tiny) and in e2e/.
+"""
 
 import asyncio
 import json
@@ -24,23 +26,35 @@ RECIPES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 
 
 def gsm8k(folder: Path) -> None:
-    rows = [{"question": f"What is {n} and {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"} for n in range(2600)]
+    rows = [
+        {"question": f"What is {n} and {n}?", "answer": f"They are {2 * n}.\n#### {2 * n}"}
+        for n in range(2600)
+    ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def math_problems(folder: Path) -> None:
-    rows = [{"problem": f"What is {n} + π?", "level": "Level 1", "solution": f"\\boxed{{{n}+\\pi}}"} for n in range(100)]
+    rows = [
+        {"problem": f"What is {n} + π?", "level": "Level 1", "solution": f"\\boxed{{{n}+\\pi}}"}
+        for n in range(100)
+    ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def temporal_clue(folder: Path) -> None:
-    rows = [{"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1} for n in range(30)]
+    rows = [
+        {"prompt": f"Puzzle {n}", "solution": {"A": "Miss Violet"}, "num_clues": 1}
+        for n in range(30)
+    ]
     for name in ("train", "val"):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def nyt_connections(folder: Path) -> None:
-    rows = [{"answers": [{"members": [f"W{n} {g}{w}" for w in range(4)]} for g in range(4)]} for n in range(60)]
+    rows = [
+        {"answers": [{"members": [f"W{n} {g}{w}" for w in range(4)]} for g in range(4)]}
+        for n in range(60)
+    ]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
@@ -59,12 +73,23 @@ def chess_moves(folder: Path) -> None:
 
 
 def multiple_choice(folder: Path) -> None:
-    rows = [{"question": f"Which is {n}?", "choices": [str(n), "x", "y", "z"], "answer": 0} for n in range(20)]
+    rows = [
+        {"question": f"Which is {n}?", "choices": [str(n), "x", "y", "z"], "answer": 0}
+        for n in range(20)
+    ]
     for name in ("train", "validation"):
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
-MAKERS = (gsm8k, math_problems, temporal_clue, nyt_connections, arc_agi, chess_moves, multiple_choice)
+MAKERS = (
+    gsm8k,
+    math_problems,
+    temporal_clue,
+    nyt_connections,
+    arc_agi,
+    chess_moves,
+    multiple_choice,
+)
 DATA = {maker.__name__: maker for maker in MAKERS}
 
 
@@ -81,15 +106,30 @@ SOME = [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name i
 def test_tasks_and_settings(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Long for three: making their tasks takes seconds, and each only shows that its own command works."""
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--seed", "3", "--iterations", "2", "--set", "tasks_per_iteration=2"]
+    """Long for three: making their tasks takes seconds, and each only shows that its own command
+    works.
+    """
+    arguments = [
+        "--check",
+        "--run",
+        str(tmp_path / "run"),
+        "--seed",
+        "3",
+        "--iterations",
+        "2",
+        "--set",
+        "tasks_per_iteration=2",
+    ]
     if name in DATA:
         if name == "chess_moves":
             pytest.importorskip("chess")
         (tmp_path / "data").mkdir()
         DATA[name](tmp_path / "data")
         arguments += ["--data", str(tmp_path / "data")]
-    has_model = re.search("model=(arguments.model|MODEL)", (ROOT / "recipes" / f"{name}.py").read_text()) is not None
+    has_model = (
+        re.search("model=(arguments.model|MODEL)", (ROOT / "recipes" / f"{name}.py").read_text())
+        is not None
+    )
     if has_model:
         arguments += ["--model", "tiny"]  # the recipe's own one cannot be reached everywhere
     run(name, monkeypatch, *arguments)
@@ -104,13 +144,17 @@ def test_tasks_and_settings(
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_fits_the_machine_that_it_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By what is chosen for its GPUs; without any, its model is a tiny one.
 
     Long for two recipes that take seconds: only this sees whether theirs fit.
     """
     numbers = {"one": 1, "eight": 8}
-    said = re.search(r"for (\w+) GPUs?\s+with (\d+) GB", (ROOT / "recipes" / f"{name}.py").read_text())
+    said = re.search(
+        r"for (\w+) GPUs?\s+with (\d+) GB", (ROOT / "recipes" / f"{name}.py").read_text()
+    )
     if said is None:
         assert "Qwen" not in (ROOT / "recipes" / f"{name}.py").read_text()
         return
@@ -121,7 +165,10 @@ def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatc
         DATA[name](tmp_path)
         arguments += ["--data", str(tmp_path)]
     seen: list[tuple[TrainConfig, list[Task]]] = []
-    monkeypatch.setattr("ttrl.cli.recipe_script.run_recipe", lambda arguments, config, tasks, *_: seen.append((config, tasks)))
+    monkeypatch.setattr(
+        "ttrl.cli.recipe_script.run_recipe",
+        lambda arguments, config, tasks, *_: seen.append((config, tasks)),
+    )
     run(name, monkeypatch, *arguments)
     ((config, tasks),) = seen
     assert name in DATA or len(tasks) >= config.tasks_per_iteration  # --check refuses fewer
@@ -134,14 +181,25 @@ def test_it_fits_the_machine_that_it_names(name: str, tmp_path: Path, monkeypatc
 def test_a_try_out_trains_and_says_what_came_of_it(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a random model's rewards, all 0, nothing is trained: here every reply has another one. Held-out tasks keep theirs."""
+    """Of a random model's rewards, all 0, nothing is trained: here every reply has another one.
+    Held-out tasks keep theirs.
+    """
     seen = []
 
     def train(config, *, tasks, validation_tasks):
         seen.extend((config, tasks, validation_tasks))
-        metrics = {config.validation_metric: 0.25} if config.validation_metric != "reward" else {"answered": 1.0}
-        rows = [{"iteration": number, "validation_reward": 0.25, "validation": metrics} for number in range(2)]
-        return types.SimpleNamespace(metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint")
+        metrics = (
+            {config.validation_metric: 0.25}
+            if config.validation_metric != "reward"
+            else {"answered": 1.0}
+        )
+        rows = [
+            {"iteration": number, "validation_reward": 0.25, "validation": metrics}
+            for number in range(2)
+        ]
+        return types.SimpleNamespace(
+            metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint"
+        )
 
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
@@ -156,10 +214,17 @@ def test_a_try_out_trains_and_says_what_came_of_it(
         return types.SimpleNamespace(message=types.SimpleNamespace(content=content))
 
     config, tasks, validation_tasks = seen
-    assert config.model == str(tmp_path / "run" / "tiny_model") and len(tasks) == len(validation_tasks) == 2
+    assert (
+        config.model == str(tmp_path / "run" / "tiny_model")
+        and len(tasks) == len(validation_tasks) == 2
+    )
     grades = [asyncio.run(tasks[0].grader(choice(text))) for text in ("x", "y", "y", "\ud800")]
     rewards = [grade.reward for grade in grades]
-    assert len(set(rewards)) == 3 and rewards[1] == rewards[2] and all(0 <= reward < 1 for reward in rewards)
+    assert (
+        len(set(rewards)) == 3
+        and rewards[1] == rewards[2]
+        and all(0 <= reward < 1 for reward in rewards)
+    )
     assert validation_tasks[0].grader(choice(validation_tasks[0].grader.reference()))[0] == 1.0
 
 
@@ -167,19 +232,37 @@ def test_wrong_settings_are_found_by_check(tmp_path: Path, monkeypatch: pytest.M
     wrong = ["--nproc-per-node", "0", "--overfit", "0", "--set", "lr", "epochs=3", "max_num_seqs=8"]
     with pytest.raises(ConfigError) as caught:
         run("spelling", monkeypatch, "--check", "--run", str(tmp_path), *wrong)
-    for text in ("nproc_per_node is 0", "lr is given no value", "--overfit is 0", "mean 'iterations'?", "{'max_num_seqs': …}"):
+    for text in (
+        "nproc_per_node is 0",
+        "lr is given no value",
+        "--overfit is 0",
+        "mean 'iterations'?",
+        "{'max_num_seqs': …}",
+    ):
         assert sum(text in problem for problem in caught.value.problems) == 1, str(caught.value)
 
 
 @pytest.mark.parametrize("name", [*DATA, "rl_vs_sft"])
-def test_absent_data_are_named_with_the_other_mistakes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_data_are_named_with_the_other_mistakes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name == "chess_moves":
         pytest.importorskip("chess")
     wrong = ["--data", "/not/there", "--model", "/nor/this", "--set", "max_token=9", "lr=-1"]
     with pytest.raises(ConfigError) as caught:
         run(name, monkeypatch, "--run", str(tmp_path / "run"), *wrong)
-    said = ["/not/there: no such file", "/nor/this does not exist", "did you mean 'max_tokens'?", "lr is -1"]
-    assert [sum(text in problem for problem in caught.value.problems) for text in said] == [1, 1, 1, 1], str(caught.value)
+    said = [
+        "/not/there: no such file",
+        "/nor/this does not exist",
+        "did you mean 'max_tokens'?",
+        "lr is -1",
+    ]
+    assert [sum(text in problem for problem in caught.value.problems) for text in said] == [
+        1,
+        1,
+        1,
+        1,
+    ], str(caught.value)
     assert len(caught.value.problems) == 4 and not (tmp_path / "run").exists()
 
 
@@ -190,7 +273,11 @@ def test_absent_data_are_named_with_the_other_mistakes(name: str, tmp_path: Path
         (
             "spelling",
             ["--model", "/not/there", "--set", "max_token=9", "tasks_per_iteration=10000"],
-            ["did you mean 'max_tokens'?", "there are only 4,096 tasks", "model folder /not/there does not exist"],
+            [
+                "did you mean 'max_tokens'?",
+                "there are only 4,096 tasks",
+                "model folder /not/there does not exist",
+            ],
         ),
     ],
 )
@@ -211,12 +298,18 @@ def test_what_is_absent_is_said_in_sentences(
         str(tmp_path / "run"),
         *arguments,
     ]
-    done = subprocess.run([*command, "--check"] if check else command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr and "| torch\n" not in done.stderr
+    done = subprocess.run(
+        [*command, "--check"] if check else command, capture_output=True, text=True, check=False
+    )
+    assert (
+        done.returncode == 1 and "Traceback" not in done.stderr and "| torch\n" not in done.stderr
+    )
     assert all(text in done.stderr for text in said) and not (tmp_path / "run").exists()
 
 
-def test_data_without_a_default_must_be_given(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_without_a_default_must_be_given(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         run("arc_agi", monkeypatch, "--check")
     assert "--data" in capsys.readouterr().err
@@ -239,32 +332,66 @@ def test_experiments_of_the_report_have_no_names_yet(
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """So does a tiny model's warm start: legal moves of other positions tell it nothing about these."""
+    """So does a tiny model's warm start: legal moves of other positions tell it nothing about
+    these.
+    """
     pytest.importorskip("chess")
     chess_moves(tmp_path)
     seen = []
 
     def train(config, *, tasks, validation_tasks):
         seen.extend((config, tasks, validation_tasks))
-        return types.SimpleNamespace(metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)])
+        return types.SimpleNamespace(
+            metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)]
+        )
 
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     monkeypatch.setattr("ttrl.cli.recipe_script.tune", lambda *given, **named: None)
     monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
-    arguments = ["--run", str(tmp_path / "run"), "--data", str(tmp_path), "--model", "", "--overfit", "5"]
-    run("chess_moves", monkeypatch, *arguments, "--preset", "rookworld", "--set", "tasks_per_iteration=5")
+    arguments = [
+        "--run",
+        str(tmp_path / "run"),
+        "--data",
+        str(tmp_path),
+        "--model",
+        "",
+        "--overfit",
+        "5",
+    ]
+    run(
+        "chess_moves",
+        monkeypatch,
+        *arguments,
+        "--preset",
+        "rookworld",
+        "--set",
+        "tasks_per_iteration=5",
+    )
     config, tasks, validation_tasks = seen
     assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
-    assert (config.validation_temperature, config.validation_samples, config.stop_at) == (0.0, 1, None)
+    assert (config.validation_temperature, config.validation_samples, config.stop_at) == (
+        0.0,
+        1,
+        None,
+    )
     assert config.validate_every == 1
-    examples = map(json.loads, (tmp_path / "run/warm_start/examples.jsonl").read_text().splitlines())
-    assert {one["messages"][0]["content"] for one in examples} == {task.messages[0]["content"] for task in tasks}
-    assert "held-out" not in (out := capsys.readouterr().out) and "of the 5 tasks that it was trained on" in out
+    examples = map(
+        json.loads, (tmp_path / "run/warm_start/examples.jsonl").read_text().splitlines()
+    )
+    assert {one["messages"][0]["content"] for one in examples} == {
+        task.messages[0]["content"] for task in tasks
+    }
+    assert (
+        "held-out" not in (out := capsys.readouterr().out)
+        and "of the 5 tasks that it was trained on" in out
+    )
     with pytest.raises(UserError, match="--overfit is 0, and there are 4096 tasks"):
         run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "0")
 
 
-def test_overfitting_refuses_what_it_would_have_to_override(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overfitting_refuses_what_it_would_have_to_override(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All at once, before the recipe makes anything; what a preset says is no contradiction."""
     wrong = [
         "tasks_per_iteration=32",
@@ -275,12 +402,23 @@ def test_overfitting_refuses_what_it_would_have_to_override(tmp_path: Path, monk
         "lrr=1",
     ]
     with pytest.raises(ConfigError) as caught:
-        run("sort_letters", monkeypatch, "--run", str(tmp_path / "run"), "--overfit", "5", "--set", *wrong)
+        run(
+            "sort_letters",
+            monkeypatch,
+            "--run",
+            str(tmp_path / "run"),
+            "--overfit",
+            "5",
+            "--set",
+            *wrong,
+        )
     assert caught.value.problems == [
         "--overfit 5 means curriculum=false, and --set says curriculum=true; leave one out",
         "--overfit 5 means stop_at=null, and --set says stop_at=0.9; leave one out",
-        "--overfit 5 means tasks_per_iteration=5, and --set says tasks_per_iteration=32; leave one out",
-        "--overfit 5 means validation_samples=1, and --set says validation_samples=8; leave one out",
+        "--overfit 5 means tasks_per_iteration=5, and --set says tasks_per_iteration=32; leave "
+        "one out",
+        "--overfit 5 means validation_samples=1, and --set says validation_samples=8; leave one "
+        "out",
         "'lrr' is a setting neither of a run nor of the recipe; did you mean 'lr'?",
     ]
     assert not (tmp_path / "run").exists()
@@ -289,8 +427,16 @@ def test_overfitting_refuses_what_it_would_have_to_override(tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("option", "setting", "said"),
     [
-        (["--iterations", "9"], "iterations=8", "--iterations is 9, and --set says iterations=8; leave one out"),
-        (["--cluster", "auto"], "cluster=h:1", "--cluster is auto, and --set says cluster=h:1; leave one out"),
+        (
+            ["--iterations", "9"],
+            "iterations=8",
+            "--iterations is 9, and --set says iterations=8; leave one out",
+        ),
+        (
+            ["--cluster", "auto"],
+            "cluster=h:1",
+            "--cluster is auto, and --set says cluster=h:1; leave one out",
+        ),
         ([], "seed=3", "--set seed=3: write --seed instead, as the recipe itself uses it, too"),
         (["--model", "tiny"], "model=m", "--model is tiny, and --set says model=m; leave one out"),
         ([], "model=tiny", None),
@@ -300,7 +446,11 @@ def test_overfitting_refuses_what_it_would_have_to_override(tmp_path: Path, monk
     ],
 )
 def test_a_setting_that_an_option_contradicts_is_refused(
-    option: list[str], setting: str, said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: list[str],
+    setting: str,
+    said: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments = ["--check", "--run", str(tmp_path), *option, "--set", setting]
     if said is None:
@@ -314,7 +464,9 @@ def test_a_setting_that_an_option_contradicts_is_refused(
 
 @pytest.mark.long(but=["letter_counting"])
 @pytest.mark.parametrize("name", ["letter_counting", "countdown"])
-def test_a_model_that_is_set_is_the_recipes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_set_is_the_recipes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As with --model, also where the recipe would make one of its own, and settings follow it.
 
     Long for a second recipe: it only shows that the first is no exception.
@@ -323,7 +475,9 @@ def test_a_model_that_is_set_is_the_recipes(name: str, tmp_path: Path, monkeypat
 
     def train(config, *, tasks, validation_tasks):
         configs.append(config)
-        return types.SimpleNamespace(metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)])
+        return types.SimpleNamespace(
+            metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)]
+        )
 
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     for given in (["--model", "tiny"], ["--set", "model=tiny"]):
@@ -336,14 +490,19 @@ def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     """Overfitting on the first tasks, and trying out on the shortest, mix levels and know none."""
 
     def puzzles(name, split, n, seed, *, level):
-        return [Task([{"role": "user", "content": f"{name} {split} {seed} {level} {k}"}], float) for k in range(n)]
+        return [
+            Task([{"role": "user", "content": f"{name} {split} {seed} {level} {k}"}], float)
+            for k in range(n)
+        ]
 
     seen: list[tuple[TrainConfig, list[int]]] = []
 
     def train(config, *, tasks, validation_tasks):
         checked(config, tasks, validation_tasks, model=False)
         seen.append((config, [task.level for task in tasks]))
-        return types.SimpleNamespace(metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)])
+        return types.SimpleNamespace(
+            metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)]
+        )
 
     monkeypatch.setattr("ttrl.agents.reasoning_gym.get_reasoning_gym_tasks", puzzles)
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
@@ -361,38 +520,66 @@ def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for more in (levels_up, ["--overfit", "2060"], ["--tiny", *levels_up]):
         run("reasoning_puzzles", monkeypatch, *arguments, *more)
     (whole, levels), (overfit, none), (_, tiny) = seen
-    assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (True, 0.5, 2048, 2048)
+    assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (
+        True,
+        0.5,
+        2048,
+        2048,
+    )
     assert (overfit.curriculum, set(none), len(none), tiny) == (False, {0}, 2060, [0, 0])
 
 
 def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """16 samples of up to 256 tokens, 1 or 0, minus the mean of the group, no KL, no clipping of the ratio."""
+    """16 samples of up to 256 tokens, 1 or 0, minus the mean of the group, no KL, no clipping of
+    the ratio.
+    """
     seen: list[object] = []
 
-    def run_arms(arguments: object, config: TrainConfig, tasks: list[object], *others: object, **more: object) -> str:
+    def run_arms(
+        arguments: object, config: TrainConfig, tasks: list[object], *others: object, **more: object
+    ) -> str:
         seen.extend((arguments, config, tasks, more))
         return ""
 
     gsm8k(tmp_path)
     monkeypatch.setattr("ttrl.cli.arms.run_arms", run_arms)
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--model", "tiny", "--data", str(tmp_path)]
+    arguments = [
+        "--check",
+        "--run",
+        str(tmp_path / "run"),
+        "--model",
+        "tiny",
+        "--data",
+        str(tmp_path),
+    ]
     run("rl_vs_sft", monkeypatch, *arguments)
     _, config, tasks, more = seen
     assert (config.samples_per_task, config.max_tokens, config.advantages) == (16, 256, "mean")
     recipe = config.recipe_config({"packed": "p", "output_dir": "o"})
-    assert (recipe.objective, recipe.kl_coefficient, recipe.updates_per_iteration) == ("reinforce", 0.0, 1)
+    assert (recipe.objective, recipe.kl_coefficient, recipe.updates_per_iteration) == (
+        "reinforce",
+        0.0,
+        1,
+    )
     assert (more["start"].metric, more["start"].stop_at) == ("format", 0.95)
 
     def choice(content: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(message=types.SimpleNamespace(content=content))
 
     right = tasks[0].grader.reference()
-    assert [tasks[0].grader(choice(text))[0] for text in (right, right + "1", "####")] == [1.0, 0.0, 0.0]
+    assert [tasks[0].grader(choice(text))[0] for text in (right, right + "1", "####")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]
     monkeypatch.undo()
     run("rl_vs_sft", monkeypatch, *arguments)
-    assert "held out; the settings are right" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    assert (
+        "held out; the settings are right" in capsys.readouterr().out
+        and not (tmp_path / "run").exists()
+    )
 
 
 @pytest.mark.long(but=["chess_moves-rookworld-settings0-P"])
@@ -402,26 +589,61 @@ def test_rl_against_sft_on_gsm8k_as_the_question_was_asked(
         (
             *("chess_moves", "rookworld"),
             {
-                **{"tasks_per_iteration": 8, "samples_per_task": 12, "lr": 2e-6, "max_grad_norm": 1.0},
-                **{"advantages": "std", "advantage_std_floor": 0.05, "advantage_clip": 2.0, "watch_kl": True},
-                **{"kl_coefficient": 0.005, "kl_estimator": "full", "kl_after_steps": 20, "entropy_coefficient": 0.005},
+                **{
+                    "tasks_per_iteration": 8,
+                    "samples_per_task": 12,
+                    "lr": 2e-6,
+                    "max_grad_norm": 1.0,
+                },
+                **{
+                    "advantages": "std",
+                    "advantage_std_floor": 0.05,
+                    "advantage_clip": 2.0,
+                    "watch_kl": True,
+                },
+                **{
+                    "kl_coefficient": 0.005,
+                    "kl_estimator": "full",
+                    "kl_after_steps": 20,
+                    "entropy_coefficient": 0.005,
+                },
             },
             "P",
         ),
         (
             *("gsm8k", "entropy-study"),
             {
-                **{"tasks_per_iteration": 32, "samples_per_task": 8, "lr": 2e-6, "updates_per_iteration": 1},
-                **{"advantages": "mean", "aggregation": "constant", "gradient_noise": True, "validation_samples": 8},
+                **{
+                    "tasks_per_iteration": 32,
+                    "samples_per_task": 8,
+                    "lr": 2e-6,
+                    "updates_per_iteration": 1,
+                },
+                **{
+                    "advantages": "mean",
+                    "aggregation": "constant",
+                    "gradient_noise": True,
+                    "validation_samples": 8,
+                },
                 **{"validate_every": 8, "keep_checkpoints": 65},
             },
             "r1",
         ),
-        ("gsm8k", "small", {"tasks_per_iteration": 8, "samples_per_task": 8, "lr": 2e-5, "seq_len": 3072}, "plain"),
+        (
+            "gsm8k",
+            "small",
+            {"tasks_per_iteration": 8, "samples_per_task": 8, "lr": 2e-5, "seq_len": 3072},
+            "plain",
+        ),
     ],
 )
 def test_logs_by_their_names(
-    name: str, preset: str, settings: dict[str, object], style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    preset: str,
+    settings: dict[str, object],
+    style: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What REQUIREMENTS.md says of them, and none of it is refused; a setting of its own prevails.
 
@@ -431,13 +653,23 @@ def test_logs_by_their_names(
         pytest.importorskip("chess")
     seen: list[tuple[TrainConfig, list[Task]]] = []
 
-    def checked(config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object) -> None:
+    def checked(
+        config: TrainConfig, tasks: list[Task], *others: object, problems: list[str], **more: object
+    ) -> None:
         assert not problems
         seen.append((config, tasks))
 
     monkeypatch.setattr("ttrl.cli.recipe_script.checked", checked)
     DATA[name](tmp_path)
-    arguments = ["--check", "--run", str(tmp_path / "run"), "--data", str(tmp_path), "--preset", preset]
+    arguments = [
+        "--check",
+        "--run",
+        str(tmp_path / "run"),
+        "--data",
+        str(tmp_path),
+        "--preset",
+        preset,
+    ]
     run(name, monkeypatch, *arguments)
     run(name, monkeypatch, *arguments, "--set", "lr=1e-4")
     (config, tasks), (changed, _) = seen
@@ -447,7 +679,9 @@ def test_logs_by_their_names(
 
 
 def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:
-    """Its template adds nothing to a question, and its own end to an answer; a chat model keeps its own."""
+    """Its template adds nothing to a question, and its own end to an answer; a chat model keeps its
+    own.
+    """
     from transformers import AutoTokenizer
 
     from ttrl.data.chat.templates import tokenize_chat
@@ -460,7 +694,14 @@ def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:
     assert (start / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(start)
     asked = [{"role": "user", "content": "P: 8/8 "}]
-    assert tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False) == "P: 8/8 "
+    assert (
+        tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        == "P: 8/8 "
+    )
     chat = tokenize_chat(tokenizer, [*asked, {"role": "assistant", "content": "M: e2e4"}])
-    trained = [token for token, is_trained in zip(chat.token_ids, chat.assistant_mask, strict=True) if is_trained]
+    trained = [
+        token
+        for token, is_trained in zip(chat.token_ids, chat.assistant_mask, strict=True)
+        if is_trained
+    ]
     assert tokenizer.decode(trained) == "M: e2e4" + tokenizer.eos_token

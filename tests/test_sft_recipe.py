@@ -24,12 +24,22 @@ def model(tmp_path_factory):
 
 
 def conversation(question, answer):
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+    return {
+        "messages": [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]
+    }
 
 
 def config(model, tmp_path, lines, **settings):
     (tmp_path / "data.jsonl").write_text("".join(line + "\n" for line in lines))
-    values = {"model": str(model), "data": str(tmp_path / "data.jsonl"), "output_dir": str(tmp_path), "steps": 1}
+    values = {
+        "model": str(model),
+        "data": str(tmp_path / "data.jsonl"),
+        "output_dir": str(tmp_path),
+        "steps": 1,
+    }
     return SFTConfig.parse({**values, **settings}, "test")
 
 
@@ -49,7 +59,11 @@ def test_examples_that_do_not_fit_are_left_out_and_counted(model, tmp_path, capl
         ('{"messages": "hello"}', ConfigError, r"line 2.*not a conversation"),
         ("[1]", ConfigError, r"line 2.*not a conversation"),
         ('{"messages": [', ConfigError, r"line 2: not JSON"),
-        ('{"messages": [{"role": "user", "content": "hi"}]}', TokenizationError, r"line 2: the last message"),
+        (
+            '{"messages": [{"role": "user", "content": "hi"}]}',
+            TokenizationError,
+            r"line 2: the last message",
+        ),
     ],
 )
 def test_bad_lines_are_named(line, error, match, model, tmp_path):
@@ -59,7 +73,9 @@ def test_bad_lines_are_named(line, error, match, model, tmp_path):
 
 
 def test_a_damaged_last_line_is_named_with_and_without_a_newline(model, tmp_path):
-    """A data file that was cut off is no log whose last line may be torn: what it lost is missed."""
+    """A data file that was cut off is no log whose last line may be torn: what it lost is
+    missed.
+    """
     whole = json.dumps(conversation("a?", "A"))
     settings = config(model, tmp_path, [whole])
     for end in ("", "\n"):
@@ -72,7 +88,8 @@ def test_a_damaged_last_line_is_named_with_and_without_a_newline(model, tmp_path
 
 def test_a_missing_model_or_file_is_named(model, tmp_path):
     with pytest.raises(ModelFolderError, match=r"no config\.json there"):
-        sft_recipe.read_examples(config("runs/nowhere", tmp_path, ["{}"]))  # not looked up on the hub
+        # Not looked up on the hub.
+        sft_recipe.read_examples(config("runs/nowhere", tmp_path, ["{}"]))
     with pytest.raises(ConfigError, match="missing or empty"):
         sft_recipe.read_examples(config(model, tmp_path, []))
 
@@ -114,9 +131,12 @@ def test_every_epoch_uses_every_example_once(model, tmp_path):
     settings = config(model, tmp_path, lines, batch_size=3, seed=5)
     examples, _ = sft_recipe.read_examples(settings)
     stream = sft_recipe.batches(examples, settings)
-    drawn = [example.task_id for _ in range(7) for example in next(stream)]  # 21 draws: three epochs
+    # 21 draws: three epochs.
+    drawn = [example.task_id for _ in range(7) for example in next(stream)]
     for epoch in range(3):
-        assert sorted(drawn[7 * epoch : 7 * epoch + 7]) == sorted(example.task_id for example in examples)
+        assert sorted(drawn[7 * epoch : 7 * epoch + 7]) == sorted(
+            example.task_id for example in examples
+        )
     assert drawn[:7] != drawn[7:14]
     again = sft_recipe.batches(examples, settings)
     assert [example.task_id for _ in range(7) for example in next(again)] == drawn
@@ -132,7 +152,9 @@ TWO_TURNS = [
 
 def trained_text(model, example):
     tokenizer = AutoTokenizer.from_pretrained(model)
-    return tokenizer.decode([i for i, mine in zip(example.token_ids, example.assistant_mask, strict=True) if mine])
+    return tokenizer.decode(
+        [i for i, mine in zip(example.token_ids, example.assistant_mask, strict=True) if mine]
+    )
 
 
 def with_template(model, tmp_path, template):
@@ -142,7 +164,9 @@ def with_template(model, tmp_path, template):
 
 
 def test_all_turns_of_the_assistant_are_trained(model, tmp_path):
-    (example,), _ = sft_recipe.read_examples(config(model, tmp_path, [json.dumps({"messages": TWO_TURNS})]))
+    (example,), _ = sft_recipe.read_examples(
+        config(model, tmp_path, [json.dumps({"messages": TWO_TURNS})])
+    )
     assert trained_text(model, example) == "A<|end|>B<|end|>"
 
 
@@ -150,15 +174,32 @@ def test_turns_that_the_template_rewrites_have_sequences_of_their_own(model, tmp
     """This one writes everything but the last message in small letters."""
     said = "(message['content'] if loop.last else message['content'] | lower)"
     rewriting = with_template(model, tmp_path, CHAT_TEMPLATE.replace("message['content']", said))
-    examples, _ = sft_recipe.read_examples(config(rewriting, tmp_path, [json.dumps({"messages": TWO_TURNS})]))
+    examples, _ = sft_recipe.read_examples(
+        config(rewriting, tmp_path, [json.dumps({"messages": TWO_TURNS})])
+    )
     assert [trained_text(rewriting, example) for example in examples] == ["B<|end|>", "A<|end|>"]
-    assert [(example.task_id[-6:], example.sample) for example in examples] == [("line 1", 0), ("line 1", 1)]
+    assert [(example.task_id[-6:], example.sample) for example in examples] == [
+        ("line 1", 0),
+        ("line 1", 1),
+    ]
 
 
 def test_tools_reach_the_template(model, tmp_path):
-    template = with_template(model, tmp_path, "{%- if tools -%}{{- tools[0]['function']['name'] -}}{%- endif -%}" + CHAT_TEMPLATE)
-    tools = [{"type": "function", "function": {"name": "dig", "parameters": {"type": "object", "properties": {}}}}]
-    lines = [json.dumps({"messages": TWO_TURNS, "tools": tools}), json.dumps({"messages": TWO_TURNS})]
+    template = with_template(
+        model,
+        tmp_path,
+        "{%- if tools -%}{{- tools[0]['function']['name'] -}}{%- endif -%}" + CHAT_TEMPLATE,
+    )
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "dig", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
+    lines = [
+        json.dumps({"messages": TWO_TURNS, "tools": tools}),
+        json.dumps({"messages": TWO_TURNS}),
+    ]
     (one, other), _ = sft_recipe.read_examples(config(template, tmp_path, lines))
     assert len(one.token_ids) == len(other.token_ids) + len("dig")
     assert trained_text(template, one) == trained_text(template, other) == "A<|end|>B<|end|>"
@@ -177,7 +218,11 @@ def test_the_lines_of_a_run(model, tmp_path):
     rows = train(model, tmp_path, profile_steps=1)
     assert [row["global_step"] for row in rows] == [1, 2]
     for row in rows:
-        assert row["flops"] > 0 and row["logical_tokens"] >= row["row_tokens"] - 4 and row["seconds"] > 0
+        assert (
+            row["flops"] > 0
+            and row["logical_tokens"] >= row["row_tokens"] - 4
+            and row["seconds"] > 0
+        )
         assert {"data", "forward", "backward", "optimizer"} <= row["seconds_by_part"].keys()
         assert row["peak_share"] > 0 and row["memory_peaks"]["host"] > 0
     assert "checkpoint" in rows[1]["seconds_by_part"]
@@ -186,18 +231,26 @@ def test_the_lines_of_a_run(model, tmp_path):
 
 def test_losses_that_are_not_finite_stop_the_run(model, tmp_path, monkeypatch):
     monkeypatch.setattr(sft_recipe, "weighted_loss", lambda weights, logprobs, at: logprobs / 0)
-    with pytest.raises(DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"):
+    with pytest.raises(
+        DivergedError, match=r"step 2: .*losses are not finite; the first is in microbatch 0"
+    ):
         train(model, tmp_path, max_skipped_steps=1)
     assert not (tmp_path / "checkpoint").exists()
 
 
 def trained(model, tmp_path, name, **settings):
-    """The lines and weights of a run on six conversations of different lengths, in batches of four."""
+    """The lines and weights of a run on six conversations of different lengths, in batches of
+    four.
+    """
     (tmp_path / name).mkdir()
     lines = [json.dumps(conversation(f"{n}?", str(n) * (3 * n + 1))) for n in range(6)]
     values = {"batch_size": 4, "seq_len": 40, "device": "cpu", "lr": 1e-2, **settings}
-    sft_recipe.train(config(model, tmp_path / name, lines, **values), Ranks(0, 1, torch.device("cpu")))
-    return read_jsonl(tmp_path / name / "train.jsonl"), load_file(tmp_path / name / "checkpoint" / "model.safetensors")
+    sft_recipe.train(
+        config(model, tmp_path / name, lines, **values), Ranks(0, 1, torch.device("cpu"))
+    )
+    return read_jsonl(tmp_path / name / "train.jsonl"), load_file(
+        tmp_path / name / "checkpoint" / "model.safetensors"
+    )
 
 
 @pytest.mark.long(but=["0.999"])
@@ -219,7 +272,9 @@ def test_a_run_in_pieces_is_the_same_as_a_whole_one(model, tmp_path):
     rows, weights = trained(model, tmp_path, "whole", steps=5, **common)
     first, half = trained(model, tmp_path, "first", steps=2, save_state=True, **common)
     state = {"state": str(tmp_path / "first" / "state")}
-    second, pieces = trained(tmp_path / "first" / "checkpoint", tmp_path, "second", steps=3, **state, **common)
+    second, pieces = trained(
+        tmp_path / "first" / "checkpoint", tmp_path, "second", steps=3, **state, **common
+    )
     assert [row["global_step"] for row in first + second] == [1, 2, 3, 4, 5]
     assert [row["loss"] for row in first + second] == [row["loss"] for row in rows]
     assert all(torch.equal(weights[name], pieces[name]) for name in weights)
@@ -232,5 +287,9 @@ def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
     for settings in ({"steps": None}, {"flops": 1e9}):
         with pytest.raises(ConfigError, match="give one of them: it says when to end"):
             config(model, tmp_path, lines, **settings)
-    with pytest.raises(ConfigError, match=r"less than half of one step of 64 conversations .*lower batch_size"):
-        sft_recipe.train(config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu")))
+    with pytest.raises(
+        ConfigError, match=r"less than half of one step of 64 conversations .*lower batch_size"
+    ):
+        sft_recipe.train(
+            config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu"))
+        )

@@ -1,14 +1,16 @@
-"""Time training steps of transformers' classes: against rows with one sample each, or against ttrl's own decoder.
+"""Time training steps of transformers' classes: against rows with one sample each, or against
+ttrl's own decoder.
 
     python tools/bench_classes.py [NAME ...] [--rounds 3]
     python tools/bench_classes.py --decoders [NAME ...] [--rounds 3]
 
-NAMEs are those of tools/check_models.py; models are wider here. Both ways are alternated; medians of forward and backward passes
-in CPU seconds on one thread, and their ratio. The gradients of both are compared first.
+NAMEs are those of tools/check_models.py; models are wider here. Both ways are alternated; medians
+of forward and backward passes in CPU seconds on one thread, and their ratio. The gradients of both
+are compared first.
 
-The first command stores a prompt once for all completions, or gives each sample a row. The second computes the same packed rows
-with both decoders, for the families that both know and for SmolLM2-135M (NAME smollm2-135m), and also counts the bytes that each
-keeps for its backward pass.
+The first command stores a prompt once for all completions, or gives each sample a row. The second
+computes the same packed rows with both decoders, for the families that both know and for
+SmolLM2-135M (NAME smollm2-135m), and also counts the bytes that each keeps for its backward pass.
 """
 
 import argparse
@@ -37,15 +39,48 @@ SHAPES = ((1024, 16, 60), (256, 16, 100), (64, 8, 240))
 _SMALL_SHAPES = ((64, 4, 24),)
 """For a real model, whose steps take seconds on one core."""
 _WIDER: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4},
-    "granite_hybrid": {"hidden_size": 256, "shared_intermediate_size": 512, "mamba_n_heads": 8, "mamba_d_head": 64},
+    "qwen3_5": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+    },
+    "granite_hybrid": {
+        "hidden_size": 256,
+        "shared_intermediate_size": 512,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+    },
 }
-DENSE = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi", "phi3", "gpt2", "nanochat")
+DENSE = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "phi",
+    "phi3",
+    "gpt2",
+    "nanochat",
+)
 """Families that both decoders know."""
-_DENSE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+_DENSE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+}
 _MORE_LAYERS: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_num_value_heads": 4},
-    "granite_hybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"], "num_hidden_layers": 4},
+    "qwen3_5": {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "linear_num_value_heads": 4,
+    },
+    "granite_hybrid": {
+        "layer_types": ["mamba", "mamba", "attention", "mamba"],
+        "num_hidden_layers": 4,
+    },
 }
 
 
@@ -91,9 +126,18 @@ def rows_of(results: Sequence[TokenizedResult], together: bool) -> list[tuple[Te
     if together:
         prompt = results[0].prompt_length
         length = prompt + sum(len(one.token_ids) - prompt for one in results)
-        return [policy_rows(packed_tensors_from_tokenized_results(results, seq_len=length, pad_id=0, shortest_shared=1))]
+        return [
+            policy_rows(
+                packed_tensors_from_tokenized_results(
+                    results, seq_len=length, pad_id=0, shortest_shared=1
+                )
+            )
+        ]
     length = len(results[0].token_ids)
-    return [policy_rows(packed_tensors_from_tokenized_results([one], seq_len=length, pad_id=0)) for one in results]
+    return [
+        policy_rows(packed_tensors_from_tokenized_results([one], seq_len=length, pad_id=0))
+        for one in results
+    ]
 
 
 def decoders(name: str, folder: Path) -> list[Policy]:
@@ -123,7 +167,10 @@ def bytes_kept(policy: Policy, rows: Sequence[tuple[Tensor, ...]]) -> int:
 
 def compare_decoders(names: Sequence[str], rounds: int) -> None:
     """Print a line for each model and shape."""
-    print("model            shape           torchtune   transformers   ratio   kept, MB    ratio   gradients differ by")
+    print(
+        "model            shape           torchtune   transformers   ratio   kept, MB    ratio   "
+        "gradients differ by"
+    )
     for name in names:
         with tempfile.TemporaryDirectory() as folder:
             if name in MODELS:
@@ -143,7 +190,8 @@ def compare_decoders(names: Sequence[str], rounds: int) -> None:
             ours, theirs = (statistics.median(column) for column in zip(*seconds, strict=True))
             words = "x".join(map(str, shape))
             print(
-                f"{name:16} {words:14} {ours:8.2f} s {theirs:10.2f} s {theirs / ours:8.2f}   {kept[0]:.1f} {kept[1]:.1f} "
+                f"{name:16} {words:14} {ours:8.2f} s {theirs:10.2f} s {theirs / ours:8.2f}   "
+                f"{kept[0]:.1f} {kept[1]:.1f} "
                 f"{kept[1] / kept[0]:6.2f}   {off:.0e}",
                 flush=True,
             )
@@ -161,9 +209,15 @@ def step(policy: Policy, rows: Sequence[tuple[Tensor, ...]]) -> float:
 def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(_WIDER)}; all unless given")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"{', '.join(_WIDER)}; all unless given"
+    )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--decoders", action="store_true", help="compare transformers' classes with ttrl's own decoder")
+    parser.add_argument(
+        "--decoders",
+        action="store_true",
+        help="compare transformers' classes with ttrl's own decoder",
+    )
     arguments = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     transformers.utils.logging.disable_progress_bar()
@@ -178,17 +232,25 @@ def main() -> int:
             policy = loaded(check_models.write_model(name, Path(folder) / "model"))
         for shape in SHAPES:
             results = samples(*shape)
-            apart, together = rows_of(results, False), rows_of(results, True)
+            apart = rows_of(results, False)
+            together = rows_of(results, True)
             gradients = []
             for rows in (apart, together):
                 step(policy, rows)
-                found = [p.grad.flatten().double() for p in policy.parameters() if p.grad is not None]
+                found = [
+                    p.grad.flatten().double() for p in policy.parameters() if p.grad is not None
+                ]
                 gradients.append(torch.cat(found))
             off = float((gradients[0] - gradients[1]).norm() / gradients[0].norm())
-            seconds = [(step(policy, apart), step(policy, together)) for _ in range(arguments.rounds)]
+            seconds = [
+                (step(policy, apart), step(policy, together)) for _ in range(arguments.rounds)
+            ]
             one, other = (statistics.median(column) for column in zip(*seconds, strict=True))
             words = "x".join(map(str, shape))
-            print(f"{name:16} {words:16} {one:8.2f} s {other:8.2f} s {one / other:6.1f}   {off:.0e}", flush=True)
+            print(
+                f"{name:16} {words:16} {one:8.2f} s {other:8.2f} s {one / other:6.1f}   {off:.0e}",
+                flush=True,
+            )
     return 0
 
 

@@ -1,12 +1,15 @@
-"""What does a sampled token cost the client? CPU time of this process per token, against a server that costs it nothing.
+"""What does a sampled token cost the client? CPU time of this process per token, against a server
+that costs it nothing.
 
     python tools/bench_client.py [--tokens 64] [--rounds 2] [--uvloop]
 
-The server is a process of its own on the loopback: it answers as vLLM does (token ids, log-probabilities), from memory. Streams
-get their tokens one step at a time, all streams in step, as from a real engine. Clients, alternating:
+The server is a process of its own on the loopback: it answers as vLLM does (token ids,
+log-probabilities), from memory. Streams get their tokens one step at a time, all streams in step,
+as from a real engine. Clients, alternating:
 
 openai   the openai client: completions.create, with every choice (or chunk) read
-ttrl     ChatAttempt, read_choice, openai_choice, as in get_task_results; streams with an on_chunk that reads every token
+ttrl     ChatAttempt, read_choice, openai_choice, as in get_task_results; streams with an on_chunk
+         that reads every token
 
 Printed: the median CPU µs per token over the rounds, and how many times cheaper ttrl is.
 """
@@ -54,16 +57,41 @@ def _entry(i: int) -> dict[str, Any]:
 
 
 def _answer(n: int, tokens: int) -> bytes:
-    message = {"role": "assistant", "content": "".join(_entry(i)["token"] for i in range(tokens)), "reasoning": None}
-    choice = {"message": message, "logprobs": {"content": [_entry(i) for i in range(tokens)]}, "finish_reason": "stop"}
-    choices = [{"index": k, **choice, "stop_reason": None, "token_ids": list(range(1000, 1000 + tokens))} for k in range(n)]
+    message = {
+        "role": "assistant",
+        "content": "".join(_entry(i)["token"] for i in range(tokens)),
+        "reasoning": None,
+    }
+    choice = {
+        "message": message,
+        "logprobs": {"content": [_entry(i) for i in range(tokens)]},
+        "finish_reason": "stop",
+    }
+    choices = [
+        {"index": k, **choice, "stop_reason": None, "token_ids": list(range(1000, 1000 + tokens))}
+        for k in range(n)
+    ]
     usage = {"prompt_tokens": 64, "completion_tokens": n * tokens, "total_tokens": 64 + n * tokens}
-    body = {"id": "chatcmpl-1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage}
+    body = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": choices,
+        "usage": usage,
+    }
     return json.dumps(body | {"prompt_token_ids": list(range(64))}, separators=(",", ":")).encode()
 
 
 def _event(choices: list[Any], **more: Any) -> bytes:
-    body = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": choices, **more}
+    body = {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "m",
+        "choices": choices,
+        **more,
+    }
     data = b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -93,7 +121,8 @@ class _Connection(asyncio.Protocol):
     known: "dict[Any, Any]" = {}  # noqa: RUF012
 
     def connection_made(self, transport: Any) -> None:
-        self.transport, self.data = transport, b""
+        self.transport = transport
+        self.data = b""
         self.left: list[list[bytes]] = []
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -107,7 +136,12 @@ class _Connection(asyncio.Protocol):
             return
         self.data = rest[length:]
         body = json.loads(rest[:length])
-        key = (body["n"], body["max_tokens"], body.get("stream", False), body.get("stream_interval", 1))
+        key = (
+            body["n"],
+            body["max_tokens"],
+            body.get("stream", False),
+            body.get("stream_interval", 1),
+        )
         if key not in self.known:
             self.known[key] = _steps(key[0], key[1], key[3]) if key[2] else _answer(key[0], key[1])
         answer = self.known[key]
@@ -146,7 +180,9 @@ def _params(tokens: int, interval: int) -> dict[str, Any]:
 MESSAGES = [{"role": "user", "content": "sort these letters please " * 8}]
 
 
-async def with_ttrl(url: str, n: int, requests: int, streamed: bool, interval: int, tokens: int) -> int:
+async def with_ttrl(
+    url: str, n: int, requests: int, streamed: bool, interval: int, tokens: int
+) -> int:
     transport = transport_for(url)
     request = ChatRequest.of("m", params=_params(tokens, interval), token_ids=True, max_retries=0)
     seen = 0
@@ -160,7 +196,9 @@ async def with_ttrl(url: str, n: int, requests: int, streamed: bool, interval: i
 
     async def one() -> int:
         count = 0
-        attempt = ChatAttempt(request=request, messages=MESSAGES, n=n, on_chunk=on_chunk if streamed else None)
+        attempt = ChatAttempt(
+            request=request, messages=MESSAGES, n=n, on_chunk=on_chunk if streamed else None
+        )
         for answer in await attempt(transport):
             assert answer is not None
             sample = Sample(task_id="t", sample=0, messages=MESSAGES)
@@ -177,14 +215,22 @@ async def with_ttrl(url: str, n: int, requests: int, streamed: bool, interval: i
         await transport.close()
 
 
-async def with_openai(url: str, n: int, requests: int, streamed: bool, interval: int, tokens: int) -> int:
+async def with_openai(
+    url: str, n: int, requests: int, streamed: bool, interval: int, tokens: int
+) -> int:
     client = openai.AsyncOpenAI(base_url=url, api_key="k", max_retries=0)
     params = _params(tokens, interval)
     params["extra_body"] = {**params.get("extra_body", {}), "return_token_ids": True}
 
     async def whole() -> int:
-        completion: Any = await client.chat.completions.create(model="m", messages=MESSAGES, n=n, **params)
-        values = [[e.logprob for e in c.logprobs.content] for c in completion.choices if c.message.content and c.token_ids]
+        completion: Any = await client.chat.completions.create(
+            model="m", messages=MESSAGES, n=n, **params
+        )
+        values = [
+            [e.logprob for e in c.logprobs.content]
+            for c in completion.choices
+            if c.message.content and c.token_ids
+        ]
         return sum(map(len, values))
 
     async def stream() -> int:
@@ -192,7 +238,9 @@ async def with_openai(url: str, n: int, requests: int, streamed: bool, interval:
         chunks: Any = await client.chat.completions.create(
             model="m", messages=MESSAGES, n=n, stream=True, stream_options=options, **params
         )
-        text, ids, values = [], [], []
+        text = []
+        ids = []
+        values = []
         async for chunk in chunks:
             for part in chunk.choices:
                 text.append(part.delta.content)
@@ -202,7 +250,9 @@ async def with_openai(url: str, n: int, requests: int, streamed: bool, interval:
         return len(values)
 
     async with client:
-        return sum(await asyncio.gather(*((stream if streamed else whole)() for _ in range(requests))))
+        return sum(
+            await asyncio.gather(*((stream if streamed else whole)() for _ in range(requests)))
+        )
 
 
 WAYS: dict[str, Callable[..., Awaitable[int]]] = {"openai": with_openai, "ttrl": with_ttrl}
@@ -218,22 +268,33 @@ async def measure(url: str, tokens: int, rounds: int) -> None:
                 count = await run(url, *case, tokens)
                 seen[way].append((time.process_time() - start) / count * 1e6)
                 assert count == case[0] * case[1] * tokens, (way, name, count)
-        medians = [statistics.median(values[1:]) for values in seen.values()]  # the first round imports and warms up
-        print(f"{name:34}" + "".join(f"{value:10.1f}" for value in medians) + f"{medians[0] / medians[1]:10.1f}")
+        # The first round imports and warms up.
+        medians = [statistics.median(values[1:]) for values in seen.values()]
+        print(
+            f"{name:34}"
+            + "".join(f"{value:10.1f}" for value in medians)
+            + f"{medians[0] / medians[1]:10.1f}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--uvloop", action="store_true", help="run the client on uvloop (install it first)")
+    parser.add_argument(
+        "--uvloop", action="store_true", help="run the client on uvloop (install it first)"
+    )
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         asyncio.run(serve())
         return
     command = [sys.executable, __file__, "--serve"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as server:
         assert server.stdout is not None and server.stdin is not None
         url = f"http://127.0.0.1:{int(server.stdout.readline())}/v1"
         try:

@@ -1,10 +1,13 @@
-"""What `early_stop` does in a run, on a real small model. `python tools/bench_early_stop.py [--seeds 3]`
+"""What `early_stop` does in a run, on a real small model. `python tools/bench_early_stop.py
+[--seeds 3]`
 
-For each seed two runs with the quickstart's tasks and settings, but for longer completions: one in which all end by themselves,
-one with `early_stop`. Reported of both: the share that was ended, tokens and seconds an iteration, held-out reward at the start
-and in the end; of the first also what other settings would have ended of its samples, how many tokens that would have saved, and
-the mean reward of these samples, which is what would have been lost. The same command continues what was interrupted. `--plan`
-only says what a run takes. (Not for a machine that does something else: seconds are compared.)
+For each seed two runs with the quickstart's tasks and settings, but for longer completions: one in
+which all end by themselves, one with `early_stop`. Reported of both: the share that was ended,
+tokens and seconds an iteration, held-out reward at the start and in the end; of the first also what
+other settings would have ended of its samples, how many tokens that would have saved, and the mean
+reward of these samples, which is what would have been lost. The same command continues what was
+interrupted. `--plan` only says what a run takes. (Not for a machine that does something else:
+seconds are compared.)
 """
 
 import argparse
@@ -20,7 +23,9 @@ from ttrl.system.files import read_jsonl
 from ttrl.tasks.structured_output import get_structured_output_tasks
 
 
-def config_of(seed: int, early_stop: dict[str, float] | None, arguments: argparse.Namespace) -> TrainConfig:
+def config_of(
+    seed: int, early_stop: dict[str, float] | None, arguments: argparse.Namespace
+) -> TrainConfig:
     """Return the config of a run."""
     return TrainConfig(
         run=str(arguments.work / f"seed{seed}_{'stopped' if early_stop else 'whole'}"),
@@ -33,7 +38,8 @@ def config_of(seed: int, early_stop: dict[str, float] | None, arguments: argpars
         seed=seed,
         training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
         early_stop=early_stop,
-        validate_every=arguments.iterations,  # at start and end alone: beside sampling, it would be measured with it
+        # At start and end alone: beside sampling, it would be measured with it.
+        validate_every=arguments.iterations,
         validation_metric="exact",
         save_every=arguments.iterations,  # 2 GB each
     )
@@ -51,7 +57,10 @@ def what_came(run: Path) -> str:
     stopped = [row["rollouts"]["stopped_early"] or 0.0 for row in rows]
     tokens = [row["completion_tokens"] for row in rows]
     seconds = [row["seconds"]["total"] for row in rows]
-    shown = [f"{row['validation_reward']:.3f} (exact {row['validation']['exact']:.3f})" for row in (before, rows[-1])]
+    shown = [
+        f"{row['validation_reward']:.3f} (exact {row['validation']['exact']:.3f})"
+        for row in (before, rows[-1])
+    ]
     return (
         f"ended early {statistics.mean(stopped):6.1%}  tokens {statistics.mean(tokens):7.0f}  "
         f"seconds {statistics.mean(seconds):6.1f}  held-out reward {shown[0]} → {shown[1]}"
@@ -65,18 +74,27 @@ def what_would_have(samples: list[Sample], stop: InferenceEarlyStop) -> str:
     tokens = sum(len(one.logprobs or ()) for one in samples)
     saved = sum(len(one.logprobs or ()) - end for one, end in ended)
     reward = statistics.mean(one.reward or 0.0 for one, _ in ended) if ended else float("nan")
-    return f"would end {len(ended) / len(samples):6.1%}  saves {saved / tokens:6.1%} of the tokens  reward of these {reward:.3f}"
+    return (
+        f"would end {len(ended) / len(samples):6.1%}  saves {saved / tokens:6.1%} of the tokens  "
+        f"reward of these {reward:.3f}"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--early-stop", type=json.loads, default={"alpha": 0.992, "threshold": -3.0})
+    parser.add_argument(
+        "--early-stop", type=json.loads, default={"alpha": 0.992, "threshold": -3.0}
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/early_stop"))
-    parser.add_argument("--plan", action="store_true", help="say what a run takes, and start nothing")
+    parser.add_argument(
+        "--plan", action="store_true", help="say what a run takes, and start nothing"
+    )
     arguments = parser.parse_args()
     held_out = get_structured_output_tasks("validation", n=32)
     if arguments.plan:
@@ -91,9 +109,16 @@ def main() -> None:
             config = config_of(seed, early_stop, arguments)
             train(config, tasks, held_out, quiet=True)
             print(f"seed {seed}  {name:8} {what_came(Path(config.run))}", flush=True)
-    samples = [one for seed in range(arguments.seeds) for one in samples_of(arguments.work / f"seed{seed}_whole")]
+    samples = [
+        one
+        for seed in range(arguments.seeds)
+        for one in samples_of(arguments.work / f"seed{seed}_whole")
+    ]
     for alpha, threshold in itertools.product((0.9, 0.97, 0.992), (-1.5, -2.0, -3.0, -4.0)):
-        print(f"alpha {alpha:5}  threshold {threshold:4}  {what_would_have(samples, InferenceEarlyStop(alpha, threshold))}")
+        print(
+            f"alpha {alpha:5}  threshold {threshold:4}  "
+            f"{what_would_have(samples, InferenceEarlyStop(alpha, threshold))}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""2,000 completions through a server that misbehaves: is every sample graded exactly once, or counted with its reason?
+"""2,000 completions through a server that misbehaves: is every sample graded exactly once, or
+counted with its reason?
 
     python tools/bench_faults.py [--completions 2000] [--share 0.2] [--seed 0]
 
-Four kinds of requests (one sample or eight per request, streamed or not), each once without faults and once with every kind of
-fault in equal parts. Samples are seeded, so sample k of a task is the same answer in both runs, however often it was requested:
-text, token ids, logprobs and reward must be equal wherever the sample finished. Exits with 1 if anything is wrong.
+Four kinds of requests (one sample or eight per request, streamed or not), each once without faults
+and once with every kind of fault in equal parts. Samples are seeded, so sample k of a task is the
+same answer in both runs, however often it was requested: text, token ids, logprobs and reward must
+be equal wherever the sample finished. Exits with 1 if anything is wrong.
 """
 
 import argparse
@@ -75,7 +77,8 @@ async def sample(url: str, way: Way, tasks: int, n: int, grades: "Counter[tuple[
 
         return Task([{"role": "user", "content": name}], grader, id=name)
 
-    # Longer than an answer takes on a busy machine: one that comes too late would be spoilt by the server's account alone.
+    # Longer than an answer takes on a busy machine: one that comes too late would be spoilt by the
+    # server's account alone.
     async with openai.AsyncOpenAI(base_url=url, api_key="k", timeout=8.0) as client:
         return await get_task_results(
             [task(number) for number in range(tasks)],
@@ -90,32 +93,63 @@ async def sample(url: str, way: Way, tasks: int, n: int, grades: "Counter[tuple[
         )
 
 
-def compare(way: Way, clean: Any, results: Any, grades: "Counter[tuple[str, str]]", tasks: int, n: int) -> None:
+def compare(
+    way: Way, clean: Any, results: Any, grades: "Counter[tuple[str, str]]", tasks: int, n: int
+) -> None:
     """Fills in what became of the samples, and everything that should not be so."""
     wrong = way.problems.append
-    if len(results.samples) != tasks * n or [r.task_id for r in results] != [r.task_id for r in clean]:
+    if len(results.samples) != tasks * n or [r.task_id for r in results] != [
+        r.task_id for r in clean
+    ]:
         wrong(f"{len(results.samples)} samples of {len(results)} tasks")
     for good, seen in zip(clean.samples, results.samples, strict=True):
         place = f"{seen.task_id}, sample {seen.sample}"
         if (seen.reward is None) == (seen.error is None):
             wrong(f"{place}: reward {seen.reward}, error {seen.error}")
         elif seen.reward is not None:
-            for name in ("reward", "text", "token_ids", "prompt_token_ids", "logprobs", "finish_reason"):
+            for name in (
+                "reward",
+                "text",
+                "token_ids",
+                "prompt_token_ids",
+                "logprobs",
+                "finish_reason",
+            ):
                 if getattr(seen, name) != getattr(good, name):
-                    wrong(f"{place}: {name} is {getattr(seen, name)!r:.80}, without faults {getattr(good, name)!r:.80}")
+                    wrong(
+                        f"{place}: {name} is {getattr(seen, name)!r:.80}, without faults "
+                        f"{getattr(good, name)!r:.80}"
+                    )
         else:
             error = seen.error.split("\n")[0]
-            way.failed[next((name for name, words in REASONS.items() if words in error), f"retries: {error}"[:100])] += 1
+            way.failed[
+                next(
+                    (name for name, words in REASONS.items() if words in error),
+                    f"retries: {error}"[:100],
+                )
+            ] += 1
     expected = Counter((s.task_id, s.text) for s in results.samples if s.reward is not None)
     if grades != expected:
-        wrong(f"graded {grades.total()} times, {expected.total()} samples have rewards; differing: {(grades - expected)!r:.200}")
+        wrong(
+            f"graded {grades.total()} times, {expected.total()} samples have rewards; differing: "
+            f"{(grades - expected)!r:.200}"
+        )
     stats = results.stats
     way.graded = stats.num_graded
-    if stats.num_graded + stats.num_failed != tasks * n or sum(stats.exceptions.values()) != stats.num_failed:
-        wrong(f"{stats.num_graded} graded + {stats.num_failed} failed, {sum(stats.exceptions.values())} with a reason")
+    if (
+        stats.num_graded + stats.num_failed != tasks * n
+        or sum(stats.exceptions.values()) != stats.num_failed
+    ):
+        wrong(
+            f"{stats.num_graded} graded + {stats.num_failed} failed, "
+            f"{sum(stats.exceptions.values())} with a reason"
+        )
     for name, count in way.samples_failed.items():
         if way.failed[name] != count:
-            wrong(f"{name}: the server spoilt {count} samples, {way.failed[name]} failed because of it")
+            wrong(
+                f"{name}: the server spoilt {count} samples, {way.failed[name]} failed because "
+                "of it"
+            )
 
 
 async def measure(server: Any, way: Way, *, faults: str, seed: int, tasks: int, n: int) -> Way:
@@ -124,7 +158,9 @@ async def measure(server: Any, way: Way, *, faults: str, seed: int, tasks: int, 
     grades: Counter[tuple[str, str]] = Counter()
     clean = await sample(server.url, way, tasks, n, grades)
     if clean.stats.num_graded != tasks * n:
-        way.problems.append(f"without faults {clean.stats.num_failed} samples failed: {clean.stats.failures()}")
+        way.problems.append(
+            f"without faults {clean.stats.num_failed} samples failed: {clean.stats.failures()}"
+        )
     before = server.stats()
     server.control(faults=faults, seed=seed)
     grades.clear()
@@ -143,12 +179,18 @@ async def measure(server: Any, way: Way, *, faults: str, seed: int, tasks: int, 
     return way
 
 
-def run(*, completions: int, share: float, seed: int, n: int = 8, ways: Sequence[Way] = ()) -> list[Way]:
+def run(
+    *, completions: int, share: float, seed: int, n: int = 8, ways: Sequence[Way] = ()
+) -> list[Way]:
     """Every way in turn, against one server process."""
-    ways = ways or [Way(streamed, per_request) for streamed in (False, True) for per_request in (n, 1)]
+    ways = ways or [
+        Way(streamed, per_request) for streamed in (False, True) for per_request in (n, 1)
+    ]
     with bad_server.process("--answers", ANSWERS, "--seed", str(seed)) as server:
         for way in ways:
-            asyncio.run(measure(server, way, faults=f"all={share}", seed=seed, tasks=completions // n, n=n))
+            asyncio.run(
+                measure(server, way, faults=f"all={share}", seed=seed, tasks=completions // n, n=n)
+            )
     return list(ways)
 
 
@@ -168,14 +210,21 @@ def table(ways: Sequence[Way]) -> str:
     ]
     width = max(len(label) for label, _ in rows)
     lines = [" " * width + "".join(f"  {way.name:>24}" for way in ways)]
-    lines += [label.ljust(width) + "".join(f"  {value!s:>24}" for value in values) for label, values in rows]
+    lines += [
+        label.ljust(width) + "".join(f"  {value!s:>24}" for value in values)
+        for label, values in rows
+    ]
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--completions", type=int, default=2000)
-    parser.add_argument("--share", type=float, default=0.2, help="share of the requests that meet a fault")
+    parser.add_argument(
+        "--share", type=float, default=0.2, help="share of the requests that meet a fault"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.getLogger("ttrl").setLevel(logging.ERROR)

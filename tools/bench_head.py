@@ -1,12 +1,14 @@
 """Output projection and loss: seconds and memory of each implementation, on one thread.
 
-    python tools/bench_head.py [--vocabulary 32000 152000] [--ways ...] [--width 512] [--positions 4096] [--trained 0.4]
+    python tools/bench_head.py [--vocabulary 32000 152000] [--ways ...] [--width 512] [--positions
+    4096] [--trained 0.4]
     python tools/bench_head.py --device cuda         # never run on a GPU yet
 
-Forward and backward of -log p over random hidden states. Each implementation and vocabulary runs in a process of its own.
-Seconds: the fastest of the rounds; with one thread on a CPU, the process's CPU seconds, which other processes disturb less. MB:
-the peak of the process beyond what it held before, excluding the gradients of weight and hidden states, which every
-implementation must hold in the end. The floor is the three products that are needed at trained positions, at the speed of the
+Forward and backward of -log p over random hidden states. Each implementation and vocabulary runs in
+a process of its own. Seconds: the fastest of the rounds; with one thread on a CPU, the process's
+CPU seconds, which other processes disturb less. MB: the peak of the process beyond what it held
+before, excluding the gradients of weight and hidden states, which every implementation must hold in
+the end. The floor is the three products that are needed at trained positions, at the speed of the
 widest one, measured in the same process.
 """
 
@@ -36,7 +38,11 @@ def full_logits(h: Tensor, labels: Tensor, weight: Tensor, trained: Tensor) -> T
 
 def trained_only(h: Tensor, labels: Tensor, weight: Tensor, trained: Tensor) -> Tensor:
     """One chunk, by autograd."""
-    return -torch.log_softmax((h[trained] @ weight.T).float(), -1).gather(1, labels[trained][:, None]).sum()
+    return (
+        -torch.log_softmax((h[trained] @ weight.T).float(), -1)
+        .gather(1, labels[trained][:, None])
+        .sum()
+    )
 
 
 def recompute(h: Tensor, labels: Tensor, weight: Tensor, trained: Tensor) -> Tensor:
@@ -46,13 +52,22 @@ def recompute(h: Tensor, labels: Tensor, weight: Tensor, trained: Tensor) -> Ten
 def entropy_and_kl(h: Tensor, labels: Tensor, weight: Tensor, trained: Tensor) -> Tensor:
     """With gradients of both."""
     reference = ReferenceHead(h[trained].detach() * 0.9, weight.detach())
-    out = run_head(h[trained], labels[trained], weight, reference=reference, entropy_grad=True, divergence_grad=True)
+    out = run_head(
+        h[trained],
+        labels[trained],
+        weight,
+        reference=reference,
+        entropy_grad=True,
+        divergence_grad=True,
+    )
     assert out.divergence_N is not None
     return (out.divergence_N - out.logprobs_N - 0.1 * out.entropy_N).sum()
 
 
 def in_forward(h: Tensor, labels: Tensor, weight: Tensor, trained: Tensor) -> Tensor:
-    loss = run_head(h[trained], labels[trained], weight, token_loss=lambda logprobs, _: -logprobs).loss
+    loss = run_head(
+        h[trained], labels[trained], weight, token_loss=lambda logprobs, _: -logprobs
+    ).loss
     assert loss is not None
     return loss
 
@@ -71,7 +86,9 @@ class Peak:
     """The largest resident size of this process, looked at every few milliseconds."""
 
     def __init__(self) -> None:
-        self.process, self.bytes, self.stopped = psutil.Process(), 0, False
+        self.process = psutil.Process()
+        self.bytes = 0
+        self.stopped = False
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
@@ -90,7 +107,9 @@ class Peak:
 
 
 def timed(run: Callable[[], object], device: str) -> float:
-    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = (
+        time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    )
     if device == "cuda":
         torch.cuda.synchronize()
     start = clock()
@@ -113,7 +132,8 @@ def measure(name: str, vocabulary: int, arguments: argparse.Namespace) -> str:
         trained = torch.rand(arguments.positions) < arguments.trained
         rows = torch.randn(512, arguments.width).to(dtype)
     count = int(trained.sum())
-    seconds, peak = [], 0.0
+    seconds = []
+    peak = 0.0
     product = min(timed(lambda: rows @ weight.detach().T, device) for _ in range(3))
     for number in range(arguments.rounds):
         h.grad = weight.grad = None
@@ -138,7 +158,10 @@ def measure(name: str, vocabulary: int, arguments: argparse.Namespace) -> str:
     gradients = weight.grad.nbytes + h.grad.nbytes
     flops = 6 * count * arguments.width * vocabulary
     rate = 2 * len(rows) * arguments.width * vocabulary / product
-    return f"{vocabulary:10} {name:26} {min(seconds):8.2f} {(peak - gradients) / MB:8.0f} {flops / rate:8.2f}"
+    return (
+        f"{vocabulary:10} {name:26} {min(seconds):8.2f} {(peak - gradients) / MB:8.0f} "
+        f"{flops / rate:8.2f}"
+    )
 
 
 def main() -> None:
@@ -159,16 +182,34 @@ def main() -> None:
     print("vocabulary way                         seconds       MB  floor s", flush=True)
     for vocabulary in arguments.vocabulary:
         for way in arguments.ways:
-            if way == "full logits, entropy" and vocabulary * arguments.positions > 4e8 and arguments.device == "cpu":
+            if (
+                way == "full logits, entropy"
+                and vocabulary * arguments.positions > 4e8
+                and arguments.device == "cpu"
+            ):
                 continue  # some 15 GB
-            own = ["--one", "--ways", way, "--vocabulary", str(vocabulary), "--device", arguments.device]
+            own = [
+                "--one",
+                "--ways",
+                way,
+                "--vocabulary",
+                str(vocabulary),
+                "--device",
+                arguments.device,
+            ]
             own += [
                 item
                 for name in ("width", "positions", "trained", "rounds", "threads")
                 for item in (f"--{name}", str(vars(arguments)[name]))
             ]
-            done = subprocess.run([sys.executable, __file__, *own], stdout=subprocess.PIPE, text=True, check=False)
-            print(done.stdout.strip() or f"{vocabulary:10} {way:26} failed with status {done.returncode}", flush=True)
+            done = subprocess.run(
+                [sys.executable, __file__, *own], stdout=subprocess.PIPE, text=True, check=False
+            )
+            print(
+                done.stdout.strip()
+                or f"{vocabulary:10} {way:26} failed with status {done.returncode}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

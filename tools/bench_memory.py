@@ -1,10 +1,12 @@
-"""Does a sampling process's memory stay flat? 50,000 completions of 64 tokens with logprobs, 16 per request.
+"""Does a sampling process's memory stay flat? 50,000 completions of 64 tokens with logprobs, 16 per
+request.
 
-    python tools/bench_memory.py [--completions 50000] [--n 16] [--tokens 64] [--streamed] [--cache FOLDER]
+    python tools/bench_memory.py [--completions 50000] [--n 16] [--tokens 64] [--streamed] [--cache
+    FOLDER]
 
-First through `iter_task_results`, which keeps nothing, printing the resident memory after every tenth of them. Then a twentieth
-as many through `get_task_results`, which keeps every sample, printing bytes per sample. The server is the one from the tests, in
-its own process.
+First through `iter_task_results`, which keeps nothing, printing the resident memory after every
+tenth of them. Then a twentieth as many through `get_task_results`, which keeps every sample,
+printing bytes per sample. The server is the one from the tests, in its own process.
 """
 
 import argparse
@@ -41,18 +43,25 @@ def cpu_seconds() -> float:
 def tasks(count: int, start: int = 0) -> Iterator[Task]:
     """Made as they are asked for."""
     for number in range(start, start + count):
-        yield Task([{"role": "user", "content": f"task {number}"}], lambda choice: float(len(choice.message.content)))
+        yield Task(
+            [{"role": "user", "content": f"task {number}"}],
+            lambda choice: float(len(choice.message.content)),
+        )
 
 
 def ignore(chunk: Any, completion: Any) -> None:
     """Somebody who listens, so that completions are streamed."""
 
 
-async def iterate(url: str, completions: int, n: int, arguments: dict[str, Any]) -> list[tuple[int, float]]:
+async def iterate(
+    url: str, completions: int, n: int, arguments: dict[str, Any]
+) -> list[tuple[int, float]]:
     """(completions so far, MiB) after every tenth."""
     rows = [(0, resident())]
     done = failed = 0
-    async with contextlib.aclosing(iter_task_results(tasks(completions // n), url, "m", n=n, pbar=False, **arguments)) as stream:
+    async with contextlib.aclosing(
+        iter_task_results(tasks(completions // n), url, "m", n=n, pbar=False, **arguments)
+    ) as stream:
         async for result in stream:
             done += len(result.samples)
             failed += len(result.samples) - len(result.graded)
@@ -70,7 +79,9 @@ async def keep(url: str, samples: int, n: int, arguments: dict[str, Any]) -> flo
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
-        results = await get_task_results(tasks(samples // n, start=10**6), url, "m", n=n, pbar=False, **arguments)
+        results = await get_task_results(
+            tasks(samples // n, start=10**6), url, "m", n=n, pbar=False, **arguments
+        )
         gc.collect()
         after, _ = tracemalloc.get_traced_memory()
     finally:
@@ -80,7 +91,9 @@ async def keep(url: str, samples: int, n: int, arguments: dict[str, Any]) -> flo
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--completions", type=int, default=50_000)
     parser.add_argument("--n", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
@@ -93,9 +106,11 @@ def main() -> None:
     if args.cache:
         arguments |= {"cache": args.cache, "weights_digest": "none"}
     with bad_server.process("--tokens", str(args.tokens)) as server:
-        began, cpu = time.monotonic(), cpu_seconds()
+        began = time.monotonic()
+        cpu = cpu_seconds()
         rows = asyncio.run(iterate(server.url, args.completions, args.n, arguments))
-        seconds, cpu = time.monotonic() - began, cpu_seconds() - cpu
+        seconds = time.monotonic() - began
+        cpu = cpu_seconds() - cpu
         print(f"{'completions':>12}  {'resident MiB':>12}")
         for done, size in rows:
             print(f"{done:>12,}  {size:>12.1f}")
@@ -103,7 +118,9 @@ def main() -> None:
         tokens = args.completions * (args.tokens + 1)
         speed = f"{args.completions / seconds:.0f} completions/s"
         print(f"{seconds:.1f} s, {speed}, {cpu / tokens * 1e6:.2f} µs of client CPU per token")
-        per_sample = asyncio.run(keep(server.url, max(args.n, args.completions // 20), args.n, arguments))
+        per_sample = asyncio.run(
+            keep(server.url, max(args.n, args.completions // 20), args.n, arguments)
+        )
         print(f"get_task_results keeps {per_sample:,.0f} bytes per sample")
 
 

@@ -1,10 +1,13 @@
-"""What sampling one step off policy gains and costs, on the tiny quickstart. `python tools/bench_off_policy.py [--seeds 5]`
+"""What sampling one step off policy gains and costs, on the tiny quickstart. `python
+tools/bench_off_policy.py [--seeds 5]`
 
-Runs both orders of phases (`off_policy_steps` 0 and 1) with the same seeds and number of iterations, and with the warm models,
-tasks and settings of recipes/sort_letters.py. Reported are the share of held-out words sorted exactly after the last iteration,
-the best share, the first iteration with at least 0.9, and the wall time of the iterations: a line for each run as it ends, then
-means with 95% intervals (Student's t) and the paired differences. Runs that are complete in --work are not run again; one that
-was interrupted is restarted from scratch, so that its time is that of one process.
+Runs both orders of phases (`off_policy_steps` 0 and 1) with the same seeds and number of
+iterations, and with the warm models, tasks and settings of recipes/sort_letters.py. Reported are
+the share of held-out words sorted exactly after the last iteration, the best share, the first
+iteration with at least 0.9, and the wall time of the iterations: a line for each run as it ends,
+then means with 95% intervals (Student's t) and the paired differences. Runs that are complete in
+--work are not run again; one that was interrupted is restarted from scratch, so that its time is
+that of one process.
 """
 
 import argparse
@@ -38,7 +41,12 @@ def run(steps: int, seed: int, arguments: argparse.Namespace) -> dict[str, float
             max_tokens=12,
             seq_len=512,
             seed=seed,
-            training={"lr": 1e-4, "updates_per_iteration": 4, "rows_per_microbatch": 8, "num_output_chunks": 1},
+            training={
+                "lr": 1e-4,
+                "updates_per_iteration": 4,
+                "rows_per_microbatch": 8,
+                "num_output_chunks": 1,
+            },
             validation_metric="exact",
             off_policy_steps=steps,
         )
@@ -49,7 +57,13 @@ def run(steps: int, seed: int, arguments: argparse.Namespace) -> dict[str, float
     good = next((row["iteration"] for row in rows if row["validation"]["exact"] >= GOOD), math.nan)
     seconds = sum(row["seconds"]["total"] for row in rows[1:])
     dead = sum(row.get("dead_seconds", math.nan) for row in rows[1:])
-    return {"final": exact[-1], "best": max(exact), "good at": good, "seconds": seconds, "dead seconds": dead}
+    return {
+        "final": exact[-1],
+        "best": max(exact),
+        "good at": good,
+        "seconds": seconds,
+        "dead seconds": dead,
+    }
 
 
 def interval(values: list[float]) -> str:
@@ -66,7 +80,9 @@ def interval(values: list[float]) -> str:
 
 def main() -> None:
     """Prints a line per run, and the summary."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/bench_off_policy"))
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--iterations", type=int, default=20)
@@ -74,15 +90,26 @@ def main() -> None:
     arguments.work = arguments.work.absolute()
     found: dict[int, list[dict[str, float]]] = {0: [], 1: []}
     for seed in range(arguments.seeds):
-        for steps in found if seed % 2 == 0 else reversed(found):  # what else the machine does hits both alike
+        # What else the machine does hits both alike.
+        for steps in found if seed % 2 == 0 else reversed(found):
             result = run(steps, seed, arguments)
             found[steps].append(result)
-            print(f"off_policy_steps {steps}  seed {seed}  " + "  ".join(f"{k} {v:.3f}" for k, v in result.items()), flush=True)
+            print(
+                f"off_policy_steps {steps}  seed {seed}  "
+                + "  ".join(f"{k} {v:.3f}" for k, v in result.items()),
+                flush=True,
+            )
     for steps, results in found.items():
-        print(f"off_policy_steps {steps}: " + "  ".join(f"{name} {interval([r[name] for r in results])}" for name in results[0]))
+        print(
+            f"off_policy_steps {steps}: "
+            + "  ".join(f"{name} {interval([r[name] for r in results])}" for name in results[0])
+        )
     pairs = list(zip(found[0], found[1], strict=True))
     names = list(pairs[0][0])
-    print("1 minus 0, by seed: " + "  ".join(f"{name} {interval([b[name] - a[name] for a, b in pairs])}" for name in names))
+    print(
+        "1 minus 0, by seed: "
+        + "  ".join(f"{name} {interval([b[name] - a[name] for a, b in pairs])}" for name in names)
+    )
 
 
 if __name__ == "__main__":

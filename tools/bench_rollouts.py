@@ -1,27 +1,34 @@
-"""What does `get_task_results` cost, compared with the least that any client must do? On one real vLLM server, alternating.
+"""What does `get_task_results` cost, compared with the least that any client must do? On one real
+vLLM server, alternating.
 
-    python tools/bench_rollouts.py [--tasks 32] [--samples 16] [--tokens 64] [--rounds 5] [--url URL --model NAME]
-    python tools/bench_rollouts.py --agents | --fake [--sessions 64] [--turns 8] [--tokens 64]
+    python tools/bench_rollouts.py [--tasks 32] [--samples 16] [--tokens 64] [--rounds 5] [--url URL
+    --model NAME] python tools/bench_rollouts.py --agents | --fake [--sessions 64] [--turns 8]
+    [--tokens 64]
 
-Clients, each sampling tasks × samples completions of exactly `tokens` tokens with token ids and log-probabilities:
+Clients, each sampling tasks × samples completions of exactly `tokens` tokens with token ids and
+log-probabilities:
 
 raw           a bare load generator: aiohttp posts the bodies and discards the answers unread
 ttrl          get_task_results, n samples per request, not streamed: what training uses
 ttrl stream   the same with on_chunk, which sees every token: one stream per sample
 ttrl stream n the same with one stream for all samples of a task: samples_per_request=n
-raw stream    a bare generator for one stream per sample: aiohttp reads the streams and discards them
+raw stream    a bare generator for one stream per sample: aiohttp reads the streams and discards
+              them
 openai        the plain openai client, n samples per request, not streamed, its answers read
 openai stream the plain openai client, one stream per sample, its chunks read
 
-And for agents, --sessions at once, each of which makes --turns requests of one sample, one after another:
+And for agents, --sessions at once, each of which makes --turns requests of one sample, one after
+another:
 
 raw turns     aiohttp asks the server directly and discards the answers unread
 chat turns    tasks with a rollout: the same requests by `await chat(…)`
-agent turns   ttrl.agent_task: aiohttp asks the session's endpoint. What the proxy costs a request is the time beyond that of
-              chat turns, divided by the requests, as all share one process; of CPU, without that of raw turns, the agent's own
+agent turns   ttrl.agent_task: aiohttp asks the session's endpoint. What the proxy costs a request
+              is the time beyond that of chat turns, divided by the requests, as all share one
+              process; of CPU, without that of raw turns, the agent's own
 
-Printed: tokens per second of wall clock, as a share of the raw client of the same kind, and the client's CPU time per token.
-Client and server share the machine, so a cheap client leaves more of it to the server. The server's own limits apply to all.
+Printed: tokens per second of wall clock, as a share of the raw client of the same kind, and the
+client's CPU time per token. Client and server share the machine, so a cheap client leaves more of
+it to the server. The server's own limits apply to all.
 """
 
 import argparse
@@ -56,16 +63,30 @@ Way = Callable[[], Awaitable[int]]
 class Ways:
     """All of them for one server and one load."""
 
-    def __init__(self, base_url: str, api_key: str, model: str, options: argparse.Namespace) -> None:
-        self.base_url, self.api_key, self.model, self.o = base_url, api_key, model, options
+    def __init__(
+        self, base_url: str, api_key: str, model: str, options: argparse.Namespace
+    ) -> None:
+        self.base_url = base_url
+        self.api_key = api_key
+        self.model = model
+        self.o = options
         self.round = 0
 
     def messages(self, task: int) -> list[dict[str, str]]:
-        """New prompts in every round, so that no way profits from the server's memory of another."""
-        return [{"role": "user", "content": f"{self.round} {task} " + "sort these letters please " * 4}]
+        """New prompts in every round, so that no way profits from the server's memory of
+        another.
+        """
+        return [
+            {"role": "user", "content": f"{self.round} {task} " + "sort these letters please " * 4}
+        ]
 
     def body(self, task: int, **more: Any) -> dict[str, Any]:
-        params = {"model": self.model, "messages": self.messages(task), "logprobs": True, "return_token_ids": True}
+        params = {
+            "model": self.model,
+            "messages": self.messages(task),
+            "logprobs": True,
+            "return_token_ids": True,
+        }
         return params | {"max_tokens": self.o.tokens, "temperature": 1.0, "ignore_eos": True} | more
 
     def client(self) -> openai.AsyncOpenAI:
@@ -73,14 +94,18 @@ class Ways:
 
     def session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {self.api_key}"}, connector=aiohttp.TCPConnector(limit=0), timeout=None
+            headers={"Authorization": f"Bearer {self.api_key}"},
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=None,
         )
 
     async def raw(self) -> int:
         async with self.session() as session:
 
             async def one(task: int) -> None:
-                async with session.post(f"{self.base_url}/chat/completions", json=self.body(task, n=self.o.samples)) as answer:
+                async with session.post(
+                    f"{self.base_url}/chat/completions", json=self.body(task, n=self.o.samples)
+                ) as answer:
                     assert answer.status == 200, await answer.text()
                     await answer.read()
 
@@ -97,11 +122,16 @@ class Ways:
                     async for _ in answer.content.iter_any():
                         pass
 
-            await asyncio.gather(*(one(task) for task in range(self.o.tasks) for _ in range(self.o.samples)))
+            await asyncio.gather(
+                *(one(task) for task in range(self.o.tasks) for _ in range(self.o.samples))
+            )
         return self.o.tasks * self.o.samples * self.o.tokens
 
     async def ttrl(self, on_chunk: Any = None, samples_per_request: int | None = None) -> int:
-        tasks = [Task(self.messages(task), lambda choice: float(len(choice.message.content))) for task in range(self.o.tasks)]
+        tasks = [
+            Task(self.messages(task), lambda choice: float(len(choice.message.content)))
+            for task in range(self.o.tasks)
+        ]
         params = {"max_tokens": self.o.tokens, "temperature": 1.0, "ignore_eos": True}
         async with self.client() as client:
             results = await get_task_results(
@@ -141,14 +171,20 @@ class Ways:
         messages = self.messages(number)
         for turn in range(self.o.turns):
             yield messages
-            messages = [*messages, {"role": "assistant", "content": "x" * 16}, {"role": "user", "content": f"more {turn}"}]
+            messages = [
+                *messages,
+                {"role": "assistant", "content": "x" * 16},
+                {"role": "user", "content": f"more {turn}"},
+            ]
 
     async def raw_turns(self) -> int:
         async with self.session() as session:
 
             async def one(number: int) -> None:
                 for messages in self.turns(number):
-                    async with session.post(f"{self.base_url}/chat/completions", json=self.body(0, messages=messages)) as answer:
+                    async with session.post(
+                        f"{self.base_url}/chat/completions", json=self.body(0, messages=messages)
+                    ) as answer:
                         assert answer.status == 200, await answer.text()
                         await answer.read()
 
@@ -162,28 +198,38 @@ class Ways:
             return 1.0
 
         numbers = range(self.o.sessions)
-        return await self.sampled([Task(self.messages(n), rollout=functools.partial(rollout, number=n)) for n in numbers])
+        return await self.sampled(
+            [Task(self.messages(n), rollout=functools.partial(rollout, number=n)) for n in numbers]
+        )
 
     async def agent_turns(self) -> int:
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as http:
 
             async def agent(session: Session, number: int) -> float:
-                url, headers = f"{session.base_url}/chat/completions", {"Authorization": f"Bearer {session.api_key}"}
+                url = f"{session.base_url}/chat/completions"
+                headers = {"Authorization": f"Bearer {session.api_key}"}
                 for messages in self.turns(number):
-                    async with http.post(url, json={"messages": messages}, headers=headers) as answer:
+                    async with http.post(
+                        url, json={"messages": messages}, headers=headers
+                    ) as answer:
                         assert answer.status == 200, await answer.text()
                         await answer.read()
                 return 1.0
 
             numbers = range(self.o.sessions)
             return await self.sampled(
-                [agent_task(functools.partial(agent, number=n), messages=self.messages(n)) for n in numbers]
+                [
+                    agent_task(functools.partial(agent, number=n), messages=self.messages(n))
+                    for n in numbers
+                ]
             )
 
     async def sampled(self, tasks: list[Task]) -> int:
         params = {"max_tokens": self.o.tokens, "temperature": 1.0, "ignore_eos": True}
         client = Endpoint(self.base_url, self.api_key)
-        results = await get_task_results(tasks, client, self.model, params=params, concurrency=self.o.sessions, pbar=False)
+        results = await get_task_results(
+            tasks, client, self.model, params=params, concurrency=self.o.sessions, pbar=False
+        )
         stats = results.stats
         assert stats.num_failed == 0, stats.failures()
         return stats.completion_tokens
@@ -197,8 +243,13 @@ class Ways:
                 body = self.body(task)
                 extra = {"return_token_ids": True, "ignore_eos": body.pop("ignore_eos")}
                 body.pop("return_token_ids")
-                completion = await client.chat.completions.create(**body, n=self.o.samples, extra_body=extra)
-                return sum(len([entry.logprob for entry in choice.logprobs.content]) for choice in completion.choices)
+                completion = await client.chat.completions.create(
+                    **body, n=self.o.samples, extra_body=extra
+                )
+                return sum(
+                    len([entry.logprob for entry in choice.logprobs.content])
+                    for choice in completion.choices
+                )
 
             return sum(await asyncio.gather(*(one(task) for task in range(self.o.tasks))))
 
@@ -210,27 +261,41 @@ class Ways:
                 extra = {"return_token_ids": True, "ignore_eos": body.pop("ignore_eos")}
                 body.pop("return_token_ids")
                 count = 0
-                async for chunk in await client.chat.completions.create(**body, stream=True, extra_body=extra):
+                async for chunk in await client.chat.completions.create(
+                    **body, stream=True, extra_body=extra
+                ):
                     for choice in chunk.choices:
                         if choice.logprobs is not None:
                             count += len([entry.logprob for entry in choice.logprobs.content])
                 return count
 
-            return sum(await asyncio.gather(*(one(task) for task in range(self.o.tasks) for _ in range(self.o.samples))))
+            return sum(
+                await asyncio.gather(
+                    *(one(task) for task in range(self.o.tasks) for _ in range(self.o.samples))
+                )
+            )
 
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tasks", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--fake", action="store_true", help="agents alone, in front of a server that answers at once")
+    parser.add_argument(
+        "--fake",
+        action="store_true",
+        help="agents alone, in front of a server that answers at once",
+    )
     parser.add_argument("--agents", action="store_true", help="agents alone, in front of vLLM")
-    parser.add_argument("--url", help="a server that is already running; its key is taken from --key")
+    parser.add_argument(
+        "--url", help="a server that is already running; its key is taken from --key"
+    )
     parser.add_argument("--key", default="EMPTY")
     parser.add_argument("--model", default="m")
     options = parser.parse_args()
@@ -257,10 +322,21 @@ def main() -> None:
 def fake_server(tokens: int) -> Iterator[str]:
     """Serve answers of so many tokens from a process of its own; yields the address."""
     entries = [{"token": "x", "logprob": -1.0, "bytes": [120], "top_logprobs": []}] * tokens
-    choice = {"index": 0, "message": {"role": "assistant", "content": "x" * tokens}, "logprobs": {"content": entries}}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "x" * tokens},
+        "logprobs": {"content": entries},
+    }
     choice |= {"finish_reason": "length", "token_ids": [5] * tokens}
     usage = {"prompt_tokens": 100, "completion_tokens": tokens, "total_tokens": 100 + tokens}
-    whole = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    whole = {
+        "id": "1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+    }
     answer = json.dumps({**whole, "prompt_token_ids": [7] * 100}).encode()
 
     async def reply(request: web.Request) -> web.Response:
@@ -314,20 +390,26 @@ def bench(ways: Ways, agents_only: bool = False) -> None:
         order = list(names) if turn % 2 else list(reversed(names))
         for name in order:
             ways.round += 1
-            began, cpu_began = time.perf_counter(), time.process_time()
+            began = time.perf_counter()
+            cpu_began = time.process_time()
             tokens[name] = asyncio.run(names[name][0]())
             if turn:
                 seconds[name].append(time.perf_counter() - began)
                 cpu[name].append((time.process_time() - cpu_began) / tokens[name] * 1e6)
     o = ways.o
-    print(f"{o.tasks} tasks x {o.samples} samples x {o.tokens} tokens, {o.rounds} rounds, medians (least to most)")
+    print(
+        f"{o.tasks} tasks x {o.samples} samples x {o.tokens} tokens, {o.rounds} rounds, medians "
+        "(least to most)"
+    )
     print(f"{'way':14} {'tokens/s':>24} {'share of its raw way':>22} {'client CPU us/token':>24}")
     for name, (_, base) in names.items():
         speeds = sorted(tokens[name] / s for s in seconds[name])
-        shares = sorted(b / s for s, b in zip(seconds[name], seconds[base], strict=True))  # pairs of the same round
+        # Pairs of the same round.
+        shares = sorted(b / s for s, b in zip(seconds[name], seconds[base], strict=True))
         costs = sorted(cpu[name])
+        speed = f"{statistics.median(speeds):8.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f})"
         print(
-            f"{name:14} {statistics.median(speeds):8.0f} ({speeds[0]:.0f} to {speeds[-1]:.0f})".ljust(40)
+            f"{name:14} {speed}".ljust(40)
             + f" {statistics.median(shares):7.2f} ({shares[0]:.2f} to {shares[-1]:.2f})".rjust(22)
             + f" {statistics.median(costs):7.1f} ({costs[0]:.1f} to {costs[-1]:.1f})".rjust(24)
         )
@@ -337,9 +419,12 @@ def bench(ways: Ways, agents_only: bool = False) -> None:
     cpu_ms = sorted((agent - chat - raw) * o.tokens / 1e3 for agent, chat, raw in spent)
     slower = sorted(1 - chat / agent for agent, chat in pairs)
     print(
-        f"{o.sessions} sessions x {o.turns} turns: the proxy costs {statistics.median(milliseconds):.2f} ms a request "
-        f"({milliseconds[0]:.2f} to {milliseconds[-1]:.2f}), {statistics.median(slower):.1%} of the tokens per second "
-        f"({slower[0]:.1%} to {slower[-1]:.1%}); {statistics.median(cpu_ms):.2f} ms of CPU ({cpu_ms[0]:.2f} to {cpu_ms[-1]:.2f})"
+        f"{o.sessions} sessions x {o.turns} turns: the proxy costs "
+        f"{statistics.median(milliseconds):.2f} ms a request "
+        f"({milliseconds[0]:.2f} to {milliseconds[-1]:.2f}), {statistics.median(slower):.1%} of "
+        "the tokens per second "
+        f"({slower[0]:.1%} to {slower[-1]:.1%}); {statistics.median(cpu_ms):.2f} ms of CPU "
+        f"({cpu_ms[0]:.2f} to {cpu_ms[-1]:.2f})"
     )
 
 

@@ -1,16 +1,18 @@
-"""How good is scheduling by a server's KV-cache capacity, compared with a fixed number of requests in flight?
+"""How good is scheduling by a server's KV-cache capacity, compared with a fixed number of requests
+in flight?
 
     python tools/bench_scheduling.py [--only WORD]
 
-A pure simulation (no server, no sockets, no waiting: the clock jumps to the next event), in which the real
-`ttrl.rollouts.scheduling.servers` sends to a simulated vLLM: blocks of KV cache, prompts shared by the samples of a task, first
-come first served, chunked prefill, max_num_seqs, and preemption of the newest request when the cache is full, which is then
-recomputed from the start. A step takes a constant time, plus a time per token in it, plus a time per cached token that it reads:
+A pure simulation (no server, no sockets, no waiting: the clock jumps to the next event), in which
+the real `ttrl.rollouts.scheduling.servers` sends to a simulated vLLM: blocks of KV cache, prompts
+shared by the samples of a task, first come first served, chunked prefill, max_num_seqs, and
+preemption of the newest request when the cache is full, which is then recomputed from the start. A
+step takes a constant time, plus a time per token in it, plus a time per cached token that it reads:
 roughly a 7B model on one large GPU.
 
-Left out: blocks of finished requests that stay in the prefix cache, CPU time of server and client, the network except for a
-constant 5 ms, other variations in step time, other users of the server. Fixed numbers in flight are at their best here because
-the client's work costs nothing.
+Left out: blocks of finished requests that stay in the prefix cache, CPU time of server and client,
+the network except for a constant 5 ms, other variations in step time, other users of the server.
+Fixed numbers in flight are at their best here because the client's work costs nothing.
 """
 
 import argparse
@@ -113,7 +115,8 @@ class SimulatedVLLM:
         if not self.says_metrics:
             raise RequestError("no /metrics", "status", status=404)
         return (
-            f'vllm:cache_config_info{{block_size="{self.block}",num_gpu_blocks="{self.blocks}",engine="0"}} 1.0\n'
+            f'vllm:cache_config_info{{block_size="{self.block}",'
+            f'num_gpu_blocks="{self.blocks}",engine="0"}} 1.0\n'
             f'vllm:num_requests_running{{engine="0"}} {len(self.running)}\n'
             f'vllm:num_requests_waiting{{engine="0"}} {len(self.waiting)}\n'
             f'vllm:kv_cache_usage_perc{{engine="0"}} {self.used / self.blocks}\n'
@@ -144,12 +147,19 @@ class SimulatedVLLM:
             self.running_seconds += seconds * len(self.running)
 
     def _step(self) -> float:
-        budget, prefill, decoded, preempted = self.step_tokens, 0, 0, False
+        budget = self.step_tokens
+        prefill = 0
+        decoded = 0
+        preempted = False
         kv = 0
         number = 0
         while number < len(self.running):
             sample = self.running[number]
-            need = math.ceil((sample.prompt + sample.made + 1) / self.block) - sample.prompt // self.block - sample.blocks
+            need = (
+                math.ceil((sample.prompt + sample.made + 1) / self.block)
+                - sample.prompt // self.block
+                - sample.blocks
+            )
             while need > self.blocks - self.used:
                 preempted = True
                 self._preempt(self.running.pop())
@@ -171,14 +181,21 @@ class SimulatedVLLM:
                 sample.made += 1
                 kv += sample.prompt + sample.made
             number += 1
-        while self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs:
+        while (
+            self.waiting and not preempted and budget > 0 and len(self.running) < self.max_num_seqs
+        ):
             sample = self.waiting[0]
             shared = sample.prompt // self.block if not sample.group[0] else 0
-            own = math.ceil((sample.prompt + sample.made + 1) / self.block) - sample.prompt // self.block
+            own = (
+                math.ceil((sample.prompt + sample.made + 1) / self.block)
+                - sample.prompt // self.block
+            )
             if shared + own > self.blocks - self.used:
                 break
             self.waiting.popleft()
-            sample.todo = sample.made + (sample.prompt if shared or not sample.group[0] else sample.prompt % self.block)
+            sample.todo = sample.made + (
+                sample.prompt if shared or not sample.group[0] else sample.prompt % self.block
+            )
             self.recomputed += sample.made
             sample.group[0] += 1
             sample.blocks = own
@@ -198,7 +215,12 @@ class SimulatedVLLM:
                 left.append(sample)
         self.running = left
         self.generated += decoded
-        return self.step_seconds + decoded * self.token_seconds + prefill * self.prefill_seconds + kv * self.kv_seconds
+        return (
+            self.step_seconds
+            + decoded * self.token_seconds
+            + prefill * self.prefill_seconds
+            + kv * self.kv_seconds
+        )
 
     def _free(self, sample: Sequence) -> None:
         self.used -= sample.blocks
@@ -230,22 +252,45 @@ def _constant(tokens: int, n: int) -> Callable[[np.random.Generator, int], np.nd
     return lambda generator, task: np.full(n, tokens)
 
 
-def _lognormal(mean: float, sigma: float, n: int) -> Callable[[np.random.Generator, int], np.ndarray]:
+def _lognormal(
+    mean: float, sigma: float, n: int
+) -> Callable[[np.random.Generator, int], np.ndarray]:
     return lambda generator, task: generator.lognormal(math.log(mean) - sigma**2 / 2, sigma, n)
 
 
 def _changing(tasks: int, n: int) -> Callable[[np.random.Generator, int], np.ndarray]:
-    short, long = _lognormal(150, 0.5, n), _lognormal(1500, 0.5, n)
+    short = _lognormal(150, 0.5, n)
+    long = _lognormal(1500, 0.5, n)
     return lambda generator, task: (short if task < tasks // 2 else long)(generator, task)
 
 
 WORKLOADS = [
     Workload("short, 64 tokens", 4000, 1, 100, 512, _constant(64, 1), {"kv_tokens": 60_000}),
     Workload("constant, 800 tokens", 1500, 1, 200, 1024, _constant(800, 1), {"kv_tokens": 120_000}),
-    Workload("lognormal, mean 600", 2000, 1, 300, 4096, _lognormal(600, 1.0, 1), {"kv_tokens": 120_000}),
-    Workload("lognormal, mean 600, n=16", 125, 16, 1000, 4096, _lognormal(600, 1.0, 16), {"kv_tokens": 120_000}),
-    Workload("150, then 1500 tokens", 2000, 1, 200, 4096, _changing(2000, 1), {"kv_tokens": 120_000}),
-    Workload("lognormal, 64 seqs at most", 1500, 1, 200, 2048, _lognormal(300, 0.7, 1), {"max_num_seqs": 64}),
+    Workload(
+        "lognormal, mean 600", 2000, 1, 300, 4096, _lognormal(600, 1.0, 1), {"kv_tokens": 120_000}
+    ),
+    Workload(
+        "lognormal, mean 600, n=16",
+        125,
+        16,
+        1000,
+        4096,
+        _lognormal(600, 1.0, 16),
+        {"kv_tokens": 120_000},
+    ),
+    Workload(
+        "150, then 1500 tokens", 2000, 1, 200, 4096, _changing(2000, 1), {"kv_tokens": 120_000}
+    ),
+    Workload(
+        "lognormal, 64 seqs at most",
+        1500,
+        1,
+        200,
+        2048,
+        _lognormal(300, 0.7, 1),
+        {"max_num_seqs": 64},
+    ),
 ]
 
 
@@ -268,11 +313,16 @@ class Outcome:
         return self.tokens / self.seconds
 
 
-def simulate(workload: Workload, concurrency: int | None, *, seed: int = 0, most: int = 10**6, **changes: Any) -> Outcome:
-    """`concurrency` requests in flight at once (the server's capacity is not looked at then), None for what ttrl does."""
+def simulate(
+    workload: Workload, concurrency: int | None, *, seed: int = 0, most: int = 10**6, **changes: Any
+) -> Outcome:
+    """`concurrency` requests in flight at once (the server's capacity is not looked at then), None
+    for what ttrl does.
+    """
     generator = np.random.default_rng(seed)
     lengths = [
-        np.clip(workload.lengths(generator, task), 1, workload.max_tokens).astype(int).tolist() for task in range(workload.tasks)
+        np.clip(workload.lengths(generator, task), 1, workload.max_tokens).astype(int).tolist()
+        for task in range(workload.tasks)
     ]
     server = SimulatedVLLM(**{**workload.server, **changes})
     in_flight = most_in_flight = 0
@@ -328,7 +378,10 @@ def main() -> None:
     parser.add_argument("--only", help="only workloads whose names contain this")
     only = parser.parse_args().only
     start = time.perf_counter()
-    print(f"{'workload':28}{'in flight':>12}{'tokens/s':>10}{'KV used':>9}{'running':>9}{'preempted':>11}{'again':>7}{'most':>7}")
+    print(
+        f"{'workload':28}{'in flight':>12}{'tokens/s':>10}{'KV used':>9}"
+        f"{'running':>9}{'preempted':>11}{'again':>7}{'most':>7}"
+    )
     for workload in WORKLOADS:
         if only and only not in workload.name:
             continue

@@ -2,10 +2,11 @@
 
     python tools/bench_servers.py [--most 1000]
 
-Microseconds of CPU per request of `ttrl.rollouts.scheduling.servers` alone: the servers answer at once or when they are told to,
-in a random order, and say what their KV caches hold. "room": every server has some, "full": none has, and requests wait. Without
-HTTP, JSON and graders. The third column is what one look at /metrics costs, of which there is one per server and second: reading
-it, and the forecast that follows.
+Microseconds of CPU per request of `ttrl.rollouts.scheduling.servers` alone: the servers answer at
+once or when they are told to, in a random order, and say what their KV caches hold. "room": every
+server has some, "full": none has, and requests wait. Without HTTP, JSON and graders. The third
+column is what one look at /metrics costs, of which there is one per server and second: reading it,
+and the forecast that follows.
 """
 
 import argparse
@@ -25,21 +26,27 @@ class StandIn:
     """A transport to nobody; its /metrics say how large its KV cache is."""
 
     def __init__(self, number: int, capacity: int) -> None:
-        self.base_url, self._capacity = f"http://server-{number}/v1", capacity
+        self.base_url = f"http://server-{number}/v1"
+        self._capacity = capacity
         self.running = 0
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
         blocks = self._capacity // 16
         config = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}} 1.0\n'
-        return f"{config}vllm:num_requests_running {self.running}\nvllm:generation_tokens_total 0\n".encode()
+        counts = f"vllm:num_requests_running {self.running}\nvllm:generation_tokens_total 0\n"
+        return f"{config}{counts}".encode()
 
 
-async def microseconds(count: int, *, full: bool, requests: int, seed: int = 0) -> tuple[float, float]:
-    """Return the CPU time per request of `count` servers with 8 requests in flight to each at the most, and that of a look at
-    /metrics."""
+async def microseconds(
+    count: int, *, full: bool, requests: int, seed: int = 0
+) -> tuple[float, float]:
+    """Return the CPU time per request of `count` servers with 8 requests in flight to each at the
+    most, and that of a look at /metrics."""
     server_state.POLL_PAUSE = 1e9
     generator = random.Random(seed)
-    transports = [StandIn(number, 8 * (300 + _TOKENS) if full else 10**6) for number in range(count)]
+    transports = [
+        StandIn(number, 8 * (300 + _TOKENS) if full else 10**6) for number in range(count)
+    ]
     in_flight: list[asyncio.Future[None]] = []
 
     async def attempt(transport: StandIn) -> list[Answer | None]:
@@ -84,13 +91,20 @@ async def microseconds(count: int, *, full: bool, requests: int, seed: int = 0) 
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--most", type=int, default=1000, metavar="N", help="servers at the most (1000)")
-    parser.add_argument("--requests", type=int, default=4000, metavar="N", help="measured requests (4000)")
+    parser.add_argument(
+        "--most", type=int, default=1000, metavar="N", help="servers at the most (1000)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=4000, metavar="N", help="measured requests (4000)"
+    )
     arguments = parser.parse_args()
     print(f"{'servers':>8}{'room, µs':>12}{'full, µs':>12}{'a look, µs':>12}")
     count = 1
     while count <= arguments.most:
-        taken = [asyncio.run(microseconds(count, full=full, requests=arguments.requests)) for full in (False, True)]
+        taken = [
+            asyncio.run(microseconds(count, full=full, requests=arguments.requests))
+            for full in (False, True)
+        ]
         print(f"{count:8d}{taken[0][0]:12.1f}{taken[1][0]:12.1f}{taken[1][1]:12.1f}", flush=True)
         count *= 10
 

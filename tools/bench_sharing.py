@@ -1,14 +1,19 @@
-"""How many tokens does prefix sharing save? A few-shot set: one prefix for all, 50 questions, 16 samples of each.
+"""How many tokens does prefix sharing save? A few-shot set: one prefix for all, 50 questions, 16
+samples of each.
 
-    python tools/bench_sharing.py [FILE] [--tokenizer FOLDER] [--prefix 1000] [--questions 50] [--samples 16] [--seq-len 4096]
+    python tools/bench_sharing.py [FILE] [--tokenizer FOLDER] [--prefix 1000] [--questions 50]
+    [--samples 16] [--seq-len 4096]
 
-FILE is GSM8K's train.jsonl (../shared/data/gsm8k/train.jsonl if it exists); without one, texts of about the same lengths are made
-up. The prefix consists of worked examples, cut to exactly `--prefix` tokens. A sample is the right answer, with its end cut off
-or words appended at random: a question's samples therefore begin alike, which must save nothing, since generated tokens belong to
-one sample only. Without `--tokenizer`, a token is a word, a digit, a punctuation mark or a line end.
+FILE is GSM8K's train.jsonl (../shared/data/gsm8k/train.jsonl if it exists); without one, texts of
+about the same lengths are made up. The prefix consists of worked examples, cut to exactly
+`--prefix` tokens. A sample is the right answer, with its end cut off or words appended at random: a
+question's samples therefore begin alike, which must save nothing, since generated tokens belong to
+one sample only. Without `--tokenizer`, a token is a word, a digit, a punctuation mark or a line
+end.
 
-Printed for each way of sharing: positions stored in all rows, the same as a share of those without sharing, rows, how full they
-are, the attention's query-key pairs, and seconds for the whole pack, including its check.
+Printed for each way of sharing: positions stored in all rows, the same as a share of those without
+sharing, rows, how full they are, the attention's query-key pairs, and seconds for the whole pack,
+including its check.
 """
 
 import argparse
@@ -34,9 +39,15 @@ WAYS = {"tree": "tree", "prompt": "one level", "none": "no sharing"}
 def examples(file: Path | None, draw: random.Random) -> list[tuple[str, str]]:
     """Questions with their answers."""
     if file is None:
-        words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8))) for _ in range(3000)]
+        words = [
+            "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 8)))
+            for _ in range(3000)
+        ]
         lengths = [(draw.randint(25, 80), draw.randint(40, 160)) for _ in range(400)]
-        return [(" ".join(draw.choices(words, k=q)), " ".join(draw.choices(words, k=a))) for q, a in lengths]
+        return [
+            (" ".join(draw.choices(words, k=q)), " ".join(draw.choices(words, k=a)))
+            for q, a in lengths
+        ]
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     return [(row["question"], row["answer"]) for row in rows]
 
@@ -49,7 +60,9 @@ def tokenizer(folder: str | None) -> Callable[[str], list[int]]:
         return lambda text: loaded(text, add_special_tokens=False)["input_ids"]
     numbers: dict[str, int] = {}
     pattern = re.compile(r"[A-Za-z]+|\n|\d|[^\w\s]")
-    return lambda text: [numbers.setdefault(piece, len(numbers) + 1) for piece in pattern.findall(text)]
+    return lambda text: [
+        numbers.setdefault(piece, len(numbers) + 1) for piece in pattern.findall(text)
+    ]
 
 
 def samples_of(args: argparse.Namespace, file: Path | None) -> list[TokenizedResult]:
@@ -92,8 +105,12 @@ def attended(packed: PackedTensors) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=DEFAULT_FILE if DEFAULT_FILE.exists() else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "file", nargs="?", type=Path, default=DEFAULT_FILE if DEFAULT_FILE.exists() else None
+    )
     parser.add_argument("--tokenizer")
     parser.add_argument("--prefix", type=int, default=1000)
     parser.add_argument("--questions", type=int, default=50)
@@ -105,8 +122,10 @@ def main() -> None:
     prompts = {one.task_id: one.prompt_length for one in results}
     generated = sum(len(one.token_ids) - one.prompt_length for one in results)
     print(
-        f"{'made-up texts' if args.file is None else args.file.name}: {len(results)} samples of {len(prompts)} questions; prefix "
-        f"{args.prefix} tokens, question {sum(prompts.values()) / len(prompts) - args.prefix:.0f}, completion "
+        f"{'made-up texts' if args.file is None else args.file.name}: {len(results)} samples of "
+        f"{len(prompts)} questions; prefix "
+        f"{args.prefix} tokens, question "
+        f"{sum(prompts.values()) / len(prompts) - args.prefix:.0f}, completion "
         f"{generated / len(results):.0f} (means)"
     )
     print("seq_len  sharing    positions  of none  rows   full  pairs/1e6  seconds")
@@ -114,12 +133,16 @@ def main() -> None:
         packs = {}
         for share in ("none", "prompt", "tree"):
             began = time.perf_counter()
-            packed = packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, share=share)
+            packed = packed_tensors_from_tokenized_results(
+                results, seq_len=seq_len, pad_id=0, share=share
+            )
             seconds = time.perf_counter() - began
             packs[share] = packed
             print(
-                f"{seq_len:>7}  {WAYS[share]:<10} {packed.num_tokens:>9} {packed.num_tokens / packs['none'].num_tokens:>8.1%} "
-                f"{packed.num_rows:>5} {packed.num_tokens / packed.tokens.numel():>6.1%} {attended(packed) / 1e6:>10.1f} "
+                f"{seq_len:>7}  {WAYS[share]:<10} {packed.num_tokens:>9} "
+                f"{packed.num_tokens / packs['none'].num_tokens:>8.1%} "
+                f"{packed.num_rows:>5} {packed.num_tokens / packed.tokens.numel():>6.1%} "
+                f"{attended(packed) / 1e6:>10.1f} "
                 f"{seconds:>8.2f}"
             )
 

@@ -1,20 +1,28 @@
-"""What each switch of the recipes costs and saves: seconds, peak memory and gradient of one optimizer step, against a plain one.
+"""What each switch of the recipes costs and saves: seconds, peak memory and gradient of one
+optimizer step, against a plain one.
 
-    python tools/bench_switches.py [--width 384] [--layers 4] [--rows 4] [--seq-len 1024] [--vocab 4096] [--device cpu] [NAME ...]
+    python tools/bench_switches.py [--width 384] [--layers 4] [--rows 4] [--seq-len 1024] [--vocab
+    4096] [--device cpu] [NAME ...]
 
-A random Qwen2-shaped model trains on made-up groups of 8 samples. Each line is a process of its own (two for the parallel ones),
-with one thread; the first of its two steps warms up and compiles, the second is measured.
+A random Qwen2-shaped model trains on made-up groups of 8 samples. Each line is a process of its own
+(two for the parallel ones), with one thread; the first of its two steps warms up and compiles, the
+second is measured.
 
-    CPU s      of the first process, which other work on the machine disturbs little (--device cuda: wall-clock seconds)
-    step MB    the peak memory during the step, minus what was held before it (including gradients, which are made in the step)
+    CPU s      of the first process, which other work on the machine disturbs little (--device cuda:
+               wall-clock seconds)
+    step MB    the peak memory during the step, minus what was held before it (including gradients,
+               which are made in the step)
     held MB    parameters and optimizer state of one process
-    ‖Δg‖/‖g‖   the difference of the gradient to the plain one's, over all parameters; not to be seen where the optimizer works in
-               the backward pass, where the weights after the step are compared instead; those of adapters to LoRA's own
+    ‖Δg‖/‖g‖   the difference of the gradient to the plain one's, over all parameters; not to be
+               seen where the optimizer works in the backward pass, where the weights after the step
+               are compared instead; those of adapters to LoRA's own
 
-"plain" is AdamW, fused, and a head that takes the gradient of its logits in the forward pass, as for losses of single tokens; if
-the loss needs more (entropy, KL over the vocabulary, whole samples), the head is recomputed in the backward pass.
+"plain" is AdamW, fused, and a head that takes the gradient of its logits in the forward pass, as
+for losses of single tokens; if the loss needs more (entropy, KL over the vocabulary, whole
+samples), the head is recomputed in the backward pass.
 
---device cuda adds the switches that need it: activation offloading, CPU offload, the optimizer on the CPU. Never run on a GPU.
+--device cuda adds the switches that need it: activation offloading, CPU offload, the optimizer on
+the CPU. Never run on a GPU.
 """
 
 import argparse
@@ -49,7 +57,9 @@ from ttrl.training.policy.policy import HeadOptions
 
 CHECKPOINTING: dict[str, Any] = {"activation_checkpointing": True}
 LORA: dict[str, Any] = {"lora_rank": 8}
-RECOMPUTED, NOT_FUSED = "(recomputed)", "(not fused)"  # ways of this tool, no settings of the recipes
+# Ways of this tool, no settings of the recipes.
+RECOMPUTED = "(recomputed)"
+NOT_FUSED = "(not fused)"
 SWITCHES: dict[str, tuple[int, dict[str, Any]]] = {
     "plain": (1, {}),
     "plain again": (1, {}),
@@ -91,15 +101,29 @@ ON_CUDA: dict[str, tuple[int, dict[str, Any]]] = {
 def make_inputs(args: argparse.Namespace, folder: Path) -> None:
     transformers_logging.disable_progress_bar()
     torch.manual_seed(0)
-    shape = {"hidden_size": args.width, "intermediate_size": 3 * args.width, "num_hidden_layers": args.layers}
-    heads = {"num_attention_heads": args.width // 64, "num_key_value_heads": max(2, args.width // 192)}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=args.vocab, **shape, **heads)).save_pretrained(folder / "model")
-    draw, results = random.Random(0), []
+    shape = {
+        "hidden_size": args.width,
+        "intermediate_size": 3 * args.width,
+        "num_hidden_layers": args.layers,
+    }
+    heads = {
+        "num_attention_heads": args.width // 64,
+        "num_key_value_heads": max(2, args.width // 192),
+    }
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=args.vocab, **shape, **heads)).save_pretrained(
+        folder / "model"
+    )
+    draw = random.Random(0)
+    results = []
     for group in range(args.rows):
         prompt = [draw.randrange(args.vocab) for _ in range(args.seq_len // 4)]
         for number in range(8):
-            completion = [draw.randrange(args.vocab) for _ in range(draw.randint(args.seq_len // 16, 3 * args.seq_len // 32))]
-            n, m = len(prompt), len(completion)
+            completion = [
+                draw.randrange(args.vocab)
+                for _ in range(draw.randint(args.seq_len // 16, 3 * args.seq_len // 32))
+            ]
+            n = len(prompt)
+            m = len(completion)
             results.append(
                 TokenizedResult(
                     task_id=str(group),
@@ -113,7 +137,9 @@ def make_inputs(args: argparse.Namespace, folder: Path) -> None:
                     advantage=draw.gauss(0, 1),
                 )
             )
-    packed_tensors_from_tokenized_results(results, seq_len=args.seq_len, pad_id=0).save(folder / "packed.safetensors")
+    packed_tensors_from_tokenized_results(results, seq_len=args.seq_len, pad_id=0).save(
+        folder / "packed.safetensors"
+    )
 
 
 def forget_peak() -> None:
@@ -127,7 +153,9 @@ def memory(device: torch.device, peak: bool) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:" if peak else "VmRSS:")))
+    return 1024 * int(
+        next(line.split()[1] for line in lines if line.startswith("VmHWM:" if peak else "VmRSS:"))
+    )
 
 
 def size_of(tensor: torch.Tensor) -> int:
@@ -138,7 +166,9 @@ def size_of(tensor: torch.Tensor) -> int:
     return sum(size_of(getattr(local, name)) for name in local.__tensor_flatten__()[0])  # in 4 bits
 
 
-def measure(config: TrainingConfig, ways: Container[str], here: Ranks, packed: PackedTensors) -> dict[str, Any]:
+def measure(
+    config: TrainingConfig, ways: Container[str], here: Ranks, packed: PackedTensors
+) -> dict[str, Any]:
     policy = load_policy(config, here)
     optimizer = make_optimizer(policy, config)
     if NOT_FUSED in ways:
@@ -150,7 +180,8 @@ def measure(config: TrainingConfig, ways: Container[str], here: Ranks, packed: P
     for number in range(2):
         here.barrier()
         forget_peak()
-        before, began = memory(here.device, False), clock()
+        before = memory(here.device, False)
+        began = clock()
         begin_step(optimizer, config, number)
         for batch in step.microbatches(config, here.device):
             trained = batch["labels"] != IGNORE
@@ -158,13 +189,19 @@ def measure(config: TrainingConfig, ways: Container[str], here: Ranks, packed: P
             if RECOMPUTED in ways:
                 step.backward(policy(*policy_inputs(batch)).logprobs * factors)
             else:
-                head = HeadOptions(token_loss=lambda logprobs, at, factors=factors: logprobs * factors[at])
+                head = HeadOptions(
+                    token_loss=lambda logprobs, at, factors=factors: logprobs * factors[at]
+                )
                 step.backward(policy(*policy_inputs(batch), head).loss)
         spent = clock() - began
         if number == 0:
             settle(policy.parameters())
             named = policy.parameters_by_name()
-            found["gradient"] = {name: full_tensor(p.grad).cpu().clone() for name, p in named.items() if p.grad is not None}
+            found["gradient"] = {
+                name: full_tensor(p.grad).cpu().clone()
+                for name, p in named.items()
+                if p.grad is not None
+            }
         began = clock()
         clip_and_step(policy, optimizer, config, number)
         if here.device.type == "cuda":
@@ -172,15 +209,20 @@ def measure(config: TrainingConfig, ways: Container[str], here: Ranks, packed: P
         found["first" if number == 0 else "seconds"] = spent + clock() - began
         found["peak"] = memory(here.device, True) - before
         if number == 0:
-            found["weights"] = {name: weight.clone() for name, weight in policy.full_weights().items()}
+            found["weights"] = {
+                name: weight.clone() for name, weight in policy.full_weights().items()
+            }
     tensors = [*policy.parameters(), *(tensor for _, tensor in state_tensors(policy, optimizer))]
     found["held"] = sum(map(size_of, tensors))
-    if config.optimizer == "adamw_8bit":  # what is saved is fp32; held are bytes, and a scale for every 256 of them
+    # What is saved is fp32; held are bytes, and a scale for every 256 of them.
+    if config.optimizer == "adamw_8bit":
         found["held"] = sum(p.numel() * (4 + 2 * (1 + 4 / 256)) for p in policy.parameters())
     return found
 
 
-def child(settings: dict[str, Any], folder: Path, rank: int, processes: int, port: int, result: Path) -> None:
+def child(
+    settings: dict[str, Any], folder: Path, rank: int, processes: int, port: int, result: Path
+) -> None:
     torch.set_num_threads(1)
     if processes > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes))
@@ -201,7 +243,8 @@ def run(settings: dict[str, Any], processes: int, folder: Path) -> dict[str, Any
     result.unlink(missing_ok=True)
     context = multiprocessing.get_context("fork" if settings["device"] == "cpu" else "spawn")
     children = [
-        context.Process(target=child, args=(settings, folder, rank, processes, port, result)) for rank in range(processes)
+        context.Process(target=child, args=(settings, folder, rank, processes, port, result))
+        for rank in range(processes)
     ]
     for one in children:
         one.start()
@@ -216,26 +259,56 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="lines of the table, or parts of their names; all unless given")
-    for name, default in (("width", 384), ("layers", 4), ("rows", 4), ("seq-len", 1024), ("vocab", 4096)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="lines of the table, or parts of their names; all unless given",
+    )
+    for name, default in (
+        ("width", 384),
+        ("layers", 4),
+        ("rows", 4),
+        ("seq-len", 1024),
+        ("vocab", 4096),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
     chosen = SWITCHES | (ON_CUDA if args.device == "cuda" else {})
     if args.names:
-        chosen = {k: v for k, v in chosen.items() if k == "plain" or any(part in k for part in args.names)}
+        chosen = {
+            k: v for k, v in chosen.items() if k == "plain" or any(part in k for part in args.names)
+        }
     with tempfile.TemporaryDirectory() as root, contextlib.suppress(KeyboardInterrupt):
         folder = Path(root)
         make_inputs(args, folder)
         packed = PackedTensors.load(folder / "packed.safetensors")
         print(
-            f"{args.layers} layers x {args.width}, vocabulary {args.vocab}; {packed.num_rows} rows of {packed.seq_len}, "
-            f"{packed.num_tokens / packed.tokens.numel():.0%} full, {packed.num_trained} trained tokens"
+            f"{args.layers} layers x {args.width}, vocabulary {args.vocab}; {packed.num_rows} "
+            f"rows of {packed.seq_len}, "
+            f"{packed.num_tokens / packed.tokens.numel():.0%} full, {packed.num_trained} trained "
+            "tokens"
         )
-        heads = (("first s", 8), ("CPU s", 7), ("ratio", 6), ("step MB", 8), ("ratio", 6), ("held MB", 8), ("‖Δg‖/‖g‖", 10))
+        heads = (
+            ("first s", 8),
+            ("CPU s", 7),
+            ("ratio", 6),
+            ("step MB", 8),
+            ("ratio", 6),
+            ("held MB", 8),
+            ("‖Δg‖/‖g‖", 10),
+        )
         print(f"{'switch':30} " + " ".join(f"{head:>{width}}" for head, width in heads), flush=True)
-        common = {"model": str(folder / "model"), "output_dir": str(folder), "device": args.device, "num_threads": 1}
+        common = {
+            "model": str(folder / "model"),
+            "output_dir": str(folder),
+            "device": args.device,
+            "num_threads": 1,
+        }
         common |= {"rows_per_microbatch": 10**6, "max_grad_norm": None, "lr": 1e-4}
         plain: dict[str, Any] = {}
         adapters: dict[str, Any] = {}
@@ -250,10 +323,14 @@ def main() -> None:
             like = adapters if "lora_rank" in settings else plain
             what = "gradient" if found["gradient"] else "weights"
             comparable = found[what].keys() == like[what].keys()  # DoRA has parameters of its own
-            difference = f"{distance(found[what], like[what]):10.1e}" if comparable else f"{'–':>10}"
+            difference = (
+                f"{distance(found[what], like[what]):10.1e}" if comparable else f"{'–':>10}"
+            )
             print(
-                f"{name:30} {found['first']:8.2f} {found['seconds']:7.2f} {found['seconds'] / plain['seconds']:6.2f} "
-                f"{found['peak'] / 1e6:8.0f} {found['peak'] / plain['peak']:6.2f} {found['held'] / 1e6:8.1f} "
+                f"{name:30} {found['first']:8.2f} {found['seconds']:7.2f} "
+                f"{found['seconds'] / plain['seconds']:6.2f} "
+                f"{found['peak'] / 1e6:8.0f} {found['peak'] / plain['peak']:6.2f} "
+                f"{found['held'] / 1e6:8.1f} "
                 f"{difference}",
                 flush=True,
             )

@@ -1,25 +1,32 @@
-"""What shared prompts are worth in training: whole steps of the real policy, against padded rows and against a dense mask.
+"""What shared prompts are worth in training: whole steps of the real policy, against padded rows
+and against a dense mask.
 
-    python tools/bench_train.py [--model small large] [--workload 1024x16x60 ...] [--ways ...] [--rounds 3]
+    python tools/bench_train.py [--model small large] [--workload 1024x16x60 ...] [--ways ...]
+    [--rounds 3]
             [--slow-rounds 2] [--threads 1]
     python tools/bench_train.py --device cuda        # the shapes of Qwen2.5 1.5B and 7B
 
-A workload is prompt × samples × completion in tokens; rows are full, with as many prompts as fit. A step is forward, backward and
-a fused AdamW step over one row of each. The variants:
+A workload is prompt × samples × completion in tokens; rows are full, with as many prompts as fit. A
+step is forward, backward and a fused AdamW step over one row of each. The variants:
 
-    padded      one completion per row, plain causal attention, logits at every position: what a trainer without sharing does
-    dense       shared prompts, a dense mask, untrimmed rows, logits at every position with their entropy, all at once
-    ours        what the recipe runs: attention by device (split and merge on the CPU, FlexAttention on CUDA), trimmed rows, head
-                at trained positions with the gradient in the forward pass
+    padded      one completion per row, plain causal attention, logits at every position: what a
+                trainer without sharing does
+    dense       shared prompts, a dense mask, untrimmed rows, logits at every position with their
+                entropy, all at once
+    ours        what the recipe runs: attention by device (split and merge on the CPU, FlexAttention
+                on CUDA), trimmed rows, head at trained positions with the gradient in the forward
+                pass
     ours bf16   the same under autocast; on CUDA all variants run in bf16
 
-Variants and the model's largest matrix products alternate. The fastest and the median seconds over all rounds are printed; with
-one thread on a CPU they are the process's CPU seconds, which other processes disturb less. Ratios are between the fastest. The
-floor is the exact FLOPs of the shared prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm,
-and on the CPU in fp32 also by oneDNN, which the recipe's projections use (ttrl/training/kernels/cpu_products.py) and torch.mm
-does not. Useful tokens are the trained ones. The first round of "ours" is warm-up and does not count; the padded and dense
-variants, which take far longer, run only in the last `--slow-rounds` rounds. The small model takes about three minutes, the large
-one about ten.
+Variants and the model's largest matrix products alternate. The fastest and the median seconds over
+all rounds are printed; with one thread on a CPU they are the process's CPU seconds, which other
+processes disturb less. Ratios are between the fastest. The floor is the exact FLOPs of the shared
+prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm, and on the
+CPU in fp32 also by oneDNN, which the recipe's projections use
+(ttrl/training/kernels/cpu_products.py) and torch.mm does not. Useful tokens are the trained ones.
+The first round of "ours" is warm-up and does not count; the padded and dense variants, which take
+far longer, run only in the last `--slow-rounds` rounds. The small model takes about three minutes,
+the large one about ten.
 """
 
 import argparse
@@ -54,7 +61,11 @@ MODELS = {  # layers, width, heads, key/value heads, feed-forward width, vocabul
 }
 ON_DEVICE = {  # models, workloads, positions of a row
     "cpu": (["small", "large"], ["1024x16x60", "256x16x100", "64x8x240"], 4096),
-    "cuda": (["qwen2.5-1.5b", "qwen2.5-7b"], ["1024x16x512", "16384x8x64", "16384x8x1024", "8192x8x4096"], 16384),
+    "cuda": (
+        ["qwen2.5-1.5b", "qwen2.5-7b"],
+        ["1024x16x512", "16384x8x64", "16384x8x1024", "8192x8x4096"],
+        16384,
+    ),
 }
 
 
@@ -80,7 +91,9 @@ def make_policy(name: str, device: str) -> Policy:
 
 
 def make_rows(workload: str, seq_len: int, vocabulary: int) -> tuple[PackedTensors, PackedTensors]:
-    """The same samples as one full row with shared prompts, and as padded rows of one sample each."""
+    """The same samples as one full row with shared prompts, and as padded rows of one sample
+    each.
+    """
     prompt, samples, completion = map(int, workload.split("x"))
     generator = torch.Generator().manual_seed(0)
     groups = max(1, seq_len // (prompt - 1 + samples * completion))
@@ -103,9 +116,13 @@ def make_rows(workload: str, seq_len: int, vocabulary: int) -> tuple[PackedTenso
                     weights_version=0,
                 )
             )
-    shared = packed_tensors_from_tokenized_results(results, seq_len=max(seq_len, prompt - 1 + samples * completion), pad_id=0)
+    shared = packed_tensors_from_tokenized_results(
+        results, seq_len=max(seq_len, prompt - 1 + samples * completion), pad_id=0
+    )
     assert shared.num_rows == 1, "one full row was asked for"
-    alone = packed_tensors_from_tokenized_results(results, seq_len=prompt + completion - 1, pad_id=0)
+    alone = packed_tensors_from_tokenized_results(
+        results, seq_len=prompt + completion - 1, pad_id=0
+    )
     assert alone.num_rows == len(results)
     return shared, alone
 
@@ -119,7 +136,9 @@ def inputs_of(rows: PackedTensors, device: str) -> list[Tensor]:
 def other_attention(attend: Callable[..., Tensor]) -> Iterator[None]:
     """Puts `attend(q, k, v, plan, scale)` in the place of the real one, below the layers."""
 
-    def patched(q: Tensor, k: Tensor, v: Tensor, plan: attention.AttentionPlan, **how: float | None) -> Tensor:
+    def patched(
+        q: Tensor, k: Tensor, v: Tensor, plan: attention.AttentionPlan, **how: float | None
+    ) -> Tensor:
         return attend(q, k, v, plan, how.get("scale") or q.shape[-1] ** -0.5)
 
     with contextlib.ExitStack() as stack:
@@ -131,7 +150,11 @@ def other_attention(attend: Callable[..., Tensor]) -> Iterator[None]:
 def _modules_with_attend() -> list[dict[str, object]]:
     import sys
 
-    return [vars(module) for name, module in list(sys.modules.items()) if name.startswith("ttrl.") and hasattr(module, "attend")]
+    return [
+        vars(module)
+        for name, module in list(sys.modules.items())
+        if name.startswith("ttrl.") and hasattr(module, "attend")
+    ]
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, plan: attention.AttentionPlan, scale: float) -> Tensor:
@@ -156,20 +179,37 @@ def whole_logits_loss(policy: Policy, inputs: list[Tensor], with_entropy: bool) 
     return -(chosen * (labels != IGNORE)).sum()
 
 
-def loss_of(way: str, policy: Policy, shared: PackedTensors, alone: PackedTensors, device: str) -> Callable[[], None]:
+def loss_of(
+    way: str, policy: Policy, shared: PackedTensors, alone: PackedTensors, device: str
+) -> Callable[[], None]:
     """Forward and backward."""
-    policy.compute_dtype = torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32
+    policy.compute_dtype = (
+        torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32
+    )
     if way == "padded":
-        inputs, replaced, entropy = inputs_of(alone, device), causal, False
-        parts = [[x[i : i + 1] for x in inputs] for i in range(len(inputs[0]))] if device == "cuda" else [inputs]
+        inputs = inputs_of(alone, device)
+        replaced = causal
+        entropy = False
+        parts = (
+            [[x[i : i + 1] for x in inputs] for i in range(len(inputs[0]))]
+            if device == "cuda"
+            else [inputs]
+        )
     elif way == "dense":
-        parts, replaced, entropy = [inputs_of(shared, device)], dense, True
+        parts = [inputs_of(shared, device)]
+        replaced = dense
+        entropy = True
     else:
         ours = inputs_of(shared.trim(), device)
-        return lambda: policy(*ours, HeadOptions(token_loss=lambda logprobs, _: -logprobs)).loss.backward()
+        return lambda: policy(
+            *ours, HeadOptions(token_loss=lambda logprobs, _: -logprobs)
+        ).loss.backward()
 
     def run() -> None:
-        with other_attention(replaced), torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+        with (
+            other_attention(replaced),
+            torch.autocast(device, torch.bfloat16, enabled=device == "cuda"),
+        ):
             for part in parts:
                 whole_logits_loss(policy, part, entropy).backward()
 
@@ -182,7 +222,9 @@ def wait(device: str) -> None:
 
 
 def timed(run: Callable[[], object], device: str) -> float:
-    clock = time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    clock = (
+        time.process_time if device == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    )
     wait(device)
     start = clock()
     run()
@@ -190,16 +232,25 @@ def timed(run: Callable[[], object], device: str) -> float:
     return clock() - start
 
 
-def peak_products(tokens: int, name: str, dtype: torch.dtype, device: str) -> dict[str, Callable[[], float]]:
-    """By library: what measures FLOP/s of the model's largest products, forward and of both gradients; the fastest of them."""
+def peak_products(
+    tokens: int, name: str, dtype: torch.dtype, device: str
+) -> dict[str, Callable[[], float]]:
+    """By library: what measures FLOP/s of the model's largest products, forward and of both
+    gradients; the fastest of them.
+    """
     _, width, _, _, feed_forward, _ = MODELS[name]
     x = torch.randn(tokens, width, device=device, dtype=dtype)
     w = torch.randn(feed_forward, width, device=device, dtype=dtype)
     y = torch.randn(tokens, feed_forward, device=device, dtype=dtype)
     flops = 2 * tokens * width * feed_forward
-    products: dict[str, tuple[Callable[[], Tensor], ...]] = {"mm": (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)}
+    products: dict[str, tuple[Callable[[], Tensor], ...]] = {
+        "mm": (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
+    }
     if cpu_products.fast(x):
-        products["oneDNN"] = (lambda: cpu_products.product(x, w), lambda: cpu_products.product(y, w.T))
+        products["oneDNN"] = (
+            lambda: cpu_products.product(x, w),
+            lambda: cpu_products.product(y, w.T),
+        )
 
     def measured(ways: tuple[Callable[[], Tensor], ...]) -> Callable[[], float]:
         return lambda: max(flops / timed(way, device) for way in ways)
@@ -219,23 +270,33 @@ class Measured:
         return min(self.seconds)
 
 
-def bench(name: str, workload: str, ways: list[str], arguments: argparse.Namespace, seq_len: int) -> None:
-    device, rounds = arguments.device, arguments.rounds
+def bench(
+    name: str, workload: str, ways: list[str], arguments: argparse.Namespace, seq_len: int
+) -> None:
+    device = arguments.device
+    rounds = arguments.rounds
     policy = make_policy(name, device)
     shared, alone = make_rows(workload, seq_len, MODELS[name][-1])
     positions = shared.input_pos[shared.group_ids >= 0].tolist()
     shape = model_shape(policy.decoder.config.to_dict())
-    pairs = {window: sum(min(place + 1, window or place + 1) for place in positions) for window in shape.layers_by_window}
+    pairs = {
+        window: sum(min(place + 1, window or place + 1) for place in positions)
+        for window in shape.layers_by_window
+    }
     flops = (forward_flops(shape, len(positions), pairs, shared.num_trained) * 3).total
     tokens = min(len(positions), 16384)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-5, fused=True)
-    dtypes = {way: torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32 for way in ways}
+    dtypes = {
+        way: torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32
+        for way in ways
+    }
     products = {
         (dtype, library): measure
         for dtype in set(dtypes.values())
         for library, measure in peak_products(tokens, name, dtype, device).items()
     }
-    peaks, found = dict.fromkeys(products, 0.0), {way: Measured() for way in ways}
+    peaks = dict.fromkeys(products, 0.0)
+    found = {way: Measured() for way in ways}
     for number in range(rounds + 1):
         for way in ways:
             slow = way in ("padded", "dense")
@@ -257,7 +318,14 @@ def bench(name: str, workload: str, ways: list[str], arguments: argparse.Namespa
                 found[way].seconds.append(seconds)
             if device == "cuda":
                 found[way].memory = max(found[way].memory, torch.cuda.max_memory_allocated())
-    _print(f"{name}, {workload}: {len(positions)} tokens in a row", shared.num_trained, flops, dtypes, peaks, found)
+    _print(
+        f"{name}, {workload}: {len(positions)} tokens in a row",
+        shared.num_trained,
+        flops,
+        dtypes,
+        peaks,
+        found,
+    )
 
 
 def _print(
@@ -269,10 +337,26 @@ def _print(
     found: dict[str, Measured],
 ) -> None:
     print(f"\n{title}, {trained} trained, {flops / 1e9:.1f} GFLOP")
-    print("  " + ", ".join(f"{str(dtype)[6:]} {library} {peak / 1e9:.0f} GFLOP/s" for (dtype, library), peak in peaks.items()))
+    print(
+        "  "
+        + ", ".join(
+            f"{str(dtype)[6:]} {library} {peak / 1e9:.0f} GFLOP/s"
+            for (dtype, library), peak in peaks.items()
+        )
+    )
     memory = any(result.memory for result in found.values())
-    columns = ["useful tokens/s", "padded/way", "dense/way", "floor: mm", "oneDNN", *(["peak GB"] if memory else [])]
-    print(f"  {'way':10} {'fastest':>8} {'median':>8}" + "".join(f"  {column:>10}" for column in columns))
+    columns = [
+        "useful tokens/s",
+        "padded/way",
+        "dense/way",
+        "floor: mm",
+        "oneDNN",
+        *(["peak GB"] if memory else []),
+    ]
+    print(
+        f"  {'way':10} {'fastest':>8} {'median':>8}"
+        + "".join(f"  {column:>10}" for column in columns)
+    )
     for way, result in found.items():
         if not result.seconds:
             continue
@@ -292,16 +376,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=list(ON_DEVICE), default="cpu")
     parser.add_argument("--model", nargs="*", choices=list(MODELS))
-    parser.add_argument("--workload", nargs="*", help="prompt × samples × completion, as 256x16x100")
+    parser.add_argument(
+        "--workload", nargs="*", help="prompt × samples × completion, as 256x16x100"
+    )
     parser.add_argument("--ways", nargs="*", default=["padded", "dense", "ours", "ours bf16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--slow-rounds", type=int, default=2, help="rounds of the padded and dense variants")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=2, help="rounds of the padded and dense variants"
+    )
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     models, workloads, seq_len = ON_DEVICE[arguments.device]
     torch.set_num_threads(arguments.threads)
     ways = [way for way in arguments.ways if arguments.device == "cpu" or way != "ours bf16"]
-    print(f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), {arguments.rounds} rounds")
+    print(
+        f"torch {torch.__version__}, {arguments.device}, {arguments.threads} thread(s), "
+        f"{arguments.rounds} rounds"
+    )
     for name in arguments.model or models:
         for workload in arguments.workload or workloads:
             bench(name, workload, ways, arguments, seq_len)

@@ -1,16 +1,20 @@
-"""What do lead and sampling workers spend on a request and on a token, with 1,000 servers of which 5% fail?
+"""What do lead and sampling workers spend on a request and on a token, with 1,000 servers of which
+5% fail?
 
-    python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 4000] [--alone]
+    python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 4000]
+    [--alone]
 
-The servers are made up: one process that listens on a port for each, and answers as vLLM does after about `--seconds`. Of each 20
-one fails: it goes away for good in the middle, answers half of the requests with HTTP 500, or breaks half of the connections. A
-process with workers is killed in the middle, too. The workers are those of ttrl.cluster.workers on a real Ray node, several of
-them in each of `--processes` processes, so that a small machine has room for them: what passes between lead and worker, and what
-it costs the lead, is the same as with a process for each.
+The servers are made up: one process that listens on a port for each, and answers as vLLM does after
+about `--seconds`. Of each 20 one fails: it goes away for good in the middle, answers half of the
+requests with HTTP 500, or breaks half of the connections. A process with workers is killed in the
+middle, too. The workers are those of ttrl.cluster.workers on a real Ray node, several of them in
+each of `--processes` processes, so that a small machine has room for them: what passes between lead
+and worker, and what it costs the lead, is the same as with a process for each.
 
-Every task has to come back once with all of its samples graded. Printed is CPU time of the processes, so that a busy machine
-makes the measurement longer but not much larger: two loads with short and with long answers, whose difference is the cost of a
-token. `--alone`: also the same work of one process without workers, with as many servers. Needs ttrl[cluster].
+Every task has to come back once with all of its samples graded. Printed is CPU time of the
+processes, so that a busy machine makes the measurement longer but not much larger: two loads with
+short and with long answers, whose difference is the cost of a token. `--alone`: also the same work
+of one process without workers, with as many servers. Needs ttrl[cluster].
 """
 
 import argparse
@@ -77,20 +81,48 @@ class FakeServers:
     def answer(self, n: int, tokens: int) -> bytes:
         """Return an answer of n choices, made once; as many bytes a token as vLLM writes."""
         if (n, tokens) not in self.answers:
-            generator, choices = random.Random(tokens), []
+            generator = random.Random(tokens)
+            choices = []
             for index in range(n):
                 ids = [self.token] * tokens
-                entries = [{"token": "x", "logprob": -generator.random(), "bytes": [120], "top_logprobs": []} for _ in ids]
+                entries = [
+                    {
+                        "token": "x",
+                        "logprob": -generator.random(),
+                        "bytes": [120],
+                        "top_logprobs": [],
+                    }
+                    for _ in ids
+                ]
                 message = {"role": "assistant", "content": "x" * tokens}
-                one = {"index": index, "message": message, "logprobs": {"content": entries}, "token_ids": ids}
+                one = {
+                    "index": index,
+                    "message": message,
+                    "logprobs": {"content": entries},
+                    "token_ids": ids,
+                }
                 choices.append({**one, "finish_reason": "length"})
-            usage = {"prompt_tokens": PROMPT, "completion_tokens": n * tokens, "total_tokens": PROMPT + n * tokens}
-            whole = {"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage}
-            self.answers[n, tokens] = json.dumps({**whole, "prompt_token_ids": [7] * PROMPT}).encode()
+            usage = {
+                "prompt_tokens": PROMPT,
+                "completion_tokens": n * tokens,
+                "total_tokens": PROMPT + n * tokens,
+            }
+            whole = {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": choices,
+                "usage": usage,
+            }
+            self.answers[n, tokens] = json.dumps(
+                {**whole, "prompt_token_ids": [7] * PROMPT}
+            ).encode()
         return self.answers[n, tokens]
 
     async def post(self, request: web.Request) -> web.StreamResponse:
-        body, number = await request.json(), request.app["number"]
+        body = await request.json()
+        number = request.app["number"]
         self.served[number] = served = self.served.get(number, 0) + 1
         await asyncio.sleep(self.seconds * random.uniform(0.5, 1.5))
         fault = (number // 20) % 3 if number % 20 == 7 else None
@@ -106,14 +138,18 @@ class FakeServers:
                 return web.Response(status=500, text="on purpose")
             assert request.transport is not None
             request.transport.abort()
-        return web.Response(body=self.answer(body["n"], body["max_tokens"]), content_type="application/json")
+        return web.Response(
+            body=self.answer(body["n"], body["max_tokens"]), content_type="application/json"
+        )
 
     async def get(self, request: web.Request) -> web.Response:
         if request.path != "/metrics":
             return web.json_response({"object": "list", "data": []})
         self.looks += 1
         room = f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{self.blocks}"}} 1.0\n'
-        return web.Response(text=f"{room}vllm:num_requests_running 0\nvllm:generation_tokens_total 0\n")
+        return web.Response(
+            text=f"{room}vllm:num_requests_running 0\nvllm:generation_tokens_total 0\n"
+        )
 
     async def start(self, number: int) -> int:
         app = web.Application()
@@ -128,9 +164,11 @@ class FakeServers:
 
 
 @contextlib.contextmanager
-def fake_servers(count: int, seconds: float, token: int) -> Iterator[tuple[list[Endpoint], Callable[[int], tuple[int, int]]]]:
-    """Serve from a process of its own; yields the addresses, and what tells them how large their caches
-    are; it returns how many faults and looks there were."""
+def fake_servers(
+    count: int, seconds: float, token: int
+) -> Iterator[tuple[list[Endpoint], Callable[[int], tuple[int, int]]]]:
+    """Serve from a process of its own; yields the addresses, and what tells them how large their
+    caches are; it returns how many faults and looks there were."""
 
     def serve(pipe: Connection) -> None:
         async def main() -> None:
@@ -200,7 +238,8 @@ class Counted(cluster_workers.WorkerActor):
 
 class _Method:
     def __init__(self, method: Any, number: int) -> None:
-        self._method, self._number = method, number
+        self._method = method
+        self._number = number
 
     def remote(self, *arguments: Any) -> Any:
         return self._method.remote(self._number, *arguments)
@@ -210,7 +249,9 @@ class _Place:
     """One worker of a host, as the handle of an actor looks."""
 
     def __init__(self, host: Any, number: int) -> None:
-        self.open, self.turn, self.close = (_Method(method, number) for method in (host.open, host.turn, host.close))
+        self.open, self.turn, self.close = (
+            _Method(method, number) for method in (host.open, host.turn, host.close)
+        )
 
 
 @dataclass
@@ -237,26 +278,50 @@ class Bench:
     """All loads on one set of servers."""
 
     def __init__(
-        self, options: argparse.Namespace, endpoints: Sequence[Endpoint], tell: Any, tokenizer: Any, folder: Path
+        self,
+        options: argparse.Namespace,
+        endpoints: Sequence[Endpoint],
+        tell: Any,
+        tokenizer: Any,
+        folder: Path,
     ) -> None:
-        self.o, self.endpoints, self.tell, self.tokenizer, self.folder = options, endpoints, tell, tokenizer, folder
+        self.o = options
+        self.endpoints = endpoints
+        self.tell = tell
+        self.tokenizer = tokenizer
+        self.folder = folder
         self.loads = 0
 
     def load(self, tokens: int, hosts: Sequence[Any], *, kill: bool = False) -> Spent:
-        """Sample, write and pack all tasks once; by one process where there are no hosts. Asserts that nothing is lost."""
+        """Sample, write and pack all tasks once; by one process where there are no hosts. Asserts
+        that nothing is lost.
+        """
         self.loads += 1
         o = self.o
         self.tell(int(1.1 * o.room * (PROMPT + o.samples * tokens) / 16))
         tasks = [
-            Task([{"role": "user", "content": f"{self.loads} {k} " + "sort these letters " * 20}], grade, id=f"task/{k}")
+            Task(
+                [{"role": "user", "content": f"{self.loads} {k} " + "sort these letters " * 20}],
+                grade,
+                id=f"task/{k}",
+            )
             for k in range(o.tasks)
         ]
-        settings: dict[str, Any] = {"model": "m", "n": o.samples, "params": {"max_tokens": tokens}, "pbar": False}
+        settings: dict[str, Any] = {
+            "model": "m",
+            "n": o.samples,
+            "params": {"max_tokens": tokens},
+            "pbar": False,
+        }
         settings |= {"client": self.endpoints, "weights_version": 1}
         came: list[str] = []
         before = seconds_of(hosts)
-        began, lead, Counted.turns = time.perf_counter(), time.process_time(), 0
-        with FinishedGroups(self.folder / f"partial{self.loads}.jsonl", dict(enumerate(tasks)), ()) as finished:
+        began = time.perf_counter()
+        lead = time.process_time()
+        Counted.turns = 0
+        with FinishedGroups(
+            self.folder / f"partial{self.loads}.jsonl", dict(enumerate(tasks)), ()
+        ) as finished:
 
             def done(group: TaskResult) -> None:
                 came.append(group.task_id)
@@ -267,12 +332,19 @@ class Bench:
             if hosts:
                 each = -(-o.workers // len(hosts))
                 places = [(host, number) for number in range(each) for host in hosts][: o.workers]
-                workers: list[Worker] = [Counted(k, _Place(*place)) for k, place in enumerate(places)]
-                shares = list(zip(workers, divided_servers(self.endpoints, [None] * o.workers), strict=True))
-                results = asyncio.run(get_divided_results(tasks, shares, SamplingSettings(**settings), done))
+                workers: list[Worker] = [
+                    Counted(k, _Place(*place)) for k, place in enumerate(places)
+                ]
+                shares = list(
+                    zip(workers, divided_servers(self.endpoints, [None] * o.workers), strict=True)
+                )
+                results = asyncio.run(
+                    get_divided_results(tasks, shares, SamplingSettings(**settings), done)
+                )
             else:
                 results = asyncio.run(get_task_results(tasks, **settings, on_task_done=done))
-        lead, wall = time.process_time() - lead, time.perf_counter() - began
+        lead = time.process_time() - lead
+        wall = time.perf_counter() - began
         after = seconds_of(hosts)
         in_workers = sum(spent - before.get(pid, 0.0) for pid, spent in after.items())
         assert sorted(came) == sorted(task.id for task in tasks), "a task was lost, or came twice"
@@ -280,7 +352,15 @@ class Bench:
         began = time.process_time()
         write_jsonl(self.folder / "rollouts.jsonl", results.to_jsonl_lines())
         files = time.process_time() - began
-        return Spent(lead, in_workers, files, self.pack(results), results.stats.completion_tokens, wall, Counted.turns)
+        return Spent(
+            lead,
+            in_workers,
+            files,
+            self.pack(results),
+            results.stats.completion_tokens,
+            wall,
+            Counted.turns,
+        )
 
     def turn(self, host: Any, count: int = 300) -> float:
         """Return the seconds of CPU that a turn costs the lead in which nothing happens."""
@@ -316,7 +396,11 @@ def table(name: str, loads: Sequence[Spent], requests: int, *, has_workers: bool
         spent = getattr(short, what), getattr(long, what)
         token = (spent[1] - spent[0]) / more
         request = (spent[0] - token * short.tokens) / requests
-        print(f"{name + ': ' + what:26}{request * 1e6:14.0f}{token * 1e6:14.3f}{spent[0]:12.2f}{spent[1]:12.2f}", flush=True)
+        print(
+            f"{name + ': ' + what:26}{request * 1e6:14.0f}{token * 1e6:14.3f}"
+            f"{spent[0]:12.2f}{spent[1]:12.2f}",
+            flush=True,
+        )
     print(f"{name + ': seconds':26}{'':28}{short.wall:12.1f}{long.wall:12.1f}", flush=True)
     if has_workers:
         print(f"{name + ': turns':26}{'':28}{short.turns:12d}{long.turns:12d}", flush=True)
@@ -324,13 +408,21 @@ def table(name: str, loads: Sequence[Spent], requests: int, *, has_workers: bool
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--servers", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=63)
     parser.add_argument("--processes", type=int, default=4, help="that the workers are in (4)")
     parser.add_argument("--tasks", type=int, default=4000, help="requests of one load (4000)")
     parser.add_argument("--samples", type=int, default=8, help="of each (8)")
-    parser.add_argument("--tokens", type=int, nargs=2, default=(16, 128), help="of a sample, in the two loads (16 128)")
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        nargs=2,
+        default=(16, 128),
+        help="of a sample, in the two loads (16 128)",
+    )
     parser.add_argument("--room", type=int, default=2, help="of each server, in requests (2)")
     parser.add_argument("--seconds", type=float, default=2.0, help="that an answer takes (2)")
     parser.add_argument("--alone", action="store_true", help="also one process without workers")
@@ -342,7 +434,8 @@ def main() -> None:
         endpoints, tell = stack.enter_context(fake_servers(options.servers, options.seconds, token))
         bench = Bench(options, endpoints, tell, tokenizer, Path(folder))
         each = -(-options.workers // options.processes)
-        logging.getLogger("ttrl").setLevel(logging.ERROR)  # what servers and workers are made to suffer is known
+        # What servers and workers are made to suffer is known.
+        logging.getLogger("ttrl").setLevel(logging.ERROR)
         ray.init(
             num_cpus=options.processes,
             object_store_memory=2**29,
@@ -352,15 +445,27 @@ def main() -> None:
         )
         actor = ray.remote(Host).options(num_cpus=1, max_restarts=-1, max_task_retries=0)
         hosts = [actor.remote(model, each) for _ in range(options.processes)]
-        bench.load(options.tokens[0], hosts)  # what is loaded at first is not counted; servers that go away do so now
+        # What is loaded at first is not counted; servers that go away do so now.
+        bench.load(options.tokens[0], hosts)
         loads = [bench.load(tokens, hosts) for tokens in options.tokens]
-        print(f"{options.tasks} requests x {options.samples} samples x {options.tokens[0]} and {options.tokens[1]} tokens")
-        print(f"{options.servers} servers, {options.workers} workers in {options.processes} processes")
+        print(
+            f"{options.tasks} requests x {options.samples} samples x {options.tokens[0]} and "
+            f"{options.tokens[1]} tokens"
+        )
+        print(
+            f"{options.servers} servers, {options.workers} workers in {options.processes} processes"
+        )
         print(f"{'':26}{'µs a request':>14}{'µs a token':>14}{'s, short':>12}{'s, long':>12}")
         table("divided", loads, options.tasks, has_workers=True)
-        print(f"a turn in which nothing happens costs the lead {bench.turn(hosts[0]) * 1e6:.0f} µs", flush=True)
+        print(
+            f"a turn in which nothing happens costs the lead {bench.turn(hosts[0]) * 1e6:.0f} µs",
+            flush=True,
+        )
         killed = bench.load(options.tokens[0], hosts, kill=True)
-        print(f"with {each} workers killed in the middle: nothing lost, {killed.wall:.1f} s, lead {killed.lead:.2f} s of CPU")
+        print(
+            f"with {each} workers killed in the middle: nothing lost, {killed.wall:.1f} s, lead "
+            f"{killed.lead:.2f} s of CPU"
+        )
         if options.alone:
             alone = [bench.load(tokens, ()) for tokens in options.tokens]
             table("one process", alone, options.tasks, has_workers=False)

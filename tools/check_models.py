@@ -1,16 +1,19 @@
-"""Check what ttrl trains: a tiny random version of each architecture, through transformers' own class.
+"""Check what ttrl trains: a tiny random version of each architecture, through transformers' own
+class.
 
     python tools/check_models.py [NAME ...] [--served] [--loop] [--results FILE]
 
 For each model:
 
-    packed      a prompt stored once for its completions gives the log-probabilities and the gradient
-                of the same samples one by one, computed by the class alone; in float64
+    packed      a prompt stored once for its completions gives the log-probabilities and the
+                gradient of the same samples one by one, computed by the class alone; in float64
     adapters    the same with LoRA on every matrix that has it, and merged into the checkpoint
     files       a checkpoint has the names, shapes and bits of the folder that it was loaded from
-    served      vLLM on this CPU loads a checkpoint after a step in place of the one before it; every
-                weight is compared, and its log-probabilities are the trainer's (with --served)
-    loop        an iteration of `ttrl.train`: samples, grades, trains, loads, validates (with --loop)
+    served      vLLM on this CPU loads a checkpoint after a step in place of the one before it;
+                every weight is compared, and its log-probabilities are the trainer's (with
+                --served)
+    loop        an iteration of `ttrl.train`: samples, grades, trains, loads, validates (with
+                --loop)
 
 A cell holds what was measured, or the reason in words why not.
 """
@@ -46,7 +49,17 @@ from ttrl.training.policy.lora import is_adapter
 from ttrl.training.policy.policy import Policy
 
 HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
-FAILURES = (UserError, AssertionError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, OSError, ImportError)
+FAILURES = (
+    UserError,
+    AssertionError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    OSError,
+    ImportError,
+)
 LIMIT = 1e-10
 """Of differences in float64."""
 SERVED_LIMIT = 1e-3
@@ -61,20 +74,43 @@ _SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 _HEADS: dict[str, Any] = {"head_dim": 32}  # vLLM's CPU attention has no kernel for narrower ones
-_SLIDING: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_SLIDING: dict[str, Any] = {
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 _EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _ROUTED_EXPERTS: dict[str, Any] = {
-    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1},
+    **{
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+    },
     **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
 }
 _DELTA_RULE: dict[str, Any] = {
-    **{"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 2, "linear_num_key_heads": 1},
+    **{
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 2,
+        "linear_num_key_heads": 1,
+    },
     **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }
-_MAMBA: dict[str, Any] = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+}
 _LATENT: dict[str, Any] = {
-    **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16},
+    **{
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+    },
     "num_key_value_heads": 2,
 }
 
@@ -91,17 +127,25 @@ class Model(NamedTuple):
 
 MODELS = {
     "llama": Model("Llama 3", "LlamaConfig"),
-    "llama4": Model("Llama 4", "Llama4TextConfig", {**_LOCAL_EXPERTS, **_HEADS, "num_experts_per_tok": 1}),
+    "llama4": Model(
+        "Llama 4", "Llama4TextConfig", {**_LOCAL_EXPERTS, **_HEADS, "num_experts_per_tok": 1}
+    ),
     "qwen2": Model("Qwen 2, 2.5", "Qwen2Config"),
-    "qwen2_moe": Model("Qwen 2 MoE", "Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}),
+    "qwen2_moe": Model(
+        "Qwen 2 MoE", "Qwen2MoeConfig", {**_EXPERTS, "shared_expert_intermediate_size": 32}
+    ),
     "qwen3": Model("Qwen 3", "Qwen3Config", _HEADS),
     "qwen3_moe": Model("Qwen 3 MoE", "Qwen3MoeConfig", {**_EXPERTS, **_HEADS}),
     "qwen3_next": Model(
-        "Qwen 3 Next", "Qwen3NextConfig", {**_EXPERTS, **_DELTA_RULE, **_HEADS, "shared_expert_intermediate_size": 32}
+        "Qwen 3 Next",
+        "Qwen3NextConfig",
+        {**_EXPERTS, **_DELTA_RULE, **_HEADS, "shared_expert_intermediate_size": 32},
     ),
     "qwen3_5": Model("Qwen 3.5, 3.6", "Qwen3_5TextConfig", {**_DELTA_RULE, **_HEADS}),
     "qwen3_5_moe": Model(
-        "Qwen 3.5, 3.6 MoE", "Qwen3_5MoeTextConfig", {**_EXPERTS, **_DELTA_RULE, **_HEADS, "shared_expert_intermediate_size": 32}
+        "Qwen 3.5, 3.6 MoE",
+        "Qwen3_5MoeTextConfig",
+        {**_EXPERTS, **_DELTA_RULE, **_HEADS, "shared_expert_intermediate_size": 32},
     ),
     "gemma": Model("Gemma 1", "GemmaConfig", _HEADS),
     "gemma2": Model("Gemma 2", "Gemma2Config", {**_HEADS, "sliding_window": 5}),
@@ -110,12 +154,20 @@ MODELS = {
         "Gemma 3n",
         "Gemma3nTextConfig",
         {
-            **{**_HEADS, **_SLIDING, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 16, "laurel_rank": 8},
+            **{
+                **_HEADS,
+                **_SLIDING,
+                "num_kv_shared_layers": 0,
+                "hidden_size_per_layer_input": 16,
+                "laurel_rank": 8,
+            },
             **{"activation_sparsity_pattern": [0.0, 0.0], "intermediate_size": [128, 128]},
         },
     ),
     "gemma4": Model(
-        "Gemma 4", "Gemma4TextConfig", {**_HEADS, **_SLIDING, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0}
+        "Gemma 4",
+        "Gemma4TextConfig",
+        {**_HEADS, **_SLIDING, "hidden_size_per_layer_input": 16, "num_kv_shared_layers": 0},
     ),
     "mistral": Model("Mistral", "MistralConfig", {**_HEADS, "sliding_window": 5}),
     "ministral3": Model("Ministral 3", "Ministral3Config", _HEADS),
@@ -130,25 +182,50 @@ MODELS = {
     ),
     "glm4": Model("GLM 4", "Glm4Config", _HEADS),
     "glm4_moe": Model("GLM 4 MoE", "Glm4MoeConfig", {**_ROUTED_EXPERTS, **_HEADS}),
-    "deepseek_v2": Model("DeepSeek V2", "DeepseekV2Config", {**_ROUTED_EXPERTS, **_LATENT, "topk_method": "greedy"}),
-    "deepseek_v3": Model("DeepSeek V3", "DeepseekV3Config", {**_ROUTED_EXPERTS, **_LATENT, "topk_method": "noaux_tc"}),
-    "granite": Model("Granite 3", "GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}),
+    "deepseek_v2": Model(
+        "DeepSeek V2", "DeepseekV2Config", {**_ROUTED_EXPERTS, **_LATENT, "topk_method": "greedy"}
+    ),
+    "deepseek_v3": Model(
+        "DeepSeek V3", "DeepseekV3Config", {**_ROUTED_EXPERTS, **_LATENT, "topk_method": "noaux_tc"}
+    ),
+    "granite": Model(
+        "Granite 3", "GraniteConfig", {"logits_scaling": 3.0, "residual_multiplier": 0.5}
+    ),
     "granite_moe": Model("Granite 3 MoE", "GraniteMoeConfig", _LOCAL_EXPERTS),
     "granite_hybrid": Model(
         "Granite 4 hybrid",
         "GraniteMoeHybridConfig",
-        {**_MAMBA, "layer_types": ["mamba", "attention"], "num_local_experts": 0, "shared_intermediate_size": 128},
+        {
+            **_MAMBA,
+            "layer_types": ["mamba", "attention"],
+            "num_local_experts": 0,
+            "shared_intermediate_size": 128,
+        },
     ),
     "granite_hybrid_moe": Model(
         "Granite 4 hybrid MoE",
         "GraniteMoeHybridConfig",
-        {**_MAMBA, **_LOCAL_EXPERTS, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 128},
+        {
+            **_MAMBA,
+            **_LOCAL_EXPERTS,
+            "layer_types": ["mamba", "attention"],
+            "shared_intermediate_size": 128,
+        },
     ),
     "lfm2": Model(
-        "LFM2", "Lfm2Config", {"layer_types": ["conv", "full_attention"], "block_ff_dim": 128, "block_dim": 64, "conv_dim": 64}
+        "LFM2",
+        "Lfm2Config",
+        {
+            "layer_types": ["conv", "full_attention"],
+            "block_ff_dim": 128,
+            "block_dim": 64,
+            "conv_dim": 64,
+        },
     ),
     "lfm2_moe": Model(
-        "LFM2 MoE", "Lfm2MoeConfig", {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+        "LFM2 MoE",
+        "Lfm2MoeConfig",
+        {**_EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     ),
     "olmo2": Model("OLMo 2", "Olmo2Config"),
     "olmo3": Model("OLMo 3", "Olmo3Config", {"sliding_window": 5}),
@@ -160,12 +237,19 @@ MODELS = {
         "Nemotron-H",
         "NemotronHConfig",
         {
-            **{"layers_block_type": ["mamba", "attention", "mlp"], "num_hidden_layers": 3, "mamba_num_heads": 4, **_HEADS},
+            **{
+                "layers_block_type": ["mamba", "attention", "mlp"],
+                "num_hidden_layers": 3,
+                "mamba_num_heads": 4,
+                **_HEADS,
+            },
             **{"mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1},
         },
     ),
     "bamba": Model("Bamba", "BambaConfig", {**_MAMBA, "attn_layer_indices": [1]}),
-    "jamba": Model("Jamba", "JambaConfig", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}),
+    "jamba": Model(
+        "Jamba", "JambaConfig", {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+    ),
     "seed_oss": Model("Seed-OSS", "SeedOssConfig", _HEADS),
     "ernie4_5": Model("ERNIE 4.5", "Ernie4_5Config", _HEADS),
     "ernie4_5_moe": Model(
@@ -174,14 +258,28 @@ MODELS = {
         {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
     ),
     "hunyuan": Model("Hunyuan", "HunYuanDenseV1Config", _HEADS),
-    "hunyuan_moe": Model("Hunyuan MoE", "HunYuanMoEV1Config", {**_HEADS, "num_experts": 4, "moe_topk": 2}),
-    "minimax_m2": Model("MiniMax M2", "MiniMaxM2Config", {**_LOCAL_EXPERTS, **_HEADS, "rotary_dim": 16}),
+    "hunyuan_moe": Model(
+        "Hunyuan MoE", "HunYuanMoEV1Config", {**_HEADS, "num_experts": 4, "moe_topk": 2}
+    ),
+    "minimax_m2": Model(
+        "MiniMax M2", "MiniMaxM2Config", {**_LOCAL_EXPERTS, **_HEADS, "rotary_dim": 16}
+    ),
     "kimi_linear": Model(
         "Kimi Linear",
         "KimiLinearConfig",
         {
-            **{**_LATENT, **_LOCAL_EXPERTS, "layer_types": ["linear_attention", "full_attention"], "topk_group": 1},
-            **{"moe_intermediate_size": 32, "n_group": 1, "linear_head_dim": 32, "linear_num_heads": 2},
+            **{
+                **_LATENT,
+                **_LOCAL_EXPERTS,
+                "layer_types": ["linear_attention", "full_attention"],
+                "topk_group": 1,
+            },
+            **{
+                "moe_intermediate_size": 32,
+                "n_group": 1,
+                "linear_head_dim": 32,
+                "linear_num_heads": 2,
+            },
         },
     ),
     "cohere2": Model("Cohere 2", "Cohere2Config", {**_SLIDING, "logit_scale": 0.3}),
@@ -194,20 +292,33 @@ MODELS = {
         "nanochat of 2026",
         "NanochatConfig",
         {"attention_windows": [2, 5, None], "value_layers": [2]},
-        sizes={"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 512}
+        sizes={
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 512,
+        }
         | {"initializer_range": 0.1},
     ),
     "gpt2": Model(
         "GPT-2",
         "GPT2Config",
-        sizes={"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.1},
+        sizes={
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 512,
+            "initializer_range": 0.1,
+        },
     ),
 }
 
 
 def config_class(model: Model) -> type[transformers.PretrainedConfig]:
     """Return the class of a row's config, of transformers or ours."""
-    found: type[transformers.PretrainedConfig] = getattr(transformers, model.config, None) or getattr(modeling, model.config)
+    found: type[transformers.PretrainedConfig] = getattr(
+        transformers, model.config, None
+    ) or getattr(modeling, model.config)
     return found
 
 
@@ -216,7 +327,11 @@ def write_model(name: str, folder: Path) -> Path:
     model = MODELS[name]
     make_tiny_model(folder)
     tiny = transformers.AutoConfig.from_pretrained(folder)
-    tokens = {"vocab_size": tiny.vocab_size, "pad_token_id": tiny.pad_token_id, "eos_token_id": tiny.eos_token_id}
+    tokens = {
+        "vocab_size": tiny.vocab_size,
+        "pad_token_id": tiny.pad_token_id,
+        "eos_token_id": tiny.eos_token_id,
+    }
     settings = {**model.sizes, **tokens, "bos_token_id": None, **model.settings}
     if name.startswith(("gemma3n", "gemma4")):
         settings["vocab_size_per_layer_input"] = tiny.vocab_size
@@ -225,7 +340,8 @@ def write_model(name: str, folder: Path) -> Path:
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.ndim == 1:  # norms and biases that are neither ones nor zeros, which would hide mistakes
+            # Norms and biases that are neither ones nor zeros, which would hide mistakes.
+            if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     made.save_pretrained(folder)
     return folder
@@ -261,7 +377,9 @@ def samples(vocabulary: int, seed: int = 0) -> list[TokenizedResult]:
 
 
 class Computed(NamedTuple):
-    """Log-probabilities of each sample's completion, and a gradient of them by the decoder's names."""
+    """Log-probabilities of each sample's completion, and a gradient of them by the decoder's
+    names.
+    """
 
     logprobs: list[Tensor]
     gradient: dict[str, Tensor]
@@ -269,7 +387,10 @@ class Computed(NamedTuple):
 
 def _computed(logprobs: list[Tensor], model: nn.Module, rename: Callable[[str], str]) -> Computed:
     draw = torch.Generator().manual_seed(0)
-    weighted = [(part * torch.randn(part.shape, generator=draw, dtype=part.dtype)).sum() for part in logprobs]
+    weighted = [
+        (part * torch.randn(part.shape, generator=draw, dtype=part.dtype)).sum()
+        for part in logprobs
+    ]
     model.zero_grad()
     torch.stack(weighted).sum().backward()
     gradient = {rename(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -281,8 +402,14 @@ def one_by_one(
     results: list[TokenizedResult],
     before: Callable[[nn.Module, TokenizedResult], None] = lambda model, sample: None,
 ) -> tuple[Computed, Names]:
-    """Compute samples with transformers alone, unpacked, in float64. before: is called before each sample."""
-    how: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "eager", "experts_implementation": "eager"}
+    """Compute samples with transformers alone, unpacked, in float64. before: is called before each
+    sample.
+    """
+    how: dict[str, Any] = {
+        "dtype": torch.float64,
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+    }
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval().double()
     model.get_input_embeddings().padding_idx = None
     found = []
@@ -291,13 +418,17 @@ def one_by_one(
             before(model, one)
             logits = model(torch.tensor([one.token_ids]), use_cache=False).logits[0]
             chosen = torch.log_softmax(logits[one.prompt_length - 1 : -1], -1)
-            found.append(chosen.gather(1, torch.tensor(one.token_ids[one.prompt_length :])[:, None])[:, 0])
+            found.append(
+                chosen.gather(1, torch.tensor(one.token_ids[one.prompt_length :])[:, None])[:, 0]
+            )
         names = names_of(model)
         return _computed(found, model, names.ours), names
 
 
 def _pack(results: list[TokenizedResult], seq_len: int) -> PackedTensors:
-    return packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, shortest_shared=1)
+    return packed_tensors_from_tokenized_results(
+        results, seq_len=seq_len, pad_id=0, shortest_shared=1
+    )
 
 
 def policy_rows(pack: PackedTensors) -> tuple[Tensor, ...]:
@@ -323,8 +454,12 @@ def packed(policy: Policy, results: list[TokenizedResult], seq_len: int = 128) -
 
 
 def difference(ours: Computed, theirs: Computed) -> float:
-    """Return the largest difference of log-probabilities, and of a parameter's gradient relative to its length."""
-    logprobs = max(float((a - b).abs().max()) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+    """Return the largest difference of log-probabilities, and of a parameter's gradient relative to
+    its length.
+    """
+    logprobs = max(
+        float((a - b).abs().max()) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)
+    )
     largest = max(float(gradient.norm()) for gradient in theirs.gradient.values())
     gradients = [
         float((ours.gradient[name] - gradient).norm()) / max(float(gradient.norm()), 1e-4 * largest)
@@ -335,7 +470,14 @@ def difference(ours: Computed, theirs: Computed) -> float:
 
 def training_config(folder: Path, **settings: Any) -> GRPOConfig:
     """Return a recipe's config for transformers' own class."""
-    given = {"model": str(folder), "data": "-", "output_dir": "-", "device": "cpu", "dtype": "fp32", "decoder": "transformers"}
+    given = {
+        "model": str(folder),
+        "data": "-",
+        "output_dir": "-",
+        "device": "cpu",
+        "dtype": "fp32",
+        "decoder": "transformers",
+    }
     return GRPOConfig(**{**given, **settings})
 
 
@@ -356,7 +498,9 @@ def check_packed(folder: Path) -> float:
 
 
 def check_files(folder: Path, out: Path) -> int:
-    """Return how many tensors a checkpoint has; raises AssertionError where they are not those of the folder."""
+    """Return how many tensors a checkpoint has; raises AssertionError where they are not those of
+    the folder.
+    """
     save_checkpoint(out, loaded(folder), folder, HERE)
     before = {name: tensor for _, name, tensor in iter_stored(folder)}
     after = {name: tensor for _, name, tensor in iter_stored(out)}
@@ -367,7 +511,9 @@ def check_files(folder: Path, out: Path) -> int:
 
 
 def check_adapters(folder: Path, out: Path) -> float:
-    """Return the largest difference between a policy with adapters, and the merged folder through transformers alone."""
+    """Return the largest difference between a policy with adapters, and the merged folder through
+    transformers alone.
+    """
     policy = loaded(folder, lora_rank=4, lora_alpha=8.0)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -384,11 +530,15 @@ def check_adapters(folder: Path, out: Path) -> float:
     policy.widen(torch.float64)
     ours = packed(policy, results)
     assert any(is_adapter(name) for name in ours.gradient), "no adapter has a gradient"
-    return max(float((a - b).abs().max()) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True))
+    return max(
+        float((a - b).abs().max()) for a, b in zip(ours.logprobs, theirs.logprobs, strict=True)
+    )
 
 
 def check_served(folder: Path, out: Path) -> str:
-    """Serve a checkpoint, load the next one in place of it, and compare every weight and the canary."""
+    """Serve a checkpoint, load the next one in place of it, and compare every weight and the
+    canary.
+    """
     from ttrl.server.vllm import VLLMServer
     from ttrl.server.weights import sync_weights, verify_weights
 
@@ -399,15 +549,21 @@ def check_served(folder: Path, out: Path) -> str:
     with torch.no_grad():
         for parameter in policy.parameters():
             if parameter.grad is not None and float(parameter.grad.norm()):
-                parameter -= 0.02 * parameter.grad / parameter.grad.norm() * parameter.norm().clamp(min=1.0)
+                parameter -= (
+                    0.02 * parameter.grad / parameter.grad.norm() * parameter.norm().clamp(min=1.0)
+                )
     save_checkpoint(out / "after", policy, folder, HERE)
     log = out / "server.log"
-    with VLLMServer(out / "before", served_model_name="policy", log_path=log, dtype="float32", max_model_len=512) as server:
+    with VLLMServer(
+        out / "before", served_model_name="policy", log_path=log, dtype="float32", max_model_len=512
+    ) as server:
         verify_weights(server, out / "before", compare=True)
         report = sync_weights(server, out / "after")
         _, comparison = verify_weights(server, out / "after", compare=True)
     unchecked = (
-        "" if comparison is None or not comparison.unchecked else f", {comparison.unchecked:,} numbers by the canary alone"
+        ""
+        if comparison is None or not comparison.unchecked
+        else f", {comparison.unchecked:,} numbers by the canary alone"
     )
     restarts = "; restarts" if report.fell_back else ""
     if report.canary_max_difference > SERVED_LIMIT:
@@ -510,7 +666,8 @@ def _reason(error: Exception) -> str:
 def table(rows: list[Row]) -> str:
     """Return the table as Markdown."""
     lines = [
-        "| Model | Class | Packed = unpacked | LoRA, merged | Checkpoint | Served by vLLM on CPU | Loop |",
+        "| Model | Class | Packed = unpacked | LoRA, merged | Checkpoint | Served by vLLM on CPU "
+        "| Loop |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
@@ -524,9 +681,18 @@ def main() -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="rows; all unless given")
-    parser.add_argument("--served", action="store_true", help="start a vLLM server for each, 20 CPU seconds")
-    parser.add_argument("--loop", action="store_true", help="run two iterations with each, a minute on 2 cores")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="keep results there, and print the table of all that it has")
+    parser.add_argument(
+        "--served", action="store_true", help="start a vLLM server for each, 20 CPU seconds"
+    )
+    parser.add_argument(
+        "--loop", action="store_true", help="run two iterations with each, a minute on 2 cores"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        metavar="FILE",
+        help="keep results there, and print the table of all that it has",
+    )
     arguments = parser.parse_args()
     names = arguments.names or list(MODELS)
     if unknown := sorted(set(names) - set(MODELS)):

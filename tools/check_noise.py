@@ -1,15 +1,20 @@
-"""The gradient's noise as a run measures it, against batches that are drawn again. `python tools/check_noise.py CHECKPOINT`
+"""The gradient's noise as a run measures it, against batches that are drawn again. `python
+tools/check_noise.py CHECKPOINT`
 
-A policy stands still. Many batches of its answers are sampled in a few sets, each batch to other tasks, and as many again, to the
-same tasks in each batch of a set; all are graded, packed and differentiated as a run's first optimizer step is. Then
+A policy stands still. Many batches of its answers are sampled in a few sets, each batch to other
+tasks, and as many again, to the same tasks in each batch of a set; all are graded, packed and
+differentiated as a run's first optimizer step is. Then
 
-    noise      the scatter of the gradients in a set, Σ|g - ḡ|²/(batches - 1), against what one step's microbatches say of it
+    noise      the scatter of the gradients in a set, Σ|g - ḡ|²/(batches - 1), against what one
+               step's microbatches say of it
     signal     |ḡ|² - noise/batches, over all sets, against the same
-    scale      their ratio in batches (S/(B|G|²)); also of the sketch alone, which is of layers between the decoder's
-    samples    the share of the noise that is left where the tasks stay the same, against the share that the sketch gives
+    scale      their ratio in batches (S/(B|G|²)); also of the sketch alone, which is of layers
+               between the decoder's
+    samples    the share of the noise that is left where the tasks stay the same, against the share
+               that the sketch gives
 
-and what looking costs, as CPU time of steps with and without it in alternation. The ratios' intervals are of 95%: single samples
-weigh so much in a batch that little is settled without them.
+and what looking costs, as CPU time of steps with and without it in alternation. The ratios'
+intervals are of 95%: single samples weigh so much in a batch that little is settled without them.
 """
 
 import argparse
@@ -68,7 +73,9 @@ def sampled(server: VLLMServer, tasks: Sequence[Task], config: TrainConfig) -> T
     async def main() -> TaskResults:
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             params = {"temperature": 1.0, "max_tokens": config.max_tokens}
-            return await get_task_results(tasks, client, "m", n=config.samples_per_task, params=params)
+            return await get_task_results(
+                tasks, client, "m", n=config.samples_per_task, params=params
+            )
 
     return asyncio.run(main())
 
@@ -76,8 +83,13 @@ def sampled(server: VLLMServer, tasks: Sequence[Task], config: TrainConfig) -> T
 class Batches:
     """Packs batches and differentiates each as a run's first optimizer step is."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, arguments: argparse.Namespace, folder: Path) -> None:
-        self._policy, self._config, self._arguments, self._folder = policy, config, arguments, folder
+    def __init__(
+        self, policy: Policy, config: TrainConfig, arguments: argparse.Namespace, folder: Path
+    ) -> None:
+        self._policy = policy
+        self._config = config
+        self._arguments = arguments
+        self._folder = folder
         self._tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
         self._packed = 0
 
@@ -89,21 +101,36 @@ class Batches:
         return iteration.path / "packed.safetensors"
 
     def differentiate(self, path: Path, seed: int, looks: bool = True) -> dict[str, Any] | None:
-        """Leave the batch's gradient in the parameters; return what a run would log of its noise."""
-        values = {"model": str(self._arguments.checkpoint), "packed": str(path), "output_dir": str(path.parent), "device": "cpu"}
+        """Leave the batch's gradient in the parameters; return what a run would log of its
+        noise.
+        """
+        values = {
+            "model": str(self._arguments.checkpoint),
+            "packed": str(path),
+            "output_dir": str(path.parent),
+            "device": "cpu",
+        }
         rows = self._arguments.rows or RECIPES[self._arguments.recipe][2]
-        own = GRPOConfig.parse(values | {"rows_per_microbatch": rows, "seed": seed}, "tools/check_noise.py")
+        own = GRPOConfig.parse(
+            values | {"rows_per_microbatch": rows, "seed": seed}, "tools/check_noise.py"
+        )
         (step,) = updates(PackedTensors.load(path), 1, (0, 0), HERE, self._policy.decoder.config)
         pieces = GradientPieces(self._policy, own, HERE) if looks else None
         self._policy.zero_grad()
-        step_of = GradientStep(self._policy, own, HERE, Stopwatch(HERE.device), TrainProgress(0, HERE), pieces=pieces)
+        step_of = GradientStep(
+            self._policy, own, HERE, Stopwatch(HERE.device), TrainProgress(0, HERE), pieces=pieces
+        )
         seen = step_of.accumulate(step, objective_from(own)).pieces
         if pieces is not None:
             pieces.close()
         return None if seen is None else step_noise(seen)
 
-    def scatter(self, batches: Sequence[list[TaskResult]]) -> tuple[list[dict[str, Any]], float, list[torch.Tensor]]:
-        """Return what a run would log of each, the scatter of their gradients, and the sum of these."""
+    def scatter(
+        self, batches: Sequence[list[TaskResult]]
+    ) -> tuple[list[dict[str, Any]], float, list[torch.Tensor]]:
+        """Return what a run would log of each, the scatter of their gradients, and the sum of
+        these.
+        """
         rows: list[dict[str, Any]] = []
         total = [torch.zeros_like(p) for p in self._policy.parameters()]
         squares = 0.0
@@ -118,8 +145,11 @@ class Batches:
         return rows, (squares - _product(total, total) / len(rows)) / (len(rows) - 1), total
 
     def cost(self, groups: list[TaskResult]) -> float:
-        """Return the CPU time of a step that looks over that of one that does not, on one thread; the least of several each."""
-        path, threads = self.packed(groups), torch.get_num_threads()
+        """Return the CPU time of a step that looks over that of one that does not, on one thread;
+        the least of several each.
+        """
+        path = self.packed(groups)
+        threads = torch.get_num_threads()
         torch.set_num_threads(1)
         took: dict[bool, list[float]] = {True: [], False: []}
         for _ in range(60):
@@ -149,15 +179,20 @@ class Set:
     """Of the sum of the gradients to other tasks with those of all sets before, and with itself."""
 
 
-def compared(sets: Sequence[Set], places: Sequence[int], each: int) -> dict[str, tuple[float, float]]:
+def compared(
+    sets: Sequence[Set], places: Sequence[int], each: int
+) -> dict[str, tuple[float, float]]:
     """Return what steps say and what was drawn again, from these of the sets, of `each` batches."""
     chosen = [sets[place] for place in places]
-    noise, within = (statistics.fmean(getattr(one, name) for one in chosen) for name in ("noise", "within"))
+    noise, within = (
+        statistics.fmean(getattr(one, name) for one in chosen) for name in ("noise", "within")
+    )
     total = sum(sets[max(i, j)].products[min(i, j)] for i in places for j in places)
     signal = total / (each * len(chosen)) ** 2 - noise / (each * len(chosen))
     rows = [row for one in chosen for row in one.rows]
     prompts, samples, sketched = (
-        statistics.fmean(row["nested"][name] for row in rows) for name in ("prompts", "samples", "signal")
+        statistics.fmean(row["nested"][name] for row in rows)
+        for name in ("prompts", "samples", "signal")
     )
     found = {
         "scale by the sketch alone": ((prompts + samples) / sketched, noise / signal),
@@ -165,60 +200,110 @@ def compared(sets: Sequence[Set], places: Sequence[int], each: int) -> dict[str,
         "share of the noise, prompts": (prompts / (prompts + samples), 1 - within / noise),
     }
     if all("noise" in row for row in rows):
-        own, own_signal = (statistics.fmean(row[name] for row in rows) for name in ("noise", "signal"))
+        own, own_signal = (
+            statistics.fmean(row[name] for row in rows) for name in ("noise", "signal")
+        )
         whole = {"noise of a batch": (own, noise), "signal |G|²": (own_signal, signal)}
         found = whole | {"scale, in batches": (own / own_signal, noise / signal)} | found
     return found
 
 
 def report(sets: Sequence[Set], each: int) -> str:
-    """Compare what steps say with what was drawn again; intervals by the jackknife: one set at a time is left out."""
+    """Compare what steps say with what was drawn again; intervals by the jackknife: one set at a
+    time is left out.
+    """
     count = len(sets)
-    without = [compared(sets, [place for place in range(count) if place != left], each) for left in range(count)]
+    without = [
+        compared(sets, [place for place in range(count) if place != left], each)
+        for left in range(count)
+    ]
     lines = [f"{'':28} {'measured':>10} {'drawn again':>12} {'ratio':>7}"]
     for name, (measured, drawn) in compared(sets, range(count), each).items():
         ratios = [one[name][0] / one[name][1] for one in without]
         interval = ""
         if min(ratios) > 0 and measured * drawn > 0:
             logs = [math.log(ratio) for ratio in ratios]
-            half = t_quantile(0.975, count - 1) * math.sqrt((count - 1) * statistics.pvariance(logs))
+            half = t_quantile(0.975, count - 1) * math.sqrt(
+                (count - 1) * statistics.pvariance(logs)
+            )
             middle = math.log(measured / drawn)
             interval = f"({math.exp(middle - half):.2f} to {math.exp(middle + half):.2f})"
-        lines.append(f"{name:28} {measured:>10.4g} {drawn:>12.4g} {measured / drawn:>7.3f} {interval}")
+        lines.append(
+            f"{name:28} {measured:>10.4g} {drawn:>12.4g} {measured / drawn:>7.3f} {interval}"
+        )
     pieces = sets[0].rows[0]["pieces"]
-    return "\n".join([*lines, f"{count} sets of {each} batches and as many again, {pieces} microbatches in the first"])
+    return "\n".join(
+        [
+            *lines,
+            f"{count} sets of {each} batches and as many again, {pieces} microbatches in the first",
+        ]
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path, help="of a quickstart, such as runs/sort_letters/iterations/0005/checkpoint")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        help="of a quickstart, such as runs/sort_letters/iterations/0005/checkpoint",
+    )
     parser.add_argument("--recipe", choices=sorted(RECIPES), default="sort_letters")
     parser.add_argument("--advantages", choices=("std", "mean"), default="std")
     parser.add_argument("--batches", type=int, default=64)
-    parser.add_argument("--sets", type=int, default=8, help="of tasks that stay the same, over which as many batches are divided")
-    parser.add_argument("--rows", type=int, help="of a microbatch; as many as the quickstart takes if left out")
+    parser.add_argument(
+        "--sets",
+        type=int,
+        default=8,
+        help="of tasks that stay the same, over which as many batches are divided",
+    )
+    parser.add_argument(
+        "--rows", type=int, help="of a microbatch; as many as the quickstart takes if left out"
+    )
     arguments = parser.parse_args()
     make, sizes, _ = RECIPES[arguments.recipe]
     with tempfile.TemporaryDirectory(prefix="ttrl-noise-") as name:
         folder = Path(name)
         config = TrainConfig(
-            run=str(folder / "run"), model=str(arguments.checkpoint), iterations=1, advantages=arguments.advantages, **sizes
+            run=str(folder / "run"),
+            model=str(arguments.checkpoint),
+            iterations=1,
+            advantages=arguments.advantages,
+            **sizes,
         ).resolved(False)
-        size, repeats = config.tasks_per_iteration, arguments.batches // arguments.sets
+        size = config.tasks_per_iteration
+        repeats = arguments.batches // arguments.sets
         tasks = make(size * repeats * arguments.sets)
         fresh = [dataclasses.replace(task, id=f"{number}") for number, task in enumerate(tasks)]
         first = [tasks[size * place : size * (place + 1)] for place in range(arguments.sets)]
-        again = [dataclasses.replace(task, id=f"{task.id} again {k}") for one in first for k in range(repeats) for task in one]
-        with VLLMServer(arguments.checkpoint, served_model_name="m", log_path=folder / "log", dtype="float32") as server:
+        again = [
+            dataclasses.replace(task, id=f"{task.id} again {k}")
+            for one in first
+            for k in range(repeats)
+            for task in one
+        ]
+        with VLLMServer(
+            arguments.checkpoint, served_model_name="m", log_path=folder / "log", dtype="float32"
+        ) as server:
             results = [list(sampled(server, some, config)) for some in (fresh, again)]
-        cut = [[some[place : place + size] for place in range(0, len(some), size)] for some in results]
-        values = {"model": str(arguments.checkpoint), "packed": "", "output_dir": "", "device": "cpu"}
+        cut = [
+            [some[place : place + size] for place in range(0, len(some), size)] for some in results
+        ]
+        values = {
+            "model": str(arguments.checkpoint),
+            "packed": "",
+            "output_dir": "",
+            "device": "cpu",
+        }
         policy = load_policy(GRPOConfig.parse(values, "tools/check_noise.py"), HERE)
         batches = Batches(policy, config, arguments, folder / "packs")
         sets: list[Set] = []
         sums: list[list[torch.Tensor]] = []
         for place in range(0, repeats * arguments.sets, repeats):
-            (rows, noise, total), (others, within, _) = (batches.scatter(some[place : place + repeats]) for some in cut)
+            (rows, noise, total), (others, within, _) = (
+                batches.scatter(some[place : place + repeats]) for some in cut
+            )
             sums.append(total)
             sets.append(Set(rows + others, noise, within, [_product(total, one) for one in sums]))
         print(report(sets, repeats))

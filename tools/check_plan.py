@@ -1,10 +1,13 @@
-"""`ttrl plan` against measurement: plans the tiny quickstart with a probe, runs it, and prints both. Takes about three minutes.
+"""`ttrl plan` against measurement: plans the tiny quickstart with a probe, runs it, and prints
+both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
-    python tools/check_plan.py --machines  # prints the tables of docs/machines.md and writes them there; a test compares both
+    python tools/check_plan.py --machines  # prints the tables of docs/machines.md and writes them
+    there; a test compares both
 
-Each line is planned / measured; memory is the highest resident size seen, over all processes of trainer or server. Exits with 1
-if the time of an iteration or the memory of trainer or server is further off than the tolerance. Needs an otherwise idle machine.
+Each line is planned / measured; memory is the highest resident size seen, over all processes of
+trainer or server. Exits with 1 if the time of an iteration or the memory of trainer or server is
+further off than the tolerance. Needs an otherwise idle machine.
 """
 
 import argparse
@@ -48,16 +51,37 @@ def compare(run: Path, peaks: dict[str, float]) -> list[PlanOutcome]:
     rows = read_jsonl(run / "metrics.jsonl")
     lines = outcomes(plan, rows)
     for kind, peak in peaks.items():
-        lines.append(PlanOutcome(f"{kind}'s memory, all", plan["memory"][kind], peak, gib, "estimated"))
+        lines.append(
+            PlanOutcome(f"{kind}'s memory, all", plan["memory"][kind], peak, gib, "estimated")
+        )
         if kind in plan["measured_memory"]:
-            lines.append(PlanOutcome(f"{kind}'s memory, probe", plan["measured_memory"][kind], peak, gib, "probe"))
+            lines.append(
+                PlanOutcome(
+                    f"{kind}'s memory, probe", plan["measured_memory"][kind], peak, gib, "probe"
+                )
+            )
     start = sum(part["seconds"] for part in plan["seconds"]["start"].values())
-    return [*lines, PlanOutcome("seconds: start", start, rows[0]["seconds"]["prepare"], lambda value: f"{value:.1f} s", "probe")]
+    return [
+        *lines,
+        PlanOutcome(
+            "seconds: start",
+            start,
+            rows[0]["seconds"]["prepare"],
+            lambda value: f"{value:.1f} s",
+            "probe",
+        ),
+    ]
 
 
-def choices_for(name: str, count: int, gigabytes: int, training: dict[str, Any], **settings: Any) -> Choices:
+def choices_for(
+    name: str, count: int, gigabytes: int, training: dict[str, Any], **settings: Any
+) -> Choices:
     """What is chosen for a model of ttrl/costs/architectures.json."""
-    model = json.loads((Path(__file__).parents[1] / "ttrl" / "costs" / "architectures.json").read_text(encoding="utf-8"))[name]
+    model = json.loads(
+        (Path(__file__).parents[1] / "ttrl" / "costs" / "architectures.json").read_text(
+            encoding="utf-8"
+        )
+    )[name]
     config = TrainConfig(run="", model="", iterations=1, training=training, **settings)
     return choose(model, config, [1e9 * gigabytes] * count, advise=False)
 
@@ -75,7 +99,9 @@ def cell(made: Choices, prefix: str = "") -> str:
     parts += ["offloaded"] * value_of(made.config, "training.activation_offloading")
     parts += ["8-bit"] * (value_of(made.config, "training.optimizer") == "adamw_8bit")
     parallel = value_of(made.config, "server.tensor_parallel_size")
-    parts += [f"TP {parallel}"] * (parallel > 1) + ["short context"] * (value_of(made.config, "server.max_model_len") is not None)
+    parts += [f"TP {parallel}"] * (parallel > 1) + ["short context"] * (
+        value_of(made.config, "server.max_model_len") is not None
+    )
     peak = f"{made.trainer / 1e9:.0f}"
     if made.kept:
         peak += f" + {made.kept / 1e9:.1f}"
@@ -87,12 +113,14 @@ def tables() -> str:
     kinds: list[tuple[str, dict[str, Any], tuple[tuple[str, dict[str, Any]], ...]]] = [
         ("All weights trained", {}, (("", WHOLE),)),
         (
-            "Adapters of rank 32 on a base in bf16, as these models are published; in 4 bits (nf4) where only that fits well",
+            "Adapters of rank 32 on a base in bf16, as these models are published; in 4 bits "
+            "(nf4) where only that fits well",
             {},
             (("", LORA), ("nf4", QLORA)),
         ),
         (
-            "Both at the same time (`off_policy_steps: 1`, so `placement: split`); adapters where all weights do not fit",
+            "Both at the same time (`off_policy_steps: 1`, so `placement: split`); adapters "
+            "where all weights do not fit",
             {"off_policy_steps": 1},
             (("", WHOLE), ("LoRA", LORA), ("LoRA nf4", QLORA)),
         ),
@@ -100,14 +128,23 @@ def tables() -> str:
     lines = []
     for title, settings, ways in kinds:
         machines = [one for one in MACHINES if not settings or one[0] > 1]
-        lines += [f"{title}:", "", "| | " + " | ".join(f"{n} × {size} GB" for n, size in machines) + " |"]
+        lines += [
+            f"{title}:",
+            "",
+            "| | " + " | ".join(f"{n} × {size} GB" for n, size in machines) + " |",
+        ]
         lines += ["|---" * (len(machines) + 1) + "|"]
         for name, model in MODELS.items():
             cells = []
             for n, size in machines:
-                found = [(prefix, choices_for(model, n, size, training, **settings)) for prefix, training in ways]
+                found = [
+                    (prefix, choices_for(model, n, size, training, **settings))
+                    for prefix, training in ways
+                ]
                 fits = [one for one in found if one[1].problem is None]
-                prefix, made = next((one for one in fits if not one[1].is_tight), fits[0] if fits else found[0])
+                prefix, made = next(
+                    (one for one in fits if not one[1].is_tight), fits[0] if fits else found[0]
+                )
                 cells.append(cell(made, prefix))
             lines.append(f"| {name} | " + " | ".join(cells) + " |")
         lines.append("")
@@ -116,16 +153,29 @@ def tables() -> str:
 
 def page_with_tables(page: str) -> str:
     """docs/machines.md with its tables made anew."""
-    return re.sub(r"(<!-- tables -->\n).*(<!-- end -->)", lambda found: found[1] + tables() + found[2], page, flags=re.DOTALL)
+    return re.sub(
+        r"(<!-- tables -->\n).*(<!-- end -->)",
+        lambda found: found[1] + tables() + found[2],
+        page,
+        flags=re.DOTALL,
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--iterations", type=int, default=8)
     parser.add_argument("--run", type=Path, help="a run folder; by default a temporary one")
     parser.add_argument("--tolerance", type=float, default=0.25)
-    parser.add_argument("--only-compare", action="store_true", help="compare an existing run, given with --run")
-    parser.add_argument("--machines", action="store_true", help="print the tables of docs/machines.md, write them there, and end")
+    parser.add_argument(
+        "--only-compare", action="store_true", help="compare an existing run, given with --run"
+    )
+    parser.add_argument(
+        "--machines",
+        action="store_true",
+        help="print the tables of docs/machines.md, write them there, and end",
+    )
     arguments = parser.parse_args()
     if arguments.machines:
         page = MACHINES_PAGE.read_text(encoding="utf-8")
@@ -145,8 +195,15 @@ def main() -> int:
     print(f"{'':{width}} {'planned':>11} {'measured':>11}  planned / measured")
     for line in lines:
         ratio = line.planned / line.real if line.real else float("nan")
-        print(f"{line.name:{width}} {line.write(line.planned):>11} {line.write(line.real):>11}  {ratio:6.2f}")
-    judged = [line for line in lines if line.name in JUDGED and abs(line.planned / line.real - 1) > arguments.tolerance]
+        print(
+            f"{line.name:{width}} {line.write(line.planned):>11} {line.write(line.real):>11}  "
+            f"{ratio:6.2f}"
+        )
+    judged = [
+        line
+        for line in lines
+        if line.name in JUDGED and abs(line.planned / line.real - 1) > arguments.tolerance
+    ]
     for line in judged:
         print(f"more than {100 * arguments.tolerance:.0f}% off: {line.name}")
     return 1 if judged else 0

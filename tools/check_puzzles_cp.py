@@ -9,24 +9,33 @@ from check_puzzles_zebra import read_streets, streets_model
 
 
 class MysteryModel:
-    """A mystery as a CP-SAT model: an integer for each mover and time, for each motive, and for the facts of the murder."""
+    """A mystery as a CP-SAT model: an integer for each mover and time, for each motive, and for the
+    facts of the murder.
+    """
 
     def __init__(self, cp: Any, mystery: Mystery, clues: Sequence[tuple[Any, ...]]) -> None:
-        self.m, self.mystery = cp.CpModel(), mystery
-        suspects, rooms = len(mystery.suspects), len(mystery.rooms)
+        self.m = cp.CpModel()
+        self.mystery = mystery
+        suspects = len(mystery.suspects)
+        rooms = len(mystery.rooms)
         self.victim = suspects
         self.steps = range(len(mystery.times))
         movers = range(suspects + 1 + len(mystery.weapons))
         self.names = list(mystery.motives)
         self.where = [[self.m.new_int_var(0, rooms - 1, "") for _ in self.steps] for _ in movers]
-        self.motive = [self.m.new_int_var(0, len(self.names) - 1, "") for _ in range(suspects if self.names else 0)]
+        self.motive = [
+            self.m.new_int_var(0, len(self.names) - 1, "")
+            for _ in range(suspects if self.names else 0)
+        ]
         self.murderer = self.m.new_int_var(0, suspects - 1, "")
         self.weapon = self.m.new_int_var(0, len(mystery.weapons) - 1, "")
         self.time = self.m.new_int_var(0, len(mystery.times) - 1, "")
         self.room = self.m.new_int_var(0, rooms - 1, "")
         for number, count in enumerate(mystery.motives.values()):
             self.m.add(sum(self.equal(one, number) for one in self.motive) == count)
-        pairs = [(r, s) for r in range(rooms) for s in range(rooms) if r == s or s in self._around(r)]
+        pairs = [
+            (r, s) for r in range(rooms) for s in range(rooms) if r == s or s in self._around(r)
+        ]
         for mover in movers:
             for t in self.steps[:-1]:
                 now, then = self.where[mover][t : t + 2]
@@ -34,13 +43,16 @@ class MysteryModel:
                 if mover > self.victim:
                     stays = self.equal(now, then)
                     carrier = self.m.new_int_var(0, suspects - 1, "")
-                    before, after = self.pick(carrier, t), self.pick(carrier, t + 1)
+                    before = self.pick(carrier, t)
+                    after = self.pick(carrier, t + 1)
                     self.m.add(before == now).only_enforce_if(~stays)
                     self.m.add(after == then).only_enforce_if(~stays)
         for t in self.steps:
             here = self.equal(self.time, t)
             self.m.add(self.where[self.victim][t] == self.room).only_enforce_if(here)
-            self.m.add(self.pick(self.weapon, t, self.victim + 1) == self.room).only_enforce_if(here)
+            self.m.add(self.pick(self.weapon, t, self.victim + 1) == self.room).only_enforce_if(
+                here
+            )
             for s in range(suspects):
                 guilty = self.equal(self.murderer, s)
                 self.m.add(self.where[s][t] == self.room).only_enforce_if(here, guilty)
@@ -53,9 +65,14 @@ class MysteryModel:
 
     def _next(self, r: int, direction: str) -> int | None:
         across, down = DIRECTIONS[direction]
-        column, row = r % self.mystery.width + across, r // self.mystery.width + down
+        column = r % self.mystery.width + across
+        row = r // self.mystery.width + down
         there = row * self.mystery.width + column
-        return there if 0 <= column < self.mystery.width and 0 <= there < len(self.mystery.rooms) else None
+        return (
+            there
+            if 0 <= column < self.mystery.width and 0 <= there < len(self.mystery.rooms)
+            else None
+        )
 
     def equal(self, one: Any, other: Any) -> Any:
         """A boolean that is true exactly where they are equal."""
@@ -68,7 +85,9 @@ class MysteryModel:
         """Where the mover number first + index was."""
         count = len(self.mystery.suspects) if first == 0 else len(self.mystery.weapons)
         result = self.m.new_int_var(0, len(self.mystery.rooms) - 1, "")
-        self.m.add_element(index, [self.where[first + number][t] for number in range(count)], result)
+        self.m.add_element(
+            index, [self.where[first + number][t] for number in range(count)], result
+        )
         return result
 
     def mover_of(self, subject: tuple[str, Any]) -> Any:
@@ -88,7 +107,11 @@ class MysteryModel:
         """Where the mover of a subject was."""
         if subject[0] == "mover":
             return self.where[mover][t]
-        return self.pick(self.weapon, t, self.victim + 1) if subject[0] == "murder weapon" else self.pick(mover, t)
+        return (
+            self.pick(self.weapon, t, self.victim + 1)
+            if subject[0] == "murder weapon"
+            else self.pick(mover, t)
+        )
 
     def _truth(self, statement: tuple[Any, ...]) -> Any:
         """A boolean that is true exactly where ("in", who, room, time) is."""
@@ -98,7 +121,8 @@ class MysteryModel:
         both = []
         for s, own in enumerate(self.motive):
             both.append(one := self.m.new_bool_var(""))
-            has, there = self.equal(own, self.names.index(who[1])), self.equal(self.where[s][t], room)
+            has = self.equal(own, self.names.index(who[1]))
+            there = self.equal(self.where[s][t], room)
             self.m.add(has + there == 2).only_enforce_if(one)
             self.m.add(has + there <= 1).only_enforce_if(~one)
         return self.equal(self.equal(sum(both), 0), 0)
@@ -110,7 +134,9 @@ class MysteryModel:
             self.m.add(first + second >= 1 if kind == "or" else first == second)
             return
         if kind in ("killed", "murdered"):
-            self.m.add(self.weapon + self.victim + 1 == who[1] if kind == "killed" else self.time == who)
+            self.m.add(
+                self.weapon + self.victim + 1 == who[1] if kind == "killed" else self.time == who
+            )
             return
         mover = self.mover_of(who)
         if kind == "motive":
@@ -120,7 +146,8 @@ class MysteryModel:
         elif kind in ("same", "beside"):
             other, t = clue[-2:]
             them = self.mover_of(other)
-            mine, theirs = self.place(who, mover, t), self.place(other, them, t)
+            mine = self.place(who, mover, t)
+            theirs = self.place(other, them, t)
             if kind == "same":
                 self.m.add(mine == theirs)
                 self._differ(mover, them)
@@ -139,7 +166,10 @@ class MysteryModel:
             self.m.add_bool_or(met)
         elif kind == "moved":
             _, _, thing, before, after, t = clue
-            for subject, one in ((who, mover), *(((thing, self.mover_of(thing)),) if thing else ())):
+            for subject, one in (
+                (who, mover),
+                *(((thing, self.mover_of(thing)),) if thing else ()),
+            ):
                 self.m.add(self.place(subject, one, t - 1) == before)
                 self.m.add(self.place(subject, one, t) == after)
         elif kind == "never":
@@ -172,9 +202,13 @@ class MysteryModel:
             self.m.add_element(self.murderer, self.motive, own)
             return self.equal(own, self.names.index(value))
         if match := re.fullmatch(r"Who was motivated by (\w+)\?", question):
-            return self.equal(self.motive[mystery.suspects.index(value)], self.names.index(match[1]))
+            return self.equal(
+                self.motive[mystery.suspects.index(value)], self.names.index(match[1])
+            )
         if match := re.fullmatch(r"What was the motive of (.+)\?", question):
-            return self.equal(self.motive[mystery.suspects.index(match[1])], self.names.index(value))
+            return self.equal(
+                self.motive[mystery.suspects.index(match[1])], self.names.index(value)
+            )
         match = re.fullmatch(r"Where was (.+?)(?: at (\d\d:\d\d [AP]M))?\?", question)
         assert match is not None, question
         who = read_subject(mystery, match[1])
@@ -182,30 +216,47 @@ class MysteryModel:
         return self.equal(place, mystery.rooms.index(value))
 
 
-def count_problems(solve: Callable[[Sequence[Any]], bool], clues: Sequence[Any]) -> tuple[bool, int]:
-    """(no other answer with all clues, how many clues could be left out). solve: whether another answer is possible."""
-    needless = sum(not solve([*clues[:number], *clues[number + 1 :]]) for number in range(len(clues)))
+def count_problems(
+    solve: Callable[[Sequence[Any]], bool], clues: Sequence[Any]
+) -> tuple[bool, int]:
+    """(no other answer with all clues, how many clues could be left out). solve: whether another
+    answer is possible.
+    """
+    needless = sum(
+        not solve([*clues[:number], *clues[number + 1 :]]) for number in range(len(clues))
+    )
     return not solve(clues), needless
 
 
-def other_mystery(cp: Any, row: dict[str, Any]) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
+def other_mystery(
+    cp: Any, row: dict[str, Any]
+) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
     """(whether some clues allow an answer other than the row's, all clues)."""
     mystery = read_mystery(row["prompt"])
-    assert len(mystery.clues) == row["num_clues"] and list(mystery.questions) == list(row["solution"])
+    assert len(mystery.clues) == row["num_clues"] and list(mystery.questions) == list(
+        row["solution"]
+    )
 
     def solve(clues: Sequence[Any]) -> bool:
         model = MysteryModel(cp, mystery, clues)
-        right = [model.answer(question, row["solution"][letter]) for letter, question in mystery.questions.items()]
+        right = [
+            model.answer(question, row["solution"][letter])
+            for letter, question in mystery.questions.items()
+        ]
         model.m.add_bool_or([~one for one in right])
         return possible(cp, model.m)
 
     return solve, mystery.clues
 
 
-def other_streets(cp: Any, row: dict[str, Any]) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
+def other_streets(
+    cp: Any, row: dict[str, Any]
+) -> tuple[Callable[[Sequence[Any]], bool], Sequence[Any]]:
     """The same for a zebra puzzle."""
     streets = read_streets(row["puzzle"])
-    return lambda clues: possible(cp, streets_model(cp, streets, clues, row["solution"]["rows"])), streets.clues
+    return lambda clues: possible(
+        cp, streets_model(cp, streets, clues, row["solution"]["rows"])
+    ), streets.clues
 
 
 def possible(cp: Any, model: Any) -> bool:

@@ -1,8 +1,10 @@
-"""Puzzles, read from their text, as clauses for another SAT solver (python-sat's CaDiCaL): part of check_puzzles.py.
+"""Puzzles, read from their text, as clauses for another SAT solver (python-sat's CaDiCaL): part of
+check_puzzles.py.
 
-Every clue is one literal that is true exactly if the clue is ("reified", by AND and OR gates over who was where), so that one
-solver per puzzle tells whether there is another solution and, by leaving out one assumption at a time, whether each clue is
-needed. None of the generator's own clauses (`ttrl/tasks/temporal_clue/rules.py`) or solver is used.
+Every clue is one literal that is true exactly if the clue is ("reified", by AND and OR gates over
+who was where), so that one solver per puzzle tells whether there is another solution and, by
+leaving out one assumption at a time, whether each clue is needed. None of the generator's own
+clauses (`ttrl/tasks/temporal_clue/rules.py`) or solver is used.
 """
 
 import re
@@ -17,7 +19,8 @@ class Gates:
     """Booleans with and, or and exactly-one, in a solver of python-sat."""
 
     def __init__(self, solver: Any) -> None:
-        self.solver, self.count = solver, 0
+        self.solver = solver
+        self.count = 0
         self._known: dict[tuple[int, ...], int] = {}
 
     def new(self) -> int:
@@ -61,21 +64,28 @@ class MysteryGates:
     """A temporal-clue puzzle: `truth(clue)` and `answer(question, value)` are literals."""
 
     def __init__(self, solver: Any, mystery: Any) -> None:
-        self.g, self.mystery = Gates(solver), mystery
-        g, suspects, rooms = self.g, len(mystery.suspects), range(len(mystery.rooms))
+        self.g = Gates(solver)
+        self.mystery = mystery
+        g = self.g
+        suspects = len(mystery.suspects)
+        rooms = range(len(mystery.rooms))
         self.victim, self.steps = suspects, range(len(mystery.times))
         self.movers = range(suspects + 1 + len(mystery.weapons))
         self.at = [[g.one_of(len(rooms)) for _ in self.steps] for _ in self.movers]
         self.murderer, self.weapon = g.one_of(suspects), g.one_of(len(mystery.weapons))
         self.time = g.one_of(len(self.steps))
-        self.motive = [g.one_of(len(mystery.motives)) for _ in range(suspects)] if mystery.motives else []
+        self.motive = (
+            [g.one_of(len(mystery.motives)) for _ in range(suspects)] if mystery.motives else []
+        )
         for number, count in enumerate(mystery.motives.values()):
             g.exactly(count, [own[number] for own in self.motive])
         for t in self.steps[1:]:
             self._move(t, rooms)
         self.room = []
         for r in rooms:
-            self.room.append(g.any_of(g.all_of((self.time[t], self.at[self.victim][t][r])) for t in self.steps))
+            self.room.append(
+                g.any_of(g.all_of((self.time[t], self.at[self.victim][t][r])) for t in self.steps)
+            )
         for t in self.steps:
             for r in rooms:
                 scene = (-self.time[t], -self.at[self.victim][t][r])
@@ -88,10 +98,18 @@ class MysteryGates:
     def everything(self) -> list[int]:
         """The booleans that say what was where, whose motive, and who, with what and when."""
         places = [here for mover in self.at for time in mover for here in time]
-        return [*places, *self.murderer, *self.weapon, *self.time, *(own for motives in self.motive for own in motives)]
+        return [
+            *places,
+            *self.murderer,
+            *self.weapon,
+            *self.time,
+            *(own for motives in self.motive for own in motives),
+        ]
 
     def _move(self, t: int, rooms: range) -> None:
-        """From the time before to this one: to a neighbouring room at the most, a weapon with a suspect who goes the same way."""
+        """From the time before to this one: to a neighbouring room at the most, a weapon with a
+        suspect who goes the same way.
+        """
         g = self.g
         for r in rooms:
             around = [s for direction in DIRECTIONS if (s := self.beside(r, direction)) is not None]
@@ -99,15 +117,23 @@ class MysteryGates:
                 g.add(-self.at[mover][t - 1][r], *(self.at[mover][t][s] for s in (r, *around)))
                 if mover > self.victim:
                     for s in around:
-                        carried = [g.all_of((self.at[x][t - 1][r], self.at[x][t][s])) for x in range(self.victim)]
+                        carried = [
+                            g.all_of((self.at[x][t - 1][r], self.at[x][t][s]))
+                            for x in range(self.victim)
+                        ]
                         g.add(-self.at[mover][t - 1][r], -self.at[mover][t][s], *carried)
 
     def beside(self, r: int, direction: str) -> int | None:
         """The room just north (…) of another."""
         across, down = DIRECTIONS[direction]
-        column, row = r % self.mystery.width + across, r // self.mystery.width + down
+        column = r % self.mystery.width + across
+        row = r // self.mystery.width + down
         there = row * self.mystery.width + column
-        return there if 0 <= column < self.mystery.width and 0 <= there < len(self.mystery.rooms) else None
+        return (
+            there
+            if 0 <= column < self.mystery.width and 0 <= there < len(self.mystery.rooms)
+            else None
+        )
 
     def holders(self, subject: tuple[str, Any]) -> list[tuple[tuple[int, ...], int]]:
         """(what must be true for it to be this mover, mover)."""
@@ -123,7 +149,8 @@ class MysteryGates:
 
     def truth(self, clue: tuple[Any, ...]) -> int:
         """A literal that is true exactly where the clue (see `read_statement`) is."""
-        g, kind = self.g, clue[0]
+        g = self.g
+        kind = clue[0]
         if kind in ("or", "iff"):
             first, second = (self.truth(part) for part in clue[1:])
             if kind == "or":
@@ -136,12 +163,17 @@ class MysteryGates:
         if kind == "by":
             return self.murderer[clue[1]]
         return g.any_of(
-            g.all_of((*condition, *facts)) for condition, mover in self.holders(clue[1]) for facts in self._facts(clue, mover)
+            g.all_of((*condition, *facts))
+            for condition, mover in self.holders(clue[1])
+            for facts in self._facts(clue, mover)
         )
 
     def _facts(self, clue: tuple[Any, ...], mover: int) -> list[list[int]]:
-        """Lists of literals of which one list must be true whole, if the clue's first subject is this mover."""
-        kind, at = clue[0], self.at
+        """Lists of literals of which one list must be true whole, if the clue's first subject is
+        this mover.
+        """
+        kind = clue[0]
+        at = self.at
         if kind == "in":
             return [[at[mover][clue[3]][clue[2]]]]
         if kind == "motive":
@@ -155,15 +187,31 @@ class MysteryGates:
             own = [at[mover][t - 1][before], at[mover][t][after]]
             if thing is None:
                 return [own]
-            return [[*own, *c, at[x][t - 1][before], at[x][t][after]] for c, x in self.holders(thing)]
-        others = [(c, x) for c, x in self.holders(clue[2 if kind == "together" else -2]) if x != mover]
+            return [
+                [*own, *c, at[x][t - 1][before], at[x][t][after]] for c, x in self.holders(thing)
+            ]
+        others = [
+            (c, x) for c, x in self.holders(clue[2 if kind == "together" else -2]) if x != mover
+        ]
         if kind == "together":
-            return [[*c, at[mover][t][clue[3]], at[x][t][clue[3]]] for c, x in others for t in self.steps]
-        rooms, t = range(len(self.mystery.rooms)), clue[-1]
+            return [
+                [*c, at[mover][t][clue[3]], at[x][t][clue[3]]]
+                for c, x in others
+                for t in self.steps
+            ]
+        rooms = range(len(self.mystery.rooms))
+        t = clue[-1]
         pairs = [(r, r) if kind == "same" else (self.beside(r, clue[2]), r) for r in rooms]
-        return [[*c, at[mover][t][mine], at[x][t][theirs]] for c, x in others for mine, theirs in pairs if mine is not None]
+        return [
+            [*c, at[mover][t][mine], at[x][t][theirs]]
+            for c, x in others
+            for mine, theirs in pairs
+            if mine is not None
+        ]
 
-    def answer(self, question: str, value: str, read_subject: Callable[[Any, str], tuple[str, Any]]) -> int:
+    def answer(
+        self, question: str, value: str, read_subject: Callable[[Any, str], tuple[str, Any]]
+    ) -> int:
         """A literal that is true exactly where `value` is the answer."""
         mystery = self.mystery
         if question.startswith("Who murdered"):
@@ -183,11 +231,15 @@ class MysteryGates:
         match = re.fullmatch(r"Where was (.+?)(?: at (\d\d:\d\d [AP]M))?\?", question)
         assert match is not None, question
         who = read_subject(mystery, match[1])
-        return self.truth(("in", who, mystery.rooms.index(value), mystery.times.index(match[2] or "")))
+        return self.truth(
+            ("in", who, mystery.rooms.index(value), mystery.times.index(match[2] or ""))
+        )
 
 
 def street_clue(gates: Gates, at: dict[str, list[int]], clue: str) -> int:
-    """A literal that is true exactly where a zebra puzzle's clue is. at: by value, a literal for each house."""
+    """A literal that is true exactly where a zebra puzzle's clue is. at: by value, a literal for
+    each house.
+    """
     houses = range(len(next(iter(at.values()))))
     ordinals = ("first", "second", "third", "fourth", "fifth", "sixth")
 
@@ -211,6 +263,9 @@ def street_clue(gates: Gates, at: dict[str, list[int]], clue: str) -> int:
     )
     for form, holds in forms:
         if match := re.fullmatch(form, clue):
-            one, other = who(match[1]), who(match[2])
-            return gates.any_of(gates.all_of((one[x], other[y])) for x in houses for y in houses if holds(x, y))
+            one = who(match[1])
+            other = who(match[2])
+            return gates.any_of(
+                gates.all_of((one[x], other[y])) for x in houses for y in houses if holds(x, y)
+            )
     raise ValueError(f"no such kind of clue: {clue!r}")

@@ -1,4 +1,6 @@
-"""Temporal-clue puzzles, read from their prompts as a person would read them: part of check_puzzles.py."""
+"""Temporal-clue puzzles, read from their prompts as a person would read them: part of
+check_puzzles.py.
+"""
 
 import re
 from typing import Any, NamedTuple
@@ -7,7 +9,9 @@ DIRECTIONS = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)
 
 
 class Mystery(NamedTuple):
-    """A temporal-clue prompt, read. Statements are tuples (kind, ...), see `read_statement`; names are as in the text."""
+    """A temporal-clue prompt, read. Statements are tuples (kind, ...), see `read_statement`; names
+    are as in the text.
+    """
 
     victim: str
     suspects: list[str]
@@ -26,7 +30,9 @@ def read_mystery(prompt: str) -> Mystery:
     victim = "Mr. Boddy" if " invited" not in prompt else prompt.split(" invited", 1)[0]
     lists = [re.findall(r"^• (.+)$", part, re.M) for part in re.split(r"\n\n(?!•)", prompt)]
     lists = [items for items in lists if items]
-    suspects, weapons, rest = lists[0], lists[1], lists[2:]
+    suspects = lists[0]
+    weapons = lists[1]
+    rest = lists[2:]
     times = rest.pop(0) if rest and re.fullmatch(r"\d\d:\d\d [AP]M", rest[0][0]) else [""]
     motives = {}
     for text in rest[0] if rest else []:
@@ -35,7 +41,9 @@ def read_mystery(prompt: str) -> Mystery:
     rooms = re.findall(r"^\d+\. (.+)$", prompt, re.M)
     first_row = re.search(r"^W (\S+) E$", prompt, re.M)
     assert first_row is not None
-    mystery = Mystery(victim, suspects, weapons, rooms, first_row[1].count("|") + 1, times, motives, [], {})
+    mystery = Mystery(
+        victim, suspects, weapons, rooms, first_row[1].count("|") + 1, times, motives, [], {}
+    )
     for text in re.findall(r"^- (.+?)\.?$", prompt, re.M):
         mystery.clues.append(read_statement(mystery, text))
     for letter, text in re.findall(r"^([A-Z])\. (.+\?)$", prompt, re.M):
@@ -61,8 +69,15 @@ def read_statement(mystery: Mystery, text: str) -> tuple[Any, ...]:
         ("beside", r"(?P<who>.+) was in the room just (?P<direction>\w+) of (?P<other>.+?)" + at),
         ("never", r"(?P<who>.+) was (?:never|not) in the (?P<room>.+)"),
         ("stayed", r"(?P<who>.+) was in the (?P<room>.+) from (?P<time>.+) to (?P<until>.+)"),
-        ("together", r"(?P<who>.+) and (?P<other>.+) were (?:in|at) the (?P<room>.+) together at least once"),
-        ("moved", r"(?P<who>.+) moved(?P<thing> .+)? from the (?P<room>.+) to the (?P<second>.+?)" + at),
+        (
+            "together",
+            r"(?P<who>.+) and (?P<other>.+) were (?:in|at) the (?P<room>.+) together at least "
+            r"once",
+        ),
+        (
+            "moved",
+            r"(?P<who>.+) moved(?P<thing> .+)? from the (?P<room>.+) to the (?P<second>.+?)" + at,
+        ),
         ("in", r"(?P<who>.+) was (?:in|at) the (?P<room>.+?)" + at),
     )
     for kind, form in forms:
@@ -86,7 +101,9 @@ def _read_part(mystery: Mystery, name: str, value: str | None) -> Any:
 
 
 def read_subject(mystery: Mystery, text: str) -> tuple[str, Any]:
-    """("mover", index of suspects, victim, weapons), ("murderer", 0), ("murder weapon", 0) or ("motive", name)."""
+    """("mover", index of suspects, victim, weapons), ("murderer", 0), ("murder weapon", 0) or
+    ("motive", name).
+    """
     name = re.sub(r"^(?:the|a) ", "", text.strip(), flags=re.I)
     if name in ("murderer", "murder weapon"):
         return name, 0

@@ -15,14 +15,22 @@ class Streets(NamedTuple):
 
 def read_streets(puzzle: str) -> Streets:
     """Takes a zebra puzzle apart."""
-    columns = [re.findall(r"`([^`]+)`", line) for line in puzzle.splitlines() if line.startswith(" - ")]
+    columns = [
+        re.findall(r"`([^`]+)`", line) for line in puzzle.splitlines() if line.startswith(" - ")
+    ]
     return Streets(len(columns[0]), columns, re.findall(r"^\d+\. (.+)\.$", puzzle, re.M))
 
 
-def streets_model(cp: Any, streets: Streets, clues: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+def streets_model(
+    cp: Any, streets: Streets, clues: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Any:
     """A CP-SAT model with solutions other than `rows` only."""
     model = cp.CpModel()
-    at = {value: model.new_int_var(1, streets.houses, "") for column in streets.columns for value in column}
+    at = {
+        value: model.new_int_var(1, streets.houses, "")
+        for column in streets.columns
+        for value in column
+    }
     for column in streets.columns:
         model.add_all_different([at[value] for value in column])
 
@@ -51,7 +59,11 @@ def streets_model(cp: Any, streets: Streets, clues: Sequence[str], rows: Sequenc
             continue
         for form, relation in forms:
             if match := re.fullmatch(form, clue):
-                model.add(relation(who(match[1]), ordinals[match[2]] if match[2] in ordinals else who(match[2])))
+                model.add(
+                    relation(
+                        who(match[1]), ordinals[match[2]] if match[2] in ordinals else who(match[2])
+                    )
+                )
                 break
         else:
             match = re.fullmatch(r"(.+) is (the person .+)", clue)

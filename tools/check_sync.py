@@ -1,10 +1,12 @@
-"""Weight sync in place, family by family: does vLLM compute with the new weights? `python tools/check_sync.py [NAME ...]`
+"""Weight sync in place, family by family: does vLLM compute with the new weights? `python
+tools/check_sync.py [NAME ...]`
 
-For each family, two tiny random models are written the way a trainer writes checkpoints. A vLLM engine is started with the first
-and given the second, once through vLLM's own `reload_weights` and once through ours; each time it is checked against the canary,
-and its weights are compared with the files. Printed: the canary's largest difference in nats (above 1e-3 is wrong), how many
-elements differ, and how many were compared. "no head" is the same checkpoint without the copy of tied embeddings as
-lm_head.weight.
+For each family, two tiny random models are written the way a trainer writes checkpoints. A vLLM
+engine is started with the first and given the second, once through vLLM's own `reload_weights` and
+once through ours; each time it is checked against the canary, and its weights are compared with the
+files. Printed: the canary's largest difference in nats (above 1e-3 is wrong), how many elements
+differ, and how many were compared. "no head" is the same checkpoint without the copy of tied
+embeddings as lm_head.weight.
 """
 
 import argparse
@@ -18,7 +20,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}
 
 import torch
@@ -86,7 +92,9 @@ def write_checkpoints(name: str, folder: Path) -> tuple[Path, Path]:
                 if parameter.ndim == 1:
                     parameter.add_(torch.randn_like(parameter) * 0.2)
         model.save_pretrained(start)
-        policy = load_policy(TrainingConfig(model=str(start), output_dir="", dtype="fp32", device="cpu"), HERE)
+        policy = load_policy(
+            TrainingConfig(model=str(start), output_dir="", dtype="fp32", device="cpu"), HERE
+        )
         save_checkpoint(folder / f"checkpoint{seed}", policy, start, HERE)
         made.append(folder / f"checkpoint{seed}")
     return made[0], made[1]
@@ -119,23 +127,35 @@ class Engine(ServerConnection):
             max_num_seqs=4,
         )
 
-    def request(self, method: str, path: str, body: Any = None, timeout: float = 0.0, headers: Any = None) -> Any:
+    def request(
+        self, method: str, path: str, body: Any = None, timeout: float = 0.0, headers: Any = None
+    ) -> Any:
         """A completion, which is all that a canary asks for."""
         from vllm import SamplingParams
 
-        options = {name: body[name] for name in ("max_tokens", "temperature", "logprobs", "prompt_logprobs") if name in body}
+        options = {
+            name: body[name]
+            for name in ("max_tokens", "temperature", "logprobs", "prompt_logprobs")
+            if name in body
+        }
         [out] = self.llm.generate(
-            {"prompt_token_ids": body["prompt"]}, SamplingParams(**options, ignore_eos=True), use_tqdm=False
+            {"prompt_token_ids": body["prompt"]},
+            SamplingParams(**options, ignore_eos=True),
+            use_tqdm=False,
         )
         choice: dict[str, Any] = {"token_ids": list(out.outputs[0].token_ids)}
         if out.prompt_logprobs is not None:
             choice["prompt_logprobs"] = [
-                None if entry is None else {str(token): {"logprob": value.logprob} for token, value in entry.items()}
+                None
+                if entry is None
+                else {str(token): {"logprob": value.logprob} for token, value in entry.items()}
                 for entry in out.prompt_logprobs
             ]
         if out.outputs[0].logprobs is not None:
             pairs = zip(choice["token_ids"], out.outputs[0].logprobs, strict=True)
-            choice["logprobs"] = {"token_logprobs": [entry[token].logprob for token, entry in pairs]}
+            choice["logprobs"] = {
+                "token_logprobs": [entry[token].logprob for token, entry in pairs]
+            }
         return {"choices": [choice]}
 
     def held_to(self, checkpoint: Path) -> dict[str, Any]:
@@ -143,7 +163,9 @@ class Engine(ServerConnection):
         canary = Canary.load(checkpoint)
         self.llm.reset_prefix_cache()
         [compared] = self.llm.collective_rpc("ttrl_compare_weights", args=(str(checkpoint),))
-        other = [name for name, value in compared["tensors"].items() if canary.weights.get(name) != value]
+        other = [
+            name for name, value in compared["tensors"].items() if canary.weights.get(name) != value
+        ]
         return {
             "canary": check_canary(self, canary).max_difference,
             "problems": compared["problems"] + [f"{name}: other bytes" for name in other],
@@ -182,8 +204,15 @@ def in_a_process_of_its_own(first: Path, second: Path) -> dict[str, Any] | None:
 def main() -> int:
     """Measures and prints; exit status 1 where our way is wrong."""
     logging.disable(logging.WARNING)
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"families, out of {', '.join(VARIANTS)}; all unless given")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"families, out of {', '.join(VARIANTS)}; all unless given",
+    )
     names = parser.parse_args().names or list(VARIANTS)
     torch.set_num_threads(1)
     import vllm
@@ -205,7 +234,11 @@ def main() -> int:
                 for way, held in found.items():
                     problems = "; ".join(held["problems"]) or "none"
                     counts = f"compared {held['compared']}, unchecked {held['unchecked']}"
-                    print(f"{label:24} {way:14} canary {held['canary']:.1e}  {counts}, differ: {problems[:150]}", flush=True)
+                    print(
+                        f"{label:24} {way:14} canary {held['canary']:.1e}  {counts}, differ: "
+                        f"{problems[:150]}",
+                        flush=True,
+                    )
                 wrong |= not found["ours"]["canary"] < 1e-3 or bool(found["ours"]["problems"])
     return int(wrong)
 

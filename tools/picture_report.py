@@ -64,7 +64,9 @@ class Browser:
     """A headless Chromium with one page, as a context manager."""
 
     def __init__(self, path: str) -> None:
-        self._path, self._number, self._session = path, 0, None
+        self._path = path
+        self._number = 0
+        self._session = None
 
     def __enter__(self) -> "Browser":
         self._profile = tempfile.TemporaryDirectory(prefix="picture-report-")
@@ -84,8 +86,10 @@ class Browser:
         # Chromium reads from 3 and writes to 4. Either pipe may have one of these numbers, so both
         # are moved out of the way first.
         def pipes() -> None:
-            reads, writes = os.dup(to_browser), os.dup(to_us)
-            reads, writes = os.dup2(reads, 20), os.dup2(writes, 21)
+            reads = os.dup(to_browser)
+            writes = os.dup(to_us)
+            reads = os.dup2(reads, 20)
+            writes = os.dup2(writes, 21)
             os.dup2(reads, 3)
             os.dup2(writes, 4)
 
@@ -98,7 +102,8 @@ class Browser:
         )
         os.close(to_browser)
         os.close(to_us)
-        self._to, self._from = from_us, from_browser
+        self._to = from_us
+        self._from = from_browser
         self._rest = b""
         self._events: list[Any] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]

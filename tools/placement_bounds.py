@@ -1,16 +1,19 @@
 """The smallest possible number of rows: proven lower bounds, to measure `place` against.
 
-Groups are one level deep here: a prompt of P positions in every row that holds some of the group's members, of c positions each;
-S positions in a row. A dual-feasible function (DFF) f maps sizes to weights such that the weights of what fits into a row add up
-to at most 1; the bound is then the sum of all weights. Four bounds, of which the largest counts:
+Groups are one level deep here: a prompt of P positions in every row that holds some of the group's
+members, of c positions each; S positions in a row. A dual-feasible function (DFF) f maps sizes to
+weights such that the weights of what fits into a row add up to at most 1; the bound is then the sum
+of all weights. Four bounds, of which the largest counts:
 
-- area: a group has at least k parts, by DFFs over its members in rows of S − P, so it takes at least k·P + Σc.
-- exclusive rows: with ε = the smallest part of any group, a part above S − ε has a row to itself and weighs 1. A group may have e
-  such rows and other parts of at most S − ε; the cheapest e counts.
-- members: Σ f(c + P·ψ(c)) for DFFs f over S and ψ over S − P. As Σψ ≤ 1 over the members of a part, these sizes fit into any row
-  that the part fits into.
-- parts: the cheapest way, measured by f, of cutting a group into parts as if members could be cut anywhere; f may be a mixture
-  of DFFs.
+- area: a group has at least k parts, by DFFs over its members in rows of S − P, so it takes at
+  least k·P + Σc.
+- exclusive rows: with ε = the smallest part of any group, a part above S − ε has a row to itself
+  and weighs 1. A group may have e such rows and other parts of at most S − ε; the cheapest e
+  counts.
+- members: Σ f(c + P·ψ(c)) for DFFs f over S and ψ over S − P. As Σψ ≤ 1 over the members of a part,
+  these sizes fit into any row that the part fits into.
+- parts: the cheapest way, measured by f, of cutting a group into parts as if members could be cut
+  anywhere; f may be a mixture of DFFs.
 """
 
 import math
@@ -19,7 +22,9 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 _TINY = 1e-9
-"""Sizes are lowered by so much before a DFF sees them, all of which rise: rounding may lower the bound, never raise it."""
+"""Sizes are lowered by so much before a DFF sees them, all of which rise: rounding may lower the
+bound, never raise it.
+"""
 _CELLS = 512
 _SEARCH = 16_000
 """Steps of 1 cell for each function while mixtures are looked for, about."""
@@ -32,26 +37,43 @@ Dff = Callable[[np.ndarray], np.ndarray]
 
 
 def _dffs(marks: np.ndarray) -> Iterator[Dff]:
-    """Superadditive functions of [0, 1] with f(1) = 1; `marks` are sizes at which a step may be worth having."""
+    """Superadditive functions of [0, 1] with f(1) = 1; `marks` are sizes at which a step may be
+    worth having.
+    """
     yield lambda x: x
     steps = marks[(marks > 0) & (marks <= 0.5)]
-    for eps in steps:  # Martello and Toth's L2: what is above 1 - eps has a row for itself, where nothing below eps counts
+    # Martello and Toth's L2: what is above 1 - eps has a row for itself, where nothing below eps
+    # counts.
+    for eps in steps:
         yield lambda x, eps=eps: np.where(x > 1 - eps, 1.0, np.where(x < eps, 0.0, x))
     for unit in np.concatenate([1 / np.linspace(2, 12, 41), steps[steps > 1 / 16]]) - 2 * _TINY:
         top = math.floor(1 / unit)
         # Carlier, Clautiaux and Moukrim: a large size takes as many units as it leaves no room for.
         yield (
             lambda x, unit=unit, top=top: (
-                np.where(x > 0.5, 2 * top - 2 * np.floor((1 - x) / unit), np.where(x < 0.5, 2 * np.floor(x / unit), top))
+                np.where(
+                    x > 0.5,
+                    2 * top - 2 * np.floor((1 - x) / unit),
+                    np.where(x < 0.5, 2 * np.floor(x / unit), top),
+                )
                 / (2 * top)
             )
         )
-    for unit in np.concatenate([1 / np.linspace(1.05, 4, 60), marks[(marks > 0.2) & (marks <= 0.98)]]) - 2 * _TINY:
-        top, over = math.floor(1 / unit), 1 / unit - math.floor(1 / unit)
-        # Burdet and Johnson: whole units, and of the rest what exceeds the part of a unit that a row has to spare.
+    for unit in (
+        np.concatenate([1 / np.linspace(1.05, 4, 60), marks[(marks > 0.2) & (marks <= 0.98)]])
+        - 2 * _TINY
+    ):
+        top = math.floor(1 / unit)
+        over = 1 / unit - math.floor(1 / unit)
+        # Burdet and Johnson: whole units, and of the rest what exceeds the part of a unit that a
+        # row has to spare.
         yield (
             lambda x, unit=unit, top=top, over=over: (
-                (np.floor(x / unit) + np.maximum(0, x / unit - np.floor(x / unit) - over) / (1 - over)) / top
+                (
+                    np.floor(x / unit)
+                    + np.maximum(0, x / unit - np.floor(x / unit) - over) / (1 - over)
+                )
+                / top
             )
         )
     for k in range(1, 13):  # Fekete and Schepers
@@ -59,11 +81,15 @@ def _dffs(marks: np.ndarray) -> Iterator[Dff]:
 
 
 def lower_bound(prompts: Sequence[int], members: Sequence[Sequence[int]], seq_len: int) -> int:
-    """Rows of `seq_len` positions that the groups need at least. Every group has members, and each fits beside its prompt."""
+    """Rows of `seq_len` positions that the groups need at least. Every group has members, and each
+    fits beside its prompt.
+    """
     return math.ceil(max(lower_bounds(prompts, members, seq_len).values(), default=0) - 1e-6)
 
 
-def lower_bounds(prompts: Sequence[int], members: Sequence[Sequence[int]], seq_len: int) -> dict[str, float]:
+def lower_bounds(
+    prompts: Sequence[int], members: Sequence[Sequence[int]], seq_len: int
+) -> dict[str, float]:
     """The bounds by name, not rounded up."""
     if not members:
         return {}
@@ -79,19 +105,40 @@ def lower_bounds(prompts: Sequence[int], members: Sequence[Sequence[int]], seq_l
     def total(values: np.ndarray) -> np.ndarray:
         return np.add.reduceat(values, first)
 
-    sums, smallest = total(c), np.minimum.reduceat(c, first)
+    sums = total(c)
+    smallest = np.minimum.reduceat(c, first)
     quantiles = np.quantile(c, np.linspace(0, 1, 24), method="nearest")
     inner = quantiles / room.min()
-    shares = [f(np.maximum(c / np.repeat(room, groups) - _TINY, 0)) for f in _dffs(np.unique([*inner, *(1 - inner)]))]
+    shares = [
+        f(np.maximum(c / np.repeat(room, groups) - _TINY, 0))
+        for f in _dffs(np.unique([*inner, *(1 - inner)]))
+    ]
     k = np.maximum(1, np.ceil(np.max([total(share) for share in shares], axis=0) - 1e-6))
     best = sorted(range(len(shares)), key=lambda i: -shares[i].sum())[:6]
-    shares = [np.zeros_like(c), c / np.repeat(room, groups), 1.0 * (2 * c > np.repeat(room, groups)), *(shares[i] for i in best)]
+    shares = [
+        np.zeros_like(c),
+        c / np.repeat(room, groups),
+        1.0 * (2 * c > np.repeat(room, groups)),
+        *(shares[i] for i in best),
+    ]
 
     outer = np.concatenate(
-        [quantiles, quantiles + np.median(P), (P + smallest)[:: max(1, len(P) // 8)], (P + sums)[:: max(1, len(P) // 16)]]
+        [
+            quantiles,
+            quantiles + np.median(P),
+            (P + smallest)[:: max(1, len(P) // 8)],
+            (P + sums)[:: max(1, len(P) // 16)],
+        ]
     )
     dffs = list(
-        _dffs(np.unique(np.concatenate([outer, seq_len - outer, [P.min(), 2 * P.min(), (P + smallest).min()]]) / seq_len))
+        _dffs(
+            np.unique(
+                np.concatenate(
+                    [outer, seq_len - outer, [P.min(), 2 * P.min(), (P + smallest).min()]]
+                )
+                / seq_len
+            )
+        )
     )
     sizes = np.maximum((c + p * np.stack(shares)) / seq_len - _TINY, 0)
     least = np.maximum((P + smallest) / seq_len - _TINY, 0)
@@ -108,9 +155,12 @@ def lower_bounds(prompts: Sequence[int], members: Sequence[Sequence[int]], seq_l
 
 
 def _exclusive(P: np.ndarray, sums: np.ndarray, k: np.ndarray, other: float, seq_len: int) -> float:
-    """In exclusive rows a group has room for S − P, in shared ones for S − P − other. Every exclusive row makes it cheaper, but
-    for rounding the number of shared parts up; without that, the last e covers all smaller ones as well."""
-    full, shared = seq_len - P, seq_len - P - min(other, seq_len / 2)
+    """In exclusive rows a group has room for S − P, in shared ones for S − P − other. Every
+    exclusive row makes it cheaper, but for rounding the number of shared parts up; without that,
+    the last e covers all smaller ones as well.
+    """
+    full = seq_len - P
+    shared = seq_len - P - min(other, seq_len / 2)
     cost = np.full(len(P), np.inf)
     for back in range(min(_LATEST, int(k.max())) + 2):
         e = np.maximum(k - back, 0)
@@ -124,11 +174,20 @@ def _exclusive(P: np.ndarray, sums: np.ndarray, k: np.ndarray, other: float, seq
     return float(cost.sum())
 
 
-def _parts(dffs: Sequence[Dff], P: int, sums: np.ndarray, at_least: np.ndarray, smallest: float, seq_len: int) -> float:
-    """The best of all mixtures of the functions that a short search finds: a mixture of DFFs is one too.
+def _parts(
+    dffs: Sequence[Dff],
+    P: int,
+    sums: np.ndarray,
+    at_least: np.ndarray,
+    smallest: float,
+    seq_len: int,
+) -> float:
+    """The best of all mixtures of the functions that a short search finds: a mixture of DFFs is one
+    too.
 
-    Mixing pays because a group may be cut in another way for each function: what makes whole groups heavy by one of them makes
-    the prompts that cutting costs count for nothing, and by the plain size the other way round.
+    Mixing pays because a group may be cut in another way for each function: what makes whole groups
+    heavy by one of them makes the prompts that cutting costs count for nothing, and by the plain
+    size the other way round.
     """
     rooms = float(sums.max()) / (seq_len - P)
     few = int(min(_CELLS, math.sqrt(_SEARCH / rooms)))
@@ -139,15 +198,22 @@ def _parts(dffs: Sequence[Dff], P: int, sums: np.ndarray, at_least: np.ndarray, 
         return np.maximum(_cheapest(weights, int(need.max()))[:, need], at_least).sum(axis=1)
 
     # Each row is a mixture: what it gives to the functions.
-    each, tried = np.eye(len(dffs)), np.stack([f(coarse[1]) for f in dffs])
-    _, distinct = np.unique(np.round(np.concatenate([tried, at_least], axis=1), 9), axis=0, return_index=True)
-    best, value = each[0], -np.inf
+    each = np.eye(len(dffs))
+    tried = np.stack([f(coarse[1]) for f in dffs])
+    _, distinct = np.unique(
+        np.round(np.concatenate([tried, at_least], axis=1), 9), axis=0, return_index=True
+    )
+    best = each[0]
+    value = -np.inf
     for _ in range(_ROUNDS):
-        mixtures = np.concatenate([each[distinct], *(share * best + (1 - share) * each[distinct] for share in _SHARES)])
+        mixtures = np.concatenate(
+            [each[distinct], *(share * best + (1 - share) * each[distinct] for share in _SHARES)]
+        )
         values = total(mixtures @ tried, mixtures @ at_least, coarse[0])
         if values.max() <= value + 1e-6:
             break
-        best, value = mixtures[values.argmax()], values.max()
+        best = mixtures[values.argmax()]
+        value = values.max()
     if fine[0] == coarse[0]:
         return float(value)
     weights = np.stack([f(fine[1]) for f in dffs])
@@ -155,19 +221,22 @@ def _parts(dffs: Sequence[Dff], P: int, sums: np.ndarray, at_least: np.ndarray, 
 
 
 def _cells(P: int, smallest: float, seq_len: int, count: int) -> tuple[float, np.ndarray]:
-    """The room for members as cells: the size of one, and the least size, prompt included, of a part that takes 1, 2, … of them.
-    A part takes ceil(its members / cell)."""
+    """The room for members as cells: the size of one, and the least size, prompt included, of a
+    part that takes 1, 2, … of them. A part takes ceil(its members / cell)."""
     count = min(count, seq_len - P)
     cell = (seq_len - P) / count
-    members = np.floor(np.arange(count) * cell - _TINY) + 1  # whole positions, more than fill one cell less
+    # Whole positions, more than fill one cell less.
+    members = np.floor(np.arange(count) * cell - _TINY) + 1
     return cell, np.maximum((P + np.maximum(members, smallest)) / seq_len - _TINY, 0)
 
 
 def _cheapest(weights: np.ndarray, need: int) -> np.ndarray:
-    """[F, need + 1]: for each of F functions the smallest sum of weights of parts that take so many cells together; weights:
-    [F, cells], of a part that takes 1, 2, … cells."""
+    """[F, need + 1]: for each of F functions the smallest sum of weights of parts that take so many
+    cells together; weights: [F, cells], of a part that takes 1, 2, … cells."""
     cheapest = np.zeros((len(weights), need + 1))
     for cells in range(1, need + 1):
         most = min(weights.shape[1], cells)
-        cheapest[:, cells] = (weights[:, :most] + cheapest[:, cells - most : cells][:, ::-1]).min(axis=1)
+        cheapest[:, cells] = (weights[:, :most] + cheapest[:, cells - most : cells][:, ::-1]).min(
+            axis=1
+        )
     return cheapest

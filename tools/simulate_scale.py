@@ -2,10 +2,11 @@
 
     python tools/simulate_scale.py [--out docs/scale.svg]
 
-A discrete-event simulation of iterations: samples of lognormal lengths (a long tail) go to the emptiest of n replicas, which
-fail and come back; whoever sends the requests is a queue with one server, its CPU, and so is the lead of several. Then rows are
-packed, the trainer works, and weights go to all replicas. The trainer grows with the replicas, so that it takes half as long as
-sampling would without tails. docs/scale.md says where the constants are from, and what is left out.
+A discrete-event simulation of iterations: samples of lognormal lengths (a long tail) go to the
+emptiest of n replicas, which fail and come back; whoever sends the requests is a queue with one
+server, its CPU, and so is the lead of several. Then rows are packed, the trainer works, and weights
+go to all replicas. The trainer grows with the replicas, so that it takes half as long as sampling
+would without tails. docs/scale.md says where the constants are from, and what is left out.
 """
 
 import argparse
@@ -40,7 +41,9 @@ class World:
     link_rate: float = 20e9
     """Bytes per second into one replica, from memory."""
     copy_rate: float = 2e9
-    """Bytes per second that one thread copies: the lead into Ray's object store, a replica out of it."""
+    """Bytes per second that one thread copies: the lead into Ray's object store, a replica out of
+    it.
+    """
     mean_life: float = 24 * 3600.0
     """Between failures of one replica."""
     repair: float = 300.0
@@ -58,10 +61,17 @@ class Cost:
         return samples * self.sample + tokens * self.token
 
 
-ALONE, ALONE_AFTER = Cost(500e-6, 1.5e-6), Cost(130e-6, 1.1e-6)
-"""One process for all: while it samples (choice of the server, HTTP, JSON, grading), and afterwards (lines of files, rows)."""
-WORKER, LEAD, LEAD_AFTER = Cost(900e-6, 1.3e-6), Cost(145e-6, 0.1e-6), Cost(36e-6, 0.3e-6)
-"""A worker; the lead meanwhile, and afterwards. tools/bench_workers.py measures all of these, for requests of 8 samples."""
+ALONE = Cost(500e-6, 1.5e-6)
+ALONE_AFTER = Cost(130e-6, 1.1e-6)
+"""One process for all: while it samples (choice of the server, HTTP, JSON, grading), and afterwards
+(lines of files, rows).
+"""
+WORKER = Cost(900e-6, 1.3e-6)
+LEAD = Cost(145e-6, 0.1e-6)
+LEAD_AFTER = Cost(36e-6, 0.3e-6)
+"""A worker; the lead meanwhile, and afterwards. tools/bench_workers.py measures all of these, for
+requests of 8 samples.
+"""
 
 
 @dataclass(frozen=True)
@@ -88,8 +98,14 @@ def broadcast(world: World, count: int) -> float:
 
 
 def object_store(world: World, count: int) -> float:
-    """Files for up to 4 replicas; for more, a tree of copies from store to store, into which one copies and out of which each."""
-    return through_files(world, count) if count <= 4 else 2 * world.file_bytes / world.copy_rate + broadcast(world, count)
+    """Files for up to 4 replicas; for more, a tree of copies from store to store, into which one
+    copies and out of which each.
+    """
+    return (
+        through_files(world, count)
+        if count <= 4
+        else 2 * world.file_bytes / world.copy_rate + broadcast(world, count)
+    )
 
 
 DESIGNS = [
@@ -101,13 +117,20 @@ DESIGNS = [
 ]
 
 
-def sampling_seconds(world: World, count: int, per_process: float, generator: np.random.Generator) -> tuple[float, float, int]:
+def sampling_seconds(
+    world: World, count: int, per_process: float, generator: np.random.Generator
+) -> tuple[float, float, int]:
     """Return (seconds, tokens, samples that had to be done again) of one iteration's sampling."""
     samples = world.waves * world.slots * count
-    tokens = np.minimum(generator.lognormal(math.log(world.mean_tokens) - world.sigma**2 / 2, world.sigma, samples), 8000.0)
+    tokens = np.minimum(
+        generator.lognormal(math.log(world.mean_tokens) - world.sigma**2 / 2, world.sigma, samples),
+        8000.0,
+    )
     processes = max(1, math.ceil(count / per_process))
-    share, has_workers = count / processes, math.isfinite(per_process)
-    cpu_free, lead_free = [0.0] * processes, 0.0
+    share = count / processes
+    has_workers = math.isfinite(per_process)
+    cpu_free = [0.0] * processes
+    lead_free = 0.0
     slow = 1.0 / max(1e-3, 1.0 - share * world.look)  # what looking at /metrics leaves of a process
     fails_at = generator.exponential(world.mean_life, count)
     free = [(0.0, slot % count) for slot in range(world.slots * count)]
@@ -120,7 +143,9 @@ def sampling_seconds(world: World, count: int, per_process: float, generator: np
         process = replica % processes
         if has_workers:
             at = lead_free = max(at, lead_free) + LEAD.of(length)
-        begin = cpu_free[process] = max(at, cpu_free[process]) + (WORKER if has_workers else ALONE).of(length) * slow
+        begin = cpu_free[process] = (
+            max(at, cpu_free[process]) + (WORKER if has_workers else ALONE).of(length) * slow
+        )
         done = begin + length * world.token_seconds
         if begin < fails_at[replica] + world.repair and done > fails_at[replica]:
             back = fails_at[replica] + world.repair
@@ -133,7 +158,9 @@ def sampling_seconds(world: World, count: int, per_process: float, generator: np
     return end, float(tokens.sum()), int(again)
 
 
-def throughput(world: World, design: Design, count: int, *, iterations: int = 3, seed: int = 0) -> tuple[float, int]:
+def throughput(
+    world: World, design: Design, count: int, *, iterations: int = 3, seed: int = 0
+) -> tuple[float, int]:
     """Return (tokens per second, samples done again) of a run with `count` replicas."""
     generator = np.random.default_rng(seed)
     seconds = tokens = 0.0
@@ -145,7 +172,8 @@ def throughput(world: World, design: Design, count: int, *, iterations: int = 3,
         after = LEAD_AFTER if math.isfinite(design.servers_per_process) else ALONE_AFTER
         sampling += after.of(made, world.waves * world.slots * count)
         seconds += (max(sampling, training) if design.overlapped else sampling + training) + sync
-        tokens, again = tokens + made, again + lost
+        tokens = tokens + made
+        again = again + lost
     return tokens / seconds, again
 
 
@@ -154,11 +182,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="a picture of the curves (.svg, .png)")
     arguments = parser.parse_args()
-    world, counts = World(), [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
-    curves = {design.name: [throughput(world, design, count) for count in counts] for design in DESIGNS}
+    world = World()
+    counts = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]
+    curves = {
+        design.name: [throughput(world, design, count) for count in counts] for design in DESIGNS
+    }
     print(f"{'replicas':38}" + "".join(f"{count:>9}" for count in counts))
     for name, curve in curves.items():
-        print(f"{name:38}" + "".join(f"{rate / 1e3:9.1f}" for rate, _ in curve) + "   thousand tokens/s")
+        print(
+            f"{name:38}"
+            + "".join(f"{rate / 1e3:9.1f}" for rate, _ in curve)
+            + "   thousand tokens/s"
+        )
         print(f"{'  samples done again':38}" + "".join(f"{again:9d}" for _, again in curve))
     if arguments.out is not None:
         import matplotlib.pyplot as plt
@@ -166,13 +201,21 @@ def main() -> None:
         figure, axes = plt.subplots(figsize=(7, 4.5))
         for name, curve in curves.items():
             axes.loglog(counts, [rate for rate, _ in curve], marker="o", markersize=3, label=name)
-        axes.loglog(counts, [count * curves[DESIGNS[-1].name][0][0] for count in counts], "k:", linewidth=1, label="linear")
+        axes.loglog(
+            counts,
+            [count * curves[DESIGNS[-1].name][0][0] for count in counts],
+            "k:",
+            linewidth=1,
+            label="linear",
+        )
         axes.set_xlabel("replicas")
         axes.set_ylabel("trained tokens per second")
         axes.legend(frameon=False, fontsize=8)
         axes.grid(alpha=0.3)
         figure.tight_layout()
-        figure.savefig(arguments.out, metadata={"Date": None} if arguments.out.suffix == ".svg" else None)
+        figure.savefig(
+            arguments.out, metadata={"Date": None} if arguments.out.suffix == ".svg" else None
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""ttrl: train a language model by reinforcement learning on your own machine, and understand what happened.
+"""ttrl: train a language model by reinforcement learning on your own machine, and understand what
+happened.
 
-Public names are loaded on first use (PEP 562), so that importing ttrl costs nothing and loads neither torch nor openai.
+Public names are loaded on first use (PEP 562), so that importing ttrl costs nothing and loads
+neither torch nor openai.
 """
 
 import importlib
@@ -9,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.version import __version__
 
-# It warns of missing CUDA extensions whenever transformers loads it, in the middle of a run's own lines.
+# It warns of missing CUDA extensions whenever transformers loads it, in the middle of a run's own
+# lines.
 logging.getLogger("torchao").setLevel(logging.ERROR)
 
 _HOME = {
@@ -76,7 +79,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'ttrl' has no attribute {name!r}")
-    # A submodule of the same name (ttrl.launch.tune) never lies directly in this package, so nothing shadows these names.
+    # A submodule of the same name (ttrl.launch.tune) never lies directly in this package, so
+    # nothing shadows these names.
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

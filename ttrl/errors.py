@@ -1,30 +1,30 @@
 """Every exception that ttrl raises on purpose, in one tree.
 
 TtrlError
-├── UserError (ValueError)      something that was given to ttrl is wrong; the message says how to put it right
-│   ├── ConfigError             a config: unknown key, wrong type, values that exclude each other (all of them at once)
+├── UserError (ValueError)      something given is wrong; the message says how to put it right
+│   ├── ConfigError             a config: unknown keys, wrong types, conflicts, all at once
 │   ├── TaskError               a task: no messages, a grader that cannot be called
-│   ├── ModelFolderError        a model folder: missing, incomplete, of a family that ttrl does not train, no chat template
+│   ├── ModelFolderError        a model folder: missing, incomplete, of an unsupported family
 │   ├── TokenizationError       tokens of a sample that are not known exactly
 │   │   └── TemplateRefusalError  a chat template raised an error for these messages
 │   ├── UnmovedStepError        an optimizer step that moved nothing, which leaves nothing to study
 │   ├── PackError               packed tensors that break their contract, or cannot be read
-│   └── RunFolderError          a run folder: made with another config, damaged, of an owner elsewhere
+│   └── RunFolderError          a run folder: of another config, damaged, owned elsewhere
 │       └── RunFolderInUseError   another process has it, and lives
-├── GraderError                 a grader raised, returned no number, or took too long; kept with its sample
-├── RolloutError                a task's rollout raised, hung, or asked the model for nothing; kept with its sample
-│   └── RolloutLimitError       it has no turns or tokens left, or the conversation fills the model's context
+├── GraderError                 a grader raised, returned no number, or took too long
+├── RolloutError                a task's rollout raised, hung, or never asked the model
+│   └── RolloutLimitError       no turns or tokens are left, or the context is full
 ├── ServerError (RuntimeError)  an inference server
 │   ├── RequestError            one request failed; says how, and whether another try may help
 │   ├── ServerStartError        it never became healthy; the message ends with its last log lines
 │   ├── ServerDiedError         it was healthy once and is gone
 │   └── WeightSyncError         it does not compute with the weights that it was given
 ├── TrainerError (RuntimeError) a recipe process failed; the message ends with its last log lines
-│   └── TrainerDiedError        it was killed, or a process on another machine was: another start may help
-├── TrainerMemoryError (MemoryError)  training does not fit into memory; says which setting would save how much
-├── DriftError (ArithmeticError)     sampler and trainer do not compute the same policy; names the likely causes
-├── DivergedError (ArithmeticError)  losses or gradients are not finite, and skipping the step does not help
-└── StorageError (OSError)      a file could not be written completely (disk full, no permission); nothing was replaced
+│   └── TrainerDiedError        it was killed, here or elsewhere; another start may help
+├── TrainerMemoryError (MemoryError)  training does not fit; says what would save memory
+├── DriftError (ArithmeticError)     sampler and trainer compute different policies; names causes
+├── DivergedError (ArithmeticError)  losses or gradients stay non-finite although steps are skipped
+└── StorageError (OSError)      a file could not be written (disk full, no permission)
 """
 
 import traceback
@@ -52,9 +52,12 @@ class ConfigError(UserError):
     """A config is wrong; `problems` lists everything that is, one line each."""
 
     def __init__(self, where: str, problems: list[str]) -> None:
-        self.where, self.problems = where, problems
+        self.where = where
+        self.problems = problems
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{where}: {count}\n" + "\n".join(f"  - {problem}" for problem in problems))
+        super().__init__(
+            f"{where}: {count}\n" + "\n".join(f"  - {problem}" for problem in problems)
+        )
 
 
 class TaskError(UserError):
@@ -104,8 +107,8 @@ class RolloutError(TtrlError):
 class RolloutLimitError(RolloutError):
     """A rollout may not ask the model again.
 
-    limit: "turns", "tokens" or "seconds" (the task's `RolloutLimits`; the last is `total_seconds`), "context" (the conversation
-        leaves the model no room to answer).
+    limit: "turns", "tokens" or "seconds" (the task's `RolloutLimits`; the last is `total_seconds`),
+        "context" (the conversation leaves the model no room to answer).
     """
 
     def __init__(self, message: str, limit: RolloutLimit) -> None:
@@ -120,22 +123,35 @@ class ServerError(TtrlError, RuntimeError):
 class RequestError(ServerError):
     """One request failed.
 
-    kind: "connection" (refused or broken off), "timeout" (no answer in time), "stall" (a stream that stopped in its middle),
-        "status" (the server answered with an error), "malformed" (its answer cannot be read).
+    kind: "connection" (refused or broken off), "timeout" (no answer in time), "stall" (a stream
+        that stopped in its middle), "status" (the server answered with an error), "malformed" (its
+        answer cannot be read).
     status: the HTTP status; None where there was none.
     retry_after: seconds that the server asks us to wait; None where it does not say.
     """
 
     def __init__(
-        self, message: str, kind: RequestFailure, *, status: int | None = None, retry_after: float | None = None
+        self,
+        message: str,
+        kind: RequestFailure,
+        *,
+        status: int | None = None,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.kind, self.status, self.retry_after = kind, status, retry_after
+        self.kind = kind
+        self.status = status
+        self.retry_after = retry_after
 
     @property
     def worth_retry(self) -> bool:
         """Tell whether another try may help: not for statuses below 500 other than 408 and 429."""
-        return self.kind != "status" or self.status is None or self.status in (408, 429) or self.status >= 500
+        return (
+            self.kind != "status"
+            or self.status is None
+            or self.status in (408, 429)
+            or self.status >= 500
+        )
 
 
 class ServerStartError(ServerError):
@@ -163,11 +179,15 @@ class TrainerMemoryError(TtrlError, MemoryError):
 
 
 class DriftError(TtrlError, ArithmeticError):
-    """Sampler and trainer do not compute the same policy; says by how much, on which tokens, and what the likely causes are."""
+    """Sampler and trainer do not compute the same policy; says by how much, on which tokens, and
+    what the likely causes are.
+    """
 
 
 class DivergedError(TtrlError, ArithmeticError):
-    """Losses or gradients are not finite, too many times in a row or because the weights are not; nothing was saved."""
+    """Losses or gradients are not finite, too many times in a row or because the weights are not;
+    nothing was saved.
+    """
 
 
 class StorageError(TtrlError, OSError):
@@ -175,7 +195,9 @@ class StorageError(TtrlError, OSError):
 
 
 def describe(error: BaseException) -> str:
-    """Return `TypeName: message` on one line, made `harmless`, also for exceptions whose `__str__` fails."""
+    """Return `TypeName: message` on one line, made `harmless`, also for exceptions whose `__str__`
+    fails.
+    """
     text = harmless("".join(traceback.format_exception_only(error)))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
@@ -183,7 +205,9 @@ def describe(error: BaseException) -> str:
 
 
 def complaints(check: Any, where: str = "") -> list[str]:
-    """Return what a check has to say, after `where`, where it raises a UserError; [] where it does not."""
+    """Return what a check has to say, after `where`, where it raises a UserError; [] where it does
+    not.
+    """
     try:
         check()
     except UserError as error:

@@ -1,18 +1,22 @@
-"""One iteration of group-relative policy optimisation: `tune run [torchrun options] ttrl/grpo_recipe --config FILE`.
+"""One iteration of group-relative policy optimisation: `tune run [torchrun options]
+ttrl/grpo_recipe --config FILE`.
 
-Reads packed rows and a model folder, writes a model folder, the optimizer's state and one line per optimizer step:
+Reads packed rows and a model folder, writes a model folder, the optimizer's state and one line per
+optimizer step:
 
-    packed.safetensors + model [+ state]  →  output_dir/checkpoint, output_dir/state, output_dir/train.jsonl
+    packed.safetensors + model [+ state]  →  output_dir/checkpoint, output_dir/state,
+    output_dir/train.jsonl
 
 The loss of a step is Σ w·ℓ / Z over all its trained tokens, with ℓ the objective's loss of a token
-(`ttrl.training.objective.objective`), weights w from the pack, and Z known before the first forward pass and the same on all
-ranks; so accumulation, microbatches and ranks only change the rounding. With the same inputs, seed, threads and one process,
-the result is the same bit for bit. The settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one
-iteration after the other, with the same result (`ttrl.training.resident`). Without a pack, nothing is trained: the model, which
-lies in output_dir/checkpoint, gets its canary.
+(`ttrl.training.objective.objective`), weights w from the pack, and Z known before the first forward
+pass and the same on all ranks; so accumulation, microbatches and ranks only change the rounding.
+With the same inputs, seed, threads and one process, the result is the same bit for bit. The
+settings: `ttrl.configs.GRPOConfig`. With `follow` the process stays up and trains one iteration
+after the other, with the same result (`ttrl.training.resident`). Without a pack, nothing is
+trained: the model, which lies in output_dir/checkpoint, gets its canary.
 
-Has run on CPU with one process and with two over gloo, and on one GPU (tests/gpu: the same updates to 1e-5; `cpu_offload` ran,
-and was not compared); on several: never.
+Has run on CPU with one process and with two over gloo, and on one GPU (tests/gpu: the same updates
+to 1e-5; `cpu_offload` ran, and was not compared); on several: never.
 """
 
 import logging
@@ -46,7 +50,9 @@ logger = logging.getLogger("ttrl.grpo_recipe")
 
 
 def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
-    """Train one iteration. `residence`: what this process kept of the iteration before, and keeps for the next one."""
+    """Train one iteration. `residence`: what this process kept of the iteration before, and keeps
+    for the next one.
+    """
     if not config.packed:
         return (make_canary if config.kept is None else write_kept)(config, here, residence)
     started = time.perf_counter()
@@ -58,12 +64,16 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
         packed = replayed(packed, trained.policy, config)
         watch = Stopwatch(here.device)
         log = TrainLog(config, trained.policy, here, watch)
-        steps = take_steps(config, trained, packed, here, watch, log)  # what it had on the device is gone with it
+        # What it had on the device is gone with it.
+        steps = take_steps(config, trained, packed, here, watch, log)
 
         with watch.part("checkpoint", on_cpu=True):
             canary = canary_of(trained.policy, config.model, here, config.checkpoint_dtype)
-            # Servers may have it while it is written; what they can't have that way is written in any case.
-            is_out = residence is not None and residence.hand_over(config, trained, canary, log.compared)
+            # Servers may have it while it is written; what they can't have that way is written in
+            # any case.
+            is_out = residence is not None and residence.hand_over(
+                config, trained, canary, log.compared
+            )
             if is_written := config.save or not is_out:
                 write_files(config, trained, here, canary)
         log.close()
@@ -72,21 +82,42 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
     logger.info("%d optimizer steps, %.1f s in all", steps, time.perf_counter() - started)
 
 
-def take_steps(config: GRPOConfig, trained: Trained, packed: PackedTensors, here: Ranks, watch: Stopwatch, log: TrainLog) -> int:
-    """Take the optimizer steps of an iteration, a line in the log for each; return how many. A collective."""
+def take_steps(
+    config: GRPOConfig,
+    trained: Trained,
+    packed: PackedTensors,
+    here: Ranks,
+    watch: Stopwatch,
+    log: TrainLog,
+) -> int:
+    """Take the optimizer steps of an iteration, a line in the log for each; return how many. A
+    collective.
+    """
     policy, stepper, values = trained
     value_head = None if values is None else values.head
-    steps = updates(packed, config.updates_per_iteration, (config.seed, config.iteration), here, policy.decoder.config)
+    steps = updates(
+        packed,
+        config.updates_per_iteration,
+        (config.seed, config.iteration),
+        here,
+        policy.decoder.config,
+    )
     objective = objective_from(config)
-    progress = TrainProgress(sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here)
+    progress = TrainProgress(
+        sum(-(-step.rows.num_rows // config.rows_per_microbatch) for step in steps), here
+    )
     profiler = Profiler(config.output_dir, config.profile_steps, here)
 
-    prepass = Prepass(policy, packed, steps, objective, config, here, stepper.global_step, value_head)
+    prepass = Prepass(
+        policy, packed, steps, objective, config, here, stepper.global_step, value_head
+    )
     with watch.part("prepass"):
         prepass.run()
     drift = prepass.drift
     pieces = GradientPieces(policy, config, here) if config.sees_gradients else None
-    gradient = GradientStep(policy, config, here, watch, progress, value_head, prepass.reference_head, pieces)
+    gradient = GradientStep(
+        policy, config, here, watch, progress, value_head, prepass.reference_head, pieces
+    )
     for number, step in enumerate(steps):
         with profiler.step(f"optimizer step {stepper.global_step + 1}"):
             with watch.part("prepass"):
@@ -94,18 +125,34 @@ def take_steps(config: GRPOConfig, trained: Trained, packed: PackedTensors, here
             scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
             stepper.begin(scale)
             now = objective.at(stepper.global_step)
-            result = gradient.accumulate(step, now, compare=drift is None, before=prepass.take_spent())
+            result = gradient.accumulate(
+                step, now, compare=drift is None, before=prepass.take_spent()
+            )
             if drift is None:
                 assert result.compared is not None
-                drift = compare_tokens([step], *result.compared, (packed.num_rows, packed.seq_len), config, here)
+                drift = compare_tokens(
+                    [step], *result.compared, (packed.num_rows, packed.seq_len), config, here
+                )
             with watch.part("optimizer"):
                 taken = stepper.take(result.sums["not_finite"], result.first_bad, scale)
-        row = {"global_step": stepper.global_step, "iteration": config.iteration} | step_metrics(result, step) | taken
+        row = (
+            {"global_step": stepper.global_step, "iteration": config.iteration}
+            | step_metrics(result, step)
+            | taken
+        )
         if result.pieces is not None:
             row["gradient_noise"] = step_noise(result.pieces)
-        row |= {"kl_coefficient": now.kl_coefficient} if config.kl_coefficient or config.watch_kl else {}
+        row |= (
+            {"kl_coefficient": now.kl_coefficient}
+            if config.kl_coefficient or config.watch_kl
+            else {}
+        )
         if number == 0:
-            row["sampler_trainer"] = drift if prepass.own_weights is None else drift | {"own_weights": prepass.own_weights}
+            row["sampler_trainer"] = (
+                drift
+                if prepass.own_weights is None
+                else drift | {"own_weights": prepass.own_weights}
+            )
         log.line(row, result.sums["flops"])
     profiler.close()
     if pieces is not None:
@@ -115,8 +162,17 @@ def take_steps(config: GRPOConfig, trained: Trained, packed: PackedTensors, here
 
 def write_files(config: GRPOConfig, trained: Trained, here: Ranks, canary: dict[str, Any]) -> None:
     """Write checkpoint and state. A collective."""
-    folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
-    save_checkpoint(folder, trained.policy, config.model, here, checkpoint_dtype=dtype, config=config, canary=canary)
+    folder = Path(config.output_dir, "checkpoint")
+    dtype = config.checkpoint_dtype
+    save_checkpoint(
+        folder,
+        trained.policy,
+        config.model,
+        here,
+        checkpoint_dtype=dtype,
+        config=config,
+        canary=canary,
+    )
     trained.stepper.save(Path(config.output_dir, "state"))
 
 
@@ -140,7 +196,11 @@ def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) ->
 
 def run(raw: DictConfig) -> int:
     """Run the recipe on one config, or on all configs that appear in a folder."""
-    return run_recipe(GRPOConfig, train, raw) if raw.get("follow") is None else follow_requests(train, raw)
+    return (
+        run_recipe(GRPOConfig, train, raw)
+        if raw.get("follow") is None
+        else follow_requests(train, raw)
+    )
 
 
 main = recipe_main(parse(run))

@@ -1,24 +1,32 @@
-"""Confidence intervals of held-out results, and paired differences: plain Python, from the published formulas.
+"""Confidence intervals of held-out results, and paired differences: plain Python, from the
+published formulas.
 
-A task is drawn from many that might have been asked, and its k samples say how the model does on that task; so tasks, not
-samples, are what an evaluation has many of. Samples of one task resemble each other: an interval that took them for independent
-would be too narrow by up to √k (Miller 2024, "Adding error bars to evals", arXiv 2411.00640, section 2.2). Therefore:
+A task is drawn from many that might have been asked, and its k samples say how the model does on
+that task; so tasks, not samples, are what an evaluation has many of. Samples of one task resemble
+each other: an interval that took them for independent would be too narrow by up to √k (Miller 2024,
+"Adding error bars to evals", arXiv 2411.00640, section 2.2). Therefore:
 
-- one sample a task, right or wrong: Wilson's score interval (1927), which keeps its level near 0 and 1 and for few tasks;
-- k samples, or partial credit, within [0, 1]: the variance of the mean is told from the tasks' means (so that samples of a
-  task may resemble each other as they like), as if there were one task more, which varies as much as any could: few tasks do
-  not prove that none is different. It is that of n_eff = p (1 − p) / variance independent answers. Wilson's interval of p and
-  n_eff, with t's quantile for tasks − 1 degrees of freedom instead of the normal one, is the "modified Wilson" interval of
-  surveys (SAS, SURVEYFREQ; Korn & Graubard 1998, "Confidence intervals for proportions with small expected number of positive
-  counts estimated from survey data", adjust the exact interval so; the task more is ours). Student's t on the tasks' means is
-  symmetric: near 0 and 1, and for few tasks, it ends too soon on the far side. Simulated (4 to 100 tasks, 4 and 16 samples,
-  tasks' chances from beta distributions with means of 0.5 to 0.99 and correlations of 0.05 to 0.9), it covered the truth in 0.94
-  of the cases on the average and in 0.80 at worst, the interval here in 0.97 and 0.85; in the middle it is as wide. The worst
-  cases have rare tasks that always fail: who draws none of them cannot know.
-- where all tasks have the same mean, the variance seems to be 0. Of all variables within [0, 1] with mean p, the one that is 0 or
-  1 varies most, so there Wilson's interval with one count a task is the careful answer.
-- rewards beyond [0, 1]: Student's t on the tasks' means. A bootstrap over tasks has the same aim, is narrower than it should be
-  for few tasks (it lacks t's correction), and gives another answer each time.
+- one sample a task, right or wrong: Wilson's score interval (1927), which keeps its level near 0
+  and 1 and for few tasks;
+- k samples, or partial credit, within [0, 1]: the variance of the mean is told from the tasks'
+  means (so that samples of a task may resemble each other as they like), as if there were one task
+  more, which varies as much as any could: few tasks do not prove that none is different. It is that
+  of n_eff = p (1 − p) / variance independent answers. Wilson's interval of p and n_eff, with t's
+  quantile for tasks − 1 degrees of freedom instead of the normal one, is the "modified Wilson"
+  interval of surveys (SAS, SURVEYFREQ; Korn & Graubard 1998, "Confidence intervals for proportions
+  with small expected number of positive counts estimated from survey data", adjust the exact
+  interval so; the task more is ours). Student's t on the tasks' means is symmetric: near 0 and 1,
+  and for few tasks, it ends too soon on the far side. Simulated (4 to 100 tasks, 4 and 16 samples,
+  tasks' chances from beta distributions with means of 0.5 to 0.99 and correlations of 0.05 to 0.9),
+  it covered the truth in 0.94 of the cases on the average and in 0.80 at worst, the interval here
+  in 0.97 and 0.85; in the middle it is as wide. The worst cases have rare tasks that always fail:
+  who draws none of them cannot know.
+- where all tasks have the same mean, the variance seems to be 0. Of all variables within [0, 1]
+  with mean p, the one that is 0 or 1 varies most, so there Wilson's interval with one count a task
+  is the careful answer.
+- rewards beyond [0, 1]: Student's t on the tasks' means. A bootstrap over tasks has the same aim,
+  is narrower than it should be for few tasks (it lacks t's correction), and gives another answer
+  each time.
 """
 
 import math
@@ -29,12 +37,16 @@ from typing import Literal, TypeVar
 
 T = TypeVar("T")
 _MOST_TERMS = 4000
-"""Degrees of freedom up to which Student's t is summed exactly; above, three terms of its expansion are exact to 1e-12."""
+"""Degrees of freedom up to which Student's t is summed exactly; above, three terms of its expansion
+are exact to 1e-12.
+"""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval. None where there is too little to tell: no task, or a single one with partial credit."""
+    """A mean with its interval. None where there is too little to tell: no task, or a single one
+    with partial credit.
+    """
 
     mean: float | None
     low: float | None
@@ -45,32 +57,47 @@ class Estimate:
 
 def wilson(right: float, count: float, confidence: float = 0.95) -> tuple[float, float]:
     """Return Wilson's score interval of a share: `right` of `count`, both ends within [0, 1]."""
-    return _score_interval(right / count, count, statistics.NormalDist().inv_cdf(0.5 + confidence / 2))
+    return _score_interval(
+        right / count, count, statistics.NormalDist().inv_cdf(0.5 + confidence / 2)
+    )
 
 
 def _score_interval(share: float, count: float, critical: float) -> tuple[float, float]:
-    """Return the shares from which `share` of `count` independent answers is no more than `critical` standard deviations away."""
+    """Return the shares from which `share` of `count` independent answers is no more than
+    `critical` standard deviations away.
+    """
     spread = critical * critical / count
     middle = (share + spread / 2) / (1 + spread)
     half = math.sqrt(spread * share * (1 - share) + spread * spread / 4) / (1 + spread)
     # The ends at 0 and 1 are exact; rounding would make them -1e-17.
-    return (0.0 if share == 0 else max(0.0, middle - half)), (1.0 if share == 1 else min(1.0, middle + half))
+    return (0.0 if share == 0 else max(0.0, middle - half)), (
+        1.0 if share == 1 else min(1.0, middle + half)
+    )
 
 
-def _interval_of_shares(groups: Sequence[Sequence[float]], confidence: float) -> tuple[float, float, str]:
-    """Return (low, high, method) for the mean over tasks of the means of values within [0, 1]; every group has some."""
+def _interval_of_shares(
+    groups: Sequence[Sequence[float]], confidence: float
+) -> tuple[float, float, str]:
+    """Return (low, high, method) for the mean over tasks of the means of values within [0, 1];
+    every group has some.
+    """
     means = [statistics.fmean(values) for values in groups]
-    count, mean = len(means), min(1.0, statistics.fmean(means))
+    count = len(means)
+    mean = min(1.0, statistics.fmean(means))
     if all(len(values) == 1 and values[0] in (0.0, 1.0) for values in groups):
         return *wilson(sum(means), count, confidence), "Wilson"
     between = statistics.variance(means) if count > 1 else 0.0
     if between <= 1e-24:
         return *wilson(mean * count, count, confidence), "Wilson, one count a task"
-    variance = ((count - 1) * between + mean * (1 - mean)) / count  # of one task; with one more that varies most
+    # Of one task; with one more that varies most.
+    variance = ((count - 1) * between + mean * (1 - mean)) / count
     effective = count * mean * (1 - mean) / variance
-    if all(value in (0.0, 1.0) for values in groups for value in values):  # independent ones vary most evenly
+    # Independent ones vary most evenly.
+    if all(value in (0.0, 1.0) for values in groups for value in values):
         effective = min(effective, sum(map(len, groups)))
-    return *_score_interval(mean, effective, t_quantile(0.5 + confidence / 2, count - 1)), "Wilson, tasks as clusters"
+    return *_score_interval(
+        mean, effective, t_quantile(0.5 + confidence / 2, count - 1)
+    ), "Wilson, tasks as clusters"
 
 
 def pooled(tasks: Iterable[Hashable], values: Iterable[Sequence[T]]) -> list[list[T]]:
@@ -85,8 +112,8 @@ def pooled(tasks: Iterable[Hashable], values: Iterable[Sequence[T]]) -> list[lis
 
 
 def estimate_mean(by_task: Sequence[Sequence[float]], confidence: float = 0.95) -> Estimate:
-    """Return the mean over tasks of the means of their samples, with its interval. by_task: the values of each task's samples;
-    tasks without any are left out.
+    """Return the mean over tasks of the means of their samples, with its interval. by_task: the
+    values of each task's samples; tasks without any are left out.
 
     Values within [0, 1] keep the interval within [0, 1].
     """
@@ -94,7 +121,8 @@ def estimate_mean(by_task: Sequence[Sequence[float]], confidence: float = 0.95) 
     means = [statistics.fmean(values) for values in groups]
     if not means:
         return Estimate(None, None, None, "no samples", 0)
-    count, mean = len(means), statistics.fmean(means)
+    count = len(means)
+    mean = statistics.fmean(means)
     if _are_shares(groups):
         return Estimate(mean, *_interval_of_shares(groups, confidence), count)
     if count > 1 and (deviation := statistics.stdev(means, xbar=mean)) > 1e-12:
@@ -108,8 +136,9 @@ def _are_shares(groups: Sequence[Sequence[float]]) -> bool:
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """Return the chance that one of `k` samples drawn without replacement from `samples`, of which `right` are right, is right:
-    the unbiased estimate of pass@k (Chen et al. 2021, arXiv 2107.03374, equation 1), as a product that never overflows.
+    """Return the chance that one of `k` samples drawn without replacement from `samples`, of which
+    `right` are right, is right: the unbiased estimate of pass@k (Chen et al. 2021, arXiv
+    2107.03374, equation 1), as a product that never overflows.
 
     1 − C(n − c, k) / C(n, k) = 1 − Π_{i = n−c+1}^{n} (1 − k / i). Needs samples >= k >= 1.
     """
@@ -120,17 +149,21 @@ def pass_at_k(samples: int, right: int, k: int) -> float:
 
 
 def t_cdf(t: float, degrees: int) -> float:
-    """Return Student's t distribution for whole degrees of freedom: finite sums of Abramowitz & Stegun, 26.7.3 and 26.7.4."""
+    """Return Student's t distribution for whole degrees of freedom: finite sums of Abramowitz &
+    Stegun, 26.7.3 and 26.7.4.
+    """
     angle = math.atan(t / math.sqrt(degrees))
     cosine = math.cos(angle)
     if degrees % 2:
-        total, term = 0.0, cosine
+        total = 0.0
+        term = cosine
         for place in range(1, (degrees - 1) // 2 + 1):
             total += term
             term *= cosine * cosine * 2 * place / (2 * place + 1)
         inside = 2 / math.pi * (angle + math.sin(angle) * total)
     else:
-        total, term = 0.0, 1.0
+        total = 0.0
+        term = 1.0
         for place in range(1, degrees // 2 + 1):
             total += term
             term *= cosine * cosine * (2 * place - 1) / (2 * place)
@@ -142,9 +175,14 @@ def t_quantile(level: float, degrees: int) -> float:
     """Return the inverse of `t_cdf`, for 0.5 <= level < 1."""
     z = statistics.NormalDist().inv_cdf(level)
     if degrees > _MOST_TERMS:  # Abramowitz & Stegun 26.7.5
-        terms = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+        terms = (
+            (z**3 + z) / 4,
+            (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+            (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        )
         return z + sum(term / float(degrees) ** power for power, term in enumerate(terms, 1))
-    low, high = 0.0, 2.0
+    low = 0.0
+    high = 2.0
     while t_cdf(high, degrees) < level:
         high *= 2
     for _ in range(100):
@@ -155,13 +193,17 @@ def t_quantile(level: float, degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Two models on the same tasks: second minus first, with its interval and how likely chance alone does as much."""
+    """Two models on the same tasks: second minus first, with its interval and how likely chance
+    alone does as much.
+    """
 
     mean: float
     low: float
     high: float
     p_value: float
-    """Two-sided, of no difference at all: McNemar's exact test for right or wrong, else the paired t test."""
+    """Two-sided, of no difference at all: McNemar's exact test for right or wrong, else the paired
+    t test.
+    """
     method: str
     num_tasks: int
     better: int
@@ -182,34 +224,43 @@ class Difference:
 def paired_difference(
     first: Sequence[Sequence[float]], second: Sequence[Sequence[float]], confidence: float = 0.95
 ) -> Difference | None:
-    """Return the mean difference over tasks (of each task's mean), second minus first; both are in the order of the same tasks.
+    """Return the mean difference over tasks (of each task's mean), second minus first; both are in
+    the order of the same tasks.
 
-    Pairing removes what both find hard alike, so it tells smaller differences than two intervals side by side.
-    One sample a task, right or wrong, in both: Newcombe's interval for paired shares (1998, method 10) and McNemar's exact test.
-    Else, within [0, 1]: Newcombe's way to pair two intervals (MOVER, Zou & Donner 2008), with each model's interval of
-    `estimate_mean` and the correlation of the tasks' means, and the paired t test. Student's t on the differences is not valid
-    there: where few tasks differ it sees little or no variance (simulated for 5 to 100 tasks, means of 0.5 to 0.97, it covered
-    the truth in 0.88 of the cases and in 0.18 at worst, this one in 0.96 and 0.81). Interval and p value come from different
-    methods: they may disagree where it is close. Beyond [0, 1]: Student's t. None where no task has a value in both, or a single
-    one has partial credit.
+    Pairing removes what both find hard alike, so it tells smaller differences than two intervals
+    side by side. One sample a task, right or wrong, in both: Newcombe's interval for paired shares
+    (1998, method 10) and McNemar's exact test. Else, within [0, 1]: Newcombe's way to pair two
+    intervals (MOVER, Zou & Donner 2008), with each model's interval of `estimate_mean` and the
+    correlation of the tasks' means, and the paired t test. Student's t on the differences is not
+    valid there: where few tasks differ it sees little or no variance (simulated for 5 to 100 tasks,
+    means of 0.5 to 0.97, it covered the truth in 0.88 of the cases and in 0.18 at worst, this one
+    in 0.96 and 0.81). Interval and p value come from different methods: they may disagree where it
+    is close. Beyond [0, 1]: Student's t. None where no task has a value in both, or a single one
+    has partial credit.
     """
     pairs = [(list(a), list(b)) for a, b in zip(first, second, strict=True) if a and b]
     if not pairs:
         return None
     differences = [statistics.fmean(b) - statistics.fmean(a) for a, b in pairs]
-    better, worse = sum(d > 1e-12 for d in differences), sum(d < -1e-12 for d in differences)
-    count, mean = len(pairs), statistics.fmean(differences)
+    better = sum(d > 1e-12 for d in differences)
+    worse = sum(d < -1e-12 for d in differences)
+    count = len(pairs)
+    mean = statistics.fmean(differences)
     if all(len(a) == len(b) == 1 and {a[0], b[0]} <= {0.0, 1.0} for a, b in pairs):
         both = sum(a[0] * b[0] for a, b in pairs)
         low, high = _newcombe(round(both), worse, better, count, confidence)
-        return Difference(mean, low, high, mcnemar(worse, better), "Newcombe, McNemar", count, better, worse)
+        return Difference(
+            mean, low, high, mcnemar(worse, better), "Newcombe, McNemar", count, better, worse
+        )
     if count == 1:
         return None
     deviation = statistics.stdev(differences)
     alike = deviation <= 1e-12
     error = deviation / math.sqrt(count)
     test = "sign test" if alike else "paired t test"
-    p_value = mcnemar(worse, better) if alike else max(0.0, 2 * (1 - t_cdf(abs(mean) / error, count - 1)))
+    p_value = (
+        mcnemar(worse, better) if alike else max(0.0, 2 * (1 - t_cdf(abs(mean) / error, count - 1)))
+    )
     firsts, seconds = zip(*pairs)
     if _are_shares(firsts) and _are_shares(seconds):
         means = [[statistics.fmean(values) for values in side] for side in (firsts, seconds)]
@@ -221,9 +272,13 @@ def paired_difference(
             _interval_of_shares(seconds, confidence)[:2],
             statistics.correlation(*means) if varies else 0.0,
         )
-        return Difference(mean, low, high, p_value, f"Newcombe over tasks, {test}", count, better, worse)
+        return Difference(
+            mean, low, high, p_value, f"Newcombe over tasks, {test}", count, better, worse
+        )
     half = 0.0 if alike else t_quantile(0.5 + confidence / 2, count - 1) * error
-    return Difference(mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse)
+    return Difference(
+        mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse
+    )
 
 
 @dataclass(frozen=True)
@@ -237,14 +292,19 @@ class Ratio:
     """Infinite where the denominator may be 0."""
 
 
-def ratio_of_means(numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95) -> Ratio:
-    """Return mean(numerators)/mean(denominators), paired, and Fieller's interval (1954): all ρ for which the mean of
-    numerator - ρ·denominator is within t standard errors of 0. Unlike a symmetric one it says so where the denominator may be 0.
-    Meant for ratios that are not negative, to which the interval is cut."""
+def ratio_of_means(
+    numerators: Sequence[float], denominators: Sequence[float], confidence: float = 0.95
+) -> Ratio:
+    """Return mean(numerators)/mean(denominators), paired, and Fieller's interval (1954): all ρ for
+    which the mean of numerator - ρ·denominator is within t standard errors of 0. Unlike a symmetric
+    one it says so where the denominator may be 0. Meant for ratios that are not negative, to which
+    the interval is cut.
+    """
     count = len(numerators)
     if not count:
         return Ratio(None, None, None)
-    top, bottom = statistics.fmean(numerators), statistics.fmean(denominators)
+    top = statistics.fmean(numerators)
+    bottom = statistics.fmean(denominators)
     value = top / bottom if bottom > 0 else None
     if count < 3:
         return Ratio(value, None, None)
@@ -256,57 +316,82 @@ def ratio_of_means(numerators: Sequence[float], denominators: Sequence[float], c
     root = math.sqrt(max(0.0, b * b - a * c))
     if bottom <= 0 or b * b < a * c or b + root <= 0:
         return Ratio(value, 0.0, math.inf)
-    return Ratio(value, max(0.0, c / (b + root)), (b + root) / a if a > 0 else math.inf)  # with a <= 0, it is open above
+    # With a <= 0, it is open above.
+    return Ratio(value, max(0.0, c / (b + root)), (b + root) / a if a > 0 else math.inf)
 
 
 def difference_over_seeds(
-    first: Sequence[Sequence[Sequence[float]]], second: Sequence[Sequence[Sequence[float]]], confidence: float = 0.95
+    first: Sequence[Sequence[Sequence[float]]],
+    second: Sequence[Sequence[Sequence[float]]],
+    confidence: float = 0.95,
 ) -> Difference | None:
-    """Return the mean difference, second minus first, of two ways to train, for other tasks and other seeds. Both: the values of
-    each seed's tasks' samples, of the same tasks in the same order; a task without a value in any seed is left out.
+    """Return the mean difference, second minus first, of two ways to train, for other tasks and
+    other seeds. Both: the values of each seed's tasks' samples, of the same tasks in the same
+    order; a task without a value in any seed is left out.
 
-    With one seed on a side, `paired_difference` over the tasks' means: nothing is known of other seeds. Else the variances add
-    up: of the tasks' differences (over all seeds), and of each side's seeds (over all tasks), as if the draws of tasks and seeds
-    were independent; what belongs to single tasks of single seeds, their sampling above all, is counted in both, so that the
-    interval is rather too wide. Student's t with Satterthwaite's degrees of freedom (1946, "An approximate distribution of
-    estimates of variance components"), rounded down.
+    With one seed on a side, `paired_difference` over the tasks' means: nothing is known of other
+    seeds. Else the variances add up: of the tasks' differences (over all seeds), and of each side's
+    seeds (over all tasks), as if the draws of tasks and seeds were independent; what belongs to
+    single tasks of single seeds, their sampling above all, is counted in both, so that the interval
+    is rather too wide. Student's t with Satterthwaite's degrees of freedom (1946, "An approximate
+    distribution of estimates of variance components"), rounded down.
     """
     tasks = [k for k in range(len(first[0])) if all(run[k] for run in (*first, *second))]
-    sides = [[[statistics.fmean(run[k]) for k in tasks] for run in side] for side in (first, second)]
+    sides = [
+        [[statistics.fmean(run[k]) for k in tasks] for run in side] for side in (first, second)
+    ]
     by_task = [[statistics.fmean(values) for values in zip(*side, strict=True)] for side in sides]
     if min(len(first), len(second)) < 2 or len(tasks) < 2:
-        one, other = ([[value for run in side for value in run[k]] for k in tasks] for side in (first, second))
+        one, other = (
+            [[value for run in side for value in run[k]] for k in tasks] for side in (first, second)
+        )
         return paired_difference(one, other, confidence)
     differences = [b - a for a, b in zip(*by_task, strict=True)]
     parts = [(statistics.variance(differences) / len(tasks), len(tasks) - 1)]
-    parts += [(statistics.variance([statistics.fmean(run) for run in side]) / len(side), len(side) - 1) for side in sides]
-    mean, variance = statistics.fmean(differences), sum(part for part, _ in parts)
-    better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
+    parts += [
+        (statistics.variance([statistics.fmean(run) for run in side]) / len(side), len(side) - 1)
+        for side in sides
+    ]
+    mean = statistics.fmean(differences)
+    variance = sum(part for part, _ in parts)
+    better = sum(d > 0 for d in differences)
+    worse = sum(d < 0 for d in differences)
     if variance <= 1e-24:
         p_value = mcnemar(worse, better)
-        return Difference(mean, mean, mean, p_value, "all alike, sign test", len(tasks), better, worse)
+        return Difference(
+            mean, mean, mean, p_value, "all alike, sign test", len(tasks), better, worse
+        )
     degrees = max(1, int(variance**2 / sum(part**2 / free for part, free in parts)))
     error = math.sqrt(variance)
     half = t_quantile(0.5 + confidence / 2, degrees) * error
     p_value = max(0.0, 2 * (1 - t_cdf(abs(mean) / error, degrees)))
-    return Difference(mean, mean - half, mean + half, p_value, "t over tasks and seeds", len(tasks), better, worse)
+    return Difference(
+        mean, mean - half, mean + half, p_value, "t over tasks and seeds", len(tasks), better, worse
+    )
 
 
 def mcnemar(one_only: int, other_only: int) -> float:
-    """Return the two-sided p value of McNemar's exact test: whether each of two is equally often the only one to get a task
-    right."""
-    total, fewer = one_only + other_only, min(one_only, other_only)
+    """Return the two-sided p value of McNemar's exact test: whether each of two is equally often
+    the only one to get a task right."""
+    total = one_only + other_only
+    fewer = min(one_only, other_only)
     return min(1.0, sum(math.comb(total, k) for k in range(fewer + 1)) / (1 << max(total - 1, 0)))
 
 
-def _newcombe(both: int, first_only: int, second_only: int, count: int, confidence: float) -> tuple[float, float]:
-    """Return the interval of (share right of the second) − (share right of the first): Newcombe 1998, "Improved confidence
-    intervals for the difference between binomial proportions based on paired data", method 10 (Wilson's intervals,
-    correlated)."""
+def _newcombe(
+    both: int, first_only: int, second_only: int, count: int, confidence: float
+) -> tuple[float, float]:
+    """Return the interval of (share right of the second) − (share right of the first): Newcombe
+    1998, "Improved confidence intervals for the difference between binomial proportions based on
+    paired data", method 10 (Wilson's intervals, correlated)."""
     neither = count - both - first_only - second_only
-    right_1, right_2 = both + first_only, both + second_only
-    p_1, p_2 = right_1 / count, right_2 / count
-    (low_1, high_1), (low_2, high_2) = (wilson(right, count, confidence) for right in (right_1, right_2))
+    right_1 = both + first_only
+    right_2 = both + second_only
+    p_1 = right_1 / count
+    p_2 = right_2 / count
+    (low_1, high_1), (low_2, high_2) = (
+        wilson(right, count, confidence) for right in (right_1, right_2)
+    )
     margins = right_1 * (count - right_1) * right_2 * (count - right_2)
     correlation = 0.0
     if margins > 0:
@@ -317,11 +402,27 @@ def _newcombe(both: int, first_only: int, second_only: int, count: int, confiden
 
 
 def _paired_interval(
-    mean_1: float, mean_2: float, interval_1: tuple[float, float], interval_2: tuple[float, float], correlation: float
+    mean_1: float,
+    mean_2: float,
+    interval_1: tuple[float, float],
+    interval_2: tuple[float, float],
+    correlation: float,
 ) -> tuple[float, float]:
-    """Return the interval of mean_2 − mean_1, from the interval of each and the correlation of the two."""
+    """Return the interval of mean_2 − mean_1, from the interval of each and the correlation of the
+    two.
+    """
     (low_1, high_1), (low_2, high_2) = interval_1, interval_2
     difference = mean_2 - mean_1
-    down = (mean_2 - low_2) ** 2 - 2 * correlation * (mean_2 - low_2) * (high_1 - mean_1) + (high_1 - mean_1) ** 2
-    up = (high_2 - mean_2) ** 2 - 2 * correlation * (high_2 - mean_2) * (mean_1 - low_1) + (mean_1 - low_1) ** 2
-    return max(-1.0, difference - math.sqrt(max(0.0, down))), min(1.0, difference + math.sqrt(max(0.0, up)))
+    down = (
+        (mean_2 - low_2) ** 2
+        - 2 * correlation * (mean_2 - low_2) * (high_1 - mean_1)
+        + (high_1 - mean_1) ** 2
+    )
+    up = (
+        (high_2 - mean_2) ** 2
+        - 2 * correlation * (high_2 - mean_2) * (mean_1 - low_1)
+        + (mean_1 - low_1) ** 2
+    )
+    return max(-1.0, difference - math.sqrt(max(0.0, down))), min(
+        1.0, difference + math.sqrt(max(0.0, up))
+    )

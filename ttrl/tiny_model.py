@@ -1,7 +1,8 @@
-"""A tiny random model in Hugging Face layout, made on the spot: for the quickstart, for tests, and for trying ttrl without a hub.
+"""A tiny random model in Hugging Face layout, made on the spot: for the quickstart, for tests, and
+for trying ttrl without a hub.
 
-Qwen2-shaped, with a tokenizer that has one token per byte (a byte-level BPE without merges, which loads the same through every
-tokenizer class) and a chat template of one special token per role.
+Qwen2-shaped, with a tokenizer that has one token per byte (a byte-level BPE without merges, which
+loads the same through every tokenizer class) and a chat template of one special token per role.
 """
 
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 from ttrl.system.files import atomic_folder
 
 _ROLES = ("system", "user", "assistant")
-_END, _PAD = "<|end|>", "<|pad|>"
+_END = "<|end|>"
+_PAD = "<|pad|>"
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -29,20 +31,30 @@ def make_tiny_model(
     context: int = 512,
     tied: bool = False,
 ) -> Path:
-    """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the folder. `width` is the hidden
-    size, `context` the longest sequence in tokens. The weights depend on `seed` alone."""
+    """Write a randomly initialised model and its tokenizer to `folder`, atomically; returns the
+    folder. `width` is the hidden size, `context` the longest sequence in tokens. The weights depend
+    on `seed` alone.
+    """
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in (_PAD, _END, *(f"<|{role}|>" for role in _ROLES))])
+    tokenizer.add_special_tokens(
+        [AddedToken(t, special=True) for t in (_PAD, _END, *(f"<|{role}|>" for role in _ROLES))]
+    )
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=_END, pad_token=_PAD, clean_up_tokenization_spaces=False, model_max_length=context
+        tokenizer_object=tokenizer,
+        eos_token=_END,
+        pad_token=_PAD,
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
     )
     fast.chat_template = CHAT_TEMPLATE
 

@@ -1,4 +1,6 @@
-"""The other APIs of a session: text completions, whose ids are exact, and responses as openai's client reads them."""
+"""The other APIs of a session: text completions, whose ids are exact, and responses as openai's
+client reads them.
+"""
 
 import asyncio
 
@@ -12,7 +14,12 @@ from ttrl.rollouts.client.choices import choice_of_sample
 
 CALL = {"id": "call-1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 BOS = 1
-TOOL = {"type": "function", "name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {
+    "type": "function",
+    "name": "add",
+    "description": "Adds.",
+    "parameters": {"type": "object", "properties": {}},
+}
 
 
 def client_of(session):
@@ -65,12 +72,20 @@ def test_a_prompt_of_text_or_ids_is_trained_with_its_exact_ids():
     async def agent(session):
         async with client_of(session) as client:
             ask = client.completions.create
-            one = await ask(model=session.model, prompt="ab", logprobs=1, extra_body={"return_token_ids": True}, max_tokens=9)
+            one = await ask(
+                model=session.model,
+                prompt="ab",
+                logprobs=1,
+                extra_body={"return_token_ids": True},
+                max_tokens=9,
+            )
             choice = one.choices[0]
             assert (choice.text, choice.finish_reason) == ("one", "stop")
             assert choice.logprobs.token_logprobs == Kit.expected_logprobs("one")
             ids = [*choice.prompt_token_ids, *choice.token_ids, 5, 6]
-            chunks = [chunk async for chunk in await ask(model=session.model, prompt=ids, stream=True)]
+            chunks = [
+                chunk async for chunk in await ask(model=session.model, prompt=ids, stream=True)
+            ]
             assert chunks[0].choices[0].text == "two"
             await ask(model=session.model, prompt=[[7, 8]], stop="x")
         return 1.0
@@ -86,11 +101,17 @@ def test_a_prompt_of_text_or_ids_is_trained_with_its_exact_ids():
         (ids, 40, None),
         ([7, 8], 40, "x"),
     ]
-    assert {body["temperature"] for body in seen} == {0.5} and not {"chat_template_kwargs", "messages"} & seen[0].keys()
+    assert {body["temperature"] for body in seen} == {0.5} and not {
+        "chat_template_kwargs",
+        "messages",
+    } & seen[0].keys()
     assert [turn.continues for turn in sample.turns] == [None, 0, None]
     assert sample.turns[1].messages == [{"role": "prompt", "content": ids}]
     again = choice_of_sample(Sample.from_json(sample.to_json()))
-    assert again.messages[0] == {"role": "prompt", "content": [7, 8]} and again.message.content == "three"
+    assert (
+        again.messages[0] == {"role": "prompt", "content": [7, 8]}
+        and again.message.content == "three"
+    )
 
 
 @pytest.mark.parametrize(
@@ -173,7 +194,10 @@ def chat_server(seen):
         last = body["messages"][-1]
         if last["role"] == "tool" or "tools" not in body:
             return "two", {"message": {"content": "two", "reasoning": "hm"}}
-        return "call", {"message": {"content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}
+        return "call", {
+            "message": {"content": None, "tool_calls": [CALL]},
+            "finish_reason": "tool_calls",
+        }
 
     return server(answer, seen)
 
@@ -200,7 +224,12 @@ def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, 
 
             first = await ask("begin", temperature=0.5, max_output_tokens=30)
             (call,) = first.output
-            assert (call.type, call.name, call.arguments, first.status) == ("function_call", "add", '{"a": 1}', "completed")
+            assert (call.type, call.name, call.arguments, first.status) == (
+                "function_call",
+                "add",
+                '{"a": 1}',
+                "completed",
+            )
             result = {"type": "function_call_output", "call_id": call.call_id, "output": "2"}
             if by_id:
                 second = await ask([result], previous_response_id=first.id)
@@ -208,13 +237,21 @@ def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, 
                 user = {"role": "user", "content": [{"type": "input_text", "text": "begin"}]}
                 second = await ask([user, *[item.to_dict() for item in first.output], result])
             assert [item.type for item in second.output] == ["reasoning", "message"]
-            items = [{"role": "user", "content": "begin"}, *[item.to_dict() for item in first.output], result]
+            items = [
+                {"role": "user", "content": "begin"},
+                *[item.to_dict() for item in first.output],
+                result,
+            ]
             items += [item.to_dict() for item in second.output]
             third = await ask([*items, {"role": "user", "content": "and?"}], tool_choice="none")
             again = await client.responses.retrieve(first.id)
             assert (again.id, again.status, again.usage) == (first.id, first.status, first.usage)
-            assert [(item.id, item.arguments) for item in again.output] == [(item.id, item.arguments) for item in first.output]
-            with pytest.raises(openai.NotFoundError, match="'resp_1' is no response of this session"):
+            assert [(item.id, item.arguments) for item in again.output] == [
+                (item.id, item.arguments) for item in first.output
+            ]
+            with pytest.raises(
+                openai.NotFoundError, match="'resp_1' is no response of this session"
+            ):
                 await client.responses.retrieve("resp_1")
             assert third.usage.input_tokens > second.usage.input_tokens > first.usage.input_tokens
             return float(second.output_text == "two")
@@ -222,9 +259,17 @@ def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, 
     results = run(agent, behaviour=chat_server(seen), params={"temperature": 0.5})
     (sample,) = results.samples
     assert (sample.error, sample.reward) == (None, 1.0)
-    tool = {"type": "function", "function": {name: TOOL[name] for name in ("name", "description", "parameters")}}
-    assert [body.get("tools") for body in seen] == [[tool], [tool], None] and seen[0]["max_tokens"] == 30
-    assert seen[0]["messages"] == [{"role": "system", "content": "Add."}, {"role": "user", "content": "begin"}]
+    tool = {
+        "type": "function",
+        "function": {name: TOOL[name] for name in ("name", "description", "parameters")},
+    }
+    assert [body.get("tools") for body in seen] == [[tool], [tool], None] and seen[0][
+        "max_tokens"
+    ] == 30
+    assert seen[0]["messages"] == [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "begin"},
+    ]
     told = {"role": "tool", "tool_call_id": "call-1", "content": "2"}
     reply = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert seen[1]["messages"] == [*seen[0]["messages"], reply, told]
@@ -234,14 +279,22 @@ def test_responses_with_a_function_by_items_or_by_the_previous_response(stream, 
     trained_ids = [token for sequence in trained(results) for token, _ in sequence]
     assert trained_ids == [*map(ord, "call"), EOS, *map(ord, "two"), EOS, *map(ord, "two"), EOS]
     if stream:
-        assert "response.function_call_arguments.delta" in shown[0] and shown[0][-1] == "response.completed"
-        assert "response.reasoning_text.delta" in shown[1] and "response.output_text.delta" in shown[1]
+        assert (
+            "response.function_call_arguments.delta" in shown[0]
+            and shown[0][-1] == "response.completed"
+        )
+        assert (
+            "response.reasoning_text.delta" in shown[1] and "response.output_text.delta" in shown[1]
+        )
 
 
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "type 'input_image'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "type 'input_image'",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         ({"input": "a", "tools": [{"type": "web_search"}]}, "type 'web_search'"),
         ({"input": "a", "previous_response_id": "resp_0"}, "no response of this session"),
@@ -256,7 +309,9 @@ def test_what_a_chat_cannot_say_is_refused(body, words):
     async def agent(session):
         async with client_of(session) as client:
             try:
-                await client.responses.create(model=session.model, **body) if "input" in body else await client.post(
+                await client.responses.create(
+                    model=session.model, **body
+                ) if "input" in body else await client.post(
                     "/responses", body={"model": session.model}, cast_to=object
                 )
             except BadRequestError as error:
@@ -269,10 +324,18 @@ def test_a_response_that_was_cut_off_is_incomplete():
     async def agent(session):
         async with client_of(session) as client:
             got = await client.responses.create(model=session.model, input="begin")
-            assert (got.status, got.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+            assert (got.status, got.incomplete_details.reason) == (
+                "incomplete",
+                "max_output_tokens",
+            )
         return 1.0
 
-    assert run(agent, behaviour=server(lambda body: ("two", {"finish_reason": "length"}))).samples[0].error is None
+    assert (
+        run(agent, behaviour=server(lambda body: ("two", {"finish_reason": "length"})))
+        .samples[0]
+        .error
+        is None
+    )
 
 
 def test_another_model_beside_the_policy_is_asked_with_its_own_key_and_not_trained():
@@ -290,7 +353,9 @@ def test_another_model_beside_the_policy_is_asked_with_its_own_key_and_not_train
                 async with client_of(session) as client:
                     assert [one.id async for one in client.models.list()] == ["policy", "judge"]
                     await client.chat.completions.create(model="policy", messages=ASK)
-                    verdict = await client.chat.completions.create(model="judge", messages=ASK, temperature=0.1)
+                    verdict = await client.chat.completions.create(
+                        model="judge", messages=ASK, temperature=0.1
+                    )
                 return float(verdict.choices[0].message.content == "good")
 
             return await sampled(agent, server(), beside={"judge": address})

@@ -48,11 +48,23 @@ def test_tools_and_several_scores() -> None:
     def answer(body):
         if body["messages"][-1]["role"] == "tool":
             return f"It is {body['messages'][-1]['content']}."
-        call = {"id": "c1", "type": "function", "function": {"name": "number_of", "arguments": json.dumps({"person": "Ada"})}}
-        return "call", {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+        call = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "number_of", "arguments": json.dumps({"person": "Ada"})},
+        }
+        return "call", {
+            "message": {"content": None, "tool_calls": [call]},
+            "finish_reason": "tool_calls",
+        }
 
     (sample,) = play(answer, get_inspect_tasks(f"{EVALS}:lookup"))
-    assert (sample.error, sample.reward, len(sample.turns), sample.text) == (None, 1.0, 2, "It is 1815.")
+    assert (sample.error, sample.reward, len(sample.turns), sample.text) == (
+        None,
+        1.0,
+        2,
+        "It is 1815.",
+    )
     assert sample.metrics == {"two_scores/right": 1.0, "two_scores/short": 0.0, "stopped": 0.0}
 
 
@@ -72,10 +84,19 @@ def test_what_fails_there_fails_the_sample() -> None:
 
 
 def test_training_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [{"idx": 1, "name": "sums", "prompt": "What is 1 + 1?"}, {"idx": 2, "name": "sums", "prompt": "What is 1 + 2?"}]
+    rows = [
+        {"idx": 1, "name": "sums", "prompt": "What is 1 + 1?"},
+        {"idx": 2, "name": "sums", "prompt": "What is 1 + 2?"},
+    ]
     monkeypatch.setattr("ttrl.agents.inspect.list_rows", lambda *_: rows)
-    tasks, config = get_inspect_tasks("package/sums"), TrainConfig(run="r", model="tiny", iterations=1, tasks_per_iteration=2)
-    with pytest.raises(ConfigError, match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation alone: a scorer of"):
+    tasks, config = (
+        get_inspect_tasks("package/sums"),
+        TrainConfig(run="r", model="tiny", iterations=1, tasks_per_iteration=2),
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"2 of 2 tasks \(such as 'inspect_ai/sums/1'\) are for evaluation alone: a scorer of",
+    ):
         checked(config, tasks, [], model=False)
 
 

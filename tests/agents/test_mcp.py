@@ -1,4 +1,6 @@
-"""Tools of MCP servers that are really started: what the model calls, what it is told, and what becomes of servers that fail."""
+"""Tools of MCP servers that are really started: what the model calls, what it is told, and what
+becomes of servers that fail.
+"""
 
 import asyncio
 import contextlib
@@ -24,14 +26,20 @@ SERVER = [sys.executable, str(Path(__file__).parents[1] / "support" / "mcp_serve
 
 
 def calling(*calls):
-    """A model that makes these calls, (name, arguments), one after the other, and then says what it was told last."""
+    """A model that makes these calls, (name, arguments), one after the other, and then says what it
+    was told last.
+    """
 
     def behaviour(body, attempt):
         told = [message for message in body["messages"] if message["role"] == "tool"]
         if len(told) == len(calls):
             return Kit.completion([Kit.choice(0, told[-1]["content"] if told else "done")])
         name, arguments = calls[len(told)]
-        call = {"id": f"c{len(told)}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        call = {
+            "id": f"c{len(told)}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
         return Kit.completion([Kit.choice(0, "call", message=message, finish_reason="tool_calls")])
 
@@ -50,7 +58,12 @@ def play(*calls, servers=None, n=1):
 
 
 def told(sample):
-    return [message["content"] for turn in sample.turns for message in turn.messages if message["role"] == "tool"]
+    return [
+        message["content"]
+        for turn in sample.turns
+        for message in turn.messages
+        if message["role"] == "tool"
+    ]
 
 
 def test_each_rollout_has_a_server_of_its_own() -> None:
@@ -79,19 +92,36 @@ def test_what_the_model_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.error is None
     product, fail, wrong, gone, picture, variables, long = told(sample)
     assert product == "42" and picture == "Here:\n[image image/png]"
-    assert "out of ink" in json.loads(fail)["error"] and "validation error" in json.loads(wrong)["error"]
+    assert (
+        "out of ink" in json.loads(fail)["error"]
+        and "validation error" in json.loads(wrong)["error"]
+    )
     assert "there is no tool gone" in json.loads(gone)["error"]
-    assert {"PATH", "NOTES_FILE"} <= set(variables.split()) and not {"OPENAI_API_KEY", "SOMETHING"} & set(variables.split())
+    assert {"PATH", "NOTES_FILE"} <= set(variables.split()) and not {
+        "OPENAI_API_KEY",
+        "SOMETHING",
+    } & set(variables.split())
     assert long == "x" * 20_000 + "\n[10000 characters more are left out]"
 
 
 @pytest.mark.long
 def test_two_servers() -> None:
-    """Long: only this plays with tools of both. That two tools may not have one name: test_what_is_refused."""
-    servers = [McpServer(SERVER, only=["product"], prefix="one_"), McpServer(SERVER, only=["product", "notes.add"])]
-    ((sample,), requests) = play(("one_product", {"a": 2, "b": 3}), ("notes_add", {"text": "x"}), servers=servers)
+    """Long: only this plays with tools of both. That two tools may not have one name:
+    test_what_is_refused.
+    """
+    servers = [
+        McpServer(SERVER, only=["product"], prefix="one_"),
+        McpServer(SERVER, only=["product", "notes.add"]),
+    ]
+    ((sample,), requests) = play(
+        ("one_product", {"a": 2, "b": 3}), ("notes_add", {"text": "x"}), servers=servers
+    )
     assert told(sample) == ["6", "1 in all"]
-    assert sorted(tool["function"]["name"] for tool in requests[0]["tools"]) == ["notes_add", "one_product", "product"]
+    assert sorted(tool["function"]["name"] for tool in requests[0]["tools"]) == [
+        "notes_add",
+        "one_product",
+        "product",
+    ]
 
 
 def test_a_server_at_an_address() -> None:
@@ -107,7 +137,9 @@ def test_a_server_at_an_address() -> None:
             server = McpServer(f"http://127.0.0.1:{port}/mcp")
             (samples, _) = play(("product", {"a": 6, "b": 7}), ("fail", {}), servers=[server], n=2)
             assert [sample.error for sample in samples] == [None, None]
-            assert all(told(sample)[0] == "42" and "out of ink" in told(sample)[1] for sample in samples)
+            assert all(
+                told(sample)[0] == "42" and "out of ink" in told(sample)[1] for sample in samples
+            )
         finally:
             process.terminate()
     ((sample,), _) = play(("product", {"a": 6, "b": 7}), servers=[server])
@@ -145,7 +177,8 @@ async def _gone(marks: Path) -> None:
 @pytest.mark.long(but=["cancelled"])
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 def test_a_rollout_that_ends_early_leaves_no_process(how: str, tmp_path: Path) -> None:
-    """The server has started a program that left its session and its process group. What is late is cancelled, too.
+    """The server has started a program that left its session and its process group. What is late is
+    cancelled, too.
 
     Long for one that fails: only that ends through the tool's own error.
     """
@@ -167,10 +200,16 @@ def test_a_rollout_that_ends_early_leaves_no_process(how: str, tmp_path: Path) -
         nonlocal running
         task = Task([{"role": "user", "content": "x"}], said, rollout=rollout)
         async with Kit.serving(calling()) as server, server.client() as client:
-            running = asyncio.create_task(get_task_results([task], client, "m", token_ids=False, pbar=False))
+            running = asyncio.create_task(
+                get_task_results([task], client, "m", token_ids=False, pbar=False)
+            )
             await asyncio.wait([running])
             await _gone(marks)
-            assert running.cancelled() if how == "cancelled" else "it broke" in running.result()[0].samples[0].error
+            assert (
+                running.cancelled()
+                if how == "cancelled"
+                else "it broke" in running.result()[0].samples[0].error
+            )
 
     running: asyncio.Task
     asyncio.run(main())
@@ -199,7 +238,9 @@ def test_tools_in_a_rollout_of_ones_own() -> None:
     async def rollout(chat):
         async with mcp_tools(chat, McpServer(SERVER)) as tools:
             await tools.talk(chat)
-            return float(await tools.functions["notes_add"](text="the end") == "2 in all"), {"calls": tools.calls}
+            return float(await tools.functions["notes_add"](text="the end") == "2 in all"), {
+                "calls": tools.calls
+            }
 
     task = Task([{"role": "user", "content": "x"}], rollout=rollout)
     results, _ = Kit.run(calling(("notes_add", {"text": "a"})), [task], token_ids=False)

@@ -1,4 +1,6 @@
-"""`ttrl proxy`: sessions that are opened over HTTP become rollouts that replay and training read."""
+"""`ttrl proxy`: sessions that are opened over HTTP become rollouts that replay and training
+read.
+"""
 
 import asyncio
 import contextlib
@@ -29,14 +31,20 @@ def collected(run, use, **options):
         async with Kit.serving(server()) as one, aiohttp.ClientSession() as http:
             told = asyncio.Queue()
             settings = SamplingSettings(
-                client=f"http://127.0.0.1:{one.port}/v1", model="m", params={}, weights_version=0, pbar=False
+                client=f"http://127.0.0.1:{one.port}/v1",
+                model="m",
+                params={},
+                weights_version=0,
+                pbar=False,
             )
             proxy = Proxy(settings, run, **options)
             serving = asyncio.create_task(proxy.serve(told.put_nowait))
             address = (await told.get()).split()[-1]
 
             async def post(url, key, **body):
-                async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
+                async with http.post(
+                    url, json=body, headers={"Authorization": f"Bearer {key}"}
+                ) as response:
                     return response.status, await response.json()
 
             async def opened(**body):
@@ -59,31 +67,62 @@ def test_sessions_become_an_iteration_that_replay_grades(tmp_path):
     run = tmp_path / "run"
 
     async def use(opened, post, address):
-        sessions = [await opened(id="a", messages=ASK), await opened(id="a", messages=ASK), await opened()]
-        assert len({session["base_url"] for session in sessions}) == 1 and len({s["api_key"] for s in sessions}) == 3
+        sessions = [
+            await opened(id="a", messages=ASK),
+            await opened(id="a", messages=ASK),
+            await opened(),
+        ]
+        assert (
+            len({session["base_url"] for session in sessions}) == 1
+            and len({s["api_key"] for s in sessions}) == 3
+        )
         for number, session in enumerate(sessions):
             chat = session["base_url"] + "/chat/completions"
             asked = [{"role": "user", "content": f"begin {number}"}]
             status, answer = await post(chat, session["api_key"], model="policy", messages=asked)
             assert (status, answer["choices"][0]["message"]["content"]) == (200, f"BEGIN {number}")
-        assert (await post(sessions[0]["reward_url"], sessions[1]["reward_key"], reward=1.0))[0] == 401
+        assert (await post(sessions[0]["reward_url"], sessions[1]["reward_key"], reward=1.0))[
+            0
+        ] == 401
         assert (await post(sessions[0]["reward_url"], sessions[0]["api_key"], reward=1.0))[0] == 401
         assert (await post(address, sessions[0]["api_key"]))[0] == 401
         assert (await post(address, "key", id=7))[0] == 401
         for reward, session in zip((0.5, 1.0, 0.0), sessions, strict=True):
-            assert (await post(session["reward_url"], session["reward_key"], reward=reward, metrics={"m": 1}))[0] == 200
-            assert read_jsonl(run / "sessions.jsonl")[-1]["reward"] == reward  # written before it is answered
-            assert (await post(session["base_url"] + "/chat/completions", session["api_key"], messages=asked))[0] == 401
+            assert (
+                await post(
+                    session["reward_url"], session["reward_key"], reward=reward, metrics={"m": 1}
+                )
+            )[0] == 200
+            # Written before it is answered.
+            assert read_jsonl(run / "sessions.jsonl")[-1]["reward"] == reward
+            assert (
+                await post(
+                    session["base_url"] + "/chat/completions", session["api_key"], messages=asked
+                )
+            )[0] == 401
         await opened(id="open")  # goes on when the proxy ends
 
     groups = collected(run, use)
-    assert [(group.task_id, group.rewards) for group in groups] == [("a", [0.5, 1.0]), ("session", [0.0])]
+    assert [(group.task_id, group.rewards) for group in groups] == [
+        ("a", [0.5, 1.0]),
+        ("session", [0.0]),
+    ]
     first, second = groups[0].samples
-    assert (first.sample, second.sample, first.metrics, first.weights_version) == (0, 1, {"m": 1.0}, 0)
+    assert (first.sample, second.sample, first.metrics, first.weights_version) == (
+        0,
+        1,
+        {"m": 1.0},
+        0,
+    )
     assert trained(groups) == [of_server("BEGIN 0")]
     unnamed = groups[1].samples[0]
-    assert unnamed.messages == [{"role": "user", "content": "begin 2"}] and unnamed.sent(0) == unnamed.messages
-    result = replay(run, grader=lambda choice: float(choice.message.content.endswith("0")), quiet=True)
+    assert (
+        unnamed.messages == [{"role": "user", "content": "begin 2"}]
+        and unnamed.sent(0) == unnamed.messages
+    )
+    result = replay(
+        run, grader=lambda choice: float(choice.message.content.endswith("0")), quiet=True
+    )
     again = groups_of(RunFolder(result.folder).iteration(1))
     assert [group.rewards for group in again] == [[1.0, 0.0], [0.0]]
 
@@ -140,7 +179,9 @@ def test_what_a_killed_proxy_had_written_is_collected_by_the_next(tmp_path):
         file.write('{"torn')
     assert len(collected(run, use)) == 1
     second, third = (groups_of(RunFolder(run).iteration(number)) for number in (2, 3))
-    assert [group.task_id for group in second] == ["b"] and [group.task_id for group in third] == ["a"]
+    assert [group.task_id for group in second] == ["b"] and [group.task_id for group in third] == [
+        "a"
+    ]
     assert not (run / "iterations/0004").exists()
 
 
@@ -168,9 +209,18 @@ def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
             ended.append(self.run)
 
     served = ServedModel(Endpoint("http://127.0.0.1:1/v1", ""), "m", is_ours=False)
-    monkeypatch.setattr("ttrl.server.serving.serving", lambda *_, **__: contextlib.nullcontext(served))
+    monkeypatch.setattr(
+        "ttrl.server.serving.serving", lambda *_, **__: contextlib.nullcontext(served)
+    )
     monkeypatch.setattr(Proxy, "serve", serve)
-    command = ["proxy", "http://127.0.0.1:1/v1", "--output", str(tmp_path / "run"), "--key-file", str(tmp_path / "key")]
+    command = [
+        "proxy",
+        "http://127.0.0.1:1/v1",
+        "--output",
+        str(tmp_path / "run"),
+        "--key-file",
+        str(tmp_path / "key"),
+    ]
     with pytest.raises(SystemExit) if code else contextlib.nullcontext() as stopped:
         assert cli.main(command) == code
     assert (stopped is None or stopped.value.code == code) and ended == [tmp_path / "run"]
@@ -178,7 +228,10 @@ def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
 
 def test_what_is_wrong_is_said_before_anything_listens(tmp_path, capsys):
     with pytest.raises(UserError, match="max_tokens"):
-        Proxy(SamplingSettings(client="http://127.0.0.1:1/v1", model="m", params={"max_tokens": 0}), tmp_path)
+        Proxy(
+            SamplingSettings(client="http://127.0.0.1:1/v1", model="m", params={"max_tokens": 0}),
+            tmp_path,
+        )
     command = ["proxy", "http://127.0.0.1:1/v1", "--name", "m", "--output", str(tmp_path / "run")]
     assert cli.main([*command, "--beside", "judge"]) == 2
     assert "give NAME=URL" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Real games of TextArena: alone, against an opponent, the same for all samples of a task while many go on at once."""
+"""Real games of TextArena: alone, against an opponent, the same for all samples of a task while
+many go on at once.
+"""
 
 import random
 import re
@@ -20,19 +22,27 @@ def moving(moves):
 
     def behaviour(body, attempt):
         made = sum(message["role"] == "assistant" for message in body["messages"])
-        return Kit.completion([Kit.choice(0, f"<think>[B A]?</think>I take <answer>{moves[made]}</answer>")])
+        return Kit.completion(
+            [Kit.choice(0, f"<think>[B A]?</think>I take <answer>{moves[made]}</answer>")]
+        )
 
     return behaviour
 
 
 def play(moves, tasks, n=1):
-    return Kit.run(moving(moves) if isinstance(moves, list) else moves, tasks, n=n, token_ids=False)[0]
+    return Kit.run(
+        moving(moves) if isinstance(moves, list) else moves, tasks, n=n, token_ids=False
+    )[0]
 
 
 def test_the_tower_of_hanoi() -> None:
     results = play(MOVES, get_textarena_tasks("TowerOfHanoi-v0", n=2), n=3)
     for sample in (sample for result in results for sample in result.samples):
-        assert (sample.error, sample.reward) == (None, 1.0) and sample.metrics == {"steps": 7.0, "invalid": 0.0, "ended": 1.0}
+        assert (sample.error, sample.reward) == (None, 1.0) and sample.metrics == {
+            "steps": 7.0,
+            "invalid": 0.0,
+            "ended": 1.0,
+        }
         shown = sample.sent(1)[-1]["content"]
         assert shown.startswith("You moved disk 1 from A to C.") and "A: [3, 2]" in shown
         assert "Tower of Hanoi with 3 disks" in sample.sent(0)[0]["content"]
@@ -40,7 +50,10 @@ def test_the_tower_of_hanoi() -> None:
 
 def test_a_game_at_its_limit_has_no_reward_yet() -> None:
     ((sample,),) = (
-        result.samples for result in play(MOVES, get_textarena_tasks("TowerOfHanoi-v0", n=1, limits=RolloutLimits(turns=3)))
+        result.samples
+        for result in play(
+            MOVES, get_textarena_tasks("TowerOfHanoi-v0", n=1, limits=RolloutLimits(turns=3))
+        )
     )
     assert (sample.error, sample.reward, sample.metrics["ended"]) == (None, 0.0, 0.0)
 
@@ -50,7 +63,9 @@ def test_games_at_the_same_time_are_the_same_and_leave_other_random_numbers_alon
 
     def adding(body, attempt):
         boards = [message["content"] for message in body["messages"] if message["role"] == "user"]
-        return Kit.completion([Kit.choice(0, f"[{['up', 'left', 'down', 'right'][len(boards) % 4]}]")])
+        return Kit.completion(
+            [Kit.choice(0, f"[{['up', 'left', 'down', 'right'][len(boards) % 4]}]")]
+        )
 
     limits = RolloutLimits(turns=12)
     random.seed(5)
@@ -59,12 +74,17 @@ def test_games_at_the_same_time_are_the_same_and_leave_other_random_numbers_alon
     assert random.random() == expected
     boards = []
     for result in results:
-        seen = [[message["content"] for message in sample.sent(11) if message["role"] == "user"] for sample in result.samples]
+        seen = [
+            [message["content"] for message in sample.sent(11) if message["role"] == "user"]
+            for sample in result.samples
+        ]
         assert [sample.error for sample in result.samples] == [None] * 4 and seen == [seen[0]] * 4
         boards.append(seen[0])
     assert boards[0] != boards[1] != boards[2] != boards[0]
     alone = play(adding, get_textarena_tasks("2048-v0", n=1, limits=limits))[0].samples[0]
-    assert [message["content"] for message in alone.sent(11) if message["role"] == "user"] == boards[0]
+    assert [
+        message["content"] for message in alone.sent(11) if message["role"] == "user"
+    ] == boards[0]
 
 
 def test_against_an_opponent() -> None:
@@ -86,7 +106,9 @@ def test_by_name() -> None:
     tasks = spec.tasks(2, seed=1)
     assert [task.id for task in tasks] == [task.id for task in spec.tasks(2, seed=2)]
     (result,) = play(
-        ["A B"], tasks[:1] and get_textarena_tasks("TowerOfHanoi-v0", n=1, num_disks=4, limits=RolloutLimits(turns=1))
+        ["A B"],
+        tasks[:1]
+        and get_textarena_tasks("TowerOfHanoi-v0", n=1, num_disks=4, limits=RolloutLimits(turns=1)),
     )
     assert "with 4 disks" in result.samples[0].sent(0)[0]["content"]
 
@@ -106,7 +128,13 @@ def test_what_is_refused(name, options, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "move"), [("<think>[1]</think> [2]", "[2]"), ("so <answer> A C </answer>", "[A C]"), ("4", "[4]"), ("", "[]")]
+    ("text", "move"),
+    [
+        ("<think>[1]</think> [2]", "[2]"),
+        ("so <answer> A C </answer>", "[A C]"),
+        ("4", "[4]"),
+        ("", "[]"),
+    ],
 )
 def test_moves(text: str, move: str) -> None:
     assert read_move(text) == move

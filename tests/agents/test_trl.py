@@ -1,4 +1,6 @@
-"""TRL's shapes: functions and environments with the signatures of TRL's documentation (GRPO, OpenEnv), in words of our own."""
+"""TRL's shapes: functions and environments with the signatures of TRL's documentation (GRPO,
+OpenEnv), in words of our own.
+"""
 
 import asyncio
 import json
@@ -26,7 +28,8 @@ async def _awaited(output):
     return await output
 
 
-# As in the documentation: lists of strings, lists of messages, columns, None, coroutines, tools, environments
+# As in the documentation: lists of strings, lists of messages, columns, None, coroutines, tools,
+# environments
 
 
 def longer_by_tokens(completions_ids, **kwargs):
@@ -39,7 +42,10 @@ def longer_by_characters(completions, **kwargs):
 
 def format_reward_func(completions, **kwargs):
     said = [completion[0]["content"] for completion in completions]
-    return [float(re.fullmatch("<think>.*</think><answer>.*</answer>", text) is not None) for text in said]
+    return [
+        float(re.fullmatch("<think>.*</think><answer>.*</answer>", text) is not None)
+        for text in said
+    ]
 
 
 def boxed_reward(completions, ground_truth, **kwargs):
@@ -47,11 +53,17 @@ def boxed_reward(completions, ground_truth, **kwargs):
 
 
 def math_reward_func(prompts, completions, task, **kwargs):
-    return [(1.0 if "4" in c else -1.0) if t == "math" else None for p, c, t in zip(prompts, completions, task)]
+    return [
+        (1.0 if "4" in c else -1.0) if t == "math" else None
+        for p, c, t in zip(prompts, completions, task)
+    ]
 
 
 def coding_reward_func(prompts, completions, task, **kwargs):
-    return [(1.0 if "def" in c else -1.0) if t == "code" else None for p, c, t in zip(prompts, completions, task)]
+    return [
+        (1.0 if "def" in c else -1.0) if t == "code" else None
+        for p, c, t in zip(prompts, completions, task)
+    ]
 
 
 async def async_reward_func(prompts, completions, **kwargs):
@@ -120,7 +132,11 @@ class WordEnv:
 
 def call(name, **arguments):
     function = {"name": name, "arguments": json.dumps(arguments)}
-    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "c1", "type": "function", "function": function}]}
+    message = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+    }
     return {"message": message, "finish_reason": "tool_calls"}
 
 
@@ -144,17 +160,31 @@ def sampled(script, tasks):
 
 
 def test_functions_of_the_documentation() -> None:
-    rows = [{"prompt": "Solve $2x + 3 = 7$.", "ground_truth": "2"}, {"prompt": "Solve $3x - 5 = 10$.", "ground_truth": "5"}]
+    rows = [
+        {"prompt": "Solve $2x + 3 = 7$.", "ground_truth": "2"},
+        {"prompt": "Solve $3x - 5 = 10$.", "ground_truth": "5"},
+    ]
     first, second = trl_tasks(rows, boxed_reward)
     assert first.messages == [{"role": "user", "content": "Solve $2x + 3 = 7$."}]
     assert graded(first, r" The solution is \boxed{2}.") == (1.0, {"boxed_reward": 1.0})
     assert graded(second, r" The solution is \boxed{6}.")[0] == 0.0
     (chat,) = trl_tasks([{"prompt": CHAT}], format_reward_func)
-    assert graded(chat, "<think>12</think><answer>12</answer>")[0] == 1.0 and graded(chat, "12")[0] == 0.0
-    (both,) = trl_tasks(rows[:1], [longer_by_characters, longer_by_tokens, async_reward_func], reward_weights=[0.5, 10, 100])
+    assert (
+        graded(chat, "<think>12</think><answer>12</answer>")[0] == 1.0
+        and graded(chat, "12")[0] == 0.0
+    )
+    (both,) = trl_tasks(
+        rows[:1],
+        [longer_by_characters, longer_by_tokens, async_reward_func],
+        reward_weights=[0.5, 10, 100],
+    )
     reward, metrics = graded(both, " blue.", token_ids=[6303, 13])
     assert reward == 0.5 * 6 + 10 * 2 + 100
-    assert metrics == {"longer_by_characters": 6.0, "longer_by_tokens": 2.0, "async_reward_func": 1.0}
+    assert metrics == {
+        "longer_by_characters": 6.0,
+        "longer_by_tokens": 2.0,
+        "async_reward_func": 1.0,
+    }
 
 
 def test_none_leaves_a_function_out() -> None:
@@ -167,7 +197,10 @@ def test_none_leaves_a_function_out() -> None:
     assert graded(maths, "It is 4") == (1.0, {"math_reward_func": 1.0})
     assert graded(code, "It is 4") == (-1.0, {"coding_reward_func": -1.0})
     (sample,) = sampled(["4"], [neither])
-    assert sample.reward is None and "none of math_reward_func, coding_reward_func applies" in sample.error
+    assert (
+        sample.reward is None
+        and "none of math_reward_func, coding_reward_func applies" in sample.error
+    )
 
 
 def test_rows_from_files(tmp_path) -> None:
@@ -183,7 +216,10 @@ def test_rows_from_files(tmp_path) -> None:
         tasks = trl_tasks(place, right)
         assert [graded(task, "12")[0] for task in tasks] == [1.0, 0.0] and tasks[0].messages == CHAT
         assert len({task.id for task in tasks}) == 2
-    assert len(trl_tasks(rows * 3, right)) == 6 and len({task.id for task in trl_tasks(rows * 3, right)}) == 6
+    assert (
+        len(trl_tasks(rows * 3, right)) == 6
+        and len({task.id for task in trl_tasks(rows * 3, right)}) == 6
+    )
     assert len(trl_tasks(iter(rows), right, n=1)) == 1
 
 
@@ -245,7 +281,10 @@ def test_metrics_and_columns_are_handed_over() -> None:
         return [2.0]
 
     (task,) = trl_tasks([{"prompt": "Say", "level": 3, "other": None}], [curious, narrow])
-    assert graded(task, "four", token_ids=[1, 2]) == (3.0, {"length": 4, "curious": 1.0, "narrow": 2.0})
+    assert graded(task, "four", token_ids=[1, 2]) == (
+        3.0,
+        {"length": 4, "curious": 1.0, "narrow": 2.0},
+    )
     assert seen == {"prompts": ["Say"], "level": [3], "other": [None], "completion_ids": [[1, 2]]}
 
 
@@ -260,20 +299,36 @@ def test_tools() -> None:
     script = [call("multiply", a=7, b=8), "It is 56."]
     (sample,) = sampled(script, [task])
     assert sample.error is None and sample.reward == 1.0
-    assert [message["role"] for message in seen[0]] == ["assistant", "tool", "assistant"] and seen[0][1]["content"] == "56"
+    assert [message["role"] for message in seen[0]] == ["assistant", "tool", "assistant"] and seen[
+        0
+    ][1]["content"] == "56"
 
 
 def test_an_environment_for_each_rollout() -> None:
-    rows = [{"prompt": [{"role": "user", "content": "Guess."}], "secret": "crane"}, {"prompt": "Guess.", "secret": "slate"}]
+    rows = [
+        {"prompt": [{"role": "user", "content": "Guess."}], "secret": "crane"},
+        {"prompt": "Guess.", "secret": "slate"},
+    ]
     tasks = trl_tasks(rows, environment_factory=WordEnv)
     script = [call("guess", guess="slate"), call("guess", guess="crane"), "done"]
     results = Kit.run(playing(script), tasks, token_ids=False, n=2)[0]
-    assert [[sample.reward for sample in result.samples] for result in results] == [[0.0, 0.0], [1.0, 1.0]]
+    assert [[sample.reward for sample in result.samples] for result in results] == [
+        [0.0, 0.0],
+        [1.0, 1.0],
+    ]
     sample = results[1].samples[0]
     assert sample.metrics == {"WordEnv": 1.0, "tool_calls": 2.0, "tool_failures": 1.0}
     said = [message.get("content") for message in sample.conversation]
-    assert "Guess. The word has 5 letters." in said and "right" in said and '{"error": "Game over."}' in said
-    echo = trl_tasks([{"prompt": CHAT, "environment": "echo"}], reward_from_env, environment_factory={"echo": EchoEnv})
+    assert (
+        "Guess. The word has 5 letters." in said
+        and "right" in said
+        and '{"error": "Game over."}' in said
+    )
+    echo = trl_tasks(
+        [{"prompt": CHAT, "environment": "echo"}],
+        reward_from_env,
+        environment_factory={"echo": EchoEnv},
+    )
     (sample,) = sampled([call("echo", message="Hello"), "ok"], echo)
     assert sample.reward == pytest.approx(0.5)
 
@@ -286,7 +341,11 @@ def test_an_environment_that_fails_costs_its_sample() -> None:
     (task,) = trl_tasks([{"prompt": CHAT}], environment_factory=Broken)
     (sample,) = sampled(["x"], [task])
     assert sample.reward is None and "no connection" in sample.error
-    endless = trl_tasks([{"prompt": CHAT, "secret": "a"}], environment_factory=WordEnv, limits=RolloutLimits(turns=3))
+    endless = trl_tasks(
+        [{"prompt": CHAT, "secret": "a"}],
+        environment_factory=WordEnv,
+        limits=RolloutLimits(turns=3),
+    )
     (sample,) = sampled([call("guess", guess="b")] * 9, endless)
     assert sample.reward is None and "3 turns" in sample.error
 
@@ -349,7 +408,10 @@ def wants_state(completions, trainer_state, **kwargs):
         ({"reward_funcs": "Qwen/RewardModel"}, "is a model"),
         ({"reward_funcs": []}, "no reward_funcs"),
         ({"reward_funcs": wants_state}, "wants_state wants the trainer_state"),
-        ({"reward_funcs": [boxed_reward], "reward_weights": [1, 2]}, "2 reward_weights for 1 reward_funcs"),
+        (
+            {"reward_funcs": [boxed_reward], "reward_weights": [1, 2]},
+            "2 reward_weights for 1 reward_funcs",
+        ),
         ({"train_dataset": []}, "no rows"),
         (
             {"train_dataset": [{"question": "x"}]},

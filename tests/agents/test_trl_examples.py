@@ -1,6 +1,8 @@
-"""The examples of TRL's documentation (GRPOTrainer, rewards, OpenEnv; 1.16), in words of our own: docs/tasks.md has the table.
+"""The examples of TRL's documentation (GRPOTrainer, rewards, OpenEnv; 1.16), in words of our own:
+docs/tasks.md has the table.
 
-Those with reward functions alone are in test_trl.py. https://huggingface.co/docs/trl/grpo_trainer, /rewards, /openenv
+Those with reward functions alone are in test_trl.py. https://huggingface.co/docs/trl/grpo_trainer,
+/rewards, /openenv
 """
 
 import asyncio
@@ -46,11 +48,16 @@ class Counter:
 
 def call(name, **arguments):
     function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"tool_calls": [{"id": f"{name}-1", "type": "function", "function": function}], "content": None}
+    return {
+        "tool_calls": [{"id": f"{name}-1", "type": "function", "function": function}],
+        "content": None,
+    }
 
 
 def sampled(tasks, answer, n=1):
-    """The samples of each task, of a model that says `answer(messages)`: a text, or a message that calls a tool."""
+    """The samples of each task, of a model that says `answer(messages)`: a text, or a message that
+    calls a tool.
+    """
 
     def behaviour(body, attempt):
         choices = []
@@ -77,7 +84,8 @@ def test_an_environment_that_makes_its_own_tasks():
     assert len({task.id for task in tasks}) == 5
     samples = [sample for some in sampled(tasks, counts, n=2) for sample in some]
     assert [sample.reward for sample in samples] == [1.0] * 10
-    assert len({sample.conversation[0]["content"] for sample in samples}) > 1  # each rollout draws its own, as with TRL
+    # Each rollout draws its own, as with TRL.
+    assert len({sample.conversation[0]["content"] for sample in samples}) > 1
     for arguments in ({"n": 3, "reward_funcs": len}, {"environment_factory": Counter}):
         with pytest.raises(TaskError, match="there is no train_dataset"):
             trl_tasks(None, **arguments)
@@ -96,7 +104,8 @@ def test_a_data_set_for_an_environment():
         def increment(self, step: int) -> int:
             return step
 
-    with pytest.raises(TaskError, match="tool increment has no docstring"):  # transformers refuses it, too
+    # Transformers refuses it, too.
+    with pytest.raises(TaskError, match="tool increment has no docstring"):
         trl_tasks(ROWS, lambda **kwargs: [1.0], environment_factory=AsPrinted)
 
 
@@ -106,7 +115,12 @@ def test_rewards_of_functions_and_of_the_environment_are_added():
 
     tasks = trl_tasks(ROWS, polite, reward_weights=[0.5], environment_factory=Counter)
     ((sample,),) = sampled(tasks, counts)
-    assert sample.reward == 1.5 and sample.metrics == {"polite": 1.0, "Counter": 1.0, "tool_calls": 1.0, "tool_failures": 0.0}
+    assert sample.reward == 1.5 and sample.metrics == {
+        "polite": 1.0,
+        "Counter": 1.0,
+        "tool_calls": 1.0,
+        "tool_failures": 0.0,
+    }
     ((sample,),) = sampled(tasks, lambda messages: "I would rather not.")
     assert sample.reward == 0.5
 
@@ -141,12 +155,19 @@ def test_several_environments_and_only_the_tools_of_one():
             return "moved"
 
     def done(environments, environment, **kwargs):
-        return [float(one.ran == {"coding": "print(1)", "game": "up"}[name]) for one, name in zip(environments, environment)]
+        return [
+            float(one.ran == {"coding": "print(1)", "game": "up"}[name])
+            for one, name in zip(environments, environment)
+        ]
 
     def answer(messages):
         if messages[-1]["role"] == "tool":
             return messages[-1]["content"]
-        return call("run_code", code="print(1)") if "Print" in messages[0]["content"] else call("move", action="up")
+        return (
+            call("run_code", code="print(1)")
+            if "Print" in messages[0]["content"]
+            else call("move", action="up")
+        )
 
     rows = [{"environment": name} for name in ("coding", "game")]
     tasks = trl_tasks(rows, done, environment_factory={"coding": Coding, "game": Game})
@@ -168,7 +189,9 @@ def test_one_environment_of_two_games_whose_functions_return_none():
     def of_catch(environments, **kwargs):
         return [one.reward * 2 if one.active == "catch" else None for one in environments]
 
-    rows = [{"prompt": [{"role": "user", "content": "Play."}], "env": env} for env in ("words", "catch")]
+    rows = [
+        {"prompt": [{"role": "user", "content": "Play."}], "env": env} for env in ("words", "catch")
+    ]
     tasks = trl_tasks(rows, [of_words, of_catch], environment_factory=Both)
     first, second = sampled(tasks, lambda messages: "No.")
     assert (first[0].reward, second[0].reward) == (0.25, 0.5)
@@ -188,24 +211,36 @@ async def async_add(a: int, b: int) -> int:
 
 
 def test_rewards_that_read_the_calls_of_a_conversation():
-    """As in the example of an agent with a database: arguments are a dict, and tools' answers have a name."""
+    """As in the example of an agent with a database: arguments are a dict, and tools' answers have
+    a name.
+    """
     seen = []
 
     def careful(completions, **kwargs):
         (messages,) = completions
         seen.extend(messages)
-        called = [one["function"]["arguments"] for message in messages for one in message.get("tool_calls") or ()]
+        called = [
+            one["function"]["arguments"]
+            for message in messages
+            for one in message.get("tool_calls") or ()
+        ]
         named = [message["name"] for message in messages if message["role"] == "tool"]
         return [float(called[0].get("a", 0) == 2 and named == ["async_add"])]
 
     def answer(messages):
-        return messages[-1]["content"] if messages[-1]["role"] == "tool" else call("async_add", a=2, b=3)
+        return (
+            messages[-1]["content"]
+            if messages[-1]["role"] == "tool"
+            else call("async_add", a=2, b=3)
+        )
 
     ((sample,),) = sampled(trl_tasks(SUM, careful, tools=[async_add]), answer)
     assert sample.error is None and sample.reward == 1.0 and seen[-1]["content"] == "5"
     ((sample,),) = sampled(
         trl_tasks(SUM, lambda completions, **kwargs: [len(completions[0])], tools=[async_add]),
-        lambda messages: "?" if messages[-1]["role"] == "tool" else {**call("async_add"), **broken_call()},
+        lambda messages: (
+            "?" if messages[-1]["role"] == "tool" else {**call("async_add"), **broken_call()}
+        ),
     )
     assert sample.reward == 3.0  # arguments that are no JSON stay a text, and are told to the model
 
@@ -229,7 +264,10 @@ class OverlongPunishment:
         self.most, self.soft = most, soft
 
     def __call__(self, completion_ids, **kwargs):
-        return [max(-1.0, min(0.0, (self.most - self.soft - len(ids)) / self.soft)) for ids in completion_ids]
+        return [
+            max(-1.0, min(0.0, (self.most - self.soft - len(ids)) / self.soft))
+            for ids in completion_ids
+        ]
 
 
 def test_objects_that_count_tokens():
@@ -241,7 +279,9 @@ def test_objects_that_count_tokens():
 def test_extra_columns_and_metrics():
     def boxed(completions, ground_truth, log_extra=None, log_metric=None, **kwargs):
         found = [re.search(r"\\boxed\{(.*?)\}", one) for one in completions]
-        rewards = [float(one is not None and one[1] == right) for one, right in zip(found, ground_truth)]
+        rewards = [
+            float(one is not None and one[1] == right) for one, right in zip(found, ground_truth)
+        ]
         log_extra("golden_answer", list(ground_truth))
         log_metric("accuracy", sum(rewards) / len(rewards))
         return rewards

@@ -1,7 +1,8 @@
 """Arms at equal FLOPs: what SFT is trained on, what is asked when, how it goes on, and the report.
 
-Supervised training is the recipe's own, in this process. RL is a run folder made up here, whose FLOPs are therefore known;
-held-out tasks are answered by a server that sorts all words that have no a.
+Supervised training is the recipe's own, in this process. RL is a run folder made up here, whose
+FLOPs are therefore known; held-out tasks are answered by a server that sorts all words that have no
+a.
 """
 
 import dataclasses
@@ -28,11 +29,14 @@ from ttrl.tiny_model import make_tiny_model
 from ttrl.training.parallel.distributed import Ranks
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
-QWEN = json.loads((Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text())["qwen2.5_7b"]
+QWEN = json.loads(
+    (Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text()
+)["qwen2.5_7b"]
 TASKS = get_sort_letters_tasks("train", 64, partial_credit=0)
 HELD_OUT = get_sort_letters_tasks("validation", 12, partial_credit=0)
 EXAMPLES = sort_letters_examples(16)
-EACH = {"prefill": 2e6, "decode": 6e6, "training": 1.2e7, "recomputation": 9e7, "validation": 4e6}  # 2e7 count
+# 2e7 count.
+EACH = {"prefill": 2e6, "decode": 6e6, "training": 1.2e7, "recomputation": 9e7, "validation": 4e6}
 
 
 class _Sorter(ChatHandler):
@@ -56,7 +60,9 @@ def model(tmp_path_factory):
 def answers(address, tmp_path_factory):
     """What every policy says to the held-out tasks, and how much of it is right."""
     path = tmp_path_factory.mktemp("answers") / "validation.jsonl"
-    return path, evaluate(address, {"x": HELD_OUT}, samples_file=path, pbar=False, max_tokens=9)["x"].accuracy.mean
+    return path, evaluate(address, {"x": HELD_OUT}, samples_file=path, pbar=False, max_tokens=9)[
+        "x"
+    ].accuracy.mean
 
 
 @pytest.fixture
@@ -66,7 +72,14 @@ def world(address, answers, monkeypatch):
 
     def tune_here(config, path, *, recipe, nproc_per_node, pbar_desc):
         assert nproc_per_node == 1
-        done.append(("train", Path(config["output_dir"]).parent.parent.name, config.get("steps"), config.get("flops")))
+        done.append(
+            (
+                "train",
+                Path(config["output_dir"]).parent.parent.name,
+                config.get("steps"),
+                config.get("flops"),
+            )
+        )
         config = SFTConfig.parse(yaml.safe_load(yaml.safe_dump(config)), "test")
         sft_recipe.train(config, Ranks(0, 1, torch.device("cpu")))
 
@@ -85,12 +98,22 @@ def world(address, answers, monkeypatch):
         for number in range(config.iterations + 1):
             folder.iteration(number).path.mkdir(parents=True)
             shutil.copy(said, folder.iteration(number).path)
-            stats = {"mean_reward": exact, "metrics": {"exact": exact}, "num_graded": 12, "num_failed": 0}
+            stats = {
+                "mean_reward": exact,
+                "metrics": {"exact": exact},
+                "num_graded": 12,
+                "num_failed": 0,
+            }
             facts = {"seconds": 1.0, "stats": stats, "sampling": "greedy", "intervals": {}}
             folder.iteration(number).mark("validate", [said.name], facts)
             parts = EACH if number else {"validation": EACH["validation"]}
             total += sum(parts.values())
-            row = {"iteration": number, "validation": {"exact": exact}, "validation_reward": exact, "seconds": {"total": 1.0}}
+            row = {
+                "iteration": number,
+                "validation": {"exact": exact},
+                "validation_reward": exact,
+                "seconds": {"total": 1.0},
+            }
             rows.append(row | {"flops": parts | {"total": sum(parts.values()), "cumulated": total}})
         (folder.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return types.SimpleNamespace(checkpoint=Path(config.model))
@@ -105,23 +128,51 @@ def world(address, answers, monkeypatch):
 def settings(model, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(one) + "\n" for one in EXAMPLES))
-    return {"model": str(model), "seed": 0, "data": str(data), "lr": 1e-3, "batch_size": 4, "seq_len": 64, "device": "cpu"}
+    return {
+        "model": str(model),
+        "seed": 0,
+        "data": str(data),
+        "lr": 1e-3,
+        "batch_size": 4,
+        "seq_len": 64,
+        "device": "cpu",
+    }
 
 
 def given(tmp_path, **others):
-    plain = {"seeds": 2, "points": 2, "sets": None, "sets_n": None, "arm": [], "set": [], "check": False, "plan": False}
-    return types.SimpleNamespace(run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others)
+    plain = {
+        "seeds": 2,
+        "points": 2,
+        "sets": None,
+        "sets_n": None,
+        "arm": [],
+        "set": [],
+        "check": False,
+        "plan": False,
+    }
+    return types.SimpleNamespace(
+        run=tmp_path / "run", seed=0, overfit=None, model="", **plain | others
+    )
 
 
 def run(arguments, model):
     config = TrainConfig(
-        run=str(arguments.run), model=str(model), iterations=2, tasks_per_iteration=4, samples_per_task=16, max_tokens=9,
-        advantages="mean", validation_metric="exact", training={"objective": "reinforce", "lr": 1e-6, "rows_per_microbatch": 3},
+        run=str(arguments.run), model=str(model), iterations=2, tasks_per_iteration=4,
+        samples_per_task=16, max_tokens=9, advantages="mean", validation_metric="exact",
+        training={"objective": "reinforce", "lr": 1e-6, "rows_per_microbatch": 3},
     )  # fmt: skip
     own = {"batch_size": 2, "seq_len": 64}
     start = Supervised(EXAMPLES, own, marks=[2, 3, 5], stop_at=0.2)
     sets = {"long": get_sort_letters_tasks("validation", 6, max_length=9, partial_credit=0)}
-    return run_arms(arguments, config, TASKS, HELD_OUT, start=start, sft=Supervised(EXAMPLES, {**own, "lr": 1e-3}), sets=sets)
+    return run_arms(
+        arguments,
+        config,
+        TASKS,
+        HELD_OUT,
+        start=start,
+        sft=Supervised(EXAMPLES, {**own, "lr": 1e-3}),
+        sets=sets,
+    )
 
 
 def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
@@ -130,19 +181,36 @@ def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
     steps = [folder.iteration(number).marker("train")["steps"] for number in (1, 2)]
     half = max(step["flops"] for part in steps for step in part) / 2
     first, second = (sum(step["flops"] for step in part) for part in steps)
-    assert abs(first - 2e7) <= half and abs(first + second - 4e7) <= half < 4e6  # after iterations 1 and 2
-    assert [step["global_step"] for part in steps for step in part] == list(range(1, len(steps[0]) + len(steps[1]) + 1))
+    # After iterations 1 and 2.
+    assert abs(first - 2e7) <= half and abs(first + second - 4e7) <= half < 4e6
+    assert [step["global_step"] for part in steps for step in part] == list(
+        range(1, len(steps[0]) + len(steps[1]) + 1)
+    )
     config = folder.config()
-    assert config["training"]["lr"] == 1e-3 and config["training"]["rows_per_microbatch"] == 3 and config["seed"] == 1
+    assert (
+        config["training"]["lr"] == 1e-3
+        and config["training"]["rows_per_microbatch"] == 3
+        and config["seed"] == 1
+    )
     assert (folder.path / "iterations/0000/validation.jsonl").read_text() == (
         tmp_path / "run/RL-1/iterations/0000/validation.jsonl"
     ).read_text()
-    assert not (folder.path / "iterations/0001/checkpoint").exists() and folder.checkpoint(2).exists()
-    assert "no difference seen between RL and SFT" in said and "no difference seen between RL and more" in said
+    assert (
+        not (folder.path / "iterations/0001/checkpoint").exists() and folder.checkpoint(2).exists()
+    )
+    assert (
+        "no difference seen between RL and SFT" in said
+        and "no difference seen between RL and more" in said
+    )
     assert "long" in said and str(tmp_path / "run" / "compare.html") in said
     assert (tmp_path / "run" / "compare.html").read_text().count("<svg") == 4
-    # Every answer without an a is right from the beginning: the start is not trained, and every arm is as good.
-    assert [one for one in world if one[1] == "start"] == [] and world[0] == ("ask", "model", "held-out")
+    # Every answer without an a is right from the beginning: the start is not trained, and every arm
+    # is as good.
+    assert [one for one in world if one[1] == "start"] == [] and world[0] == (
+        "ask",
+        "model",
+        "held-out",
+    )
     before = len(world)
     assert run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model) == said
     assert [one[0] for one in world[before:]] == ["RL"] * 4  # whose finished runs say so themselves
@@ -152,26 +220,48 @@ def test_a_supervised_run_ends_at_a_mark_where_it_is_good_enough(world, model, t
     own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
     assert 0.2 < right < 1
-    checkpoint = supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01)
-    assert checkpoint == tmp_path / "all/iterations/0002/checkpoint" and (checkpoint / "config.json").exists()
-    assert [one for one in world if one[0] == "train"] == [("train", "all", 2, None), ("train", "all", 1, None)]
+    checkpoint = supervised_run(
+        tmp_path / "all", own, asked, by="steps", marks=[2, 3], stop_at=right + 0.01
+    )
+    assert (
+        checkpoint == tmp_path / "all/iterations/0002/checkpoint"
+        and (checkpoint / "config.json").exists()
+    )
+    assert [one for one in world if one[0] == "train"] == [
+        ("train", "all", 2, None),
+        ("train", "all", 1, None),
+    ]
     rows = read_jsonl(tmp_path / "all" / "metrics.jsonl")
-    assert [row["train"]["global_step"] for row in rows[1:]] == [2, 3] and {row["validation"]["exact"] for row in rows} == {right}
-    assert supervised_run(tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right) == model
+    assert [row["train"]["global_step"] for row in rows[1:]] == [2, 3] and {
+        row["validation"]["exact"] for row in rows
+    } == {right}
+    assert (
+        supervised_run(tmp_path / "none", own, asked, by="steps", marks=[2], stop_at=right) == model
+    )
     with pytest.raises(RunFolderError, match="marks"):
         supervised_run(tmp_path / "all", own, asked, by="steps", marks=[2, 4])
     with pytest.raises(UserError, match="no metric 'format'; they have reward, exact"):
-        supervised_run(tmp_path / "other", own, HeldOut(HELD_OUT, "format", {"max_tokens": 9}), by="steps", marks=[2])
+        supervised_run(
+            tmp_path / "other",
+            own,
+            HeldOut(HELD_OUT, "format", {"max_tokens": 9}),
+            by="steps",
+            marks=[2],
+        )
 
 
 def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
-    """After a piece was trained but not asked, and in the middle of a piece: to the same weights."""
+    """After a piece was trained but not asked, and in the middle of a piece: to the same
+    weights.
+    """
     own, asked = settings(model, tmp_path), HeldOut(HELD_OUT, "exact", {"max_tokens": 9})
     whole = supervised_run(tmp_path / "whole", own, asked, by="steps", marks=[2, 4])
     supervised_run(tmp_path / "killed", own, asked, by="steps", marks=[2])
     (tmp_path / "killed" / "config.yaml").unlink()
     folder = RunFolder(tmp_path / "killed")
-    (folder.path / "metrics.jsonl").write_text((folder.path / "metrics.jsonl").read_text().splitlines()[0] + "\n")
+    (folder.path / "metrics.jsonl").write_text(
+        (folder.path / "metrics.jsonl").read_text().splitlines()[0] + "\n"
+    )
     (folder.iteration(1).path / "done/validate.json").unlink()
     (folder.iteration(2).path).mkdir()
     (folder.iteration(2).path / "train.jsonl").write_text("{}\n")
@@ -182,10 +272,14 @@ def test_a_killed_run_goes_on_where_it_was(world, model, tmp_path):
 
 
 def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, tmp_path, capsys):
-    """Unless it is only looked at; with what is wrong said before anything is trained; the same command finds it there again."""
+    """Unless it is only looked at; with what is wrong said before anything is trained; the same
+    command finds it there again.
+    """
     config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
-    start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01)
+    start = Supervised(
+        EXAMPLES, {"batch_size": 2, "seq_len": 64, "lr": 1e-3}, marks=[2, 3], stop_at=right + 0.01
+    )
     for looked in ("check", "plan", "tiny"):
         arguments = given(tmp_path, **{"tiny": False, looked: True})
         assert supervised_first(arguments, config, TASKS, HELD_OUT, start) is config
@@ -195,26 +289,44 @@ def test_a_run_begins_with_the_supervised_training_that_it_needs(world, model, t
         with pytest.raises(ConfigError, match="start: batch_size is 0"):
             supervised_first(given(tmp_path, tiny=False, **looked), config, TASKS, HELD_OUT, wrong)
     with pytest.raises(ConfigError, match="max_tokens is 0"):
-        supervised_first(given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start)
+        supervised_first(
+            given(tmp_path, tiny=False, set=["max_tokens=0"]), config, TASKS, HELD_OUT, start
+        )
     assert not world and not (tmp_path / "run").exists()
     arguments = given(tmp_path, tiny=False)
     first = supervised_first(arguments, config, TASKS, HELD_OUT, start)
-    assert first == dataclasses.replace(config, model=str(tmp_path / "run/start/iterations/0002/checkpoint"))
+    assert first == dataclasses.replace(
+        config, model=str(tmp_path / "run/start/iterations/0002/checkpoint")
+    )
     trained = len(world)
-    assert supervised_first(arguments, config, TASKS, HELD_OUT, start) == first and len(world) == trained
+    assert (
+        supervised_first(arguments, config, TASKS, HELD_OUT, start) == first
+        and len(world) == trained
+    )
 
 
 @pytest.fixture
 def gpus(world, monkeypatch):
-    """Two of them, as far as arms are concerned: what was started in how many processes, with which settings."""
+    """Two of them, as far as arms are concerned: what was started in how many processes, with which
+    settings.
+    """
     started = []
 
     def tune_there(config, path, *, recipe, nproc_per_node, pbar_desc):
         started.append((Path(config["output_dir"]).parent.parent.name, nproc_per_node, config))
         for name in ("checkpoint", "state"):
             (Path(config["output_dir"]) / name).mkdir(parents=True)
-        shutil.copytree(config["model"], Path(config["output_dir"]) / "checkpoint", dirs_exist_ok=True)
-        step = {"global_step": 1, "flops": 4e6, "trained_tokens": 1, "row_tokens": 1, "padding_tokens": 0, "logical_tokens": 1}
+        shutil.copytree(
+            config["model"], Path(config["output_dir"]) / "checkpoint", dirs_exist_ok=True
+        )
+        step = {
+            "global_step": 1,
+            "flops": 4e6,
+            "trained_tokens": 1,
+            "row_tokens": 1,
+            "padding_tokens": 0,
+            "logical_tokens": 1,
+        }
         step |= {"lr": 1e-3, "seconds": 1.0, "flops_by_part": {"training": 4e6}}
         (Path(config["output_dir"]) / "train.jsonl").write_text(json.dumps(step) + "\n")
 
@@ -222,7 +334,8 @@ def gpus(world, monkeypatch):
         return Hardware([80e9, 80e9], 1e12)
 
     here = TrainConfig.resolved
-    monkeypatch.setattr(TrainConfig, "resolved", lambda config, cuda: here(config, True))  # so does `train` there
+    # So does `train` there.
+    monkeypatch.setattr(TrainConfig, "resolved", lambda config, cuda: here(config, True))
     monkeypatch.setattr(arms, "tune", tune_there)
     monkeypatch.setattr(Hardware, "of", of)
     return started
@@ -231,9 +344,20 @@ def gpus(world, monkeypatch):
 def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, model, tmp_path):
     """Before the run and next to it; the same command finds what was chosen."""
     arguments = given(tmp_path, seeds=1, set=["optimizer=adamw_8bit", "weight_decay=0.1"])
-    config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, tasks_per_iteration=4, max_tokens=9)
+    config = TrainConfig(
+        run=str(tmp_path / "run"),
+        model=str(model),
+        iterations=2,
+        tasks_per_iteration=4,
+        max_tokens=9,
+    )
     right = sum("a" not in task.messages[0]["content"] for task in HELD_OUT) / 12
-    start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1}, marks=[2], stop_at=right + 0.01)
+    start = Supervised(
+        EXAMPLES,
+        {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1},
+        marks=[2],
+        stop_at=right + 0.01,
+    )
     sft = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64, "rows_per_microbatch": 1})
     for _ in range(2):
         run_arms(arguments, config, TASKS, HELD_OUT, start=start, sft=sft, sets={})
@@ -248,7 +372,9 @@ def test_supervised_training_takes_over_the_gpus_and_the_dtype_of_the_run(gpus, 
     assert RunFolder(tmp_path / "run" / "SFT-0").config()["nproc_per_node"] == 2
 
 
-def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(world, gpus, tmp_path, monkeypatch):
+def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(
+    world, gpus, tmp_path, monkeypatch
+):
     """RL trains adapters, which fit; the start trains all weights of 7 billion."""
     big = tmp_path / "big"
     big.mkdir()
@@ -257,7 +383,10 @@ def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(world, gpus,
     with pytest.raises(ConfigError) as caught:
         run(given(tmp_path, set=["lora_rank=32"]), big)
     (problem,) = caught.value.problems
-    assert problem.startswith("start: does not fit: the trainer needs") and "; or 2 such GPUs" in problem
+    assert (
+        problem.startswith("start: does not fit: the trainer needs")
+        and "; or 2 such GPUs" in problem
+    )
     assert "TTRL_IGNORE_MEMORY=1" in problem
     monkeypatch.setattr(Hardware, "of", lambda config: Hardware([24e9], 1e12))
     with pytest.raises(ConfigError) as caught:
@@ -267,7 +396,9 @@ def test_what_does_not_fit_is_told_of_all_arms_before_anything_runs(world, gpus,
     assert not world and not gpus and not (tmp_path / "run").exists()
 
 
-def test_what_does_not_fit_a_start_is_told_before_it_begins(world, gpus, model, tmp_path, monkeypatch):
+def test_what_does_not_fit_a_start_is_told_before_it_begins(
+    world, gpus, model, tmp_path, monkeypatch
+):
     config = TrainConfig(run=str(tmp_path / "run"), model=str(model), iterations=2, max_tokens=9)
     start = Supervised(EXAMPLES, {"batch_size": 2, "seq_len": 64}, marks=[2])
     monkeypatch.setattr(Hardware, "of", lambda config: Hardware([0.5e9], 1e12))
@@ -275,8 +406,12 @@ def test_what_does_not_fit_a_start_is_told_before_it_begins(world, gpus, model, 
         supervised_first(given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start)
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["RL", "start"]
     monkeypatch.setattr(Hardware, "of", lambda config: Hardware([80e9], 1e12))
-    monkeypatch.setattr(arms, "supervised_run", lambda run, settings, *more, **others: settings["data"])
-    assert supervised_first(given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start).model.endswith("examples.jsonl")
+    monkeypatch.setattr(
+        arms, "supervised_run", lambda run, settings, *more, **others: settings["data"]
+    )
+    assert supervised_first(
+        given(tmp_path, tiny=False), config, TASKS, HELD_OUT, start
+    ).model.endswith("examples.jsonl")
     assert not world and not gpus
 
 
@@ -284,7 +419,9 @@ def test_a_plan_says_what_supervised_training_takes(gpus, model, tmp_path, monke
     monkeypatch.setattr(arms, "run_recipe", lambda *given: "the run's plan")
     monkeypatch.setattr(arms, "_sft_plan", lambda run: "")
     said = run(given(tmp_path, plan=True), model)
-    assert said.startswith("the run's plan\n\nSupervised training\n  start: 2 processes in bf16, each with up to")
+    assert said.startswith(
+        "the run's plan\n\nSupervised training\n  start: 2 processes in bf16, each with up to"
+    )
     assert "\n  SFT: 2 processes in bf16" in said and not gpus
 
 
@@ -292,9 +429,17 @@ def test_wrong_arguments_are_told_before_anything_runs(world, model, tmp_path):
     for others, error, said in (
         ({"arm": [["RL", "lr=1"]]}, UserError, "--arm RL: give another name"),
         ({"arm": [["a/b"]]}, UserError, "--arm a/b: give another name"),
-        ({"arm": [["x", "learning_rte=1"]]}, ConfigError, "--arm x: 'learning_rte' is a setting neither"),
+        (
+            {"arm": [["x", "learning_rte=1"]]},
+            ConfigError,
+            "--arm x: 'learning_rte' is a setting neither",
+        ),
         ({"set": ["max_tokens=0"]}, ConfigError, "max_tokens is 0"),
-        ({"set": ["weight_decay=-1"]}, ConfigError, "training: weight_decay is -1.0.*\\n.*SFT: weight_decay is -1.0"),
+        (
+            {"set": ["weight_decay=-1"]},
+            ConfigError,
+            "training: weight_decay is -1.0.*\\n.*SFT: weight_decay is -1.0",
+        ),
         ({"seeds": 0}, UserError, "--seeds and --points must be at least 1"),
     ):
         with pytest.raises(error, match=said):

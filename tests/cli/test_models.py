@@ -25,11 +25,16 @@ class Echo(ChatHandler):
             return "no room", "error"
         self.asked.append(request)
         parts = [f"{len(messages)} ", messages[-1]["content"].upper(), None]
-        chunks = [{"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"} for _ in parts]
+        chunks = [
+            {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+            for _ in parts
+        ]
         for chunk, part in zip(chunks, parts, strict=True):
             chunk["choices"] = [{"index": 0, "delta": {"content": part}, "finish_reason": None}]
         chunks.append(chunks[0] | {"choices": []})  # usage comes without a choice
-        return "".join(f"data: {json.dumps(one)}\n\n" for one in chunks) + "data: [DONE]\n\n", "stream"
+        return "".join(
+            f"data: {json.dumps(one)}\n\n" for one in chunks
+        ) + "data: [DONE]\n\n", "stream"
 
 
 @pytest.fixture
@@ -45,11 +50,20 @@ def chat(address, monkeypatch, text, *more):
 
 
 def test_a_conversation(address, monkeypatch, capsys):
-    assert chat(address, monkeypatch, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7") == 0
+    assert (
+        chat(
+            address, monkeypatch, "one\ntwo\n\nthree\n", "--system", "be short", "--max-tokens", "7"
+        )
+        == 0
+    )
     assert capsys.readouterr().out == "2 ONE\n4 TWO\n2 THREE\n"  # the empty line began anew
     second = Echo.asked[1]["messages"]
     assert [message["role"] for message in second] == ["system", "user", "assistant", "user"]
-    assert second[2]["content"] == "2 ONE" and Echo.asked[1]["max_tokens"] == 7 and Echo.asked[1]["temperature"] == 0
+    assert (
+        second[2]["content"] == "2 ONE"
+        and Echo.asked[1]["max_tokens"] == 7
+        and Echo.asked[1]["temperature"] == 0
+    )
 
 
 def test_a_server_that_refuses(address, monkeypatch, capsys):
@@ -78,13 +92,23 @@ def test_a_proxy_is_not_given_the_key_of_our_own_server(address, monkeypatch, us
                 client.with_options(max_retries=0).models.list()
 
 
-@pytest.mark.parametrize("command", ["chat /not/there", "serve /not/there --key-file KEY", "tasks try t.py --model /not/there"])
-def test_nothing_is_said_to_start_for_a_model_that_is_not_there(command, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "command",
+    ["chat /not/there", "serve /not/there --key-file KEY", "tasks try t.py --model /not/there"],
+)
+def test_nothing_is_said_to_start_for_a_model_that_is_not_there(
+    command, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "t.py").write_text("from ttrl import Task\ntasks = [Task([{'role': 'user', 'content': 'a'}], lambda c: 1.0)]\n")
+    (tmp_path / "t.py").write_text(
+        "from ttrl import Task\ntasks = [Task([{'role': 'user', 'content': 'a'}], lambda c: 1.0)]\n"
+    )
     assert main(command.split()) == 2
     said = capsys.readouterr().err
-    assert said.startswith("ttrl: error: model folder /not/there does not exist") and "tarting" not in said
+    assert (
+        said.startswith("ttrl: error: model folder /not/there does not exist")
+        and "tarting" not in said
+    )
 
 
 def test_without_a_command_there_is_the_list_of_them(capsys):
@@ -94,10 +118,16 @@ def test_without_a_command_there_is_the_list_of_them(capsys):
 
 
 @pytest.mark.parametrize(
-    ("level", "said"), [(logging.INFO, "preparing the tasks"), (logging.WARNING, "WARNING ttrl.plans: preparing the tasks")]
+    ("level", "said"),
+    [
+        (logging.INFO, "preparing the tasks"),
+        (logging.WARNING, "WARNING ttrl.plans: preparing the tasks"),
+    ],
 )
 def test_what_goes_on_is_a_plain_line_and_what_is_wrong_says_where(level, said):
-    record = logging.LogRecord("ttrl.plans", level, __file__, 1, "preparing the %s", ("tasks",), None)
+    record = logging.LogRecord(
+        "ttrl.plans", level, __file__, 1, "preparing the %s", ("tasks",), None
+    )
     assert Lines("%(levelname)s %(name)s: %(message)s").format(record) == said
     record.args = ("tasks\x1b[2J",)
     assert "\x1b" not in Lines("%(levelname)s %(name)s: %(message)s").format(record)

@@ -26,7 +26,11 @@ def options(add: Any) -> dict[str, str]:
     """Return the first spelling of each argument, by where its value goes."""
     parser = argparse.ArgumentParser()
     add(parser)
-    return {one.dest: one.option_strings[0] if one.option_strings else one.dest for one in parser._actions if one.dest != "help"}
+    return {
+        one.dest: one.option_strings[0] if one.option_strings else one.dest
+        for one in parser._actions
+        if one.dest != "help"
+    }
 
 
 @pytest.mark.parametrize(
@@ -46,27 +50,56 @@ def options(add: Any) -> dict[str, str]:
 def test_options_have_the_names_of_settings(add, settings, spelled, python_only):
     found = options(add)
     assert all(first.removeprefix("--").replace("-", "_") == dest for dest, first in found.items())
-    assert {spelled.get(dest, dest) for dest in found} == settings - python_only | ({"json", "set"} & found.keys())
+    assert {spelled.get(dest, dest) for dest in found} == settings - python_only | (
+        {"json", "set"} & found.keys()
+    )
 
 
 def test_options_of_recipes_are_settings_of_the_run(monkeypatch):
     monkeypatch.setattr("sys.argv", ["recipe"])
     given = vars(recipe_script.script_arguments(None, run="r", iterations=1, model="m", data="d"))
-    assert given.keys() - {field.name for field in fields(TrainConfig)} == {"data", "tiny", "set", "check", "plan", "overfit"}
+    assert given.keys() - {field.name for field in fields(TrainConfig)} == {
+        "data",
+        "tiny",
+        "set",
+        "check",
+        "plan",
+        "overfit",
+    }
 
 
 def test_former_spellings_go_on_to_work():
     parser = argparse.ArgumentParser()
     evaluate.add_eval(parser)
-    given = ["m", "--tasks", "x", "--samples", "4", "--system", "s", "--model", "n", "--api-key-env", "K"]
+    given = [
+        "m",
+        "--tasks",
+        "x",
+        "--samples",
+        "4",
+        "--system",
+        "s",
+        "--model",
+        "n",
+        "--api-key-env",
+        "K",
+    ]
     found = parser.parse_args(given)
-    assert (found.samples_per_task, found.system_prompt, found.name, found.key_variable) == (4, "s", "n", "K")
+    assert (found.samples_per_task, found.system_prompt, found.name, found.key_variable) == (
+        4,
+        "s",
+        "n",
+        "K",
+    )
 
 
 def test_a_near_miss_in_python_is_named():
-    with pytest.raises(ConfigError, match="no setting 'sample_per_task'; did you mean 'samples_per_task'"):
+    with pytest.raises(
+        ConfigError, match="no setting 'sample_per_task'; did you mean 'samples_per_task'"
+    ):
         evaluate_in_python("m", "letter_counting", sample_per_task=4)
-    with pytest.raises(ConfigError, match="no setting 'samples'; did you mean 'samples_per_task'"):  # as the command had it
+    # As the command had it.
+    with pytest.raises(ConfigError, match="no setting 'samples'; did you mean 'samples_per_task'"):
         evaluate_in_python("m", "letter_counting", samples=4)
 
 
@@ -81,9 +114,13 @@ def test_every_setting_is_explained(cls):
 
 def test_a_setting_is_explained_at_the_command_line(capsys):
     assert main(["config", "max_tokens"]) == 0
-    assert "max_tokens: int = 1024\n    The longest completion, in tokens." in capsys.readouterr().out
+    assert (
+        "max_tokens: int = 1024\n    The longest completion, in tokens." in capsys.readouterr().out
+    )
     assert main(["config", "training.lr"]) == 0 and "lr: float = 1e-05" in capsys.readouterr().out
-    assert main(["config", "max_token"]) == 2 and "did you mean max_tokens" in capsys.readouterr().err
+    assert (
+        main(["config", "max_token"]) == 2 and "did you mean max_tokens" in capsys.readouterr().err
+    )
     assert main(["config", "learning_rate"]) == 2 and "did you mean lr?" in capsys.readouterr().err
 
 
@@ -93,6 +130,7 @@ def test_a_recipes_settings_may_be_an_object():
     assert config.training == {"lr": 1e-6, "beta2": 0.95} and config.problems() == []
     assert config.recipe_config({}).off_policy == "token"
     plain = TrainConfig(**settings, training=GRPOConfig(off_policy="none"), off_policy_steps=1)
-    assert plain.recipe_config({}).off_policy == "none"  # what is given counts, also where it is the default
+    # What is given counts, also where it is the default.
+    assert plain.recipe_config({}).off_policy == "none"
     with pytest.raises(ConfigError, match="packed is missing"):
         GRPOConfig.parse(GRPOConfig(lr=1e-6).given(), "grpo.yaml")

@@ -77,13 +77,20 @@ def test_a_name_on_the_hub_without_a_network(capsys: pytest.CaptureFixture[str])
     assert cli.main(["plan", "qwen/not-there"]) == 2
     said = capsys.readouterr()
     assert not said.out
-    for text in ("no network?", "a plan needs no more than its config.json", "Qwen/Qwen3-4B", "tiny"):
+    for text in (
+        "no network?",
+        "a plan needs no more than its config.json",
+        "Qwen/Qwen3-4B",
+        "tiny",
+    ):
         assert text in said.err
 
 
 def test_what_the_hub_gives_prevails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json"))
+    monkeypatch.setattr(
+        "huggingface_hub.hf_hub_download", lambda *_, **__: str(tmp_path / "config.json")
+    )
     assert read_model_config("Qwen/Qwen3-4B") == QWEN
 
 
@@ -110,7 +117,9 @@ def test_what_cannot_be_planned(what: str, text: str, capsys: pytest.CaptureFixt
 
 def test_an_option_that_nothing_takes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "tiny", "--seed", "1"]) == 2
-    assert "--seed 1: `ttrl plan` of what is no script has no such option" in capsys.readouterr().err
+    assert (
+        "--seed 1: `ttrl plan` of what is no script has no such option" in capsys.readouterr().err
+    )
     with pytest.raises(SystemExit):
         cli.main(["models", "--zzz"])
     assert "unrecognized arguments: --zzz" in capsys.readouterr().err
@@ -121,12 +130,16 @@ def test_a_file_of_settings_as_it_would_be_trained(
 ) -> None:
     """With the tasks that it names, whose prompts are counted."""
     (tmp_path / "my_tasks.py").write_text(TASKS)
-    settings = "model: tiny\niterations: 3\nmax_tokens: 8\nseq_len: 64\ntasks: my_tasks.py\nvalidation_tasks: my_tasks.py\n"
+    settings = (
+        "model: tiny\niterations: 3\nmax_tokens: 8\nseq_len: 64\ntasks: "
+        "my_tasks.py\nvalidation_tasks: my_tasks.py\n"
+    )
     (tmp_path / "mine.yaml").write_text(settings)
     monkeypatch.setattr("ttrl.plans.planner.hub_is_out_of_reach", lambda: False)
     made = planned(capsys, "mine.yaml", "--set", "tasks_per_iteration=16")
     assert (made["iterations"], made["prompts_from"]) == (3, "tasks")
-    assert made["work"]["prompt_max"] == len("train 10") + 3  # one token per byte, and one for each role and the end
+    # One token per byte, and one for each role and the end.
+    assert made["work"]["prompt_max"] == len("train 10") + 3
     assert made["work"]["validation_samples"] == 32
     (tmp_path / "other.py").write_text(TASKS.replace("{split} {n}", "{split} longer {n}"))
     made = planned(capsys, "mine.yaml", "--tasks", "other.py:get_tasks")
@@ -140,7 +153,9 @@ def run_plan(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def becomes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a script in this process, which has loaded what takes seconds, where the command would become it."""
+    """Run a script in this process, which has loaded what takes seconds, where the command would
+    become it.
+    """
 
     def become(program: str, command: list[str]) -> None:
         assert program == command[0] == sys.executable
@@ -152,9 +167,21 @@ def becomes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("becomes")
-def test_a_recipe_by_its_name_with_its_own_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_by_its_name_with_its_own_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Nothing is run, nor the model made that the recipe would train first."""
-    options = ["--gpu", "1x24GB", "--seed", "3", "--iterations", "9", "--set", "samples_per_task=8", "--json"]
+    options = [
+        "--gpu",
+        "1x24GB",
+        "--seed",
+        "3",
+        "--iterations",
+        "9",
+        "--set",
+        "samples_per_task=8",
+        "--json",
+    ]
     with pytest.raises(SystemExit):
         cli.main(["plan", "sort-letters", *options])
     made = json.loads(capsys.readouterr().out)
@@ -172,15 +199,20 @@ def test_a_script_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     said = capsys.readouterr().out
     assert "Plan: tiny\n" in said
     assert "RTX4090" in said
-    ended = run_plan("my_task.py", "--model", "tiny", "--set", "lrr=1", cwd=tmp_path)  # in a process of its own
+    # In a process of its own.
+    ended = run_plan("my_task.py", "--model", "tiny", "--set", "lrr=1", cwd=tmp_path)
     assert ended.returncode == 1
     assert "did you mean 'lr'?" in ended.stderr
     assert cli.main(["plan", "my_task.py", "--tasks", "x.py"]) == 2
     assert "my_task.py has tasks of its own" in capsys.readouterr().err
 
 
-def test_a_script_that_would_train_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "mine.py").write_text("from ttrl import train\nprint('training')\ntrain(None, [])\n")
+def test_a_script_that_would_train_is_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from ttrl import train\nprint('training')\ntrain(None, [])\n"
+    )
     assert cli.main(["plan", "mine.py"]) == 2
     said = capsys.readouterr()
     assert not said.out and "mine.py would train, as it reads no options" in said.err

@@ -1,4 +1,6 @@
-"""`ttrl sweep`: which runs a file means, that finished ones are not run again, and the comparison at the end."""
+"""`ttrl sweep`: which runs a file means, that finished ones are not run again, and the comparison
+at the end.
+"""
 
 import json
 import subprocess
@@ -32,7 +34,9 @@ def sweep(tmp_path, monkeypatch):
 
     def write(**values):
         path = tmp_path / "sweep.yaml"
-        path.write_text(yaml.safe_dump({"recipe": "recipe.py", "runs": "runs/shape"} | values, sort_keys=False))
+        path.write_text(
+            yaml.safe_dump({"recipe": "recipe.py", "runs": "runs/shape"} | values, sort_keys=False)
+        )
         return path
 
     return write
@@ -46,14 +50,28 @@ ARMS = {"wide": {"tasks_per_iteration": 32}, "deep": {"tasks_per_iteration": 8}}
 
 
 def test_every_arm_with_every_combination_and_seed(sweep, capsys):
-    path = sweep(arms=ARMS, grid={"training.lr": [1e-4, 0.5], "objective": ["ppo"]}, seeds=[0, 3], arguments=["--iterations", 5])
+    path = sweep(
+        arms=ARMS,
+        grid={"training.lr": [1e-4, 0.5], "objective": ["ppo"]},
+        seeds=[0, 3],
+        arguments=["--iterations", 5],
+    )
     commands = read_sweep(path).commands()
     assert len(commands) == 2 * 2 * 2
     assert list(commands)[:3] == [
-        "wide,lr=0.0001,objective=ppo,seed=0", "wide,lr=0.0001,objective=ppo,seed=3", "wide,lr=0.5,objective=ppo,seed=0"
+        "wide,lr=0.0001,objective=ppo,seed=0", "wide,lr=0.0001,objective=ppo,seed=3",
+        "wide,lr=0.5,objective=ppo,seed=0"
     ]  # fmt: skip
     assert commands["deep,lr=0.5,objective=ppo,seed=3"] == [
-        *["recipe.py", "--run", "runs/shape/deep,lr=0.5,objective=ppo,seed=3", "--seed", "3", "--iterations", "5"],
+        *[
+            "recipe.py",
+            "--run",
+            "runs/shape/deep,lr=0.5,objective=ppo,seed=3",
+            "--seed",
+            "3",
+            "--iterations",
+            "5",
+        ],
         *["--set", "tasks_per_iteration=8", "training.lr=0.5", 'objective="ppo"'],
     ]
     assert cli.main(["sweep", str(path), "--list"]) == 0
@@ -66,10 +84,15 @@ def test_a_recipe_by_its_name_over_models(sweep, capsys):
 
     Long: only this runs the commands of a sweep over a built-in recipe.
     """
-    path = sweep(recipe="letter_counting", grid={"model": ["tiny", "models/other"]}, arguments=["--check"])
+    path = sweep(
+        recipe="letter_counting", grid={"model": ["tiny", "models/other"]}, arguments=["--check"]
+    )
     commands = read_sweep(path).commands()
     assert list(commands) == ["model=tiny,seed=0", "model=models_other,seed=0"]
-    for name, code, said in (("tiny", 0, "the settings are right"), ("models_other", 1, "models/other")):
+    for name, code, said in (
+        ("tiny", 0, "the settings are right"),
+        ("models_other", 1, "models/other"),
+    ):
         command = [sys.executable, *commands[f"model={name},seed=0"]]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert ended.returncode == code
@@ -97,14 +120,18 @@ def test_what_is_finished_is_not_run_again_and_what_failed_is(sweep, tmp_path, c
     path_of_finished = tmp_path / "runs/shape/sweep.json"
     finished = json.loads(path_of_finished.read_text())
     assert finished.keys() == names
-    path_of_finished.write_text(json.dumps(read_sweep(path).commands()))  # as an older version wrote it
+    # As an older version wrote it.
+    path_of_finished.write_text(json.dumps(read_sweep(path).commands()))
     assert cli.main(["sweep", str(path)]) == 0 and len(calls(tmp_path)) == 5
 
 
 def test_what_is_finished_names_no_secret(sweep, tmp_path, monkeypatch):
     path = sweep(seeds=[0, 1], arguments=["-k", "sesame"])
     (tmp_path / "recipe.py").write_text("")
-    monkeypatch.setattr("ttrl.report.comparison.compare_runs", lambda *_, **__: (_ for _ in ()).throw(UserError("no runs")))
+    monkeypatch.setattr(
+        "ttrl.report.comparison.compare_runs",
+        lambda *_, **__: (_ for _ in ()).throw(UserError("no runs")),
+    )
     assert cli.main(["sweep", str(path)]) == 2
     text = (tmp_path / "runs/shape/sweep.json").read_text()
     assert "seed=1" in text and "sesame" not in text
@@ -116,7 +143,9 @@ def test_a_file_with_mistakes_is_refused_with_all_of_them(sweep):
         read_sweep(path)
     path = sweep(seeds=["a"], by="hours", arms={"a": 3}, grid={"lr": 1}, recipe="none.py")
     with pytest.raises(
-        UserError, match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no file or recipe none.py(.|\n)*by is 'hours'"
+        UserError,
+        match=r"grid: lr(.|\n)*arms: a(.|\n)*seeds: 'a'(.|\n)*no file or recipe none.py(.|\n)*by "
+        r"is 'hours'",
     ):
         read_sweep(path)
     with pytest.raises(UserError, match="that is a single run"):

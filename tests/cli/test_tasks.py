@@ -1,4 +1,6 @@
-"""`ttrl tasks new` and `ttrl tasks try`: the template runs at once; prompts, replies, grades and every mistake are shown."""
+"""`ttrl tasks new` and `ttrl tasks try`: the template runs at once; prompts, replies, grades and
+every mistake are shown.
+"""
 
 import re
 import sys
@@ -36,14 +38,23 @@ def test_the_template_runs_at_once_and_grades(template: Path) -> None:
     assert fine
     assert tasks[0].messages[0]["content"] in text
     grades = re.findall(r"^  reward (.+)$", text, re.M)
-    assert grades[:3] == ["1, right 1, has_number 1", "0, right 0, has_number 0", "0.1, right 0, has_number 1"]
+    assert grades[:3] == [
+        "1, right 1, has_number 1",
+        "0, right 0, has_number 0",
+        "0.1, right 0, has_number 1",
+    ]
     assert len(grades) == 9
     get_tasks = sys.modules["my_first_task"].get_tasks
-    train, validation = ({task.messages[0]["content"] for task in get_tasks(split, 2000)} for split in ("train", "validation"))
+    train, validation = (
+        {task.messages[0]["content"] for task in get_tasks(split, 2000)}
+        for split in ("train", "validation")
+    )
     assert train and validation and not train & validation
 
 
-def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From nothing to grades, as a person does it; the file needs no other argument."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -70,10 +81,16 @@ def test_a_file_may_call_its_list_tasks_and_runs_once(tmp_path: Path) -> None:
         sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
 
 
-def test_without_replies_the_prompts_are_shown(template: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_replies_the_prompts_are_shown(
+    template: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["tasks", "try", str(template), "--n", "1"]) == 0
     text = capsys.readouterr().out
-    assert "End your reply with the number." in text and "--reply TEXT" in text and "reward" not in text
+    assert (
+        "End your reply with the number." in text
+        and "--reply TEXT" in text
+        and "reward" not in text
+    )
 
 
 def test_prompts_in_parts_are_shown_as_texts() -> None:
@@ -89,7 +106,9 @@ def test_prompts_in_parts_are_shown_as_texts() -> None:
     assert "'name': 'look'" in text and "tool:\n    nothing" in text
 
 
-def test_a_file_is_not_written_over(template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_not_written_over(
+    template: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["tasks", "new", str(template)]) == 2
     assert "exists already" in capsys.readouterr().err
     for name in ("my-task.py", "my_task", "1.py"):
@@ -147,8 +166,13 @@ def test_graders_of_every_kind_and_their_mistakes(capsys: pytest.CaptureFixture[
     async def play(chat) -> float:
         return 1.0
 
-    question = [{"role": "system", "content": "s"}, {"role": "user", "content": [{"type": "text", "text": "parts"}]}]
-    tasks = [Task(messages=question, grader=grader, id=grader.__name__) for grader in (later, broken)]
+    question = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "parts"}]},
+    ]
+    tasks = [
+        Task(messages=question, grader=grader, id=grader.__name__) for grader in (later, broken)
+    ]
     tasks.append(Task(messages=question, grader=lambda choice: "much", id="no number"))
     tasks.append(Task(messages=question, rollout=play, id="play"))
     fine, text = shown(tasks, replies=["yes"])
@@ -183,11 +207,16 @@ def test_a_server_is_asked(address: str, capsys: pytest.CaptureFixture[str]) -> 
     def broken(choice) -> float:
         raise TaskError("this one is broken")
 
-    tasks = [Task(messages=[{"role": "user", "content": "6 + 6?"}], grader=grader) for grader in (only_twelve, only_twelve)]
+    tasks = [
+        Task(messages=[{"role": "user", "content": "6 + 6?"}], grader=grader)
+        for grader in (only_twelve, only_twelve)
+    ]
     fine, text = shown(tasks, model=address, samples=2, max_tokens=9)
     assert fine
     assert text.count("It is 12. [ended: length]") == text.count("reward 1") == 4
-    fine, text = shown([Task(messages=tasks[0].messages, grader=broken)], model=address, max_tokens=9)
+    fine, text = shown(
+        [Task(messages=tasks[0].messages, grader=broken)], model=address, max_tokens=9
+    )
     assert not fine and "this one is broken" in text
 
 
@@ -197,8 +226,10 @@ def test_words_of_a_model_and_of_a_grader_do_not_act_on_the_terminal(
     monkeypatch.setattr(sys, "path", [*sys.path])
     file = tmp_path / "words_of_a_model.py"
     file.write_text(
-        "from ttrl import Task\n\n\ndef grader(choice):\n    raise KeyboardError(choice.message.content)\n\n\n"
-        "class KeyboardError(Exception):\n    pass\n\n\ntasks = [Task([{'role': 'user', 'content': '\\x1b[31mred'}], grader)]\n"
+        "from ttrl import Task\n\n\ndef grader(choice):\n    raise "
+        "KeyboardError(choice.message.content)\n\n\n"
+        "class KeyboardError(Exception):\n    pass\n\n\ntasks = [Task([{'role': 'user', "
+        "'content': '\\x1b[31mred'}], grader)]\n"
     )
     assert cli.main(["tasks", "try", str(file), "--reply", "\x1b[2Jgone"]) == 1
     out = capsys.readouterr().out

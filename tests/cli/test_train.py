@@ -1,4 +1,6 @@
-"""`ttrl train`: a script, a recipe by its name, a file of settings; and the scaffold that it trains with."""
+"""`ttrl train`: a script, a recipe by its name, a file of settings; and the scaffold that it trains
+with.
+"""
 
 import subprocess
 import sys
@@ -42,7 +44,9 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list:
 
 
 @pytest.mark.parametrize("asked", ["structured_output", "my_tasks.py"])
-def test_a_file_of_settings_names_its_tasks(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list) -> None:
+def test_a_file_of_settings_names_its_tasks(
+    asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_tasks.py").write_text(TASKS)
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", asked))
@@ -70,7 +74,9 @@ def test_a_function_in_a_file_is_asked_for_as_many_tasks_as_a_recipe_has(
     assert (len(tasks), len(held_out)) == (1024, 64)
 
 
-def test_a_setting_without_a_value_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: list) -> None:
+def test_a_setting_without_a_value_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], trained: list
+) -> None:
     (tmp_path / "mine.yaml").write_text(SETTINGS.replace("TASKS", "structured_output"))
     assert cli.main(["train", str(tmp_path / "mine.yaml"), "--set", "lr", "2e-5"]) == 2
     said = capsys.readouterr().err
@@ -79,13 +85,21 @@ def test_a_setting_without_a_value_says_so(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_every_mistake_of_a_file_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: list, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: list,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("model: tiny\niterations: 0\nlearning_rate: 1\n")
     assert cli.main(["train", "mine.yaml", "--set", "zzz=1"]) == 2
     said = capsys.readouterr().err
-    for text in ("names no tasks", "iterations is 0", "write training={'lr': …}", "'zzz' is a setting neither of a run nor"):
+    for text in (
+        "names no tasks",
+        "iterations is 0",
+        "write training={'lr': …}",
+        "'zzz' is a setting neither of a run nor",
+    ):
         assert text in said
     assert not trained
 
@@ -116,7 +130,18 @@ def test_a_recipe_by_its_name_takes_its_own_options(tmp_path: Path) -> None:
 
 def test_the_scaffold_is_a_recipe(tmp_path: Path) -> None:
     write_template(tmp_path / "my_task.py")
-    ended = ttrl("train", "my_task.py", "--model", "tiny", "--seed", "3", "--overfit", "4", "--check", cwd=tmp_path)
+    ended = ttrl(
+        "train",
+        "my_task.py",
+        "--model",
+        "tiny",
+        "--seed",
+        "3",
+        "--overfit",
+        "4",
+        "--check",
+        cwd=tmp_path,
+    )
     assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)
     assert ended.stdout.startswith("4 tasks")
 
@@ -125,8 +150,12 @@ def test_the_scaffold_can_be_swept(tmp_path: Path, capsys: pytest.CaptureFixture
     """Each run of a sweep is a command that the script understands."""
     script = write_template(tmp_path / "my_task.py")
     sweep = tmp_path / "sweep.yaml"
-    sweep.write_text(f"recipe: {script}\nruns: {tmp_path}/runs\nseeds: [0, 1]\ngrid: {{lr: [1.0e-4, 1.0e-5]}}\n")
+    sweep.write_text(
+        f"recipe: {script}\nruns: {tmp_path}/runs\nseeds: [0, 1]\ngrid: {{lr: [1.0e-4, 1.0e-5]}}\n"
+    )
     assert cli.main(["sweep", str(sweep), "--list"]) == 0
     command = capsys.readouterr().out.splitlines()[-1].split()
-    ended = subprocess.run([sys.executable, *command, "--check"], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, *command, "--check"], capture_output=True, text=True, check=False
+    )
     assert (ended.returncode, ended.stdout.count("the settings are right")) == (0, 1)

@@ -1,4 +1,6 @@
-"""One Ray cluster for the tests that need a real one: it takes longer to start than what most of them do there."""
+"""One Ray cluster for the tests that need a real one: it takes longer to start than what most of
+them do there.
+"""
 
 import importlib.util
 from collections.abc import Iterator

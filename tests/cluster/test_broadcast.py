@@ -1,4 +1,6 @@
-"""A checkpoint in the memory of machines: once for all replicas there, the same bytes, and nothing of it is left."""
+"""A checkpoint in the memory of machines: once for all replicas there, the same bytes, and nothing
+of it is left.
+"""
 
 import os
 import shutil
@@ -28,7 +30,11 @@ def checkpoint(tmp_path):
 @pytest.fixture
 def store(monkeypatch):
     """Ray's, as this process's memory."""
-    node = {"Alive": True, "NodeManagerAddress": "10.0.0.1", "Resources": {"object_store_memory": 1e9, "CPU": 1.0}}
+    node = {
+        "Alive": True,
+        "NodeManagerAddress": "10.0.0.1",
+        "Resources": {"object_store_memory": 1e9, "CPU": 1.0},
+    }
     monkeypatch.setattr(broadcast, "_PIECE", 2**20)
     monkeypatch.setattr(broadcast.ray, "put", lambda piece: piece)
     monkeypatch.setattr(broadcast.ray, "get", lambda piece, timeout: piece)
@@ -44,7 +50,9 @@ def sent(checkpoint, store):
 
 def files(memory):
     return sorted(
-        path.name for path in memory.rglob("*") if not path.is_dir() and path.name != "lock" and path.suffix != ".owner"
+        path.name
+        for path in memory.rglob("*")
+        if not path.is_dir() and path.name != "lock" and path.suffix != ".owner"
     )
 
 
@@ -102,7 +110,10 @@ def test_the_store_is_emptied_after_the_last_reader(checkpoint, store):
     lead = Broadcast()
     first, second = lead.send(checkpoint), lead.send(checkpoint)
     assert first is second and first.size == 5_000_003
-    assert b"".join(first.pieces["model-2.safetensors"]) == (checkpoint / "model-2.safetensors").read_bytes()
+    assert (
+        b"".join(first.pieces["model-2.safetensors"])
+        == (checkpoint / "model-2.safetensors").read_bytes()
+    )
     lead.has_read(first.name)
     assert lead._sent is first
     lead.has_read(first.name)
@@ -118,7 +129,12 @@ def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, caplog)
     store["object_store_memory"] = 9e6
     lead = Broadcast()
     assert lead.send(checkpoint) is None and lead.send(checkpoint) is None
-    assert caplog.text.count("Ray's object store on 10.0.0.1 has 9 MiB (ray start --object-store-memory=BYTES)") == 1
+    assert (
+        caplog.text.count(
+            "Ray's object store on 10.0.0.1 has 9 MiB (ray start --object-store-memory=BYTES)"
+        )
+        == 1
+    )
 
 
 class Actor:
@@ -126,13 +142,17 @@ class Actor:
 
     def __init__(self, folder):
         self.folder, self.dropped = folder, []
-        self.stage, self.drop = (types.SimpleNamespace(remote=call) for call in (self._stage, self.dropped.append))
+        self.stage, self.drop = (
+            types.SimpleNamespace(remote=call) for call in (self._stage, self.dropped.append)
+        )
 
     def _stage(self, sent, seconds):
         return self.folder
 
 
-def test_a_replica_reads_what_was_brought_until_the_sync_is_over(checkpoint, store, monkeypatch, caplog):
+def test_a_replica_reads_what_was_brought_until_the_sync_is_over(
+    checkpoint, store, monkeypatch, caplog
+):
     def answer(asked, timeout):
         if isinstance(asked, Exception):
             raise asked
@@ -154,9 +174,12 @@ def test_a_replica_reads_what_was_brought_until_the_sync_is_over(checkpoint, sto
     assert len(actor.dropped) == 2 and lead._sent is None  # also what may yet arrive
     (third := checkpoint.parent / "third").mkdir()
     shutil.copy(checkpoint / "model-1.safetensors", third)
-    monkeypatch.setattr(broadcast.ray, "put", lambda piece: answer(OSError(28, "the store is full"), 0))
+    monkeypatch.setattr(
+        broadcast.ray, "put", lambda piece: answer(OSError(28, "the store is full"), 0)
+    )
     assert server.nearer(third) == third
-    assert replicas.ReplicaServer(0, actor, "k", "float32", 0.0).nearer(other) == other  # few replicas
+    # Few replicas.
+    assert replicas.ReplicaServer(0, actor, "k", "float32", 0.0).nearer(other) == other
 
 
 def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypatch):
@@ -211,5 +234,7 @@ SCRIPT = textwrap.dedent(
 def test_from_machine_to_machine(checkpoint, cluster, tmp_path):
     """Only this sends weights through Ray's own store."""
     command = [sys.executable, "-c", SCRIPT, cluster.address, str(checkpoint), str(tmp_path)]
-    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        command, env=cluster.environment, capture_output=True, text=True, timeout=200
+    )
     assert done.stdout.count("equal") == 2, done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is lost meanwhile.
+"""A run on a Ray cluster of several raylets on this machine: two trainers, two servers, and what is
+lost meanwhile.
 
 Long: only this runs vLLM and trainers as actors of Ray. The lead, sampling workers and the weights'
 way are each tried with Ray and without vLLM in test_lead.py, test_workers.py and test_broadcast.py;
@@ -78,19 +79,38 @@ def processes(run: Path, what: str) -> list[psutil.Process]:
 
 class Run:
     def __init__(
-        self, folder: Path, cluster: RayCluster, nnodes: int, servers: int, workers: int = 0, iterations: int = 2, rank: int = 0
+        self,
+        folder: Path,
+        cluster: RayCluster,
+        nnodes: int,
+        servers: int,
+        workers: int = 0,
+        iterations: int = 2,
+        rank: int = 0,
     ) -> None:
-        self.path, self.log, self.cluster, self.folder = folder / "run", folder / "driver.log", cluster, folder
+        self.path, self.log, self.cluster, self.folder = (
+            folder / "run",
+            folder / "driver.log",
+            cluster,
+            folder,
+        )
         self.model = make_tiny_model(folder / "model", layers=1, width=64, heads=2, context=128)
         (folder / "run.py").write_text(SCRIPT)
         self.iterations = iterations
-        words = [str(self.path), str(self.model), cluster.address, *map(str, (nnodes, servers, workers, iterations, rank))]
+        words = [
+            str(self.path),
+            str(self.model),
+            cluster.address,
+            *map(str, (nnodes, servers, workers, iterations, rank)),
+        ]
         there = cluster.hosts.on(cluster.hosts.names[0]) if isinstance(cluster, RayHosts) else []
         self.command = [*there, sys.executable, str(folder / "run.py"), *words]
 
     def start(self) -> subprocess.Popen:
         with open(self.log, "a") as log:
-            return subprocess.Popen(self.command, env=self.cluster.environment, stdout=log, stderr=subprocess.STDOUT)
+            return subprocess.Popen(
+                self.command, env=self.cluster.environment, stdout=log, stderr=subprocess.STDOUT
+            )
 
     def reaches(self, rows: int, child: subprocess.Popen | None) -> None:
         """Wait for so many lines of metrics.jsonl; grading stops there until `go_on`."""
@@ -101,7 +121,9 @@ class Run:
 
     def ends(self, child: subprocess.Popen) -> None:
         wait_for(lambda: child.poll() is not None, self.log)
-        assert child.returncode == 0 and f"finished {self.iterations}" in self.log.read_text(), self.log.read_text()[-8000:]
+        assert child.returncode == 0 and f"finished {self.iterations}" in self.log.read_text(), (
+            self.log.read_text()[-8000:]
+        )
         self.check()
 
     def owner(self) -> int | None:
@@ -117,7 +139,9 @@ class Run:
         assert [row["iteration"] for row in self.rows()] == list(range(self.iterations + 1))
         for number in range(1, self.iterations + 1):
             samples = read_jsonl(self.path / "iterations" / f"{number:04d}" / "rollouts.jsonl")
-            assert len(samples) == 16 and all(sample["reward"] is not None for sample in samples), number
+            assert len(samples) == 16 and all(sample["reward"] is not None for sample in samples), (
+                number
+            )
 
 
 def test_a_run_on_two_trainers_five_servers_and_two_workers(tmp_path: Path) -> None:
@@ -129,7 +153,9 @@ def test_a_run_on_two_trainers_five_servers_and_two_workers(tmp_path: Path) -> N
         child = run.start()
         run.reaches(2, child)
         # A second one of the same run is refused.
-        second = subprocess.run(run.command, env=cluster.environment, capture_output=True, text=True, timeout=120)
+        second = subprocess.run(
+            run.command, env=cluster.environment, capture_output=True, text=True, timeout=120
+        )
         assert second.returncode != 0 and "is being run by this cluster already" in second.stderr
         # A trainer process is killed: as when its machine is.
         processes(run.path, "ttrl.grpo_recipe")[-1].kill()
@@ -152,8 +178,11 @@ def test_servers_of_a_cluster_are_given_adapters(tmp_path: Path) -> None:
         wait_for(lambda: " is back" in run.log.read_text(), run.log, child)
         run.go_on()
         run.ends(child)
-        assert run.rows()[-1]["sync"]["mode"] == "adapter" and run.rows()[-1]["sync"]["servers"] == 2
-        assert (run.path / "iterations/0003/checkpoint/model.safetensors").exists()  # merged at the end
+        assert (
+            run.rows()[-1]["sync"]["mode"] == "adapter" and run.rows()[-1]["sync"]["servers"] == 2
+        )
+        # Merged at the end.
+        assert (run.path / "iterations/0003/checkpoint/model.safetensors").exists()
 
 
 def test_the_machine_of_the_lead_dies_with_what_else_runs_there(tmp_path: Path) -> None:
@@ -180,13 +209,24 @@ def test_hosts_of_a_network_die_and_are_cut_off(tmp_path: Path) -> None:
 
         def running(what: str) -> set[str]:
             """Names of the hosts that have a process with this in its command."""
-            words = {process.pid: process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])}
-            return {name for name in hosts.names if any(what in word for pid in hosts.pids(name) for word in words.get(pid, []))}
+            words = {
+                process.pid: process.info["cmdline"] or []
+                for process in psutil.process_iter(["cmdline"])
+            }
+            return {
+                name
+                for name in hosts.names
+                if any(what in word for pid in hosts.pids(name) for word in words.get(pid, []))
+            }
 
         child = run.start()
         run.reaches(2, child)
         leads, servers, trainers = run.owner(), running(SERVER), running(TRAINER)
-        assert len(servers) == len(trainers) == 2 and not servers & trainers and "head" not in servers | trainers
+        assert (
+            len(servers) == len(trainers) == 2
+            and not servers & trainers
+            and "head" not in servers | trainers
+        )
         # A machine that only serves is switched off, and another comes.
         gone = min(servers)
         cluster.kill(gone)
@@ -208,7 +248,8 @@ def test_hosts_of_a_network_die_and_are_cut_off(tmp_path: Path) -> None:
         run.reaches(5, child)
         assert re.search(rf"//{hosts.address(cut)}:\d+\S* is (taken|left) out", run.log.read_text())
         hosts.mend(cut)
-        # The program that began the run is killed; the run goes on, and the same command waits for it.
+        # The program that began the run is killed; the run goes on, and the same command waits for
+        # it.
         assert run.owner() == leads
         child.kill()
         child.wait()

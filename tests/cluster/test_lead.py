@@ -1,4 +1,6 @@
-"""The lead of a run on a cluster: one at a time, and it goes on when its machine or the program that began it dies."""
+"""The lead of a run on a cluster: one at a time, and it goes on when its machine or the program
+that began it dies.
+"""
 
 import os
 import signal
@@ -64,7 +66,9 @@ def begun(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def driver(folder: Path, cluster: RayCluster, iterations: int = 1, **environment: str) -> subprocess.Popen[str]:
+def driver(
+    folder: Path, cluster: RayCluster, iterations: int = 1, **environment: str
+) -> subprocess.Popen[str]:
     (folder / "drive.py").write_text(SCRIPT)
     return subprocess.Popen(
         [sys.executable, str(folder / "drive.py"), str(folder), cluster.address, str(iterations)],
@@ -74,12 +78,17 @@ def driver(folder: Path, cluster: RayCluster, iterations: int = 1, **environment
 
 @pytest.mark.e2e
 @pytest.mark.timeout(400)
-def test_one_lead_that_outlives_its_machine_and_its_driver(cluster: RayCluster, tmp_path: Path) -> None:
+def test_one_lead_that_outlives_its_machine_and_its_driver(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
     """Only this kills a machine of Ray's under a lead, and comes with another token."""
     first = driver(tmp_path, cluster)
     wait_for(lambda: begun(tmp_path))
     second, stranger = driver(tmp_path, cluster), driver(tmp_path, cluster, RAY_AUTH_TOKEN="f" * 64)
-    assert "another program waits for it; to end it: ray kill-" in second.communicate(timeout=90)[0] and second.returncode
+    assert (
+        "another program waits for it; to end it: ray kill-" in second.communicate(timeout=90)[0]
+        and second.returncode
+    )
     assert "cannot be used" in stranger.communicate(timeout=90)[0] and stranger.returncode
     assert len(begun(tmp_path)) == 1
     # The driver dies, and then the lead's machine.
@@ -97,7 +106,8 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(cluster: RayCluster, 
     assert not os.path.exists(f"/proc/{pid}")  # two were never there at once
     (tmp_path / "gate").touch()
     wait_for((tmp_path / "finished").exists)
-    # Nobody asked for the result: the same command takes the name over, and goes on where the run is.
+    # Nobody asked for the result: the same command takes the name over, and goes on where the run
+    # is.
     third = driver(tmp_path, cluster)
     said = third.communicate(timeout=90)[0]
     assert "result" in said and third.returncode == 0, said
@@ -108,7 +118,9 @@ def test_one_lead_that_outlives_its_machine_and_its_driver(cluster: RayCluster, 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_drivers_that_die(cluster: RayCluster, tmp_path: Path) -> None:
-    """Long: only this kills several drivers of a run. What the next one finds and says, without Ray: below."""
+    """Long: only this kills several drivers of a run. What the next one finds and says, without
+    Ray: below.
+    """
     first = driver(tmp_path, cluster)
     wait_for(lambda: len(begun(tmp_path)) == 1)
     # The same command waits for the run in its place; one that wants another run does not.
@@ -118,7 +130,9 @@ def test_drivers_that_die(cluster: RayCluster, tmp_path: Path) -> None:
     other = driver(tmp_path, cluster, iterations=2)
     assert "it has other settings" in other.communicate(timeout=90)[0] and other.returncode
     second = driver(tmp_path, cluster)
-    assert second.stdout is not None and any("the run runs already" in line for line in second.stdout)
+    assert second.stdout is not None and any(
+        "the run runs already" in line for line in second.stdout
+    )
     (tmp_path / "gate").touch()
     assert "result" in second.communicate(timeout=90)[0] and second.returncode == 0
     assert len(begun(tmp_path)) == 1
@@ -134,16 +148,21 @@ def test_drivers_that_die(cluster: RayCluster, tmp_path: Path) -> None:
     (tmp_path / "fails").unlink()
     fourth = driver(tmp_path, cluster)
     said = fourth.communicate(timeout=90)[0]
-    assert "note: the run ended while nobody waited for it: the disk is gone" in said and fourth.returncode == 0, said
+    assert (
+        "note: the run ended while nobody waited for it: the disk is gone" in said
+        and fourth.returncode == 0
+    ), said
     assert len(begun(tmp_path)) == 3
 
 
 @pytest.mark.e2e
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(tmp_path: Path) -> None:
-    """Long, as it starts another cluster: only this shows that Ray tells a lead so. What a lead does
-    then: below.
+def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(
+    tmp_path: Path,
+) -> None:
+    """Long, as it starts another cluster: only this shows that Ray tells a lead so. What a lead
+    does then: below.
     """
     pytest.importorskip("ray")
     with cluster_of(tmp_path, {"a": 1}, RAY_AUTH_MODE="disabled") as cluster:
@@ -157,7 +176,9 @@ def test_a_cluster_that_asks_for_no_token_is_refused_unless_that_is_accepted(tmp
         assert knowing.returncode == 0 and "result" in said, said
 
 
-def test_a_name_that_is_said_to_be_taken_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_said_to_be_taken_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By ray:// an actor is there at once, and its first method raises."""
     ray = pytest.importorskip("ray")
     from ttrl.cluster import lead
@@ -168,13 +189,21 @@ def test_a_name_that_is_said_to_be_taken_late(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(lead, "actor_class", Mock(return_value=actor))
     monkeypatch.setattr(lead.ray, "get_actor", Mock(return_value=other))
     monkeypatch.setattr(lead.ray, "get", Mock(return_value=(False, "another program waits for it")))
-    config = TrainConfig(run=str(tmp_path / "run"), model="tiny", iterations=1, cluster="ray://127.0.0.1:10001", device="cpu")
+    config = TrainConfig(
+        run=str(tmp_path / "run"),
+        model="tiny",
+        iterations=1,
+        cluster="ray://127.0.0.1:10001",
+        device="cpu",
+    )
     with pytest.raises(RunFolderError, match="another program waits for it"):
         lead._begin(config, print, {}, Console())
 
 
 def config_of(folder: Path, iterations: int = 1) -> TrainConfig:
-    return TrainConfig(run=str(folder / "run"), model="tiny", iterations=iterations, cluster="auto", device="cpu")
+    return TrainConfig(
+        run=str(folder / "run"), model="tiny", iterations=iterations, cluster="auto", device="cpu"
+    )
 
 
 def end_of(lead: Any) -> Any:
@@ -188,12 +217,18 @@ def lead_in_this_process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     pytest.importorskip("ray")
     from ttrl.cluster import lead
 
-    monkeypatch.setattr(lead.ray, "get_runtime_context", Mock(return_value=Mock(was_current_actor_reconstructed=False)))
+    monkeypatch.setattr(
+        lead.ray,
+        "get_runtime_context",
+        Mock(return_value=Mock(was_current_actor_reconstructed=False)),
+    )
     monkeypatch.setattr(lead, "_LOOK_SECONDS", 0.01)
     return lead
 
 
-def test_who_may_wait_for_a_lead(lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_may_wait_for_a_lead(
+    lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody while another program asks; then who wants the same run."""
     gate = threading.Event()
 
@@ -202,12 +237,18 @@ def test_who_may_wait_for_a_lead(lead_in_this_process: ModuleType, tmp_path: Pat
         return "result"
 
     one = lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)
-    assert one.looked_at(config_of(tmp_path)) == (False, "another program waits for it") and one.done() is None
+    assert (
+        one.looked_at(config_of(tmp_path)) == (False, "another program waits for it")
+        and one.done() is None
+    )
     monkeypatch.setattr(lead_in_this_process, "_LEFT_SECONDS", 0.0)
     assert one.looked_at(config_of(tmp_path, iterations=2)) == (False, "it has other settings")
     assert one.looked_at(config_of(tmp_path)) == (False, None)
     gate.set()
-    assert end_of(one) == ("result", None) == one.done() and one.looked_at(config_of(tmp_path)) == (True, None)
+    assert end_of(one) == ("result", None) == one.done() and one.looked_at(config_of(tmp_path)) == (
+        True,
+        None,
+    )
 
 
 def test_a_lead_refuses_a_cluster_that_asks_for_no_token(
@@ -217,17 +258,25 @@ def test_a_lead_refuses_a_cluster_that_asks_for_no_token(
     work = Mock(return_value="result")
     name, said = end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, False))[1]
     assert name == "UserError" and "this Ray cluster asks for no token" in said and not work.called
-    assert end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)) == ("result", None)
+    assert end_of(lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)) == (
+        "result",
+        None,
+    )
 
 
-def test_a_lead_waits_for_an_owner_that_has_just_died(lead_in_this_process: ModuleType, tmp_path: Path) -> None:
+def test_a_lead_waits_for_an_owner_that_has_just_died(
+    lead_in_this_process: ModuleType, tmp_path: Path
+) -> None:
     work = Mock(side_effect=[RunFolderInUseError("by another"), RunFolderError("the disk is gone")])
     lead = lead_in_this_process.Lead(config_of(tmp_path), work, {}, True)
     assert end_of(lead) == (None, ("RunFolderError", "the disk is gone")) and work.call_count == 2
 
 
 def test_the_next_driver_joins_a_lead_or_says_how_it_ended(
-    lead_in_this_process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    lead_in_this_process: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     lead, other, new = lead_in_this_process, Mock(), Mock()
     new.__ray_ready__ = Mock()
@@ -239,7 +288,10 @@ def test_the_next_driver_joins_a_lead_or_says_how_it_ended(
     monkeypatch.setattr(lead.ray, "get", Mock(side_effect=answers))
     assert lead._begin(config_of(tmp_path), print, {}, Console()) == (other, False)
     assert lead._begin(config_of(tmp_path), print, {}, Console()) == (new, True)
-    assert "note: the run ended while nobody waited for it: the disk is gone" in capsys.readouterr().out
+    assert (
+        "note: the run ended while nobody waited for it: the disk is gone"
+        in capsys.readouterr().out
+    )
     lead.ray.kill.assert_called_once_with(other)
 
 
@@ -251,7 +303,9 @@ def test_errors_travel_as_words() -> None:
     assert type(died) is ServerDiedError and str(died) == "it is gone"
     both = connection.from_words(connection.as_words(ConfigError("config", ["a", "b"])))
     assert isinstance(both, UserError) and "2 problems" in str(both)
-    assert "ZeroDivisionError: by 0" in str(connection.from_words(connection.as_words(ZeroDivisionError("by 0"))))
+    assert "ZeroDivisionError: by 0" in str(
+        connection.from_words(connection.as_words(ZeroDivisionError("by 0")))
+    )
 
 
 def test_tasks_too_large_for_a_cluster_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

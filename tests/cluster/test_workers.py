@@ -1,4 +1,6 @@
-"""Sampling workers as actors of a Ray cluster: their groups are those of one process, also when one of them is killed."""
+"""Sampling workers as actors of a Ray cluster: their groups are those of one process, also when one
+of them is killed.
+"""
 
 import json
 import subprocess
@@ -98,7 +100,9 @@ SCRIPT = textwrap.dedent(
 @pytest.mark.e2e
 @pytest.mark.timeout(500)
 def test_a_worker_is_killed_and_nothing_is_lost(cluster: RayCluster, tmp_path: Path) -> None:
-    """Only this samples in actors of Ray, and shows which GPUs an actor sees and what a trainer there says."""
+    """Only this samples in actors of Ray, and shows which GPUs an actor sees and what a trainer
+    there says.
+    """
     check_that_nothing_is_lost(cluster, tmp_path)
 
 
@@ -106,8 +110,8 @@ def test_a_worker_is_killed_and_nothing_is_lost(cluster: RayCluster, tmp_path: P
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_where_workers_start_slowly(tmp_path: Path) -> None:
-    """Long: only here do actors take longer to start than Ray waits for an answer. All else is tried
-    above.
+    """Long: only here do actors take longer to start than Ray waits for an answer. All else is
+    tried above.
     """
     pytest.importorskip("ray")
     (tmp_path / "sitecustomize.py").write_text(SLOW_IMPORTS)
@@ -118,11 +122,20 @@ def test_nothing_is_lost_where_workers_start_slowly(tmp_path: Path) -> None:
 def check_that_nothing_is_lost(cluster: RayCluster, folder: Path) -> None:
     model = make_tiny_model(folder / "model", layers=1, width=64, heads=2)
     (folder / "drive.py").write_text(SCRIPT)
-    words = [sys.executable, str(folder / "drive.py"), str(model), cluster.address, str(Path(__file__).parents[1])]
-    ended = subprocess.run(words, env=cluster.environment, capture_output=True, text=True, timeout=480)
+    words = [
+        sys.executable,
+        str(folder / "drive.py"),
+        str(model),
+        cluster.address,
+        str(Path(__file__).parents[1]),
+    ]
+    ended = subprocess.run(
+        words, env=cluster.environment, capture_output=True, text=True, timeout=480
+    )
     assert ended.returncode == 0, ended.stderr[-6000:]
     found = json.loads(ended.stdout.splitlines()[-1])
-    # One of the groups has strings of tokens that are not this tokenizer's: it is left to whoever packs.
+    # One of the groups has strings of tokens that are not this tokenizer's: it is left to whoever
+    # packs.
     assert found.pop("workers") in (2, 3) and found.pop("tokenized") >= 59 * 3, found
     none, two = found.pop("devices")
     assert none == "" and len(two.split(",")) == 2
@@ -135,7 +148,9 @@ def test_how_many_workers_a_run_has() -> None:
     from ttrl.cluster.workers import worker_count
 
     def count(**settings: object) -> int:
-        return worker_count(TrainConfig(run="r", model="m", iterations=1, cluster="auto", **settings))  # type: ignore[arg-type]
+        return worker_count(
+            TrainConfig(run="r", model="m", iterations=1, cluster="auto", **settings)
+        )  # type: ignore[arg-type]
 
     assert [count(servers=n) for n in (1, 32, 33, 1000)] == [0, 0, 3, 63]
     assert count(servers=2, sampling_workers=4) == 2 and count(servers=100, sampling_workers=0) == 0

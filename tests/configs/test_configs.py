@@ -35,20 +35,28 @@ def problems(**values: Any) -> list[str]:
 
 
 def test_values_that_are_right():
-    parsed = Example.parse({"name": "x", "count": 3, "rate": 1, "limit": None, "words": ("a", "b")}, "here")
+    parsed = Example.parse(
+        {"name": "x", "count": 3, "rate": 1, "limit": None, "words": ("a", "b")}, "here"
+    )
     assert parsed == Example(name="x", count=3, rate=1.0, words=["a", "b"])
     assert type(parsed.rate) is float
     assert Example.parse(parsed.to_dict(), "again") == parsed
 
 
 @pytest.mark.parametrize(
-    ("given", "value"), [("1e-4", 1e-4), ("1.5", 1.5), (2, 2.0), (True, None), ("fast", None), ("nan", None)]
+    ("given", "value"),
+    [("1e-4", 1e-4), ("1.5", 1.5), (2, 2.0), (True, None), ("fast", None), ("nan", None)],
 )
 def test_floats_take_what_yaml_reads_as_text(given, value):
     if value is None:
-        assert problems(name="x", count=1, rate=given) == [f"rate is {given!r}; it must be a number"]
+        assert problems(name="x", count=1, rate=given) == [
+            f"rate is {given!r}; it must be a number"
+        ]
     else:
-        assert Example.parse({"name": "x", "count": 1, "rate": given, "share": given}, "here").rate == value
+        assert (
+            Example.parse({"name": "x", "count": 1, "rate": given, "share": given}, "here").rate
+            == value
+        )
 
 
 @pytest.mark.parametrize("given", [math.nan, math.inf, -math.inf, "inf", None, [1.0]])
@@ -63,17 +71,23 @@ def test_whole_numbers_are_nothing_else(given):
 
 @pytest.mark.parametrize("given", [1, 0, "true", None])
 def test_flags_are_nothing_else(given):
-    assert problems(name="x", count=1, flag=given) == [f"flag is {given!r}; it must be true or false"]
+    assert problems(name="x", count=1, flag=given) == [
+        f"flag is {given!r}; it must be true or false"
+    ]
 
 
 @pytest.mark.parametrize("given", ["FAST", "", True, None, ["fast"], {}])
 def test_literals(given):
-    assert problems(name="x", count=1, mode=given) == [f"mode is {given!r}; it must be one of 'fast', 'slow'"]
+    assert problems(name="x", count=1, mode=given) == [
+        f"mode is {given!r}; it must be one of 'fast', 'slow'"
+    ]
 
 
 @pytest.mark.parametrize("given", ["3", True, 1.5])
 def test_unions(given):
-    assert problems(name="x", count=1, limit=given) == [f"limit is {given!r}; it must be a whole number or null"]
+    assert problems(name="x", count=1, limit=given) == [
+        f"limit is {given!r}; it must be a whole number or null"
+    ]
 
 
 def test_texts_and_paths():
@@ -83,18 +97,27 @@ def test_texts_and_paths():
 
 @pytest.mark.parametrize("given", [5, ["a"], {1: 2}, None])
 def test_mappings(given):
-    assert problems(name="x", count=1, extra=given) == [f"extra is {given!r}; it must be a mapping with names as keys"]
+    assert problems(name="x", count=1, extra=given) == [
+        f"extra is {given!r}; it must be a mapping with names as keys"
+    ]
 
 
 def test_lists():
-    assert problems(name="x", count=1, words="abc") == ["words is 'abc'; it must be a list of which each is a string"]
-    assert problems(name="x", count=1, words=[1]) == ["words is [1]; it must be a list of which each is a string"]
+    assert problems(name="x", count=1, words="abc") == [
+        "words is 'abc'; it must be a list of which each is a string"
+    ]
+    assert problems(name="x", count=1, words=[1]) == [
+        "words is [1]; it must be a list of which each is a string"
+    ]
 
 
 def test_a_near_miss_is_named_and_otherwise_all_keys():
     near, far = problems(name="x", count=1, cuont=2, zzz=3)
     assert near == "unknown key 'cuont'; did you mean 'count'?"
-    assert far == "unknown key 'zzz'; known keys: name, count, rate, flag, mode, limit, share, extra, words"
+    assert (
+        far == "unknown key 'zzz'; known keys: name, count, rate, flag, mode, limit, share, extra, "
+        "words"
+    )
 
 
 def test_every_problem_at_once_even_where_a_required_value_is_wrong_or_missing():
@@ -146,7 +169,10 @@ def grpo(**values: Any) -> list[str]:
         ({"max_grad_norm": 0}, "max_grad_norm is 0.0; it must be above 0, or null"),
         ({"lr_schedule": "cosine"}, "lr_schedule 'cosine' needs total_steps"),
         ({"total_steps": 10}, "total_steps is 10, which does nothing with lr_schedule 'constant'"),
-        ({"lr_schedule": "linear", "warmup_steps": 10, "total_steps": 10}, "warmup_steps (10) must be below total_steps (10)"),
+        (
+            {"lr_schedule": "linear", "warmup_steps": 10, "total_steps": 10},
+            "warmup_steps (10) must be below total_steps (10)",
+        ),
         ({"clip_low": 1.5}, "clip_low is 1.5; it must be in [0, 1]"),
         ({"clip_high": -0.1}, "clip_high is -0.1"),
         (

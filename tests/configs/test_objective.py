@@ -1,4 +1,6 @@
-"""Settings of the objective that make no sense, by themselves or together, are told before anything starts."""
+"""Settings of the objective that make no sense, by themselves or together, are told before anything
+starts.
+"""
 
 import pytest
 
@@ -19,9 +21,25 @@ RIGHT = [
     {"kl_coefficient": 0.1},  # the pack may hold the reference's log-probabilities
     {"token_rewards": "implicit"},
     {"entropy_coefficient": 0.01, "entropy_schedule": "linear", "entropy_until_step": 100},
-    {"entropy_coefficient": 0.01, "entropy_schedule": "linear", "entropy_from_step": 99, "entropy_until_step": 100},
-    {"objective": "reinforce", "off_policy": "mask", "off_policy_cap": 5.0, "off_policy_floor": 0.5},
-    {"value_head": True, "value_clip": 0.2, "value_lr": 1e-4, "value_grad_in_decoder": True, "lam": 0.95},
+    {
+        "entropy_coefficient": 0.01,
+        "entropy_schedule": "linear",
+        "entropy_from_step": 99,
+        "entropy_until_step": 100,
+    },
+    {
+        "objective": "reinforce",
+        "off_policy": "mask",
+        "off_policy_cap": 5.0,
+        "off_policy_floor": 0.5,
+    },
+    {
+        "value_head": True,
+        "value_clip": 0.2,
+        "value_lr": 1e-4,
+        "value_grad_in_decoder": True,
+        "lam": 0.95,
+    },
 ]
 WRONG = [
     ({"objective": "grpo"}, "objective is 'grpo'; it must be one of 'ppo'"),
@@ -36,27 +54,59 @@ WRONG = [
     ),
     ({"objective": "clip_cov", "covariance_bounds": [1.0]}, "covariance_bounds are [1.0]"),
     ({"objective": "kl_cov", "kl_cov_coefficient": 0.0}, "kl_cov_coefficient is 0.0"),
-    ({"kl_coefficient": 0.1, "kl_estimator": "full"}, "kl_coefficient is above 0, with kl_estimator 'full', but reference_model"),
+    (
+        {"kl_coefficient": 0.1, "kl_estimator": "full"},
+        "kl_coefficient is above 0, with kl_estimator 'full', but reference_model",
+    ),
     ({"kl_coefficient": -0.1}, "kl_coefficient is -0.1"),
     ({"kl_after_steps": 5}, "kl_after_steps is 5 but kl_coefficient is 0"),
-    ({"kl_in": "reward", "kl_estimator": "full", "kl_coefficient": 1.0, **REFERENCE}, "kl_estimator 'full' with kl_in 'reward'"),
+    (
+        {"kl_in": "reward", "kl_estimator": "full", "kl_coefficient": 1.0, **REFERENCE},
+        "kl_estimator 'full' with kl_in 'reward'",
+    ),
     (
         {"token_rewards": "implicit", "kl_coefficient": 0.1, "kl_in": "reward", **REFERENCE},
         "token_rewards 'implicit' with kl_in 'reward'",
     ),
-    ({"token_rewards": "implicit", "value_head": True, **REFERENCE}, "token_rewards 'implicit' with value_head"),
+    (
+        {"token_rewards": "implicit", "value_head": True, **REFERENCE},
+        "token_rewards 'implicit' with value_head",
+    ),
     ({"token_rewards": "implicit", "implicit_beta": 0.0, **REFERENCE}, "implicit_beta is 0.0"),
     ({"entropy_coefficient": -1.0}, "entropy_coefficient is -1.0"),
-    ({"entropy_coefficient": 0.1, "entropy_schedule": "linear"}, "entropy_schedule 'linear' needs entropy_until_step"),
-    ({"entropy_coefficient": 0.1, "entropy_until_step": 5}, "entropy_until_step is 5 with entropy_schedule 'constant'"),
-    ({"entropy_schedule": "linear", "entropy_until_step": 5}, "entropy_schedule is 'linear' but entropy_coefficient is 0"),
     (
-        {"entropy_coefficient": 0.1, "entropy_schedule": "linear", "entropy_from_step": 5, "entropy_until_step": 5},
+        {"entropy_coefficient": 0.1, "entropy_schedule": "linear"},
+        "entropy_schedule 'linear' needs entropy_until_step",
+    ),
+    (
+        {"entropy_coefficient": 0.1, "entropy_until_step": 5},
+        "entropy_until_step is 5 with entropy_schedule 'constant'",
+    ),
+    (
+        {"entropy_schedule": "linear", "entropy_until_step": 5},
+        "entropy_schedule is 'linear' but entropy_coefficient is 0",
+    ),
+    (
+        {
+            "entropy_coefficient": 0.1,
+            "entropy_schedule": "linear",
+            "entropy_from_step": 5,
+            "entropy_until_step": 5,
+        },
         "entropy_from_step is 5 and entropy_until_step 5; the bonus falls",
     ),
-    ({"entropy_coefficient": 0.1, "entropy_from_step": 5}, "entropy_from_step is 5, which does nothing with entropy_schedule"),
-    ({"off_policy": "token", "off_policy_cap": 0.5}, "off_policy_cap is 0.5; it must be at least 1"),
-    ({"off_policy": "mask", "off_policy_floor": 1.5}, "off_policy_floor is 1.5; it must be in [0, 1]"),
+    (
+        {"entropy_coefficient": 0.1, "entropy_from_step": 5},
+        "entropy_from_step is 5, which does nothing with entropy_schedule",
+    ),
+    (
+        {"off_policy": "token", "off_policy_cap": 0.5},
+        "off_policy_cap is 0.5; it must be at least 1",
+    ),
+    (
+        {"off_policy": "mask", "off_policy_floor": 1.5},
+        "off_policy_floor is 1.5; it must be in [0, 1]",
+    ),
     ({"value_head": True, "gamma": 1.1}, "gamma is 1.1; it must be in [0, 1]"),
     ({"value_head": True, "lam": -0.1}, "lam is -0.1; it must be in [0, 1]"),
     ({"value_head": True, "value_coefficient": 0.0}, "value_coefficient is 0.0"),
@@ -65,13 +115,29 @@ WRONG = [
 
 
 def test_defaults_of_gspo_are_its_papers():
-    """arXiv 2507.18071, section 5.1: clipping ranges of 3e-4 and 4e-4, and a mean over responses (equation 5)."""
-    bounds = {name: ObjectiveConfig(objective=name).clip_bounds for name in ("gspo", "ppo", "cispo", "clip_cov")}
-    assert bounds == {"gspo": (3e-4, 4e-4), "ppo": (0.2, 0.2), "cispo": (0.2, 0.2), "clip_cov": (0.2, 0.2)}
+    """arXiv 2507.18071, section 5.1: clipping ranges of 3e-4 and 4e-4, and a mean over responses
+    (equation 5).
+    """
+    bounds = {
+        name: ObjectiveConfig(objective=name).clip_bounds
+        for name in ("gspo", "ppo", "cispo", "clip_cov")
+    }
+    assert bounds == {
+        "gspo": (3e-4, 4e-4),
+        "ppo": (0.2, 0.2),
+        "cispo": (0.2, 0.2),
+        "clip_cov": (0.2, 0.2),
+    }
     assert ObjectiveConfig(objective="gspo", clip_high=0.1).clip_bounds == (3e-4, 0.1)
     run = {"run": "r", "model": "m", "iterations": 1}
-    assert TrainConfig(**run, training={"objective": "gspo"}).resolved(cuda=False).aggregation == "sequence"
-    assert TrainConfig(**run, training={"objective": "gspo"}, aggregation="token").resolved_aggregation == "token"
+    assert (
+        TrainConfig(**run, training={"objective": "gspo"}).resolved(cuda=False).aggregation
+        == "sequence"
+    )
+    assert (
+        TrainConfig(**run, training={"objective": "gspo"}, aggregation="token").resolved_aggregation
+        == "token"
+    )
     assert TrainConfig(**run).resolved(cuda=False).aggregation == "token"
 
 
@@ -85,7 +151,11 @@ NOTHING = [  # a setting, what it would do nothing with, and what it is for
     ({"off_policy_cap": 5.0}, {}, {"off_policy": "sequence"}),
     ({"off_policy_floor": 0.2}, {"off_policy": "token"}, {"off_policy": "mask"}),
     ({"implicit_beta": 0.1}, REFERENCE, {"token_rewards": "implicit", **REFERENCE}),
-    ({"gamma": 0.9}, {"kl_coefficient": 0.1, **REFERENCE}, {"kl_coefficient": 0.1, "kl_in": "reward", **REFERENCE}),
+    (
+        {"gamma": 0.9},
+        {"kl_coefficient": 0.1, **REFERENCE},
+        {"kl_coefficient": 0.1, "kl_in": "reward", **REFERENCE},
+    ),
     ({"gamma": 0.9}, {}, {"value_head": True}),
     ({"lam": 0.95}, {}, {"value_head": True}),
     ({"value_coefficient": 1.0}, {}, {"value_head": True}),
@@ -120,8 +190,17 @@ def test_a_setting_that_does_nothing_is_told(setting, without, use):
 
 
 def test_a_penalty_that_can_do_nothing():
-    values = {"model": "m", "packed": "p", "output_dir": "o", "objective": "kl_cov", "off_policy": "token"}
-    with pytest.raises(ConfigError, match="'kl_cov' with off_policy 'token' and updates_per_iteration 1"):
+    values = {
+        "model": "m",
+        "packed": "p",
+        "output_dir": "o",
+        "objective": "kl_cov",
+        "off_policy": "token",
+    }
+    with pytest.raises(
+        ConfigError, match="'kl_cov' with off_policy 'token' and updates_per_iteration 1"
+    ):
         GRPOConfig.parse(values, "test")
     GRPOConfig.parse(values | {"updates_per_iteration": 2}, "test")
-    GRPOConfig.parse(values | {"off_policy": "none"}, "test")  # the sampler may be older: the recipe warns
+    # The sampler may be older: the recipe warns.
+    GRPOConfig.parse(values | {"off_policy": "none"}, "test")

@@ -1,4 +1,6 @@
-"""TrainConfig: what it refuses before anything starts, and what it writes into a recipe's config."""
+"""TrainConfig: what it refuses before anything starts, and what it writes into a recipe's
+config.
+"""
 
 import dataclasses
 import os
@@ -38,33 +40,63 @@ def test_defaults_are_right():
         ({"aggregation": "constant"}, "they go together"),
         ({"constant_length": 10}, "they go together"),
         ({"keep_checkpoints": 2}, "keep_checkpoints is 2; it must be at least 3"),
-        ({"weight_sync": "inplace"}, "weight_sync is 'inplace'; it must be one of 'auto', 'reload', 'restart'"),
-        ({"seq_len": 500, "max_tokens": 501}, "seq_len is 500, below max_tokens 501: raise it, or set too_long 'truncate'"),
+        (
+            {"weight_sync": "inplace"},
+            "weight_sync is 'inplace'; it must be one of 'auto', 'reload', 'restart'",
+        ),
+        (
+            {"seq_len": 500, "max_tokens": 501},
+            "seq_len is 500, below max_tokens 501: raise it, or set too_long 'truncate'",
+        ),
         ({"sampling": {"n": 4}}, "sampling: 'n' has a setting of its own"),
         ({"training": {"packed": "x"}}, "training: 'packed' is set by the loop"),
-        ({"training": {"learning_rate": 1e-4}}, "training: unknown key 'learning_rate'; did you mean 'lr'?"),
-        ({"training": {"max_tokens": 9}}, "training: 'max_tokens' is a setting of the run, not of its recipe"),
-        ({"training": {"zzz": 9}}, "training: unknown key 'zzz'; `ttrl config` lists all that there are"),
+        (
+            {"training": {"learning_rate": 1e-4}},
+            "training: unknown key 'learning_rate'; did you mean 'lr'?",
+        ),
+        (
+            {"training": {"max_tokens": 9}},
+            "training: 'max_tokens' is a setting of the run, not of its recipe",
+        ),
+        (
+            {"training": {"zzz": 9}},
+            "training: unknown key 'zzz'; `ttrl config` lists all that there are",
+        ),
         ({"lr": 1e-4}, "unknown key 'lr'; write training={'lr': …}"),
         ({"learning_rate": 1e-4}, "unknown key 'learning_rate'; write training={'lr': …}"),
         ({"num_generations": 8}, "unknown key 'num_generations'; did you mean 'samples_per_task'?"),
         ({"max_model_len": 8}, "unknown key 'max_model_len'; write server={'max_model_len': …}"),
         ({"training": {"lrr": 1e-4}}, "training: unknown key 'lrr'; did you mean 'lr'?"),
         ({"training": {"lr": "fast"}}, "training: lr is 'fast'; it must be a number"),
-        ({"training": {"lr_schedule": "linear"}}, "training: lr_schedule 'linear' needs total_steps"),
+        (
+            {"training": {"lr_schedule": "linear"}},
+            "training: lr_schedule 'linear' needs total_steps",
+        ),
         ({"training": {"lr_rows": 0}}, "training: lr_rows is 0; it must be at least 1"),
-        ({"training": {"max_skipped_steps": -1}}, "training: max_skipped_steps is -1; it must be at least 0"),
+        (
+            {"training": {"max_skipped_steps": -1}},
+            "training: max_skipped_steps is -1; it must be at least 0",
+        ),
         ({"training": "lr=1"}, "training is 'lr=1', a file that cannot be read"),
         ({"training": {"lr": np.float64(1e-4)}}, "training holds what config.yaml cannot"),
         ({"server": {"max_model_len": np.int64(5)}}, "server holds what config.yaml cannot"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
-        ({"advantages": "median"}, "advantages is 'median'; it must be one of 'std', 'mean', 'leave_one_out', 'batch'"),
+        (
+            {"advantages": "median"},
+            "advantages is 'median'; it must be one of 'std', 'mean', 'leave_one_out', 'batch'",
+        ),
         ({"advantage_std_floor": 0}, "advantage_std_floor is 0.0; it must be above 0"),
-        ({"advantage_clip": 0.0}, "advantage_clip is 0.0; it must be above 0, or null for no clipping"),
+        (
+            {"advantage_clip": 0.0},
+            "advantage_clip is 0.0; it must be above 0, or null for no clipping",
+        ),
         ({"reward_power": -1}, "reward_power is -1.0; it must be above 0"),
         ({"surprise_bonus": 1.5}, "surprise_bonus is 1.5; it must be in [0, 1]"),
         ({"surprise_until": "end"}, "surprise_until is 'end' without a surprise_bonus"),
-        ({"too_long": "cut"}, "too_long is 'cut'; it must be one of 'drop', 'error', 'truncate', 'extend'"),
+        (
+            {"too_long": "cut"},
+            "too_long is 'cut'; it must be one of 'drop', 'error', 'truncate', 'extend'",
+        ),
         ({"share": "all"}, "share is 'all'; it must be one of 'tree', 'prompt', 'none'"),
         ({"dynamic_sampling": 0}, "dynamic_sampling is 0; it must be at least 1"),
         ({"max_extra_tasks": 4}, "max_extra_tasks is given without dynamic_sampling"),
@@ -78,7 +110,13 @@ def test_what_is_refused(changes, text):
 
 
 def test_all_problems_at_once():
-    found = problems(iterations="ten", seq_len=0, training={"lrr": 1, "clip_low": 2}, sampling={"model": "x"}, device="tpu")
+    found = problems(
+        iterations="ten",
+        seq_len=0,
+        training={"lrr": 1, "clip_low": 2},
+        sampling={"model": "x"},
+        device="tpu",
+    )
     for text in (
         "iterations is 'ten'",
         "seq_len is 0",
@@ -98,7 +136,9 @@ def test_defaults_are_those_of_a_config_that_gives_nothing_else():
 
 
 def test_kl_needs_no_reference_from_the_person():
-    assert config(training={"kl_coefficient": 0.1}).check("TrainConfig").training == {"kl_coefficient": 0.1}
+    assert config(training={"kl_coefficient": 0.1}).check("TrainConfig").training == {
+        "kl_coefficient": 0.1
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,8 +148,25 @@ def test_kl_needs_no_reference_from_the_person():
         ({"kl_coefficient": 0.1, "kl_in": "reward", "kl_estimator": "k1"}, True),
         ({"token_rewards": "implicit"}, True),
         ({"kl_coefficient": 0.1, "kl_estimator": "full", "kl_after_steps": 100}, True),
-        ({"objective": "gspo", "value_head": True, "off_policy": "token", "lr_rows": 8, "profile_steps": 1}, False),
-        ({"objective": "clip_cov", "covariance_bounds": [0.5, 4], "max_skipped_steps": 0, "measure_peak": False}, False),
+        (
+            {
+                "objective": "gspo",
+                "value_head": True,
+                "off_policy": "token",
+                "lr_rows": 8,
+                "profile_steps": 1,
+            },
+            False,
+        ),
+        (
+            {
+                "objective": "clip_cov",
+                "covariance_bounds": [0.5, 4],
+                "max_skipped_steps": 0,
+                "measure_peak": False,
+            },
+            False,
+        ),
     ],
 )
 def test_the_recipe_s_options_pass_through(training, needed):
@@ -119,10 +176,21 @@ def test_the_recipe_s_options_pass_through(training, needed):
         {"covariance_bounds": (0.5, 4.0)} if "covariance_bounds" in training else {}
     )
     assert made.needs_reference == needed
-    assert GRPOConfig.parse(yaml.safe_load(yaml.safe_dump(made.to_dict())), "as written for the recipe") == made
+    assert (
+        GRPOConfig.parse(
+            yaml.safe_load(yaml.safe_dump(made.to_dict())), "as written for the recipe"
+        )
+        == made
+    )
 
 
-ADVANTAGES = {"advantages": "mean", "advantage_std_floor": 0.1, "advantage_clip": 2.0, "reward_power": 2.0, "surprise_bonus": 0.1}
+ADVANTAGES = {
+    "advantages": "mean",
+    "advantage_std_floor": 0.1,
+    "advantage_clip": 2.0,
+    "reward_power": 2.0,
+    "surprise_bonus": 0.1,
+}
 
 
 @pytest.mark.parametrize("training", [{"value_head": True}, {"token_rewards": "implicit"}])
@@ -131,17 +199,29 @@ def test_settings_of_advantages_that_the_recipe_makes_itself(name, training):
     change = {name: ADVANTAGES[name]}
     assert config(**change).problems() == config(training=training).problems() == []
     [problem] = problems(training=training, **change)
-    assert problem.startswith(f"{name} is ") and "the recipe makes advantages of graders' rewards" in problem
+    assert (
+        problem.startswith(f"{name} is ")
+        and "the recipe makes advantages of graders' rewards" in problem
+    )
 
 
 def test_recipe_config_is_training_and_what_the_loop_sets():
-    values = {"model": "/a", "packed": "/b", "output_dir": "/c", "state": None, "iteration": 7, "device": "cpu"}
+    values = {
+        "model": "/a",
+        "packed": "/b",
+        "output_dir": "/c",
+        "state": None,
+        "iteration": 7,
+        "device": "cpu",
+    }
     made = config(seed=3, training={"lr": "1e-4", "clip_high": 0.28}).recipe_config(values)
     assert (made.lr, made.clip_high, made.seed, made.iteration) == (1e-4, 0.28, 3, 7)
     assert (made.model, made.packed, made.output_dir, made.state) == ("/a", "/b", "/c", None)
 
 
-@pytest.mark.parametrize(("cuda", "device", "dtype"), [(False, "cpu", "fp32"), (True, "cuda", "bf16")])
+@pytest.mark.parametrize(
+    ("cuda", "device", "dtype"), [(False, "cpu", "fp32"), (True, "cuda", "bf16")]
+)
 def test_resolved_says_what_the_machine_decides(cuda, device, dtype):
     made = config(nproc_per_node=2).resolved(cuda=cuda)
     assert (made.device, made.dtype) == (device, dtype)
@@ -150,7 +230,10 @@ def test_resolved_says_what_the_machine_decides(cuda, device, dtype):
 
 
 def test_gpus_are_shared_unless_they_are_split():
-    shared = [config(device="cuda", **more).shares_gpu for more in ({}, {"placement": "split"}, {"servers": 0})]
+    shared = [
+        config(device="cuda", **more).shares_gpu
+        for more in ({}, {"placement": "split"}, {"servers": 0})
+    ]
     assert shared == [True, False, False] and not config(device="cpu").shares_gpu
 
 
@@ -160,7 +243,11 @@ def test_resolved_keeps_what_was_chosen():
 
 
 def test_greedy_samples_may_be_several_as_in_older_runs():
-    assert config(validation_samples=4, validation_temperature=0).problems() == config(validation_samples=4).problems() == []
+    assert (
+        config(validation_samples=4, validation_temperature=0).problems()
+        == config(validation_samples=4).problems()
+        == []
+    )
 
 
 def test_resolved_does_not_depend_on_the_cores_beyond_one():
@@ -170,8 +257,14 @@ def test_resolved_does_not_depend_on_the_cores_beyond_one():
 def test_servers_are_counted_wherever_they_are():
     """A share of the work is divided by their number, so it is never 0."""
     joined = {"joined_servers": ["http://10.0.0.7:8000"]}
-    assert [config(**one).servers_in_all for one in ({}, {"servers": 2}, {"servers": 0, **joined}, joined)] == [1, 2, 1, 2]
-    assert [config(cluster="auto", **one).servers_in_all for one in ({}, {"servers": 8}, {"servers": 8, **joined})] == [1, 8, 9]
+    assert [
+        config(**one).servers_in_all
+        for one in ({}, {"servers": 2}, {"servers": 0, **joined}, joined)
+    ] == [1, 2, 1, 2]
+    assert [
+        config(cluster="auto", **one).servers_in_all
+        for one in ({}, {"servers": 8}, {"servers": 8, **joined})
+    ] == [1, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +280,8 @@ def test_the_gpus_of_a_server(arguments, gpus):
     assert gpus_of_a_server(arguments) == gpus
 
 
-# Written by a version whose settings lay in seven classes, in another order; every setting is there.
+# Written by a version whose settings lay in seven classes, in another order; every setting is
+# there.
 OLD_CONFIG = """
 {drift: "warn", drift_limits: {"mean": 0.1, "ess": null}, loggers: ["stdout"], trainer: "resident", trainer_memory: "keep",
 trainer_restarts: 1, keep_best: 1, keep_every: 10, mirror: "s3://bucket/runs/old", servers: 1, joined_servers: [],
@@ -208,7 +302,9 @@ def test_config_yaml_of_an_older_version_means_the_same():
     assert read == {name: plain.get(name) for name in read} | {
         name: values[name] for name in values if name not in TrainConfig.gone
     }
-    with pytest.raises(ConfigError, match=r"rdzv_endpoint is gone: several machines train on a Ray cluster"):
+    with pytest.raises(
+        ConfigError, match=r"rdzv_endpoint is gone: several machines train on a Ray cluster"
+    ):
         TrainConfig.parse(values | {"rdzv_endpoint": "10.0.0.7:29400"}, "config.yaml")
     assert TrainConfig(**values) == TrainConfig.parse(values, "config.yaml")
 
@@ -248,8 +344,12 @@ def test_weights_go_through_memory_on_a_cpu_where_nobody_needs_files(settings, w
     resolved = config.resolved(cuda=False)
     assert resolved.weight_sync == way and resolved.hands_over == (way == "memory")
     assert (resolved.files_because is None) == (way == "memory" or "weight_sync" in settings)
-    assert config.resolved(cuda=True).weight_sync == "reload"  # there the choice is `ttrl.plans.choices`'
+    # There the choice is `ttrl.plans.choices`'.
+    assert config.resolved(cuda=True).weight_sync == "reload"
     some_take_it = {"cache", "joined_servers"} & settings.keys()
     asked = dataclasses.replace(config, weight_sync="memory").resolved(cuda=False)
     assert asked.hands_over == (not settings or bool(some_take_it) or "weight_sync" in settings)
-    assert TrainConfig(run="r", model="m", iterations=1, save_every=5).resolved(cuda=True).save_every == 1
+    assert (
+        TrainConfig(run="r", model="m", iterations=1, save_every=5).resolved(cuda=True).save_every
+        == 1
+    )

@@ -1,4 +1,6 @@
-"""Counts of mixtures of experts and hybrids, against transformers' own classes of every model that ttrl checks."""
+"""Counts of mixtures of experts and hybrids, against transformers' own classes of every model that
+ttrl checks.
+"""
 
 import json
 import sys
@@ -108,10 +110,14 @@ VARIANTS = {
     "olmo_hybrid": [{"num_hidden_layers": 5, "layer_types": None}],
     "cohere2": [{"attention_bias": True, "num_hidden_layers": 5, "layer_types": None}],
 }
-CASES = [(name, {}) for name in MODELS] + [(name, one) for name, several in VARIANTS.items() for one in several]
+CASES = [(name, {}) for name in MODELS] + [
+    (name, one) for name, several in VARIANTS.items() for one in several
+]
 
 
-@pytest.mark.parametrize(("name", "changes"), CASES, ids=[f"{name}{number}" for number, (name, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "changes"), CASES, ids=[f"{name}{number}" for number, (name, _) in enumerate(CASES)]
+)
 def test_parameters_are_those_of_the_class(name, changes):
     config = tiny_config(name, **changes)
     counted = decoder_parameters(json.loads(config.to_json_string()))
@@ -123,7 +129,9 @@ def test_parameters_are_those_of_the_class(name, changes):
 @pytest.mark.parametrize("name", ["lfm2", "smollm3", "seed_oss", "qwen3_moe"])
 def test_checkpoints_hold_what_is_counted(name):
     _, stored = layout_of_class(tiny_config(name))
-    assert decoder_parameters(tiny_config(name).to_dict()).stored == sum(one.numel() for one in stored.values())
+    assert decoder_parameters(tiny_config(name).to_dict()).stored == sum(
+        one.numel() for one in stored.values()
+    )
 
 
 DESCRIBED = [name for name in MODELS if knows(tiny_config(name).model_type)]
@@ -274,7 +282,8 @@ def test_active_parameters_by_hand():
         counted = decoder_parameters(tiny_config(name).to_dict())
         return counted.total - counted.active
 
-    assert idle("qwen3_moe") == 2 * 2 * 3 * 64 * 32  # layers, experts that a token does not pass, matrices
+    # Layers, experts that a token does not pass, matrices.
+    assert idle("qwen3_moe") == 2 * 2 * 3 * 64 * 32
     assert idle("deepseek_v3") == 1 * 2 * 3 * 64 * 32  # the first layer is dense
     assert idle("gpt_oss") == 2 * 2 * (3 * 64 * 64 + 2 * 64 + 64)  # with the experts' biases
     assert idle("qwen3_5") == idle("granite_hybrid") == 0
@@ -296,7 +305,9 @@ def test_adapters_are_those_of_the_class(name, settings):
     made = sum(one.numel() for name, one in decoder.named_parameters() if is_adapter(name))
     counted = decoder_parameters(config.to_dict())
     assert adapter_parameters(counted, GRPOConfig(**how)) == made
-    assert not adapted_shapes(counted, GRPOConfig(**(how | {"lora_rank": None, "lora_kind": "lora"})))
+    assert not adapted_shapes(
+        counted, GRPOConfig(**(how | {"lora_rank": None, "lora_kind": "lora"}))
+    )
 
 
 # FLOPs
@@ -336,10 +347,13 @@ BY_TOKEN = {
 
 @pytest.mark.parametrize("name", DESCRIBED)
 def test_flops_are_those_that_pytorch_counts(name, monkeypatch):
-    """Attention over all pairs and each expert's tokens, as plain products; recurrences token by token. Convolutions compute
-    a few positions more than there are tokens, and Gemma 3n has products with its four streams, 2% of a tiny one."""
+    """Attention over all pairs and each expert's tokens, as plain products; recurrences token by
+    token. Convolutions compute a few positions more than there are tokens, and Gemma 3n has
+    products with its four streams, 2% of a tiny one.
+    """
     T, config = 70, tiny_config(name)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # of oneDNN's products it counts nothing
+    # Of oneDNN's products it counts nothing.
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
     for function, ours in BY_TOKEN.items():
@@ -370,7 +384,10 @@ def test_with_adapters_frozen_matrices_cost_two_products(name):
     assert found.layers == 2 * (forward.layers - scans) + 3 * scans + 3 * adapters
     assert (found.attention, found.head) == (3 * forward.attention, 2 * forward.head)
     checkpointed = GRPOConfig(**given, activation_checkpointing=True)
-    assert recomputed_flops(decoder, checkpointed, *work, fused_attention=False).total == forward.layers + forward.attention
+    assert (
+        recomputed_flops(decoder, checkpointed, *work, fused_attention=False).total
+        == forward.layers + forward.attention
+    )
 
 
 # Memory
@@ -423,12 +440,16 @@ KEPT = {
 }
 
 
-@pytest.mark.parametrize(("name", "changes"), [(name, one) for name, several in KEPT.items() for one in several])
+@pytest.mark.parametrize(
+    ("name", "changes"), [(name, one) for name, several in KEPT.items() for one in several]
+)
 def test_activations_are_what_autograd_keeps(name, changes):
     """Each layer, and all together, which the errors of single parts leave nearer."""
     config = tiny_config(name, **changes)
     real = saved_per_token(config, 256)
-    counted = [one.kept for one in bytes_of_layers(decoder_parameters(config.to_dict()), Computation())]
+    counted = [
+        one.kept for one in bytes_of_layers(decoder_parameters(config.to_dict()), Computation())
+    ]
     assert counted == pytest.approx(real, rel=0.2)
 
 
@@ -450,7 +471,8 @@ HELD = {
 def test_gradients_on_the_cpu_hold_what_is_estimated(name):
     """All storages that live at the same time while two microbatches are computed.
 
-    Long for mixtures and hybrids: only these add up all their layers. Each layer alone: the test above.
+    Long for mixtures and hybrids: only these add up all their layers. Each layer alone: the test
+    above.
     """
     config, length = tiny_config(name, **(FOUR_LAYERS | HELD[name])), 512
     policy = Policy(TransformersDecoder(config), compute_dtype=torch.float32)
@@ -463,8 +485,12 @@ def test_gradients_on_the_cpu_hold_what_is_estimated(name):
         storages.count(*policy.parameters())
         for _ in range(2):
             policy(tokens, tokens, one_group, one_group, positions).logprobs.sum().backward()
-    settings = GRPOConfig(model="m", packed="p", output_dir="o", activation_checkpointing=False, rows_per_microbatch=1)
-    parts = training_memory(config.to_dict(), settings, Workload(length, continued=False)).moments["gradient"]
+    settings = GRPOConfig(
+        model="m", packed="p", output_dir="o", activation_checkpointing=False, rows_per_microbatch=1
+    )
+    parts = training_memory(config.to_dict(), settings, Workload(length, continued=False)).moments[
+        "gradient"
+    ]
     others = parts["rows"] + parts["runtime"]
     assert sum(parts.values()) - others == pytest.approx(storages.peak, rel=0.1)
 
@@ -485,12 +511,18 @@ def test_training_holds_all_experts_and_computes_some():
 def test_a_server_caches_what_attends():
     serving = Serving()
     hybrid = PUBLISHED["Qwen3.5-9B"][2]
-    assert token_cache_bytes(hybrid, serving) == 8 * 2 * 4 * 256 * 2  # layers that attend, keys and values, heads, width
-    state = 32 * 128 * 128 + (2 * 16 + 32) * 128 * 3  # of a layer: the rule's, and its convolution's last three tokens
+    # Layers that attend, keys and values, heads, width.
+    assert token_cache_bytes(hybrid, serving) == 8 * 2 * 4 * 256 * 2
+    # Of a layer: the rule's, and its convolution's last three tokens.
+    state = 32 * 128 * 128 + (2 * 16 + 32) * 128 * 3
     assert state_cache_bytes(hybrid, serving) == 24 * state * 4
     assert server_memory(hybrid, serving)["states"] == 256 * 24 * state * 4
     latent = PUBLISHED["DeepSeek-V3"][2]
-    assert token_cache_bytes(latent, serving) == token_cache_bytes(latent, Serving(tensor_parallel=8)) == 61 * (512 + 64) * 2
+    assert (
+        token_cache_bytes(latent, serving)
+        == token_cache_bytes(latent, Serving(tensor_parallel=8))
+        == 61 * (512 + 64) * 2
+    )
     mixture = PUBLISHED["Qwen3-30B-A3B"][2]
     assert token_cache_bytes(mixture, serving) == 48 * 2 * 4 * 128 * 2
     assert state_cache_bytes(mixture, serving) == 0

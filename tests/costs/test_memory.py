@@ -1,4 +1,6 @@
-"""The memory model against what is really there: parameters, saved tensors, adapters, files; and its own rules."""
+"""The memory model against what is really there: parameters, saved tensors, adapters, files; and
+its own rules.
+"""
 
 import dataclasses
 import json
@@ -28,7 +30,13 @@ ROOT = Path(__file__).parents[2]
 ARCHITECTURES = json.loads((ROOT / "ttrl" / "costs" / "architectures.json").read_text())
 QWEN = ARCHITECTURES["qwen2.5_7b"]
 ONCE = Workload(4096, microbatches=1)
-SMALL = {"model_type": "qwen2", "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 500}
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "vocab_size": 500,
+}
 SMALL |= {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False}
 
 
@@ -41,8 +49,18 @@ def training_memory(config, settings, *arguments, **options):
 
 
 def config_of(family, **settings):
-    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 8}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 50, "max_position_embeddings": 256, "pad_token_id": 0}
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
+    sizes |= {
+        "num_key_value_heads": 2,
+        "vocab_size": 50,
+        "max_position_embeddings": 256,
+        "pad_token_id": 0,
+    }
     return transformers.AutoConfig.for_model(family, **(sizes | settings))
 
 
@@ -55,9 +73,15 @@ def test_parameters_are_counted_exactly(name):
         model = check_parity.VARIANTS[name]()
         decoder = build_decoder(model.config)
     counted = decoder_parameters(json.loads(model.config.to_json_string()))
-    assert counted.total == sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in decoder.parameters())
+    assert (
+        counted.total
+        == sum(p.numel() for p in model.parameters())
+        == sum(p.numel() for p in decoder.parameters())
+    )
     sizes = dict(decoder.named_parameters())
-    assert counted.stored == sum(sizes[part].numel() for entry in stored_as(sizes, model.config) for part in entry.parameters)
+    assert counted.stored == sum(
+        sizes[part].numel() for entry in stored_as(sizes, model.config) for part in entry.parameters
+    )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -72,14 +96,20 @@ def test_a_config_that_lacks_a_number_is_refused():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"lora_rank": 3}, {"lora_rank": 2, "lora_kind": "dora", "lora_targets": ["q_proj", "w2", "output"]}],
+    [
+        {"lora_rank": 3},
+        {"lora_rank": 2, "lora_kind": "dora", "lora_targets": ["q_proj", "w2", "output"]},
+    ],
     ids=["every matrix", "DoRA, with the head"],
 )
 def test_adapters_are_counted_exactly(settings):
     config = config_of("qwen2", tie_word_embeddings=False)
     with torch.device("meta"):
         decoder = build_decoder(config)
-        apply_lora(decoder, GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **settings}, "test"))
+        apply_lora(
+            decoder,
+            GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **settings}, "test"),
+        )
     built = sum(p.numel() for name, p in decoder.named_parameters() if is_adapter(name))
     assert adapter_parameters(decoder_parameters(config.to_dict()), recipe(**settings)) == built
 
@@ -88,12 +118,19 @@ def test_adapters_are_counted_exactly(settings):
 
 
 def saved_per_token(config, bf16, length, **adapters):
-    """Bytes that autograd really keeps of the second layer, of tensors that have a row for each token."""
+    """Bytes that autograd really keeps of the second layer, of tensors that have a row for each
+    token.
+    """
     torch.manual_seed(0)
     decoder = build_decoder(config)
     if adapters:
-        apply_lora(decoder, GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **adapters}, "test"))
-    policy = Policy(decoder, num_output_chunks=1, compute_dtype=torch.bfloat16 if bf16 else torch.float32)
+        apply_lora(
+            decoder,
+            GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", **adapters}, "test"),
+        )
+    policy = Policy(
+        decoder, num_output_chunks=1, compute_dtype=torch.bfloat16 if bf16 else torch.float32
+    )
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
     layer, found = policy.decoder.layers[1], {}
 
@@ -137,21 +174,27 @@ def test_what_a_layer_keeps_is_what_autograd_saves(family, bf16):
     counted = layer_bytes(decoder_parameters(values), Computation(bf16), dense).kept
     beside = 0
     if family in ("gemma2", "mistral"):
-        beside = length * (2 if bf16 else 4) if family == "mistral" else 0  # the mask, which all layers share
+        # The mask, which all layers share.
+        beside = length * (2 if bf16 else 4) if family == "mistral" else 0
     # Cosines and sines (shared as well) and the norms' reciprocal roots are not in the count.
     cosines = 2 * 16 * 4 * (2 if family == "gemma3_text" else 1)
     real = saved_per_token(config, bf16, length) - beside
     assert counted <= real <= counted + cosines + 4 * (8 * 2 + 8)
 
 
-@pytest.mark.parametrize(("kind", "dropout", "bf16"), [("lora", 0.0, False), ("lora", 0.5, True), ("dora", 0.5, False)])
+@pytest.mark.parametrize(
+    ("kind", "dropout", "bf16"), [("lora", 0.0, False), ("lora", 0.5, True), ("dora", 0.5, False)]
+)
 def test_what_adapters_keep_is_what_autograd_saves(kind, dropout, bf16):
     config = config_of("qwen2", tie_word_embeddings=False)
     settings = {"lora_rank": 3, "lora_kind": kind, "lora_dropout": dropout}
     chosen = recipe(**settings, dtype="bf16" if bf16 else "fp32")
-    training = memory._Training(decoder_parameters(config.to_dict()), chosen, Workload(141), cuda=False, ranks=1)
+    training = memory._Training(
+        decoder_parameters(config.to_dict()), chosen, Workload(141), cuda=False, ranks=1
+    )
     more = saved_per_token(config, bf16, 141, **settings) - saved_per_token(config, bf16, 141)
-    # Cosines and sines, which all layers share: in fp32 half as many bytes where products are sums (`cpu_ops.turn_pairs`).
+    # Cosines and sines, which all layers share: in fp32 half as many bytes where products are sums
+    # (`cpu_ops.turn_pairs`).
     tables = 0 if bf16 or kind == "lora" else 8 * 4
     assert training._adapter_bytes() + tables == pytest.approx(more)
 
@@ -162,9 +205,15 @@ def test_what_adapters_keep_is_what_autograd_saves(kind, dropout, bf16):
 def test_without_a_count_chunks_are_the_heads_own():
     assert {"cpu": logprobs._CHUNK["cpu"], "cuda": logprobs._CHUNK_ELSEWHERE} == HEAD_CHUNK
     for device, count in (("cpu", 8192 // 128), ("cuda", 8192 // 1024)):
-        plain, counted = (peak(given, Workload(2048), device=device) for given in ({}, {"num_output_chunks": count}))
+        plain, counted = (
+            peak(given, Workload(2048), device=device)
+            for given in ({}, {"num_output_chunks": count})
+        )
         assert plain == counted < peak({"num_output_chunks": 4}, Workload(2048), device=device)
-    assert head_chunk(recipe(), 100, "cpu") == 100 and head_chunk(recipe(num_output_chunks=3), 100, "cpu") == 34
+    assert (
+        head_chunk(recipe(), 100, "cpu") == 100
+        and head_chunk(recipe(num_output_chunks=3), 100, "cpu") == 34
+    )
 
 
 def peak(settings=None, workload=ONCE, **options):
@@ -194,12 +243,18 @@ def test_what_saves_memory_saves_memory(less, device):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_gradients_that_are_used_at_once_are_not_held(device):
     short = Workload(16, microbatches=1)
-    plain, at_once = (peak({"optimizer_in_backward": yes}, short, device=device) for yes in (False, True))
+    plain, at_once = (
+        peak({"optimizer_in_backward": yes}, short, device=device) for yes in (False, True)
+    )
     assert plain - at_once > 2 * QWEN["parameters"]
 
 
 def test_what_cuda_alone_can_save():
-    for less in ({"cpu_offload": True}, {"activation_offloading": True}, {"optimizer_on_cpu": True}):
+    for less in (
+        {"cpu_offload": True},
+        {"activation_offloading": True},
+        {"optimizer_on_cpu": True},
+    ):
         assert peak(less, device="cuda") < peak({}, device="cuda")
 
 
@@ -212,7 +267,9 @@ def test_checkpointing_less_saves_less():
 
 
 def test_sharing_parameters():
-    one, four = (training_memory(QWEN, {"optimizer": "adamw"}, ONCE, ranks=ranks) for ranks in (1, 4))
+    one, four = (
+        training_memory(QWEN, {"optimizer": "adamw"}, ONCE, ranks=ranks) for ranks in (1, 4)
+    )
     for part in ("parameters", "optimizer state", "gradients"):
         assert four.moments["optimizer"][part] == one.moments["optimizer"][part] / 4
     kept = {"reshard_after_forward": False}
@@ -220,8 +277,12 @@ def test_sharing_parameters():
 
 
 def test_whole_tensors_are_gathered_by_the_process_that_writes():
-    """A checkpoint's file, or the optimizer's state where it is written whole, and one tensor; one process has them already."""
-    one, two, eight = (training_memory(SMALL, {}, ONCE, ranks=ranks).moments["saving"] for ranks in (1, 2, 8))
+    """A checkpoint's file, or the optimizer's state where it is written whole, and one tensor; one
+    process has them already.
+    """
+    one, two, eight = (
+        training_memory(SMALL, {}, ONCE, ranks=ranks).moments["saving"] for ranks in (1, 2, 8)
+    )
     total, matrix = decoder_parameters(SMALL).total, decoder_parameters(SMALL).vocabulary_matrix
     assert "whole tensors" not in one
     assert two["whole tensors"] == eight["whole tensors"] == 8 * total + 4 * matrix
@@ -229,14 +290,21 @@ def test_whole_tensors_are_gathered_by_the_process_that_writes():
     assert stateless["whole tensors"] == 4 * total + 4 * matrix
     rounded = training_memory(SMALL, {"checkpoint_dtype": "bf16"}, ONCE).moments["saving"]
     assert rounded["whole tensors"] == 2 * total
-    large = training_memory(QWEN, {}, ONCE, ranks=2).moments["saving"]  # a state of 61 GB: each process writes its own part
-    assert large["whole tensors"] == pytest.approx(5e9 + 4 * decoder_parameters(QWEN).vocabulary_matrix)
+    # A state of 61 GB: each process writes its own part.
+    large = training_memory(QWEN, {}, ONCE, ranks=2).moments["saving"]
+    assert large["whole tensors"] == pytest.approx(
+        5e9 + 4 * decoder_parameters(QWEN).vocabulary_matrix
+    )
 
 
 def test_held_memory_by_hand():
     parts = training_memory(QWEN, {}, ONCE).moments["optimizer"]
     total = QWEN["parameters"]
-    assert (parts["parameters"], parts["gradients"], parts["optimizer state"]) == (4 * total, 4 * total, 8 * total)
+    assert (parts["parameters"], parts["gradients"], parts["optimizer state"]) == (
+        4 * total,
+        4 * total,
+        8 * total,
+    )
     eight = training_memory(QWEN, {"optimizer": "adamw_8bit"}, ONCE).moments["optimizer"]
     assert eight["optimizer state"] == pytest.approx(2 * total * (1 + 4 / 256))
     four_bits = {"lora_rank": 8, "lora_base_dtype": "nf4"}
@@ -244,20 +312,28 @@ def test_held_memory_by_hand():
     decoder = decoder_parameters(QWEN)
     matrices = decoder.shape.layers * decoder.shape.layer_weights
     in_fp32 = decoder.vocabulary_matrix + adapter_parameters(decoder, recipe(**four_bits))
-    whole = 4 * in_fp32 + 2 * (total - matrices - decoder.vocabulary_matrix)  # the files are in bf16
+    # The files are in bf16.
+    whole = 4 * in_fp32 + 2 * (total - matrices - decoder.vocabulary_matrix)
     assert whole + 0.5 * matrices < base < whole + 0.53 * matrices
 
 
 def test_four_bits_are_shared_and_gathered_as_they_are():
     settings = {"lora_rank": 8, "lora_base_dtype": "nf4", "dtype": "bf16"}
     decoder = decoder_parameters(QWEN)
-    one, four = (training_memory(QWEN, settings, ONCE, device="cuda", ranks=ranks).moments["gradient"] for ranks in (1, 4))
+    one, four = (
+        training_memory(QWEN, settings, ONCE, device="cuda", ranks=ranks).moments["gradient"]
+        for ranks in (1, 4)
+    )
     assert four["parameters"] == one["parameters"] / 4 and "gathered parameters" not in one
     rest = decoder.outside_layers + 2 * (decoder.layer - decoder.shape.layer_weights)
     whole = 2 * rest + 2 * decoder.shape.layer_weights / 2  # in bf16 and in 4 bits
     assert whole < four["gathered parameters"] < 1.05 * whole
-    shared = training_memory(QWEN, settings | {"tensor_parallel": 4}, ONCE, device="cuda").moments["gradient"]
-    assert "gathered parameters" not in shared and shared["parameters"] == pytest.approx(one["parameters"] / 4, rel=0.02)
+    shared = training_memory(QWEN, settings | {"tensor_parallel": 4}, ONCE, device="cuda").moments[
+        "gradient"
+    ]
+    assert "gathered parameters" not in shared and shared["parameters"] == pytest.approx(
+        one["parameters"] / 4, rel=0.02
+    )
 
 
 def test_tensor_parallelism_leaves_one_of_an_adapters_matrices_whole():
@@ -271,7 +347,12 @@ def test_tensor_parallelism_leaves_one_of_an_adapters_matrices_whole():
 
 def test_what_is_not_in_four_bits_is_copied_in_bf16():
     decoder = decoder_parameters(QWEN)
-    settings = {"lora_rank": 8, "lora_base_dtype": "nf4", "lora_targets": ["q_proj", "v_proj"], "dtype": "bf16"}
+    settings = {
+        "lora_rank": 8,
+        "lora_base_dtype": "nf4",
+        "lora_targets": ["q_proj", "v_proj"],
+        "dtype": "bf16",
+    }
     files_in_fp32 = QWEN | {"torch_dtype": "float32"}
     copies = training_memory(files_in_fp32, settings, ONCE).moments["gradient"]["bf16 copies"]
     assert "bf16 copies" not in training_memory(QWEN, settings, ONCE).moments["gradient"]
@@ -283,9 +364,16 @@ def test_the_peak_is_that_of_the_worst_moment():
     estimate = training_memory(QWEN, {"num_output_chunks": 64}, Workload(16, microbatches=1))
     mapped = {name: parts.get("mapped files", 0.0) for name, parts in estimate.moments.items()}
     needed = {name: sum(parts.values()) - mapped[name] for name, parts in estimate.moments.items()}
-    assert estimate.peak == pytest.approx(max(needed.values())) and needed[estimate.moment] == max(needed.values())
+    assert estimate.peak == pytest.approx(max(needed.values())) and needed[estimate.moment] == max(
+        needed.values()
+    )
     # A state that is read from a mapped file is in memory twice, but half of that can go.
-    assert estimate.resident == sum(estimate.moments["loading"].values()) > 20 * QWEN["parameters"] > estimate.peak
+    assert (
+        estimate.resident
+        == sum(estimate.moments["loading"].values())
+        > 20 * QWEN["parameters"]
+        > estimate.peak
+    )
 
 
 def test_a_second_microbatch_and_a_loaded_state_are_held_beside_the_activations():
@@ -295,14 +383,20 @@ def test_a_second_microbatch_and_a_loaded_state_are_held_beside_the_activations(
     gradients = training_memory(QWEN, {}, later).moments["gradient"]
     assert gradients["gradients"] == 4 * QWEN["parameters"] and "optimizer state" not in gradients
     assert "optimizer state" in training_memory(QWEN, {}, continued).moments["gradient"]
-    assert "optimizer state" in training_memory(QWEN, {"updates_per_iteration": 2}, first).moments["gradient"]
+    assert (
+        "optimizer state"
+        in training_memory(QWEN, {"updates_per_iteration": 2}, first).moments["gradient"]
+    )
 
 
 def test_the_whole_divergence_holds_the_reference_head():
     estimator = {"kl_coefficient": 0.1, "kl_estimator": "k3"}
     sampled = training_memory(QWEN, estimator, ONCE)
     assert sampled.moments["prepass"]["own weights"] == 4 * QWEN["parameters"]
-    assert "mapped files" in sampled.moments["prepass"] and "reference" not in sampled.moments["gradient"]
+    assert (
+        "mapped files" in sampled.moments["prepass"]
+        and "reference" not in sampled.moments["gradient"]
+    )
     whole = training_memory(QWEN, estimator | {"kl_estimator": "full"}, ONCE)
     assert whole.moments["gradient"]["reference"] > 4 * decoder_parameters(QWEN).vocabulary_matrix
     assert "prepass" not in training_memory(QWEN, {}, ONCE).moments
@@ -310,22 +404,38 @@ def test_the_whole_divergence_holds_the_reference_head():
 
 @pytest.mark.parametrize(("kind", "copies"), [("lora", 2), ("dora", 4)])
 def test_a_head_with_an_adapter_is_merged_in_each_pass(kind, copies):
-    """Where the backward pass begins: its gradient, and that scaled; for DoRA the unscaled matrix and one more gradient."""
-    settings = {"lora_rank": 4, "lora_kind": kind, "activation_checkpointing": True, "num_output_chunks": 64}
+    """Where the backward pass begins: its gradient, and that scaled; for DoRA the unscaled matrix
+    and one more gradient.
+    """
+    settings = {
+        "lora_rank": 4,
+        "lora_kind": kind,
+        "activation_checkpointing": True,
+        "num_output_chunks": 64,
+    }
     layers = decoder_parameters(QWEN).matrix_shapes
     without, beside = (
-        sum(training_memory(QWEN, settings | {"lora_targets": names}, Workload(16)).moments["gradient"].values())
+        sum(
+            training_memory(QWEN, settings | {"lora_targets": names}, Workload(16))
+            .moments["gradient"]
+            .values()
+        )
         for names in ([*layers], [*layers, "output"])
     )
     assert beside - without > copies * 0.9 * 4 * decoder_parameters(QWEN).vocabulary_matrix
 
 
 def test_windows_shorter_than_the_samples_go_through_a_dense_mask():
-    settings, plain = {"rows_per_microbatch": 1}, config_of("mistral", sliding_window=None).to_dict()
+    settings, plain = (
+        {"rows_per_microbatch": 1},
+        config_of("mistral", sliding_window=None).to_dict(),
+    )
     window = config_of("mistral", sliding_window=100).to_dict()
 
     def kept(config, device="cpu", longest=None):
-        return training_memory(config, settings, Workload(4096, longest_sample=longest), device=device).parts["activations"]
+        return training_memory(
+            config, settings, Workload(4096, longest_sample=longest), device=device
+        ).parts["activations"]
 
     assert kept(window) >= kept(plain) + 4096**2 * 4
     assert kept(window, longest=90) == kept(plain)
@@ -354,7 +464,10 @@ def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
 
     Long for adapters: only these count the base that they leave alone.
     """
-    model, config = QWEN | {"num_hidden_layers": 2, "layer_types": None}, check_cuda_memory.config_of(kind, 2)
+    model, config = (
+        QWEN | {"num_hidden_layers": 2, "layer_types": None},
+        check_cuda_memory.config_of(kind, 2),
+    )
     counted = check_cuda_memory.counted(model, config, 2048, gpus)
     assert check_cuda_memory.estimated(model, config, 2048, gpus) == pytest.approx(counted, rel=0.1)
 
@@ -365,7 +478,10 @@ def test_on_cuda_fake_tensors_take_what_is_estimated(kind, gpus):
 def test_what_an_iteration_leaves_on_disk():
     total = QWEN["parameters"]
     assert iteration_bytes(QWEN, recipe()) == {"checkpoint": 4 * total, "state": 8 * total}
-    assert iteration_bytes(QWEN, recipe(optimizer="sgd", checkpoint_dtype="bf16")) == {"checkpoint": 2 * total, "state": 0}
+    assert iteration_bytes(QWEN, recipe(optimizer="sgd", checkpoint_dtype="bf16")) == {
+        "checkpoint": 2 * total,
+        "state": 0,
+    }
     adapter = adapter_parameters(decoder_parameters(QWEN), recipe(lora_rank=4))
     alone = iteration_bytes(QWEN, recipe(lora_rank=4, lora_merge=False))
     assert alone == {"checkpoint": 4 * adapter, "state": 8 * adapter}

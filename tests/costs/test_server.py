@@ -26,7 +26,9 @@ from ttrl.costs.server import (
     token_cache_bytes,
 )
 
-MODELS = json.loads((Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text())
+MODELS = json.loads(
+    (Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text()
+)
 QWEN = MODELS["qwen2.5_7b"]
 MIB = 2**20
 

@@ -1,4 +1,6 @@
-"""Advantages by hand and against direct transcriptions of their formulas, and groups that have nothing to teach."""
+"""Advantages by hand and against direct transcriptions of their formulas, and groups that have
+nothing to teach.
+"""
 
 import logging
 import math
@@ -23,7 +25,11 @@ def by_definition(rewards, method, floor=1e-6):
     """The formulas, written down in NumPy's float64."""
     r = np.array(rewards, dtype=np.float64)
     if method == "leave_one_out":
-        found = np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))]) if len(r) > 1 else np.zeros(1)
+        found = (
+            np.array([r[i] - np.delete(r, i).mean() for i in range(len(r))])
+            if len(r) > 1
+            else np.zeros(1)
+        )
     else:
         found = r - r.mean()
         if method == "std":
@@ -34,19 +40,28 @@ def by_definition(rewards, method, floor=1e-6):
 def test_by_hand():
     assert group_advantages([1.0, 0.0, 0.0, 1.0]) == [1.0, -1.0, -1.0, 1.0]
     assert group_advantages([1.0, 0.0, 0.0, 0.0], method="mean") == [0.75, -0.25, -0.25, -0.25]
-    assert group_advantages([1.0, 0.0, 0.0, 0.5], method="leave_one_out") == pytest.approx([5 / 6, -0.5, -0.5, 1 / 6])
-    assert group_advantages([0.51, 0.49], std_floor=0.05) == pytest.approx([0.2, -0.2])  # std is 0.01
+    assert group_advantages([1.0, 0.0, 0.0, 0.5], method="leave_one_out") == pytest.approx(
+        [5 / 6, -0.5, -0.5, 1 / 6]
+    )
+    # Std is 0.01.
+    assert group_advantages([0.51, 0.49], std_floor=0.05) == pytest.approx([0.2, -0.2])
     assert group_advantages([]) == []
-    # centred: ±0.5 twice and ±1 twice, so the variance over all six is (2·0.25 + 2·1 + 0)/6 with a group of equal rewards
+    # centred: ±0.5 twice and ±1 twice, so the variance over all six is (2·0.25 + 2·1 + 0)/6 with a
+    # group of equal rewards
     groups = batch_advantages([[1.0, 0.0], [2.0, 0.0], [3.0, 3.0]])
     scale = math.sqrt(2.5 / 6)
-    assert groups == [pytest.approx([0.5 / scale, -0.5 / scale]), pytest.approx([1 / scale, -1 / scale]), [0.0, 0.0]]
+    assert groups == [
+        pytest.approx([0.5 / scale, -0.5 / scale]),
+        pytest.approx([1 / scale, -1 / scale]),
+        [0.0, 0.0],
+    ]
     assert batch_advantages([]) == [] and batch_advantages([[]]) == [[]]
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_equal_rewards_give_zeros_whatever_the_rounding(method):
-    # 0.1 has no exact mean in floating point: its rounding must not be divided by a tiny standard deviation
+    # 0.1 has no exact mean in floating point: its rounding must not be divided by a tiny standard
+    # deviation
     assert group_advantages([0.1] * 3, method) == [0.0] * 3
     assert group_advantages([0.7], method) == [0.0]
     assert batch_advantages([[0.1] * 3, [0.7]]) == [[0.0] * 3, [0.0]]
@@ -64,19 +79,26 @@ def test_against_the_formulas(rewards, method, floor):
 @given(st.lists(rewards_lists, min_size=1, max_size=5), st.sampled_from([1e-6, 0.05]))
 def test_batch_against_the_formula(groups, floor):
     centred = [np.array(rewards) - np.mean(rewards) for rewards in groups]
-    scale = max(np.concatenate(centred).std(), floor)  # NumPy's takes the mean over the batch off as well: it is 0
+    # NumPy's takes the mean over the batch off as well: it is 0.
+    scale = max(np.concatenate(centred).std(), floor)
     for got, expected in zip(batch_advantages(groups, floor), centred, strict=True):
         np.testing.assert_allclose(got, expected / scale, rtol=1e-9, atol=1e-9)
 
 
-@given(rewards_lists, st.integers(-20, 20), st.sampled_from(METHODS), st.randoms(use_true_random=False))
+@given(
+    rewards_lists, st.integers(-20, 20), st.sampled_from(METHODS), st.randoms(use_true_random=False)
+)
 def test_properties(rewards, shift, method, random):
     got = group_advantages(rewards, method)
     assert math.fsum(got) == pytest.approx(0.0, abs=1e-9)
-    assert group_advantages([reward + shift for reward in rewards], method) == pytest.approx(got, abs=1e-9)
+    assert group_advantages([reward + shift for reward in rewards], method) == pytest.approx(
+        got, abs=1e-9
+    )
     order = list(range(len(rewards)))
     random.shuffle(order)
-    assert group_advantages([rewards[i] for i in order], method) == pytest.approx([got[i] for i in order], abs=1e-9)
+    assert group_advantages([rewards[i] for i in order], method) == pytest.approx(
+        [got[i] for i in order], abs=1e-9
+    )
     for i, j in zip(range(len(rewards)), range(1, len(rewards)), strict=False):
         assert (rewards[i] < rewards[j]) == (got[i] < got[j] - 1e-9)
 
@@ -89,26 +111,38 @@ def test_leave_one_out_is_the_mean_scaled(rewards):
     assert group_advantages(rewards, "leave_one_out") == pytest.approx(expected, abs=1e-12)
 
 
-@given(st.lists(rewards_lists, min_size=1, max_size=5), st.lists(st.integers(-20, 20), min_size=5, max_size=5))
+@given(
+    st.lists(rewards_lists, min_size=1, max_size=5),
+    st.lists(st.integers(-20, 20), min_size=5, max_size=5),
+)
 def test_batch_properties(groups, shifts):
     got = batch_advantages(groups)
     assert [math.fsum(values) for values in got] == pytest.approx([0.0] * len(groups), abs=1e-9)
-    moved = [[reward + shift for reward in rewards] for rewards, shift in zip(groups, shifts, strict=False)]
+    moved = [
+        [reward + shift for reward in rewards]
+        for rewards, shift in zip(groups, shifts, strict=False)
+    ]
     for before, after in zip(got, batch_advantages(moved), strict=True):
         assert after == pytest.approx(before, abs=1e-9)
     flat = [value for values in got for value in values]
     if any(map(has_signal, groups)):
         assert np.std(flat) == pytest.approx(1.0)
-    assert batch_advantages(groups[::-1]) == [pytest.approx(values, abs=1e-9) for values in got[::-1]]
+    assert batch_advantages(groups[::-1]) == [
+        pytest.approx(values, abs=1e-9) for values in got[::-1]
+    ]
 
 
 @given(rewards_lists)
 def test_a_batch_of_one_group_is_the_group(rewards):
-    assert batch_advantages([rewards])[0] == pytest.approx(group_advantages(rewards, "std"), abs=1e-12)
+    assert batch_advantages([rewards])[0] == pytest.approx(
+        group_advantages(rewards, "std"), abs=1e-12
+    )
 
 
 def test_what_is_refused():
-    with pytest.raises(ConfigError, match=r"method is 'median'; choose 'std', 'mean' or 'leave_one_out'$"):
+    with pytest.raises(
+        ConfigError, match=r"method is 'median'; choose 'std', 'mean' or 'leave_one_out'$"
+    ):
         group_advantages([1.0, 0.0], method="median")
     with pytest.raises(ConfigError, match="'batch' needs all groups at once"):
         group_advantages([1.0, 0.0], method="batch")
@@ -126,7 +160,9 @@ def test_what_is_refused():
 
 def group(name, rewards, logprobs=None):
     samples = [
-        Sample(task_id=name, sample=i, messages=[], reward=reward, logprobs=logprobs and logprobs[i])
+        Sample(
+            task_id=name, sample=i, messages=[], reward=reward, logprobs=logprobs and logprobs[i]
+        )
         for i, reward in enumerate(rewards)
     ]
     return TaskResult(task_id=name, messages=[], samples=samples)
@@ -146,8 +182,16 @@ def test_groups_without_signal_are_counted_by_reason():
     for kind in (*METHODS, "batch"):
         made = advantages_of(results, AdvantageConfig(kind=kind))
         assert made.kept == results[:1]
-        assert made.values == [pytest.approx([-1.0, 1.0] if kind in ("std", "leave_one_out", "batch") else [-0.5, 0.5])]
-        assert made.groups == counts | {"total": 7, "kept": 1, "no_signal": 6, "no_signal_share": 6 / 7, "low_std": 0}
+        assert made.values == [
+            pytest.approx([-1.0, 1.0] if kind in ("std", "leave_one_out", "batch") else [-0.5, 0.5])
+        ]
+        assert made.groups == counts | {
+            "total": 7,
+            "kept": 1,
+            "no_signal": 6,
+            "no_signal_share": 6 / 7,
+            "low_std": 0,
+        }
 
 
 def test_where_every_reward_is_zero_every_group_is_wrong():
@@ -158,13 +202,25 @@ def test_where_every_reward_is_zero_every_group_is_wrong():
 
 
 def test_a_reward_for_form_alone_makes_no_group_right():
-    """Found with GSM8K and a small model: all had the form, none the number, and groups were called right."""
-    results = [group("form", [0.1, 0.1]), group("nothing", [0.0, 0.0]), group("right", [1.0, 1.0]), group("mixed", [0.1, 0.0])]
+    """Found with GSM8K and a small model: all had the form, none the number, and groups were called
+    right.
+    """
+    results = [
+        group("form", [0.1, 0.1]),
+        group("nothing", [0.0, 0.0]),
+        group("right", [1.0, 1.0]),
+        group("mixed", [0.1, 0.0]),
+    ]
     for result in results:
         for sample in result.samples:
             sample.metrics = {"exact": float(sample.reward == 1.0)}
     counts = advantages_of(results[:2] + results[3:], AdvantageConfig()).groups
-    assert (counts["all_right"], counts["all_wrong"], counts["other_equal"], counts["kept"]) == (0, 2, 0, 1)
+    assert (counts["all_right"], counts["all_wrong"], counts["other_equal"], counts["kept"]) == (
+        0,
+        2,
+        0,
+        1,
+    )
     assert advantages_of(results, AdvantageConfig()).groups["all_right"] == 1
 
 
@@ -174,23 +230,32 @@ def test_the_chess_log_formula(caplog):
     config = AdvantageConfig(std_floor=0.05, clip=2.0)
     with caplog.at_level(logging.WARNING, "ttrl.data.advantages"):
         made = advantages_of([group(str(n), rewards) for n, rewards in enumerate(lists)], config)
-    expected = [np.clip((np.array(r) - np.mean(r)) / max(np.std(r), 0.05), -2, 2).tolist() for r in lists]
+    expected = [
+        np.clip((np.array(r) - np.mean(r)) / max(np.std(r), 0.05), -2, 2).tolist() for r in lists
+    ]
     assert made.values == [pytest.approx(values) for values in expected]
     assert (made.groups["low_std"], made.facts["clipped"]) == (1, 1)
     assert made.facts["mean_abs"] == pytest.approx(np.abs(np.concatenate(expected)).mean())
     assert made.facts["lowest"] == pytest.approx(np.concatenate(expected).min())
     assert made.facts["highest"] == pytest.approx(np.concatenate(expected).max())
-    assert "1 of 3 groups with a signal have rewards with a standard deviation below the floor of 0.05" in caplog.text
+    assert (
+        "1 of 3 groups with a signal have rewards with a standard deviation below the floor of 0.05"
+    ) in caplog.text
 
 
 def test_a_batch_with_a_low_deviation_counts_all_of_its_groups(caplog):
     lists = [[0.5, 0.52], [0.0, 0.02], [0.0, 0.0]]
-    made = advantages_of([group(str(n), r) for n, r in enumerate(lists)], AdvantageConfig(kind="batch", std_floor=0.05))
+    made = advantages_of(
+        [group(str(n), r) for n, r in enumerate(lists)],
+        AdvantageConfig(kind="batch", std_floor=0.05),
+    )
     assert made.values == [pytest.approx([-0.2, 0.2])] * 2
     assert made.groups["low_std"] == 2
     assert "2 of 2" in caplog.text
     # Groups without signal are left out of the deviation: 0.02 twice, and no zeros
-    made = advantages_of([group(str(n), r) for n, r in enumerate(lists)], AdvantageConfig(kind="batch"))
+    made = advantages_of(
+        [group(str(n), r) for n, r in enumerate(lists)], AdvantageConfig(kind="batch")
+    )
     assert made.values == [pytest.approx([-1.0, 1.0])] * 2
 
 
@@ -209,11 +274,15 @@ def test_rewards_are_shaped_first():
         group("alike", [1.0, 1.0], [[-1.0, -3.0], [-2.0]]),
         group("wrong", [0.0, 0.0], [[-1.0], None]),
     ]
-    made = advantages_of(results, AdvantageConfig(kind="mean", reward_power=2.0, surprise_bonus=0.25))
+    made = advantages_of(
+        results, AdvantageConfig(kind="mean", reward_power=2.0, surprise_bonus=0.25)
+    )
     # 0.25·(0.75 + 0.25·1) = 0.25 and 0.75 + 0.25·3 = 1.5; then 1 and 0.75 + 0.25·3 = 1.5
     assert [result.task_id for result in made.kept] == ["mixed", "right"]
     assert made.values == [[-0.625, 0.625], [-0.25, 0.25]]
-    assert {name: made.groups[name] for name in ("all_right", "all_wrong", "other_equal", "too_few")} == {
+    assert {
+        name: made.groups[name] for name in ("all_right", "all_wrong", "other_equal", "too_few")
+    } == {
         "all_right": 1,
         "all_wrong": 1,
         "other_equal": 0,
@@ -222,7 +291,11 @@ def test_rewards_are_shaped_first():
     assert made.facts["shaped_reward"] == pytest.approx((0.25 + 1.5 + 1.0 + 1.5 + 1.25 + 1.25) / 8)
     assert made.facts["surprise"] == pytest.approx((1 + 3 + 1 + 3 + 2 + 2 + 1) / 7)
     assert made.facts["surprise_unknown"] == 1
-    assert not advantages_of(results, AdvantageConfig()).facts.keys() & {"shaped_reward", "surprise", "surprise_unknown"}
+    assert not advantages_of(results, AdvantageConfig()).facts.keys() & {
+        "shaped_reward",
+        "surprise",
+        "surprise_unknown",
+    }
     assert [sample.reward for sample in results[0].samples] == [0.5, 1.0, None]
 
 

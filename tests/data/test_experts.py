@@ -1,4 +1,6 @@
-"""The sampler's experts on their way from an answer to packed rows: each token keeps those that it was computed with."""
+"""The sampler's experts on their way from an answer to packed rows: each token keeps those that it
+was computed with.
+"""
 
 import base64
 import dataclasses
@@ -64,8 +66,14 @@ def test_packed_rows_hold_the_experts_of_their_tokens(tmp_path):
     )
     made = [as_arrays(one) for one in made]
     packed = packed_tensors_from_tokenized_results(made, seq_len=32, pad_id=0)
-    assert packed.experts.dtype == torch.int16 and packed.experts.shape == (*packed.tokens.shape, LAYERS, CHOICES)
-    expected = torch.from_numpy(experts_of(packed.tokens.flatten().tolist())).view_as(packed.experts)
+    assert packed.experts.dtype == torch.int16 and packed.experts.shape == (
+        *packed.tokens.shape,
+        LAYERS,
+        CHOICES,
+    )
+    expected = torch.from_numpy(experts_of(packed.tokens.flatten().tolist())).view_as(
+        packed.experts
+    )
     unknown = (packed.group_ids < 0) | (packed.tokens >= 30) | (packed.tokens == 24)
     assert (packed.experts[unknown] == -1).all()
     assert torch.equal(packed.experts[~unknown].long(), expected[~unknown])
@@ -81,14 +89,22 @@ def test_packed_rows_hold_the_experts_of_their_tokens(tmp_path):
 
 
 def test_turns_keep_the_experts_they_were_sampled_with():
-    """The second turn's prompt is computed again; of what the first turn computed, its own experts hold."""
+    """The second turn's prompt is computed again; of what the first turn computed, its own experts
+    hold.
+    """
     first, told_between, second = [5, 6], [7], [8, 9]
     later = experts_of([1, 2, *first, *told_between, *second][:-1])
     later[:3] += 1  # rounding: another choice, the second time
     file = io.BytesIO()
     np.save(file, later.astype(np.uint8))
     turns = [
-        Turn(messages=[], follows=-1, prompt_token_ids=[1, 2], num_tokens=2, routed_experts=told([1, 2, *first])),
+        Turn(
+            messages=[],
+            follows=-1,
+            prompt_token_ids=[1, 2],
+            num_tokens=2,
+            routed_experts=told([1, 2, *first]),
+        ),
         Turn(
             messages=[],
             follows=0,
@@ -98,7 +114,9 @@ def test_turns_keep_the_experts_they_were_sampled_with():
             routed_experts=base64.b64encode(file.getvalue()).decode(),
         ),
     ]
-    whole = sample(0, [1, 2], [*first, *second], logprobs=[-1.0] * 4, turns=turns, routed_experts=None)
+    whole = sample(
+        0, [1, 2], [*first, *second], logprobs=[-1.0] * 4, turns=turns, routed_experts=None
+    )
     (one,) = sequences(whole)
     assert one.token_ids == [1, 2, 5, 6, 7, 8, 9]
     assert np.array_equal(one.experts[:-1], experts_of(one.token_ids[:-1]))
@@ -112,14 +130,19 @@ def test_turns_keep_the_experts_they_were_sampled_with():
 @pytest.mark.parametrize(
     ("experts", "message"),
     [
-        (told([1, 2, 3]), r"uint8 \[2, 3, 2\] for 4 tokens; expected whole numbers \[3, layers, experts\]"),
+        (
+            told([1, 2, 3]),
+            r"uint8 \[2, 3, 2\] for 4 tokens; expected whole numbers \[3, layers, experts\]",
+        ),
         (told([1, 2, 5, 6], np.float32), "float32"),
         (base64.b64encode(b"no array").decode(), "cannot be read"),
         ("!", "cannot be read"),
     ],
 )
 def test_experts_that_are_none_are_refused(experts, message):
-    with pytest.raises(TokenizationError, match=f"task 't', sample 0: the server's routed_experts .*{message}"):
+    with pytest.raises(
+        TokenizationError, match=f"task 't', sample 0: the server's routed_experts .*{message}"
+    ):
         sequences(sample(0, [1, 2], [5, 6], routed_experts=experts))
 
 
@@ -127,7 +150,9 @@ def test_experts_are_never_unpickled():
     file = io.BytesIO()
     np.save(file, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(TokenizationError, match="cannot be read"):
-        sequences(sample(0, [1, 2], [5, 6], routed_experts=base64.b64encode(file.getvalue()).decode()))
+        sequences(
+            sample(0, [1, 2], [5, 6], routed_experts=base64.b64encode(file.getvalue()).decode())
+        )
 
 
 def test_experts_that_do_not_go_together_are_refused_by_name():
@@ -151,7 +176,11 @@ def test_an_answer_brings_its_experts_and_graders_do_not_see_them(streamed):
             {**choice, "delta": {"content": "b"}, "token_ids": [6]},
         ]
         for part in parts:
-            live.take(decoded_chunk(json.dumps({"choices": [part], "prompt_token_ids": [1, 2]}).encode(), "there"))
+            live.take(
+                decoded_chunk(
+                    json.dumps({"choices": [part], "prompt_token_ids": [1, 2]}).encode(), "there"
+                )
+            )
         (answer,) = live.answers()
     else:
         whole = {"choices": [{**choice, "message": {"content": "ab"}}], "prompt_token_ids": [1, 2]}

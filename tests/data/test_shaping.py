@@ -1,4 +1,6 @@
-"""Powers of rewards and the surprise bonus, against their formulas; and where the last answer ends in tokens."""
+"""Powers of rewards and the surprise bonus, against their formulas; and where the last answer ends
+in tokens.
+"""
 
 import math
 
@@ -16,9 +18,18 @@ powers = st.sampled_from([0.5, 1.0, 2.0, 3.0, 6.0])
 
 
 def test_powers_by_hand():
-    assert [reward_power(r, 2.0) for r in (0.5, -0.5, 0.0, 1.0, -1.0, 3.0)] == [0.25, -0.25, 0.0, 1.0, -1.0, 9.0]
+    assert [reward_power(r, 2.0) for r in (0.5, -0.5, 0.0, 1.0, -1.0, 3.0)] == [
+        0.25,
+        -0.25,
+        0.0,
+        1.0,
+        -1.0,
+        9.0,
+    ]
     assert reward_power(0.25, 0.5) == 0.5
-    with pytest.raises(UserError, match=r"reward 1e\+200 to the power 2.0 is larger than any float"):
+    with pytest.raises(
+        UserError, match=r"reward 1e\+200 to the power 2.0 is larger than any float"
+    ):
         reward_power(1e200, 2.0)
 
 
@@ -45,16 +56,25 @@ def test_surprise_by_hand():
     assert with_surprise(-1.0, 2.0, 0.5) == -1.5
 
 
-@given(st.lists(st.floats(-20, 0) | st.just(math.nan), max_size=12), numbers, st.floats(0, 1), st.none() | st.integers(0, 12))
+@given(
+    st.lists(st.floats(-20, 0) | st.just(math.nan), max_size=12),
+    numbers,
+    st.floats(0, 1),
+    st.none() | st.integers(0, 12),
+)
 def test_surprise_against_the_formula(logprobs, acc, b, until):
     known = [p for p in (logprobs if until is None else logprobs[:until]) if p == p]
     s = sum(-p for p in known) / len(known) if known else 0.0
     assert surprise(logprobs, until) == (pytest.approx(s) if known else None)
-    assert with_surprise(acc, surprise(logprobs, until), b) == pytest.approx((1 - b) * acc + b * acc * s, abs=1e-12)
+    assert with_surprise(acc, surprise(logprobs, until), b) == pytest.approx(
+        (1 - b) * acc + b * acc * s, abs=1e-12
+    )
 
 
 class Tokenizer:
-    """Tokens of up to three characters; 0 is special, and 1 and 2 are the two halves of one character."""
+    """Tokens of up to three characters; 0 is special, and 1 and 2 are the two halves of one
+    character.
+    """
 
     words = ("", "", "", "The", " an", "swe", "r: ", "42", ". ", "Hm", "4")
 
@@ -72,7 +92,19 @@ class Tokenizer:
 
 
 def sample(text, ids, **changes):
-    return Sample(**({"task_id": "t", "sample": 0, "messages": [], "text": text, "token_ids": ids, "reward": 1.0} | changes))
+    return Sample(
+        **(
+            {
+                "task_id": "t",
+                "sample": 0,
+                "messages": [],
+                "text": text,
+                "token_ids": ids,
+                "reward": 1.0,
+            }
+            | changes
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,13 +113,15 @@ def sample(text, ids, **changes):
         ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 14, 5),  # up to "42"
         ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 13, 5),  # inside of it
         ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 12, 4),
-        ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 16, 6),  # all of the text, without the end of turn
+        # All of the text, without the end of turn.
+        ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 16, 6),
         ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 99, 6),
         ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], 0, 0),
         ("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], -3, 0),
         ("éé42", [1, 2, 1, 2, 7], 4, 5),
         ("The", [3, 4, 5], 3, 1),  # a stop string was cut off
-        ("42. ", [9, 7, 8, 7, 8, 0], 2, 4),  # reasoning was taken out: the content is the last of it
+        # Reasoning was taken out: the content is the last of it.
+        ("42. ", [9, 7, 8, 7, 8, 0], 2, 4),
         ("42.", [9, 8, 7, 8, 0], 2, 3),  # and stripped
         ("other", [3, 4, 5], 2, None),
     ],
@@ -105,7 +139,13 @@ def test_all_tokens_where_nobody_says():
 
 def test_shaped_rewards_of_a_group():
     samples = [
-        sample("The answer: 42. ", [3, 4, 5, 6, 7, 8, 0], logprobs=[-1.0] * 5 + [-90.0] * 2, metrics={"end": 14.0}, reward=0.5),
+        sample(
+            "The answer: 42. ",
+            [3, 4, 5, 6, 7, 8, 0],
+            logprobs=[-1.0] * 5 + [-90.0] * 2,
+            metrics={"end": 14.0},
+            reward=0.5,
+        ),
         sample("4", [10, 0], logprobs=[-1.0, -3.0]),
         sample("failed", [10], logprobs=[-7.0], reward=None),
         sample("4", [10], logprobs=None, reward=-0.5),

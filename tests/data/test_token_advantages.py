@@ -27,20 +27,28 @@ def test_gae_against_the_double_sum(pairs, gamma, lam, after):
     rewards = [reward for reward, _ in pairs]
     values = [value for _, value in pairs] + ([] if after is None else [after])
     got = gae(rewards, values, gamma, lam)
-    np.testing.assert_allclose(got, gae_by_definition(rewards, values, gamma, lam), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(
+        got, gae_by_definition(rewards, values, gamma, lam), rtol=1e-12, atol=1e-12
+    )
 
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=15), shares)
 def test_the_ends_of_gae(pairs, gamma):
     rewards, values = map(list, zip(*pairs, strict=True))
     returns = [sum(gamma**k * r for k, r in enumerate(rewards[t:])) for t in range(len(rewards))]
-    assert gae(rewards, values, gamma, 1.0) == pytest.approx([g - v for g, v in zip(returns, values, strict=True)], abs=1e-9)
-    errors = [r + gamma * after - v for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)]
+    assert gae(rewards, values, gamma, 1.0) == pytest.approx(
+        [g - v for g, v in zip(returns, values, strict=True)], abs=1e-9
+    )
+    errors = [
+        r + gamma * after - v
+        for r, v, after in zip(rewards, values, [*values[1:], 0.0], strict=True)
+    ]
     assert gae(rewards, values, gamma, 0.0) == pytest.approx(errors, abs=1e-9)
 
 
 def test_gae_by_hand():
-    # an outcome reward on the last token, γ = λ = 1: the reward less what was expected at each token
+    # an outcome reward on the last token, γ = λ = 1: the reward less what was expected at each
+    # token
     assert gae([0.0, 0.0, 1.0], [0.25, 0.5, 0.75]) == [0.75, 0.5, 0.25]
     assert gae([0.0, 0.0], [0.25, 0.5], 1.0, 0.0) == [0.25, -0.5]
     assert gae([0.0, 0.0], [0.25, 0.5, 1.0], 1.0, 0.0) == [0.25, 0.5]
@@ -69,10 +77,15 @@ def prime_by_definition(token_rewards, rewards, gamma):
     found = []
     for i in range(K):
         others = [j for j in range(K) if j != i]
-        baseline = sum(np.mean(token_rewards[j]) if token_rewards[j] else 0.0 for j in others) / (K - 1)
+        baseline = sum(np.mean(token_rewards[j]) if token_rewards[j] else 0.0 for j in others) / (
+            K - 1
+        )
         outcome = rewards[i] - sum(rewards[j] for j in others) / (K - 1)
         r = token_rewards[i]
-        process = [sum(gamma ** (s - t) * (r[s] - baseline) for s in range(t, len(r))) for t in range(len(r))]
+        process = [
+            sum(gamma ** (s - t) * (r[s] - baseline) for s in range(t, len(r)))
+            for t in range(len(r))
+        ]
         found.append([value + outcome for value in process])
     return found
 
@@ -81,7 +94,9 @@ def prime_by_definition(token_rewards, rewards, gamma):
 def test_implicit_rewards_against_the_sum(pairs, gamma):
     token_rewards, rewards = map(list, zip(*pairs, strict=True))
     got = implicit_reward_advantages(token_rewards, rewards, gamma)
-    for values, expected in zip(got, prime_by_definition(token_rewards, rewards, gamma), strict=True):
+    for values, expected in zip(
+        got, prime_by_definition(token_rewards, rewards, gamma), strict=True
+    ):
         assert values == pytest.approx(expected, abs=1e-9)
 
 

@@ -1,4 +1,6 @@
-"""Servers and processes that several files share; tests/conftest.py keeps such files on one worker of pytest-xdist."""
+"""Servers and processes that several files share; tests/conftest.py keeps such files on one worker
+of pytest-xdist.
+"""
 
 import json
 import os
@@ -30,8 +32,12 @@ for line in sys.stdin:
 
 @pytest.fixture(scope="session")
 def in_vllm() -> Iterator[Callable[..., Any]]:
-    """Executes code that takes `given` and makes `found`, in a process of its own: vLLM takes ten seconds to import."""
-    process = subprocess.Popen([sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    """Executes code that takes `given` and makes `found`, in a process of its own: vLLM takes ten
+    seconds to import.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdin is not None and process.stdout is not None
 
     def execute(code: str, given: Any = None) -> Any:
@@ -68,18 +74,23 @@ def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def byte_server(byte_model: Path) -> Iterator[VLLMServer]:
     """For test_server.py and test_partial.py."""
     log = byte_model.parent / "server.log"
-    with VLLMServer(byte_model, served_model_name="policy", log_path=log, dtype="float32", max_model_len=512) as server:
+    with VLLMServer(
+        byte_model, served_model_name="policy", log_path=log, dtype="float32", max_model_len=512
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
-    """For test_sync.py, which puts its weights back, and for test_rollouts.py, test_shared_prompts.py and test_judges.py.
+    """For test_sync.py, which puts its weights back, and for test_rollouts.py,
+    test_shared_prompts.py and test_judges.py.
 
     The file fault.json beside its log says what goes wrong (support/faulty_worker.py).
     """
     folder = tmp_path_factory.mktemp("tiny")
-    model = make_tiny_model(folder / "model", seed=1, layers=2, width=64, heads=2, context=4096, tied=True)
+    model = make_tiny_model(
+        folder / "model", seed=1, layers=2, width=64, heads=2, context=4096, tied=True
+    )
     here = str(Path(__file__).parents[1])
     with VLLMServer(
         model,

@@ -26,7 +26,10 @@ IN_BACKWARD = {"optimizer_in_backward": True, "max_grad_norm": None}
 COMPILED = {"compile": True, "row_length_multiple": 40}
 JOBS = {
     "plain": (1, {}),
-    "compiled fsdp, recomputed, in backward": (2, {**COMPILED, **IN_BACKWARD, "activation_checkpointing": True}),
+    "compiled fsdp, recomputed, in backward": (
+        2,
+        {**COMPILED, **IN_BACKWARD, "activation_checkpointing": True},
+    ),
     "8 bits": (1, EIGHT_BIT),
     "8 bits tp": (2, {**EIGHT_BIT, "tensor_parallel": 2}),
     "8 bits fsdp, in backward": (2, {**EIGHT_BIT, **IN_BACKWARD}),
@@ -39,20 +42,41 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("compiled")
     torch.manual_seed(0)
     # One shape for all matrices, as each is compiled anew.
-    shape = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32}
-    Qwen3ForCausalLM(Qwen3Config(vocab_size=128, num_key_value_heads=4, **shape)).save_pretrained(root / "model")
-    packed = packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
+    shape = {
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+    }
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=128, num_key_value_heads=4, **shape)).save_pretrained(
+        root / "model"
+    )
+    packed = packed_tensors_from_tokenized_results(
+        random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0
+    )
     packed.save(root / "packed.safetensors")
     common = {"lr": 1e-3, "max_grad_norm": 1e9, "rows_per_microbatch": 100}
     files = {"model": str(root / "model"), "packed": str(root / "packed.safetensors")}
     todo = [
-        {"name": name, "processes": n, "output_dir": str(root / name), "settings": {**common, **more}, "steps": 2, **files}
+        {
+            "name": name,
+            "processes": n,
+            "output_dir": str(root / name),
+            "settings": {**common, **more},
+            "steps": 2,
+            **files,
+        }
         for name, (n, more) in JOBS.items()
     ]
     (root / "jobs.json").write_text(json.dumps(todo))
     command = [sys.executable, parallel_worker.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880)
-    failures = {name: error.read_text()[-3000:] for name in JOBS if (error := root / name / "error.txt").exists()}
+    failures = {
+        name: error.read_text()[-3000:]
+        for name in JOBS
+        if (error := root / name / "error.txt").exists()
+    }
     assert done.returncode == 0 and not failures, f"{failures} {done.stderr[-3000:]}"
     return {name: torch.load(root / name / "result.pt") for name in JOBS}
 
@@ -73,7 +97,9 @@ def test_two_processes_take_the_steps_of_one(name, results):
         assert distance(found["gradients"], alone["gradients"]) < 1e-5
     if (
         "8 bits" in name
-    ):  # parts of matrices have other blocks of 256 numbers that share a scale: other rounding, but no more of it
+        # Parts of matrices have other blocks of 256 numbers that share a scale: other rounding, but
+        # no more of it.
+    ):
         rounding = distance(alone["weights"], results["plain"]["weights"])
         assert 1e-5 < rounding < 1e-3
         assert distance(found["weights"], results["plain"]["weights"]) < 1.5 * rounding

@@ -1,4 +1,5 @@
-"""The crash test of tools/ in short, and a disk that is really full: real trainer processes, recorded rollouts, no vLLM.
+"""The crash test of tools/ in short, and a disk that is really full: real trainer processes,
+recorded rollouts, no vLLM.
 
 Only this kills real trainers at random moments.
 """
@@ -22,7 +23,8 @@ TOOLS = Path(__file__).parents[2] / "tools"
 
 @pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_kills(tmp_path: Path, kills: int) -> None:
-    """A run that is killed at a random moment, trainer and all, ends with the bits of one that is not.
+    """A run that is killed at a random moment, trainer and all, ends with the bits of one that is
+    not.
 
     Long for two kills: only that one kills what goes on after a kill.
     """
@@ -34,21 +36,27 @@ def test_kills(tmp_path: Path, kills: int) -> None:
 
 @pytest.mark.long
 def test_two_kills_with_weights_out_of_memory(tmp_path: Path) -> None:
-    """What no file has is trained again, to the same bits; what finished phases wrote is not touched for it.
+    """What no file has is trained again, to the same bits; what finished phases wrote is not
+    touched for it.
 
     Long: only this kills a run that saves only every second checkpoint. test_kills kills runs that
     save all of them, and tests/loop/test_saving.py saves every few iterations on fake parts.
     """
     settings = {"weight_sync": "memory", "save_every": 2}
-    outcome = crash_test.crash_test(tmp_path, kills=2, iterations=3, seed=5, twice=False, settings=settings)
+    outcome = crash_test.crash_test(
+        tmp_path, kills=2, iterations=3, seed=5, twice=False, settings=settings
+    )
     assert outcome.problems == [], outcome.table()
-    written = [n for n in range(1, 4) if (tmp_path / f"undisturbed/iterations/{n:04d}/checkpoint").is_dir()]
+    written = [
+        n for n in range(1, 4) if (tmp_path / f"undisturbed/iterations/{n:04d}/checkpoint").is_dir()
+    ]
     assert len(outcome.kills) == 2 and written == [2, 3]
 
 
 @pytest.mark.long
 def test_killed_between_two_groups(tmp_path: Path) -> None:
-    """The group that was finished is kept as it was; only the others are asked for again, and one of them is checked as well.
+    """The group that was finished is kept as it was; only the others are asked for again, and one
+    of them is checked as well.
 
     Long: only this kills between two groups on purpose; test_kills does so at random moments.
     """
@@ -66,7 +74,10 @@ def test_killed_between_two_groups(tmp_path: Path) -> None:
     assert harness.outcome.problems == []
     asked = [row["prompt"] for row in read_jsonl(crash_test.requests_of(run))]
     assert [asked.count(prompt) for prompt in groups] == [1] * len(groups)
-    checked = ["logprob_tokens" in row for row in read_jsonl(run / "iterations" / "0001" / "rollouts.jsonl")]
+    checked = [
+        "logprob_tokens" in row
+        for row in read_jsonl(run / "iterations" / "0001" / "rollouts.jsonl")
+    ]
     assert 1 <= sum(checked) <= 2
 
 
@@ -78,7 +89,8 @@ def test_says_what_differs() -> None:
     assert crash_test.first_difference([1], [1, 2]) == "all of it: [1] became [1, 2]"
 
 
-# Run in a mount namespace of its own. The disk is filled once the first iteration is validated, and emptied afterwards.
+# Run in a mount namespace of its own. The disk is filled once the first iteration is validated, and
+# emptied afterwards.
 FULL_DISK = textwrap.dedent(
     """
     import subprocess, sys, time

@@ -1,6 +1,7 @@
-"""Families with everything that is special about them, trained one step, are served as what was trained. Gemma 2: windows, soft
-caps, norms around attention, scaled and tied embeddings. GPT-2: matrices that files hold transposed and fused, learned positions,
-a tied head that files do not hold.
+"""Families with everything that is special about them, trained one step, are served as what was
+trained. Gemma 2: windows, soft caps, norms around attention, scaled and tied embeddings. GPT-2:
+matrices that files hold transposed and fused, learned positions, a tied head that files do not
+hold.
 
 Only vLLM shows that it reads the checkpoints as they are meant.
 """
@@ -57,7 +58,12 @@ def write_gpt2(folder):
     make_tiny_model(folder)
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512, "initializer_range": 0.1}
-    config = GPT2Config(vocab_size=AutoConfig.from_pretrained(folder).vocab_size, bos_token_id=0, eos_token_id=0, **sizes)
+    config = GPT2Config(
+        vocab_size=AutoConfig.from_pretrained(folder).vocab_size,
+        bos_token_id=0,
+        eos_token_id=0,
+        **sizes,
+    )
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
@@ -81,13 +87,17 @@ def write_nanochat(folder):
 
 
 def train_a_step(policy):
-    tokens = torch.randint(policy.decoder.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        policy.decoder.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0)
+    )
     alone = torch.zeros_like(tokens)
     output = policy(tokens, tokens.roll(-1, dims=1), alone, alone, torch.arange(64).expand(2, 64))
     (-output.logprobs.mean()).backward()
     with torch.no_grad():
         for parameter in policy.parameters():
-            parameter -= 0.05 * parameter.grad / parameter.grad.norm() * parameter.norm().clamp(min=1.0)
+            parameter -= (
+                0.05 * parameter.grad / parameter.grad.norm() * parameter.norm().clamp(min=1.0)
+            )
 
 
 @pytest.mark.parametrize(
@@ -113,7 +123,13 @@ def test_a_trained_family_is_served(write, tmp_path):
     save_checkpoint(tmp_path / "after", policy, start, HERE)
 
     log = tmp_path / "server.log"
-    with VLLMServer(tmp_path / "before", served_model_name="policy", log_path=log, dtype="float32", max_model_len=512) as server:
+    with VLLMServer(
+        tmp_path / "before",
+        served_model_name="policy",
+        log_path=log,
+        dtype="float32",
+        max_model_len=512,
+    ) as server:
         assert verify_weights(server, tmp_path / "before", compare=False)[0].max_difference < 1e-4
         report = sync_weights(server, tmp_path / "after")
         assert report.fell_back is None and report.canary_max_difference < 1e-4

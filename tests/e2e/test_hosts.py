@@ -1,4 +1,5 @@
-"""A run over three hosts: trainers on one, vLLM servers on two; a server is cut off for a while, a trainer process killed.
+"""A run over three hosts: trainers on one, vLLM servers on two; a server is cut off for a while, a
+trainer process killed.
 
 Long: only this has real servers on hosts of a network, and cuts one off. Joined servers on fake
 parts: tests/launch/test_policy_server.py; whole weights in place: test_sync.py; a rank that dies:
@@ -26,7 +27,9 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.long,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not network_hosts.possible(), reason="needs root, ip(8) and network namespaces"),
+    pytest.mark.skipif(
+        not network_hosts.possible(), reason="needs root, ip(8) and network namespaces"
+    ),
 ]
 ITERATIONS = 4
 SCRIPT = textwrap.dedent(
@@ -60,7 +63,9 @@ SCRIPT = textwrap.dedent(
 @contextlib.contextmanager
 def process(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
     with open(log, "ab") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        child = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         yield child
     finally:
@@ -73,12 +78,18 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen]:
         child.wait()
 
 
-def wait_for(condition: Callable[[], bool], *watched: tuple[subprocess.Popen, Path], what: str) -> None:
+def wait_for(
+    condition: Callable[[], bool], *watched: tuple[subprocess.Popen, Path], what: str
+) -> None:
     deadline = time.monotonic() + 600
     while not condition():
         for child, log in watched:
-            assert child.poll() is None, f"{what}: {child.args} ended with {child.returncode}\n{log.read_text()[-6000:]}"
-        assert time.monotonic() < deadline, f"{what}\n" + "\n".join(log.read_text()[-4000:] for _, log in watched)
+            assert child.poll() is None, (
+                f"{what}: {child.args} ended with {child.returncode}\n{log.read_text()[-6000:]}"
+            )
+        assert time.monotonic() < deadline, f"{what}\n" + "\n".join(
+            log.read_text()[-4000:] for _, log in watched
+        )
         time.sleep(0.1)
 
 
@@ -87,25 +98,51 @@ def test_a_run_over_three_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "run.py").write_text(SCRIPT)
     run, key_file = tmp_path / "run", tmp_path / "server.key"
     ttrl = [sys.executable, "-m", "ttrl.cli"]
-    with network_hosts.Hosts(["lead", "server-a", "server-b"]) as hosts, contextlib.ExitStack() as stack:
+    with (
+        network_hosts.Hosts(["lead", "server-a", "server-b"]) as hosts,
+        contextlib.ExitStack() as stack,
+    ):
 
         def start(host: str, command: list[str]) -> tuple[subprocess.Popen, Path]:
             log = tmp_path / f"{host}.log"
             return stack.enter_context(process([*hosts.on(host), *command], log)), log
 
-        arguments = ["--port", "8000", "--key-file", str(key_file), "--dtype", "float32", "--max-model-len", "128"]
+        arguments = [
+            "--port",
+            "8000",
+            "--key-file",
+            str(key_file),
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "128",
+        ]
         servers = {}
         for name in ("server-a", "server-b"):
             log = tmp_path / f"vllm-{name}.log"
             servers[name] = start(
-                name, [*ttrl, "serve", str(model), "--host", hosts.address(name), "--log", str(log), *arguments]
+                name,
+                [
+                    *ttrl,
+                    "serve",
+                    str(model),
+                    "--host",
+                    hosts.address(name),
+                    "--log",
+                    str(log),
+                    *arguments,
+                ],
             )
             wait_for(key_file.is_file, servers[name], what="the first makes the key for both")
         for name, (child, log) in servers.items():
-            wait_for(lambda log=log: "serving at" in log.read_text(), (child, log), what=f"{name} starts")
+            wait_for(
+                lambda log=log: "serving at" in log.read_text(), (child, log), what=f"{name} starts"
+            )
         urls = [f"http://{hosts.address(name)}:8000" for name in servers]
         monkeypatch.setenv("TTRL_SERVER_KEY", key_file.read_text())
-        lead = start("lead", [sys.executable, str(tmp_path / "run.py"), str(run), str(model), *urls])
+        lead = start(
+            "lead", [sys.executable, str(tmp_path / "run.py"), str(run), str(model), *urls]
+        )
 
         def rows() -> list[dict]:
             path = run / "metrics.jsonl"
@@ -132,9 +169,13 @@ def test_a_run_over_three_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert [row["iteration"] for row in rows()] == list(range(ITERATIONS + 1))
         # Both servers computed: each has answered requests for the key, and none without it.
         for name in servers:
-            assert "/v1/chat/completions" in (tmp_path / f"vllm-{name}.log").read_text(errors="replace")
+            assert "/v1/chat/completions" in (tmp_path / f"vllm-{name}.log").read_text(
+                errors="replace"
+            )
         refused = subprocess.run(
-            [*hosts.on("lead"), sys.executable, "-c", REQUEST, f"{urls[0]}/collective_rpc"], capture_output=True, text=True
+            [*hosts.on("lead"), sys.executable, "-c", REQUEST, f"{urls[0]}/collective_rpc"],
+            capture_output=True,
+            text=True,
         )
         assert refused.stdout.strip() == "401", refused
 

@@ -25,7 +25,12 @@ from ttrl.training.models.weights import iter_stored
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-SETTINGS = {"lr": 1e-3, "max_grad_norm": None, "rows_per_microbatch": 100, "decoder": "transformers"}
+SETTINGS = {
+    "lr": 1e-3,
+    "max_grad_norm": None,
+    "rows_per_microbatch": 100,
+    "decoder": "transformers",
+}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +38,9 @@ def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("classes")
     folder = check_models.write_model("granite_hybrid_moe", root / "model")
     samples = random_samples(3, prompts=(3, 5, 8, 9, 4))
-    packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(root / "packed.safetensors")
+    packed_tensors_from_tokenized_results(samples, seq_len=40, pad_id=0).save(
+        root / "packed.safetensors"
+    )
     kept = {"activation_checkpointing": True, "checkpoint_keeps": "products"}
     jobs = [
         {
@@ -55,7 +62,11 @@ def results(tmp_path_factory):
     for job in jobs:
         error = Path(job["output_dir"], "error.txt")
         assert not error.exists(), error.read_text()[-3000:]
-    return {job["name"]: torch.load(Path(job["output_dir"], "result.pt")) | {"folder": Path(job["output_dir"])} for job in jobs}
+    return {
+        job["name"]: torch.load(Path(job["output_dir"], "result.pt"))
+        | {"folder": Path(job["output_dir"])}
+        for job in jobs
+    }
 
 
 def test_two_processes_do_what_one_does(results):
@@ -67,7 +78,10 @@ def test_two_processes_do_what_one_does(results):
         assert (two["gradients"][name] - gradient).norm() <= 1e-4 * gradient.norm() + 1e-7, name
     for name, weight in one["weights"].items():
         assert torch.allclose(weight, two["weights"][name], atol=2e-5), name
-    alone, shared = ({name: t for _, name, t in iter_stored(part["folder"] / "checkpoint")} for part in (one, two))
+    alone, shared = (
+        {name: t for _, name, t in iter_stored(part["folder"] / "checkpoint")}
+        for part in (one, two)
+    )
     assert alone.keys() == shared.keys()
     assert all(torch.allclose(alone[name], shared[name], atol=2e-5) for name in alone)
 
@@ -77,22 +91,34 @@ def mixture(tmp_path_factory):
     """A server that returns the experts that it chose, and the policy of the same folder."""
     root = tmp_path_factory.mktemp("mixture")
     folder = check_models.write_model("qwen3_moe", root / "model")
-    how = {"dtype": "float32", "max_model_len": 512, "extra_args": {"enable_return_routed_experts": True}}
+    how = {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "extra_args": {"enable_return_routed_experts": True},
+    }
     with VLLMServer(folder, served_model_name="m", log_path=root / "server.log", **how) as server:
         yield server, check_models.loaded(folder)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_the_experts_that_vllm_returns_are_those_of_their_tokens(mixture, streamed):
-    """Only a real server shows which token each row of experts belongs to: in float32 the trainer would choose the same ones.
+    """Only a real server shows which token each row of experts belongs to: in float32 the trainer
+    would choose the same ones.
 
     Replay itself is tested in tests/training/models/test_routing.py.
     """
     server, policy = mixture
-    tasks = [Task([{"role": "user", "content": f"say {'some ' * number}words"}], lambda choice: 1.0) for number in range(4)]
+    tasks = [
+        Task([{"role": "user", "content": f"say {'some ' * number}words"}], lambda choice: 1.0)
+        for number in range(4)
+    ]
     asked = {"max_tokens": 24, "ignore_eos": True, "seed": 1, EXPERTS: 0}
     seen = (lambda chunk, completion: None) if streamed else None
-    results = asyncio.run(get_task_results(tasks, server.endpoint(), "m", n=3, params=asked, on_chunk=seen, pbar=False))
+    results = asyncio.run(
+        get_task_results(
+            tasks, server.endpoint(), "m", n=3, params=asked, on_chunk=seen, pbar=False
+        )
+    )
     tokenize = TaskResultTokenizer()
     sequences = [sequence for group in results for sequence in tokenize(group, [1.0] * 3)]
     assert len(sequences) == 12
@@ -101,7 +127,8 @@ def test_the_experts_that_vllm_returns_are_those_of_their_tokens(mixture, stream
         policy.decoder.routing.forget()
         logprobs = policy(*check_models.policy_rows(pack), experts_BTLK=pack.experts).logprobs
     routing = policy.decoder.routing.take(lambda total: total)
-    # Of a sequence's tokens, all but the last were computed by the server, and that one is stored nowhere.
+    # Of a sequence's tokens, all but the last were computed by the server, and that one is stored
+    # nowhere.
     assert all(one.replayed == 1 and one.differing < 0.01 for one in routing)
     assert float((logprobs - pack.logprobs[pack.labels >= 0]).abs().max()) < 1e-4
     others = pack.experts.roll(1, dims=1)

@@ -1,4 +1,5 @@
-"""Rollouts of several turns on a real vLLM server: the log-probabilities in packed rows are those that the trainer computes.
+"""Rollouts of several turns on a real vLLM server: the log-probabilities in packed rows are those
+that the trainer computes.
 
 Only vLLM says whether a next turn goes on from the tokens of the one before.
 """
@@ -24,23 +25,30 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 CONTEXT = 256
-# One token per character, roles in plain words: whatever the model says reads and tokenizes as it was generated. With strip, the
-# beginning of earlier answers is replaced, as thinking is left out by other templates; so an empty answer reads otherwise, too.
+# One token per character, roles in plain words: whatever the model says reads and tokenizes as it
+# was generated. With strip, the beginning of earlier answers is replaced, as thinking is left out
+# by other templates; so an empty answer reads otherwise, too.
 TEMPLATE = (
     "{%- for m in messages -%}{%- set strips = strip is defined and m.role == 'assistant' -%}"
-    "{{- m.role + ':' + ('(...)' + m.content[2:] if strips else m.content) + '<|end|>' -}}{%- endfor -%}"
+    "{{- m.role + ':' + ('(...)' + m.content[2:] if strips else m.content) + '<|end|>' -}}{%- "
+    "endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}"
 )
 
 
 def write_model(folder: Path) -> Path:
     letters = [chr(code) for code in range(33, 127)] + ["Ġ"]
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = TEMPLATE
     config = Qwen2Config(
@@ -70,7 +78,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VLLMServer]:
     folder = tmp_path_factory.mktemp("multi_turn")
     model = write_model(folder / "model")
     arguments = {"dtype": "float32", "max_model_len": CONTEXT}
-    with VLLMServer(model, served_model_name="m", log_path=folder / "server.log", **arguments) as running:
+    with VLLMServer(
+        model, served_model_name="m", log_path=folder / "server.log", **arguments
+    ) as running:
         running.folder = model
         yield running
 
@@ -100,14 +110,28 @@ def packed_logprobs(server, results):
     packed = packed_tensors_from_tokenized_results(sequences, seq_len=3 * CONTEXT, pad_id=0)
     policy = load_policy_in(server.folder)
     with torch.no_grad():
-        out = policy(packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos)
-    return packed.logprobs[packed.labels != IGNORE_LABEL].double(), out.logprobs.double(), packed, sequences
+        out = policy(
+            packed.tokens, packed.labels, packed.group_ids, packed.parent_ids, packed.input_pos
+        )
+    return (
+        packed.logprobs[packed.labels != IGNORE_LABEL].double(),
+        out.logprobs.double(),
+        packed,
+        sequences,
+    )
 
 
 @pytest.mark.parametrize("strip", [False, True])
 def test_packed_logprobs_of_several_turns_are_the_trainers(server, strip):
-    tasks = [Task([{"role": "system", "content": f"Game {n}."}], rollout=three_turns, id=f"g{n}") for n in range(3)]
-    params = {"temperature": 1.0, "max_tokens": 12, **({"chat_template_kwargs": {"strip": True}} if strip else {})}
+    tasks = [
+        Task([{"role": "system", "content": f"Game {n}."}], rollout=three_turns, id=f"g{n}")
+        for n in range(3)
+    ]
+    params = {
+        "temperature": 1.0,
+        "max_tokens": 12,
+        **({"chat_template_kwargs": {"strip": True}} if strip else {}),
+    }
     results = sample(server, tasks, n=4, params=params, weights_version=2)
     stats = results.stats
     assert (stats.num_graded, stats.num_failed, stats.num_turns) == (12, 0, 36), stats.failures()
@@ -134,32 +158,66 @@ async def until_full(chat):
 
 def test_a_conversation_that_fills_the_context(server):
     tasks = [
-        Task([{"role": "user", "content": "hi"}], lambda choice: float(len(choice.messages)), rollout=until_full, id="full"),
-        Task([{"role": "user", "content": "y" * 2 * CONTEXT}], lambda choice: 1.0, rollout=until_full, id="too long"),
+        Task(
+            [{"role": "user", "content": "hi"}],
+            lambda choice: float(len(choice.messages)),
+            rollout=until_full,
+            id="full",
+        ),
+        Task(
+            [{"role": "user", "content": "y" * 2 * CONTEXT}],
+            lambda choice: 1.0,
+            rollout=until_full,
+            id="too long",
+        ),
     ]
-    # An end of turn within a text would be left out of it, so that the next turn could not continue it.
+    # An end of turn within a text would be left out of it, so that the next turn could not continue
+    # it.
     end = PreTrainedTokenizerFast.from_pretrained(server.folder).eos_token_id
     results = sample(server, tasks, params={"logit_bias": {str(end): -100}})
     full, too_long = results.samples
-    assert full.error is None and full.finish_reason == "length" and full.reward == 1 + 2 * len(full.turns)
+    assert (
+        full.error is None
+        and full.finish_reason == "length"
+        and full.reward == 1 + 2 * len(full.turns)
+    )
     lengths = [turn.num_tokens for turn in full.turns]
-    assert lengths[:-1] == [50] * (len(lengths) - 1) and lengths[-1] < 50  # a shorter answer where there was room for one
+    # A shorter answer where there was room for one.
+    assert lengths[:-1] == [50] * (len(lengths) - 1) and lengths[-1] < 50
     assert all(turn.continues is not None for turn in full.turns[1:])
-    whole = len(full.prompt_token_ids) + sum(lengths) + sum(len(turn.prompt_token_ids) for turn in full.turns[1:])
+    whole = (
+        len(full.prompt_token_ids)
+        + sum(lengths)
+        + sum(len(turn.prompt_token_ids) for turn in full.turns[1:])
+    )
     assert whole == CONTEXT
-    assert too_long.error.startswith("RolloutLimitError: task 'too long', sample 0: the conversation fills the model's context")
+    assert too_long.error.startswith(
+        "RolloutLimitError: task 'too long', sample 0: the conversation fills the model's context"
+    )
 
 
 def test_limits_of_tokens(server):
     limits = RolloutLimits(tokens=60)
-    task = Task([{"role": "user", "content": "hi"}], lambda choice: 1.0, rollout=until_full, id="t", limits=limits)
+    task = Task(
+        [{"role": "user", "content": "hi"}],
+        lambda choice: 1.0,
+        rollout=until_full,
+        id="t",
+        limits=limits,
+    )
     (one,) = sample(server, [task], params={"ignore_eos": True}).samples
-    assert [turn.num_tokens for turn in one.turns] == [50, 10] and len(one.token_ids) == 60 and one.finish_reason == "length"
+    assert (
+        [turn.num_tokens for turn in one.turns] == [50, 10]
+        and len(one.token_ids) == 60
+        and one.finish_reason == "length"
+    )
     assert json.dumps(one.to_json())
 
 
 def test_replies_that_are_ended_early(server):
-    """Streams: on_chunk sees every reply, and may end it; the conversation goes on after what there is."""
+    """Streams: on_chunk sees every reply, and may end it; the conversation goes on after what there
+    is.
+    """
     seen = {}
 
     def on_chunk(chunk, completion):
@@ -173,7 +231,10 @@ def test_replies_that_are_ended_early(server):
     params = {"max_tokens": 40, "logit_bias": {str(end): -100}}
     results = sample(server, [task], n=2, params=params, on_chunk=on_chunk)
     for one in results.samples:
-        assert one.error is None and [turn.finish_reason for turn in one.turns] == ["stopped_early"] * 3
+        assert (
+            one.error is None
+            and [turn.finish_reason for turn in one.turns] == ["stopped_early"] * 3
+        )
         assert all(5 <= turn.num_tokens < 40 for turn in one.turns)
         assert [turn.continues for turn in one.turns] == [None, 0, 1]
     assert len(seen) == 6

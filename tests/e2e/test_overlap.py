@@ -1,4 +1,5 @@
-"""One step off policy on real parts: who sampled what, and that policy lag is not taken for a fault.
+"""One step off policy on real parts: who sampled what, and that policy lag is not taken for a
+fault.
 
 Long: only this syncs vLLM while its next samples wait. Who samples what on fake parts:
 tests/loop/test_overlap.py; a real run that syncs ahead of its files: test_run.py.
@@ -20,10 +21,14 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 def test_one_step_off_policy(tmp_path):
     numbers = itertools.count()
 
-    def grader(choice):  # whatever the model says, no two rewards are equal: every group has a signal
+    # Whatever the model says, no two rewards are equal: every group has a signal.
+    def grader(choice):
         return next(numbers) / 1000
 
-    tasks = [Task([{"role": "user", "content": f"vowels {n}"}], grader, id=f"vowels/{n}") for n in range(10)]
+    tasks = [
+        Task([{"role": "user", "content": f"vowels {n}"}], grader, id=f"vowels/{n}")
+        for n in range(10)
+    ]
     config = TrainConfig(
         run=str(tmp_path / "run"),
         model=str(make_tiny_model(tmp_path / "model", layers=2, width=64, heads=2)),
@@ -49,7 +54,8 @@ def test_one_step_off_policy(tmp_path):
         drift = read_jsonl(path / "train.jsonl")[0]["sampler_trainer"]
         assert list(drift["by_version"]) == [str(version)]
         assert folder.policy_version(number) == number
-    # The first iteration is trained from the policy that sampled it; there server and trainer must agree.
+    # The first iteration is trained from the policy that sampled it; there server and trainer must
+    # agree.
     drift = read_jsonl(folder.iteration(1).path / "train.jsonl")[0]["sampler_trainer"]
     assert drift["by_version"]["0"]["mean"] < 1e-3
     assert "off_policy: token" in (folder.iteration(3).path / "grpo.yaml").read_text()

@@ -1,7 +1,8 @@
-"""Partial rollouts on a real server: cut several times, the same tokens, text, finish reasons and logprobs as without.
+"""Partial rollouts on a real server: cut several times, the same tokens, text, finish reasons and
+logprobs as without.
 
-The model is tiny and random over single bytes, so that borders lie within characters, and special tokens come in the middle.
-Only vLLM shows that what goes on after a cut is what it would have said.
+The model is tiny and random over single bytes, so that borders lie within characters, and special
+tokens come in the middle. Only vLLM shows that what goes on after a cut is what it would have said.
 """
 
 import asyncio
@@ -28,24 +29,45 @@ def server(byte_server, byte_model):
 
 def tasks(count=6, seed=0):
     rng = random.Random(seed)
-    texts = ["".join(rng.choice("abc déß漢字 xyz") for _ in range(rng.randrange(3, 12))) for _ in range(count)]
-    return [Task([{"role": "user", "content": text}], lambda choice: float(len(choice.message.content or ""))) for text in texts]
+    texts = [
+        "".join(rng.choice("abc déß漢字 xyz") for _ in range(rng.randrange(3, 12)))
+        for _ in range(count)
+    ]
+    return [
+        Task(
+            [{"role": "user", "content": text}],
+            lambda choice: float(len(choice.message.content or "")),
+        )
+        for text in texts
+    ]
 
 
 def sample(server, given, params, **options):
     async def run():
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
-            return await get_task_results(given, client, "policy", params=params, pbar=False, **options)
+            return await get_task_results(
+                given, client, "policy", params=params, pbar=False, **options
+            )
 
     return asyncio.run(run())
 
 
 def in_parts(server, given, params, budget, **options):
-    """Calls until nothing is unfinished: the samples in the order of `given`, and the number of calls."""
+    """Calls until nothing is unfinished: the samples in the order of `given`, and the number of
+    calls.
+    """
     left, calls, done = list(given), 0, {}
     unfinished = []
     while left:
-        results = sample(server, left, params, token_budget=budget, unfinished=unfinished, weights_version=calls, **options)
+        results = sample(
+            server,
+            left,
+            params,
+            token_budget=budget,
+            unfinished=unfinished,
+            weights_version=calls,
+            **options,
+        )
         calls += 1
         unfinished = [copy.deepcopy(result) for result in results.unfinished]
         waiting = []
@@ -68,27 +90,35 @@ def assert_same(got, expected):
         assert max(abs(x - y) for x, y in zip(a.logprobs, b.logprobs, strict=True)) < 1e-3
 
 
-TRIES = 5  # where a client is slow, everything may have come before a budget for all of it cuts anything
+# Where a client is slow, everything may have come before a budget for all of it cuts anything.
+TRIES = 5
 GREEDY = {"temperature": 0, "max_tokens": 40}
 CASES = {
     "length": GREEDY,
     "end of turn": {"temperature": 0, "max_tokens": 150, "logit_bias": {"256": 0.2}},
     "special tokens inside": GREEDY | {"ignore_eos": True, "logit_bias": {"256": 0.5, "258": 0.5}},
-    "specials shown": GREEDY | {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {"256": 0.5, "258": 0.5}},
+    "specials shown": GREEDY
+    | {"ignore_eos": True, "skip_special_tokens": False, "logit_bias": {"256": 0.5, "258": 0.5}},
     "repetition penalty": GREEDY | {"repetition_penalty": 1.3},
     "min_tokens": GREEDY | {"min_tokens": 25, "logit_bias": {"256": 0.3}},
     "stop token": GREEDY | {"stop_token_ids": [70, 71, 72, 200, 201, 202]},
 }
 
 
-# Each parameter that has to know what was said before the cut, each reason to end, and both budgets.
+# Each parameter that has to know what was said before the cut, each reason to end, and both
+# budgets.
 SHORT = {
     "per sample": ("special tokens inside", "repetition penalty", "min_tokens"),
     "in all": ("end of turn", "stop token"),
 }
 BUDGETS = {"per sample": TokenBudget(per_sample=7), "in all": 75}
 CUT = [
-    pytest.param(case, BUDGETS[name], id=f"{name}-{case}", marks=[] if case in SHORT[name] else pytest.mark.long)
+    pytest.param(
+        case,
+        BUDGETS[name],
+        id=f"{name}-{case}",
+        marks=[] if case in SHORT[name] else pytest.mark.long,
+    )
     for name in BUDGETS
     for case in CASES
 ]
@@ -110,7 +140,9 @@ def test_cut_several_times_it_is_what_it_would_have_been(server, case, budget):
         assert_same(got, expected)
         for s in got.samples:
             if s.token_versions:
-                assert len(s.token_versions) == len(s.token_ids) and s.token_versions == sorted(s.token_versions)
+                assert len(s.token_versions) == len(s.token_ids) and s.token_versions == sorted(
+                    s.token_versions
+                )
         was_cut = any(s.token_versions and len(set(s.token_versions)) >= 2 for s in got.samples)
         if isinstance(budget, TokenBudget):
             assert was_cut and calls >= -(-longest // 7)
@@ -124,12 +156,15 @@ def test_cut_several_times_it_is_what_it_would_have_been(server, case, budget):
     [
         pytest.param(TokenBudget(per_sample=3), True, id="per sample-True"),
         pytest.param(60, False, id="in all-False"),
-        pytest.param(TokenBudget(per_sample=3), False, id="per sample-False", marks=pytest.mark.long),
+        pytest.param(
+            TokenBudget(per_sample=3), False, id="per sample-False", marks=pytest.mark.long
+        ),
         pytest.param(60, True, id="in all-True", marks=pytest.mark.long),
     ],
 )
 def test_stop_strings(server, include, budget):
-    """Strings from the middle of what the model says, of several characters: most cuts go through them.
+    """Strings from the middle of what the model says, of several characters: most cuts go through
+    them.
 
     Long for two pairs: only these try each budget with the other way of ending the text.
     """
@@ -138,8 +173,15 @@ def test_stop_strings(server, include, budget):
     for number, task in enumerate(tasks(3)):
         (plain,) = sample(server, [task], GREEDY).samples
         at = rng.randrange(2, max(3, len(plain.text) - 4))
-        stops = [plain.text[at : at + rng.randrange(2, 6)], "never said", plain.text[at + 1 : at + 4]]
-        params = GREEDY | {"stop": [s for s in stops if s][: 1 + number % 3], "include_stop_str_in_output": include}
+        stops = [
+            plain.text[at : at + rng.randrange(2, 6)],
+            "never said",
+            plain.text[at + 1 : at + 4],
+        ]
+        params = GREEDY | {
+            "stop": [s for s in stops if s][: 1 + number % 3],
+            "include_stop_str_in_output": include,
+        }
         expected = sample(server, [task], params)
         got, _ = in_parts(server, [task], params, budget)
         assert_same(got, expected)
@@ -148,7 +190,9 @@ def test_stop_strings(server, include, budget):
 
 
 def test_groups_with_seeds_are_continued_whole(server):
-    """Sampling: other cuts give other tokens, but the logprobs are the model's, and every sample ends."""
+    """Sampling: other cuts give other tokens, but the logprobs are the model's, and every sample
+    ends.
+    """
     params = {"temperature": 1.0, "max_tokens": 24, "seed": 5}
     given = tasks(2)
     for _ in range(TRIES):
@@ -161,12 +205,23 @@ def test_groups_with_seeds_are_continued_whole(server):
     assert all(s.reward is not None for s in got.samples)
     again, _ = in_parts(server, given, params, TokenBudget(per_sample=8), n=4)
     once_more, _ = in_parts(server, given, params, TokenBudget(per_sample=8), n=4)
-    # The same cuts, the same tokens; but batches round differently, so a draw just between two tokens may fall otherwise: rarely.
-    assert sum(a.token_ids != b.token_ids for a, b in zip(again.samples, once_more.samples, strict=True)) <= 1
+    # The same cuts, the same tokens; but batches round differently, so a draw just between two
+    # tokens may fall otherwise: rarely.
+    assert (
+        sum(
+            a.token_ids != b.token_ids
+            for a, b in zip(again.samples, once_more.samples, strict=True)
+        )
+        <= 1
+    )
 
     async def scored(s):
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
-            body = {"model": "policy", "prompt": [*s.prompt_token_ids, *s.token_ids], "max_tokens": 1}
+            body = {
+                "model": "policy",
+                "prompt": [*s.prompt_token_ids, *s.token_ids],
+                "max_tokens": 1,
+            }
             return await client.completions.create(**body, extra_body={"prompt_logprobs": 0})
 
     for s in got.samples[::5]:

@@ -1,4 +1,5 @@
-"""A probe with a real server and a real trainer: what a plan takes from it, whatever a random model says.
+"""A probe with a real server and a real trainer: what a plan takes from it, whatever a random model
+says.
 
 Long: only this measures the memory of real processes in a probe. Probes on fake parts:
 tests/loop/test_probe.py.
@@ -28,10 +29,17 @@ def test_a_probe_measures_server_and_trainer(tmp_path, monkeypatch):
     )
     made = plan(config, assumptions=Assumptions(prompt_tokens=10, completion_tokens=6), probe=True)
     assert not (tmp_path / "run").exists()
-    assert made.work.samples == 16 and made.work.completion_tokens == 16 * 6  # ignore_eos: none ends before
+    # Ignore_eos: none ends before.
+    assert made.work.samples == 16 and made.work.completion_tokens == 16 * 6
     assert made.flops.training > 0 and made.work.rows > 0
-    assert {name: made.seconds.phases[name].source for name in ("sample", "train")} == {"sample": "probe", "train": "probe"}
-    assert made.seconds.start["server"].source == "probe" and made.seconds.start["server"].seconds > 0
-    # Estimates lie within the processes' real sizes; nothing here depends on what else the machine does.
+    assert {name: made.seconds.phases[name].source for name in ("sample", "train")} == {
+        "sample": "probe",
+        "train": "probe",
+    }
+    assert (
+        made.seconds.start["server"].source == "probe" and made.seconds.start["server"].seconds > 0
+    )
+    # Estimates lie within the processes' real sizes; nothing here depends on what else the machine
+    # does.
     assert made.measured_memory["server"] > 0.3e9 and made.measured_memory["trainer"] > 0.2e9
     assert "measured in a probe" in str(made)

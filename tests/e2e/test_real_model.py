@@ -1,4 +1,5 @@
-"""A real model, SmolLM2-135M-Instruct: parity with transformers, its chats, and in bf16 sync, GRPO, a resume, and an adapter.
+"""A real model, SmolLM2-135M-Instruct: parity with transformers, its chats, and in bf16 sync, GRPO,
+a resume, and an adapter.
 
 What computes in bf16 is long: a CPU takes minutes for it.
 Only this has weights and a tokenizer that somebody trained.
@@ -36,7 +37,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400), pytest.mark.usefixture
 
 CHAT = [
     {"role": "system", "content": "Be short."},
-    {"role": "user", "content": "What is the capital of Japan, 東京 or Kyōto? 🙂\n<|im_start|> is no word."},
+    {
+        "role": "user",
+        "content": "What is the capital of Japan, 東京 or Kyōto? 🙂\n<|im_start|> is no word.",
+    },
     {"role": "assistant", "content": "Tōkyō (東京) 🗼."},
 ]
 
@@ -66,7 +70,9 @@ def samples(tokenizer):
     for name in ("Ada", "Omar"):
         prompt = [CHAT[0], {"role": "user", "content": f"{name} is 36. JSON?"}]
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-        for number, text in enumerate((f'{{"name": "{name}", "age": 36}}', f"{name} is 36 years old.")):
+        for number, text in enumerate(
+            (f'{{"name": "{name}", "age": 36}}', f"{name} is 36 years old.")
+        ):
             answer = tokenizer(text + "<|im_end|>")["input_ids"]
             found.append(sample(ids, answer, number=number, task=name))
     return found
@@ -89,7 +95,8 @@ def test_parity_in_fp32(model, samples, judge):
 
 @pytest.mark.long
 def test_parity_in_bf16(model, samples, judge):
-    """Rounding differs: fp32 is the judge, and ours may be at most a quarter further from it than transformers' own bf16.
+    """Rounding differs: fp32 is the judge, and ours may be at most a quarter further from it than
+    transformers' own bf16.
 
     Long: only this compares our rounding in bf16 with transformers'. In fp32: above; on GPUs:
     tests/gpu.
@@ -107,14 +114,24 @@ def test_parity_in_bf16(model, samples, judge):
 
     limits = {name: 1.25 * value for name, value in errors(theirs).items()}
     for found in (ours, packed):
-        assert all(value <= limits[name] for name, value in errors(found).items()), (errors(found), limits)
+        assert all(value <= limits[name] for name, value in errors(found).items()), (
+            errors(found),
+            limits,
+        )
 
 
 # Its chats
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "Zoë paid 3€ — für 2 Äpfel\n\n\tend ", "東京 🗼 नमस्ते مرحبا", '{"name": "Ada", "age": 36}']
+    "text",
+    [
+        "",
+        " ",
+        "Zoë paid 3€ — für 2 Äpfel\n\n\tend ",
+        "東京 🗼 नमस्ते مرحبا",
+        '{"name": "Ada", "age": 36}',
+    ],
 )
 def test_text_survives_the_tokenizer(tokenizer, text):
     ids = tokenizer(text)["input_ids"]
@@ -125,12 +142,20 @@ def test_text_survives_the_tokenizer(tokenizer, text):
 def test_a_chat_is_tokenized_as_transformers_does(tokenizer):
     whole = tokenizer.apply_chat_template(CHAT, return_dict=False)
     prompt = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=False)
-    for found in (tokenize_chat(tokenizer, CHAT), tokenize_completion(tokenizer, CHAT[:-1], CHAT[-1]["content"], ended=True)):
+    for found in (
+        tokenize_chat(tokenizer, CHAT),
+        tokenize_completion(tokenizer, CHAT[:-1], CHAT[-1]["content"], ended=True),
+    ):
         assert found.token_ids == whole[:-1] and tokenizer.decode(whole[-1:]) == "\n"
-        answer = [token for token, mine in zip(found.token_ids, found.assistant_mask, strict=True) if mine]
+        answer = [
+            token for token, mine in zip(found.token_ids, found.assistant_mask, strict=True) if mine
+        ]
         assert found.token_ids[: len(prompt)] == prompt and found.token_ids[len(prompt) :] == answer
         assert tokenizer.decode(answer) == CHAT[-1]["content"] + "<|im_end|>" and found.splits == 0
-    assert tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2] and whole.count(1) == 4
+    assert (
+        tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"]) == [1, 2]
+        and whole.count(1) == 4
+    )
 
 
 # A server in bf16
@@ -155,7 +180,10 @@ def started(folder, checkpoints):
         log_path=folder / "server.log",
         dtype="bfloat16",
         max_model_len=512,
-        extra_args={"worker_extension_cls": "support.faulty_worker.FaultyWeightSync", "max_num_seqs": 32},
+        extra_args={
+            "worker_extension_cls": "support.faulty_worker.FaultyWeightSync",
+            "max_num_seqs": 32,
+        },
         env={
             "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
             "TTRL_TEST_FAULT": str(folder / "fault.json"),
@@ -168,7 +196,9 @@ def started(folder, checkpoints):
 def server(started, folder):
     """As one that is never started anew, so a fault ends in an error and not in a restart."""
     (folder / "fault.json").unlink(missing_ok=True)
-    return JoinedServer(started.root_url, served_model_name="policy", dtype="bfloat16", api_key=started.api_key)
+    return JoinedServer(
+        started.root_url, served_model_name="policy", dtype="bfloat16", api_key=started.api_key
+    )
 
 
 @pytest.mark.long
@@ -176,23 +206,38 @@ def test_the_servers_tokens_are_its_text(started, tokenizer):
     """Long: only this reads a trained tokenizer's ids back from vLLM. Of a tiny one: test_server.py
     and test_partial.py.
     """
-    request = {"model": "policy", "messages": CHAT[:-1], "max_tokens": 24, "n": 4, "return_token_ids": True, "seed": 1}
+    request = {
+        "model": "policy",
+        "messages": CHAT[:-1],
+        "max_tokens": 24,
+        "n": 4,
+        "return_token_ids": True,
+        "seed": 1,
+    }
     answer = started.request("POST", "/v1/chat/completions", request)
     prompt = tokenizer.apply_chat_template(CHAT[:-1], add_generation_prompt=True, return_dict=False)
     assert answer["prompt_token_ids"] == prompt
     for choice in answer["choices"]:
-        assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == choice["message"]["content"]
-        assert (choice["token_ids"][-1] == tokenizer.eos_token_id) == (choice["finish_reason"] == "stop")
+        assert (
+            tokenizer.decode(choice["token_ids"], skip_special_tokens=True)
+            == choice["message"]["content"]
+        )
+        assert (choice["token_ids"][-1] == tokenizer.eos_token_id) == (
+            choice["finish_reason"] == "stop"
+        )
 
 
 @pytest.mark.long
 def test_healthy_weights_are_accepted(server, started, checkpoints):
-    """Long: only this shows that limits for bf16 let trained weights pass. In fp32: test_sync.py."""
+    """Long: only this shows that limits for bf16 let trained weights pass. In fp32:
+    test_sync.py.
+    """
     for checkpoint in (checkpoints[1], checkpoints[0]):
         report = sync_weights(server, checkpoint)
         assert (report.mode, report.fell_back, report.comparison.unchecked) == ("reload", None, 0)
         assert report.canary_max_difference > 0  # or bf16 would not have been compared
-    assert "Attempted to load weight" not in started.log_path.read_text()  # a line for each tensor: fp32 becomes bf16
+    # A line for each tensor: fp32 becomes bf16.
+    assert "Attempted to load weight" not in started.log_path.read_text()
 
 
 @pytest.mark.parametrize(
@@ -207,7 +252,8 @@ def test_healthy_weights_are_accepted(server, started, checkpoints):
 )
 @pytest.mark.long
 def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
-    """By the comparison with the files; and by the canary, but for a single weight that hardly changes what is computed.
+    """By the comparison with the files; and by the canary, but for a single weight that hardly
+    changes what is computed.
 
     Long: only this shows what a canary in bf16 notices. In fp32: test_sync.py; limits in bf16:
     tests/server/test_weights.py.
@@ -228,7 +274,9 @@ def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, mon
     """
     sync_weights(server, checkpoints[0])
     monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
-    with pytest.raises(WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"):
+    with pytest.raises(
+        WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"
+    ):
         sync_weights(server, checkpoints[0])
     assert server.open_version() is None
 
@@ -236,7 +284,13 @@ def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, mon
 # Runs
 
 SETTINGS = {
-    **{"dtype": "bf16", "tasks_per_iteration": 3, "samples_per_task": 6, "max_tokens": 32, "seq_len": 512},
+    **{
+        "dtype": "bf16",
+        "tasks_per_iteration": 3,
+        "samples_per_task": 6,
+        "max_tokens": 32,
+        "seq_len": 512,
+    },
     "training": {"lr": 1e-5, "updates_per_iteration": 1},
 }
 SCRIPT = textwrap.dedent(
@@ -263,7 +317,9 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
     def start():
         with open(log, "ab") as output:
             environment = {**os.environ, "TTRL_SERVER_KEY": started.api_key}
-            return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+            return subprocess.Popen(
+                command, stdout=output, stderr=output, env=environment, start_new_session=True
+            )
 
     process = start()
     wait_for((trained := run / "iterations/0001/done/train.json").exists, process, log)
@@ -278,11 +334,18 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
     cost = Canary.load(run / "iterations/0002/checkpoint").half_precision
     for row in rows[1:]:
         drift, trained = row["sampler_trainer"], row["train"]
-        assert row["samples"] == 18 and 0 < row["reward"] < 1 and {"exact", "valid"} <= row["metrics"].keys()
+        assert (
+            row["samples"] == 18
+            and 0 < row["reward"] < 1
+            and {"exact", "valid"} <= row["metrics"].keys()
+        )
         assert drift["tokens"] > 100 and drift["unknown"] == drift["not_finite"] == 0
-        # As far as the canary's tokens, which are less likely than its own: 0.05 of cost.mean 0.035, at most three times that
+        # As far as the canary's tokens, which are less likely than its own: 0.05 of cost.mean
+        # 0.035, at most three times that
         assert 0 < drift["mean"] < 3 * cost.mean and drift["ess"] > 0.9
-        assert "unchanged" not in trained and 0 < trained["grad_norm"] < 1000 and trained["lr"] == 1e-5
+        assert (
+            "unchanged" not in trained and 0 < trained["grad_norm"] < 1000 and trained["lr"] == 1e-5
+        )
     assert rows[2]["sync"]["mode"] == "reload" and rows[2]["sync"]["fell_back"] is None
     said = {finding.key for finding in findings(rows, settings)}
     assert not said & {
@@ -302,7 +365,12 @@ def test_an_adapter_is_trained_and_served(checkpoints, folder):
 
     Long: only this trains an adapter of a real model. Of a tiny one: test_lora.py.
     """
-    settings = {**SETTINGS, "run": str(folder / "lora"), "model": str(checkpoints[0]), "iterations": 1}
+    settings = {
+        **SETTINGS,
+        "run": str(folder / "lora"),
+        "model": str(checkpoints[0]),
+        "iterations": 1,
+    }
     settings["training"] = {"lr": 1e-3, "updates_per_iteration": 1, "lora_rank": 8}
     settings["server"] = {"max_model_len": 512, "max_num_seqs": 32}
     tasks, held_out = ([first_task()(a, 17) for a in numbers] for numbers in ((24, 38, 55), (61,)))

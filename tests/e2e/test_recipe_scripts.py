@@ -1,4 +1,5 @@
-"""A script of recipes/ as its header says to try it out: a real server, a real trainer, and a checkpoint that was trained.
+"""A script of recipes/ as its header says to try it out: a real server, a real trainer, and a
+checkpoint that was trained.
 
 Long: only this runs a script of recipes/ with real parts. All scripts run on fake parts in
 tests/test_recipes.py, arms in tests/cli/test_arms.py; real parts without a script: test_run.py.
@@ -22,7 +23,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_tiny(tmp_path):
-    command = [sys.executable, str(ROOT / "recipes" / "spelling.py"), "--tiny", "--run", str(tmp_path / "run")]
+    command = [
+        sys.executable,
+        str(ROOT / "recipes" / "spelling.py"),
+        "--tiny",
+        "--run",
+        str(tmp_path / "run"),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "held-out words spelled: " in done.stdout
@@ -31,12 +38,16 @@ def test_tiny(tmp_path):
 
 
 def test_a_supervised_run_trains_and_asks(tmp_path, monkeypatch):
-    """A piece of an arm of recipes/rl_vs_sft.py: `tune run` in two processes, as on two GPUs, and a server before and after."""
+    """A piece of an arm of recipes/rl_vs_sft.py: `tune run` in two processes, as on two GPUs, and a
+    server before and after.
+    """
     data = tmp_path / "data.jsonl"
     write_jsonl(data, sort_letters_examples(64))
     model = make_tiny_model(tmp_path / "model", layers=1, width=64, heads=2)
     settings = {"model": str(model), "data": str(data), "seed": 0, "batch_size": 8, "seq_len": 64}
-    asked = HeldOut(get_sort_letters_tasks("validation", 8), "reward", {"max_tokens": 9, "temperature": 0.0})
+    asked = HeldOut(
+        get_sort_letters_tasks("validation", 8), "reward", {"max_tokens": 9, "temperature": 0.0}
+    )
     settings |= {"num_threads": 1, "dtype": "bf16"}
     commands = []
 
@@ -46,8 +57,13 @@ def test_a_supervised_run_trains_and_asks(tmp_path, monkeypatch):
             super().__init__(command, *more)
 
     monkeypatch.setattr("ttrl.launch.tune.TrainerProcess", Watched)
-    checkpoint = supervised_run(tmp_path / "sft", settings, asked, by="flops", marks=[3e8], processes=2)
+    checkpoint = supervised_run(
+        tmp_path / "sft", settings, asked, by="flops", marks=[3e8], processes=2
+    )
     assert commands[0][4:6] == ["--nproc_per_node", "2"]
     start, end = read_jsonl(tmp_path / "sft" / "metrics.jsonl")
     assert abs(end["train"]["flops"] - 3e8) <= end["train"]["flops"] / end["train"]["steps"]
-    assert start["validation_samples"] == end["validation_samples"] == 8 and (checkpoint / "config.json").exists()
+    assert (
+        start["validation_samples"] == end["validation_samples"] == 8
+        and (checkpoint / "config.json").exists()
+    )

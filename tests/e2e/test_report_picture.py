@@ -133,24 +133,36 @@ def test_it_fits_a_desktop_and_a_phone(browser, page):
     width, height = size_of(phone)
     assert width == 780 and height > 2 * 844  # two pixels to one on a phone
     assert browser.overflow() == 0, "it scrolls sideways"
-    assert browser.picture(page, 390, 844, whole=True, dark=False) != phone  # it follows the reader's setting
+    # It follows the reader's setting.
+    assert browser.picture(page, 390, 844, whole=True, dark=False) != phone
 
 
 @pytest.mark.parametrize("width", [1280, 390])
 def test_a_comparison_is_not_cut_off(browser, tmp_path, width):
     """Of three arms with long names: neither the page nor a table in it scrolls sideways."""
     settings = ({"objective": "gspo"}, {"objective": "ppo"}, {"objective": "reinforce"})
-    runs = [make_run(tmp_path / f"an_arm_with_a_long_name_{n}", **one) for n, one in enumerate(settings)]
+    runs = [
+        make_run(tmp_path / f"an_arm_with_a_long_name_{n}", **one) for n, one in enumerate(settings)
+    ]
     page = compare_runs(runs).write_html(tmp_path / "compare.html")
-    hidden = "Math.max(...[...document.querySelectorAll('.wide')].map(e => e.scrollWidth - e.clientWidth))"
+    hidden = (
+        "Math.max(...[...document.querySelectorAll('.wide')].map(e => e.scrollWidth - "
+        "e.clientWidth))"
+    )
     browser.picture(page, width, 844, whole=True, dark=False)
     assert browser.overflow() == 0
     assert browser.call("Runtime.evaluate", expression=hidden)["result"]["value"] == 0
 
 
 def test_pages_turn_without_any_script_of_the_page(browser, page):
-    shown = "[...document.querySelectorAll('.pager')].map(p => [...p.querySelectorAll(':scope > article')]"
-    shown += ".filter(a => a.checkVisibility()).map(a => a.querySelector('.count').textContent).join()).join(' | ')"
+    shown = (
+        "[...document.querySelectorAll('.pager')].map(p => [...p.querySelectorAll(':scope > "
+        "article')]"
+    )
+    shown += (
+        ".filter(a => a.checkVisibility()).map(a => "
+        "a.querySelector('.count').textContent).join()).join(' | ')"
+    )
     browser.picture(page, 1440, 900, whole=False, dark=False)
 
     def value(expression):
@@ -159,12 +171,17 @@ def test_pages_turn_without_any_script_of_the_page(browser, page):
     before = value(shown)
     assert "1 of " in before and "," not in before  # of each pager, one page
     value("document.querySelector('label[for=t1]').click(), ''")
-    assert value(shown) == before[::-1].replace("1 of "[::-1], "2 of "[::-1], 1)[::-1]  # the last pager turned
+    # The last pager turned.
+    assert value(shown) == before[::-1].replace("1 of "[::-1], "2 of "[::-1], 1)[::-1]
 
 
 def test_the_pictures_of_the_readme_show_the_report_and_a_packed_row(tool, quickstart, tmp_path):
     written = tool.write_readme_pictures(quickstart, tmp_path)
-    assert [path.name for path in written] == ["report.png", "before_and_after.png", "packed_row.png"]
+    assert [path.name for path in written] == [
+        "report.png",
+        "before_and_after.png",
+        "packed_row.png",
+    ]
     report, answers, row = (size_of(path.read_bytes()) for path in written)
     assert report[0] == row[0] > answers[0] > 900  # the answers are a part of the page
     assert answers[1] < report[1]

@@ -1,4 +1,5 @@
-"""get_task_results on a real vLLM server: streams, early stops, cache, prefix cache, restarts, with real numbers.
+"""get_task_results on a real vLLM server: streams, early stops, cache, prefix cache, restarts, with
+real numbers.
 
 Budgets: test_partial.py.
 Only vLLM's own streams, seeds and prefix cache show that ttrl reads them rightly.
@@ -43,16 +44,26 @@ def sample(server: VLLMServer, given: list[Task], **arguments):
 
 
 def content(results) -> list[tuple]:
-    return [(s.text, s.token_ids, s.prompt_token_ids, s.finish_reason, s.reward) for s in results.samples]
+    return [
+        (s.text, s.token_ids, s.prompt_token_ids, s.finish_reason, s.reward)
+        for s in results.samples
+    ]
 
 
 def assert_drawn_alike(results, others):
-    """The same samples. Batches round differently, so a draw just between two tokens may fall otherwise in one sample: rarely."""
+    """The same samples. Batches round differently, so a draw just between two tokens may fall
+    otherwise in one sample: rarely.
+    """
     pairs = list(zip(results.samples, others.samples, strict=True))
     same = [(a, b) for a, b in pairs if a.token_ids == b.token_ids]
     assert len(same) >= len(pairs) - 1
     for a, b in same:
-        assert (a.text, a.prompt_token_ids, a.finish_reason, a.reward) == (b.text, b.prompt_token_ids, b.finish_reason, b.reward)
+        assert (a.text, a.prompt_token_ids, a.finish_reason, a.reward) == (
+            b.text,
+            b.prompt_token_ids,
+            b.finish_reason,
+            b.reward,
+        )
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
 
 
@@ -65,32 +76,42 @@ def test_streamed_completions_are_those_that_are_not(server, tmp_path):
         seen.extend(len(choice.logprobs.content) for choice in chunk.choices if choice.logprobs)
 
     streamed = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk)
-    together = sample(server, tasks(6), n=3, params=params, on_chunk=on_chunk, samples_per_request=3)
+    together = sample(
+        server, tasks(6), n=3, params=params, on_chunk=on_chunk, samples_per_request=3
+    )
     logged = sample(server, tasks(6), n=3, params=params, log_dir=tmp_path)
     assert whole.stats.num_graded == len(list(tmp_path.iterdir())) == 18
     assert_drawn_alike(whole, logged)
     assert_drawn_alike(whole, together)
     assert_drawn_alike(whole, streamed)
     assert sum(seen) == streamed.stats.completion_tokens + together.stats.completion_tokens
-    assert all(len({tuple(s.token_ids) for s in result.samples}) == 3 for result in whole)  # the samples of a seeded task differ
+    # The samples of a seeded task differ.
+    assert all(len({tuple(s.token_ids) for s in result.samples}) == 3 for result in whole)
 
 
 def test_graders_see_what_the_prompt_prefilled(server):
     begun = {"role": "assistant", "content": "<think>\nSo"}
     seen = []
-    task = Task([{"role": "user", "content": "Why?"}, begun], lambda choice: seen.append(choice.opening) or 0.0)
+    task = Task(
+        [{"role": "user", "content": "Why?"}, begun],
+        lambda choice: seen.append(choice.opening) or 0.0,
+    )
     params = {"continue_final_message": True, "add_generation_prompt": False, "max_tokens": 4}
     for watch in ({}, {"on_chunk": lambda chunk, completion: None}):
         results = sample(server, [task], n=2, params=params, **watch)
         assert [one.opening for one in results.samples] == ["<think>\nSo"] * 2
     assert seen == ["<think>\nSo"] * 4
-    assert [one.opening for one in sample(server, tasks(1), n=2, params={"max_tokens": 4}).samples] == ["", ""]
+    assert [
+        one.opening for one in sample(server, tasks(1), n=2, params={"max_tokens": 4}).samples
+    ] == ["", ""]
 
 
 def test_early_stopping_ends_the_work_of_the_server(server):
-    # A random model's tokens have a log-probability of about -5.6: the mean falls below -3 after (1 - 0.992^k) 5.6 > 3, k of 96.
+    # A random model's tokens have a log-probability of about -5.6: the mean falls below -3 after (1
+    # - 0.992^k) 5.6 > 3, k of 96.
     stop = InferenceEarlyStop()
-    chunks: dict[str, list[int]] = {}  # where a client is slow, vLLM puts several tokens into one chunk
+    # Where a client is slow, vLLM puts several tokens into one chunk.
+    chunks: dict[str, list[int]] = {}
 
     def on_chunk(chunk, completion):
         for part in chunk.choices:
@@ -99,7 +120,12 @@ def test_early_stopping_ends_the_work_of_the_server(server):
         stop(chunk, completion)
 
     results = sample(
-        server, tasks(3), n=2, params={"max_tokens": 900, "ignore_eos": True}, on_chunk=on_chunk, samples_per_request=1
+        server,
+        tasks(3),
+        n=2,
+        params={"max_tokens": 900, "ignore_eos": True},
+        on_chunk=on_chunk,
+        samples_per_request=1,
     )
     assert {s.finish_reason for s in results.samples} == {"stopped_early"}
     lengths = sorted((sum(sizes), sizes[-1]) for sizes in chunks.values())
@@ -112,11 +138,15 @@ def test_early_stopping_ends_the_work_of_the_server(server):
             if mean < -3.0:
                 fell = k
                 break
-        assert fell is not None and len(s.logprobs) - max(last_chunks.values()) < fell <= len(s.logprobs)
+        assert fell is not None and len(s.logprobs) - max(last_chunks.values()) < fell <= len(
+            s.logprobs
+        )
         assert s.reward == len(s.text) and len(s.token_ids) == len(s.logprobs) < 900
     deadline = time.monotonic() + 120
     while running := [
-        line for line in server.request("GET", "/metrics").splitlines() if line.startswith("vllm:num_requests_running")
+        line
+        for line in server.request("GET", "/metrics").splitlines()
+        if line.startswith("vllm:num_requests_running")
     ]:
         if all(line.endswith(" 0.0") for line in running):
             break
@@ -126,10 +156,18 @@ def test_early_stopping_ends_the_work_of_the_server(server):
 
 def test_the_cache_serves_this_policy_and_no_other(server, tmp_path):
     params = {"temperature": 1.0, "max_tokens": 16}
-    arguments = {"params": params, "cache": tmp_path / "cache", "weights_digest": server.weights_digest()}
+    arguments = {
+        "params": params,
+        "cache": tmp_path / "cache",
+        "weights_digest": server.weights_digest(),
+    }
     first = sample(server, tasks(4), n=2, **arguments)
     again = sample(server, tasks(4), n=2, **arguments)
-    assert content(first) == content(again) and again.stats.num_cached == 8 and again.stats.new_completion_tokens == 0
+    assert (
+        content(first) == content(again)
+        and again.stats.num_cached == 8
+        and again.stats.new_completion_tokens == 0
+    )
     assert [s.logprobs for s in first.samples] == [s.logprobs for s in again.samples]
     more = sample(server, tasks(4), n=3, **arguments)
     assert more.stats.num_cached == 8 and more.stats.num_graded == 12
@@ -141,20 +179,34 @@ def test_the_cache_serves_this_policy_and_no_other(server, tmp_path):
     async def one():
         async with openai.AsyncOpenAI(base_url=server.base_url, api_key=server.api_key) as client:
             return await get_chat_completion(
-                client, tasks(1)[0].messages, "m", token_ids=True, sample=1, **{k: v for k, v in arguments.items()}
+                client,
+                tasks(1)[0].messages,
+                "m",
+                token_ids=True,
+                sample=1,
+                **{k: v for k, v in arguments.items()},
             )
 
-    assert asyncio.run(one()).choices[0].message.content == first[0].samples[1].text  # the same entry
+    # The same entry.
+    assert asyncio.run(one()).choices[0].message.content == first[0].samples[1].text
 
 
 @pytest.mark.parametrize("per_request", [None, 1])
 def test_the_prompt_of_a_task_is_computed_once(server, per_request):
     """vLLM's blocks are of 128 tokens on CPU: of a prompt of 600 tokens 4 blocks can be shared."""
     long = tasks(3, prompt=f"{time.time_ns()} " + "a long prompt that everybody shares " * 16)
-    results = sample(server, long, n=4, params={"max_tokens": 4, "ignore_eos": True}, samples_per_request=per_request)
+    results = sample(
+        server,
+        long,
+        n=4,
+        params={"max_tokens": 4, "ignore_eos": True},
+        samples_per_request=per_request,
+    )
     stats = results.stats
     prompt = len(results.samples[0].prompt_token_ids)
-    assert prompt > 550 and stats.prompt_tokens == sum(len(r.samples[0].prompt_token_ids) for r in results)
+    assert prompt > 550 and stats.prompt_tokens == sum(
+        len(r.samples[0].prompt_token_ids) for r in results
+    )
     if per_request == 1:
         assert stats.new_prompt_tokens == 4 * stats.prompt_tokens
         assert stats.prefix_cached_tokens >= 0.5 * 3 * 3 * (prompt - 128), stats

@@ -1,4 +1,5 @@
-"""Whole runs on real parts: vLLM, `tune run`, the run folder; killed at the worst moments, started again, and replayed.
+"""Whole runs on real parts: vLLM, `tune run`, the run folder; killed at the worst moments, started
+again, and replayed.
 
 Most tests look at one run of two iterations.
 Only this has server, trainer and run folder work together with nothing in anybody's place.
@@ -69,8 +70,14 @@ GRADERS = textwrap.dedent(
         return sum(c.isalpha() and c not in "aeiou" for c in choice.message.content or "") / 8
     """
 )
-BITS = ("checkpoint/model.safetensors", "checkpoint/canary.json", "state/optimizer.safetensors", "state/state.json")
-# In every process of a run: while hold-state is there, no trainer gets further than its checkpoint in iteration 2.
+BITS = (
+    "checkpoint/model.safetensors",
+    "checkpoint/canary.json",
+    "state/optimizer.safetensors",
+    "state/state.json",
+)
+# In every process of a run: while hold-state is there, no trainer gets further than its checkpoint
+# in iteration 2.
 SITE = textwrap.dedent(
     """
     import os, sys, time
@@ -95,10 +102,18 @@ def start(folder: Path, iterations: int, weight_sync: str = "reload") -> subproc
     (folder / "site" / "sitecustomize.py").write_text(SITE)
     paths = [str(folder / "site"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, str(folder / "script.py"), str(folder / "run"), str(folder / "model"), str(iterations)]
+    command = [
+        sys.executable,
+        str(folder / "script.py"),
+        str(folder / "run"),
+        str(folder / "model"),
+        str(iterations),
+    ]
     command.append(weight_sync)
     with open(folder / "output.log", "ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        return subprocess.Popen(
+            command, stdout=log, stderr=log, env=environment, start_new_session=True
+        )
 
 
 def finish(folder: Path, iterations: int, weight_sync: str = "reload") -> str:
@@ -108,12 +123,15 @@ def finish(folder: Path, iterations: int, weight_sync: str = "reload") -> str:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Everything that has the run folder in its command line or environment: server, trainer, guards."""
+    """Everything that has the run folder in its command line or environment: server, trainer,
+    guards.
+    """
     needle, found = str(folder), []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and (
-                needle in " ".join(process.cmdline()) or any(needle in value for value in process.environ().values())
+                needle in " ".join(process.cmdline())
+                or any(needle in value for value in process.environ().values())
             ):
                 found.append(process)
     return found
@@ -130,9 +148,22 @@ def finished(tmp_path_factory):
 
 def test_run_folder(finished):
     """Everything that the design promises is there, and nothing half written."""
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "report.html", "iterations/0002/done/train.json"):
+    for name in (
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "report.html",
+        "iterations/0002/done/train.json",
+    ):
         assert (finished / name).is_file(), name
-    for name in ("rollouts.jsonl", "validation.jsonl", "packed.safetensors", "train.jsonl", "checkpoint/canary.json", "state"):
+    for name in (
+        "rollouts.jsonl",
+        "validation.jsonl",
+        "packed.safetensors",
+        "train.jsonl",
+        "checkpoint/canary.json",
+        "state",
+    ):
         assert (finished / "iterations/0001" / name).exists(), name
     assert not list(finished.rglob(".partial-*")) and not list(finished.rglob("*.partial.jsonl"))
     assert not processes_of(finished)
@@ -147,12 +178,18 @@ def test_run_folder(finished):
         marker = json.loads((finished / f"iterations/{number:04d}/done/train.json").read_text())
         for name, value in marker["files"].items():
             assert digest(finished / f"iterations/{number:04d}" / name) == value
-    text = "".join(path.read_text(errors="replace") for path in finished.rglob("*") if path.suffix in (".log", ".json", ".yaml"))
+    text = "".join(
+        path.read_text(errors="replace")
+        for path in finished.rglob("*")
+        if path.suffix in (".log", ".json", ".yaml")
+    )
     assert "VLLM_API_KEY" not in text
 
 
 def test_trainer_and_sampler_agree(finished):
-    """The trainer's log-probabilities equal vLLM's on every sampled token, before training and after an in-place sync."""
+    """The trainer's log-probabilities equal vLLM's on every sampled token, before training and
+    after an in-place sync.
+    """
     for row in read_jsonl(finished / "metrics.jsonl")[1:]:
         drift = row["sampler_trainer"]
         assert drift["unknown"] == 0 and drift["tokens"] > 50
@@ -161,13 +198,19 @@ def test_trainer_and_sampler_agree(finished):
 
 
 def test_sampled_logprobs_equal_transformers(finished):
-    """A third opinion: the starting model in transformers, on the server's own ids, one plain sequence at a time."""
+    """A third opinion: the starting model in transformers, on the server's own ids, one plain
+    sequence at a time.
+    """
     model = AutoModelForCausalLM.from_pretrained(finished / "iterations/0000/checkpoint")
     for row in read_jsonl(finished / "iterations/0001/rollouts.jsonl")[::7]:
         ids = torch.tensor([row["prompt_token_ids"] + row["token_ids"]])
         with torch.no_grad():
-            logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
-        torch.testing.assert_close(logprobs[-len(row["token_ids"]) :], torch.tensor(row["logprobs"]), rtol=0, atol=1e-3)
+            logprobs = torch.log_softmax(model(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[
+                :, 0
+            ]
+        torch.testing.assert_close(
+            logprobs[-len(row["token_ids"]) :], torch.tensor(row["logprobs"]), rtol=0, atol=1e-3
+        )
 
 
 @pytest.mark.long
@@ -190,15 +233,25 @@ def test_prompts_are_stored_once(finished):
     rewards: dict[str, set[float]] = {}
     for row in (everything := read_jsonl(finished / "iterations/0001/rollouts.jsonl")):
         rewards.setdefault(row["task_id"], set()).add(row["reward"])
-    rows = [row for row in everything if len(rewards[row["task_id"]]) > 1]  # groups with one reward teach nothing
+    # Groups with one reward teach nothing.
+    rows = [row for row in everything if len(rewards[row["task_id"]]) > 1]
     assert packed.num_trained == sum(len(row["token_ids"]) for row in rows) > 0
     prompts = {row["task_id"]: row["prompt_token_ids"] for row in rows}
     sampled = sum(len(row["token_ids"]) for row in rows)
-    # How many rows a task lies in, and which prompts that begin alike meet in a row, is up to what was sampled.
-    once_per_row = sum(len(prompts[task]) - 1 for _, task in {(sample.row, sample.task_id) for sample in packed.samples})
-    all_beginnings = {tuple(prompt[:end]) for prompt in prompts.values() for end in range(1, len(prompt))}
+    # How many rows a task lies in, and which prompts that begin alike meet in a row, is up to what
+    # was sampled.
+    once_per_row = sum(
+        len(prompts[task]) - 1
+        for _, task in {(sample.row, sample.task_id) for sample in packed.samples}
+    )
+    all_beginnings = {
+        tuple(prompt[:end]) for prompt in prompts.values() for end in range(1, len(prompt))
+    }
     assert (
-        len(all_beginnings) <= packed.num_tokens - sampled <= once_per_row < sum(len(row["prompt_token_ids"]) - 1 for row in rows)
+        len(all_beginnings)
+        <= packed.num_tokens - sampled
+        <= once_per_row
+        < sum(len(row["prompt_token_ids"]) - 1 for row in rows)
     )
 
 
@@ -209,7 +262,11 @@ def test_a_finished_run_does_nothing_again(finished):
     """
 
     def changes() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in (finished / "iterations").rglob("*") if path.is_file()}
+        return {
+            path: path.stat().st_mtime_ns
+            for path in (finished / "iterations").rglob("*")
+            if path.is_file()
+        }
 
     before, log = changes(), (finished / "logs" / "server.log").read_bytes()
     assert "finished 2" in finish(finished.parent, 2)
@@ -222,14 +279,18 @@ def replay_command(run: Path, *arguments: str) -> list[str]:
 
 
 def replay(run: Path, *arguments: str) -> str:
-    done = subprocess.run(replay_command(run, *arguments), cwd=run.parent, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        replay_command(run, *arguments), cwd=run.parent, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == f"ttrl replay: reading {run}\n"
     return done.stdout
 
 
 def test_the_same_grades_give_the_same_bits(finished, monkeypatch, capsys):
-    """Another trainer, from the same files. The command is called here; the long tests below start it."""
+    """Another trainer, from the same files. The command is called here; the long tests below start
+    it.
+    """
     before = {path: digest(path) for path in finished.rglob("*") if path.is_file()}
     monkeypatch.chdir(finished.parent)
     assert cli.main(["replay", str(finished), "--grader", "graders:same", "--train"]) == 0
@@ -238,7 +299,9 @@ def test_the_same_grades_give_the_same_bits(finished, monkeypatch, capsys):
     (folder,) = (finished / "replays").iterdir()
     for number in (1, 2):
         for name in ("rollouts.jsonl", "packed.safetensors", *BITS):
-            assert digest(folder / f"iterations/000{number}" / name) == digest(finished / f"iterations/000{number}" / name), name
+            assert digest(folder / f"iterations/000{number}" / name) == digest(
+                finished / f"iterations/000{number}" / name
+            ), name
     assert json.loads((folder / "replay.json").read_text())["total"]["changed"] == 0
     assert {path: digest(path) for path in before} == before
     assert (folder / "report.html").is_file() and not list(folder.rglob(".partial-*"))
@@ -246,34 +309,48 @@ def test_the_same_grades_give_the_same_bits(finished, monkeypatch, capsys):
 
 @pytest.mark.long
 def test_other_grades_and_a_kill(finished, tmp_path):
-    """Killed with its trainer in iteration 2; the same command goes on there, and ends with the bits of one that was not.
+    """Killed with its trainer in iteration 2; the same command goes on there, and ends with the
+    bits of one that was not.
 
     Long: only this kills a replay's real trainer. Runs are killed below and in test_crash.py;
     replays with other grades and interruptions on fake parts: tests/replays/test_training.py.
     """
     whole, torn = tmp_path / "whole", tmp_path / "torn"
     said = replay(finished, "--grader", "graders.py:consonants", "--train", "--output", str(whole))
-    assert "bit for bit" not in said and "After iteration 1 the rollouts are another policy's" in said
+    assert (
+        "bit for bit" not in said and "After iteration 1 the rollouts are another policy's" in said
+    )
     rows = read_jsonl(whole / "metrics.jsonl")
-    assert rows[0]["sampler_trainer"]["ess"] > 0.9999 > rows[1]["sampler_trainer"]["ess"] > 0  # off-policy from iteration 2 on
-    assert digest(whole / "iterations/0001" / BITS[0]) != digest(finished / "iterations/0001" / BITS[0])
+    # Off-policy from iteration 2 on.
+    assert rows[0]["sampler_trainer"]["ess"] > 0.9999 > rows[1]["sampler_trainer"]["ess"] > 0
+    assert digest(whole / "iterations/0001" / BITS[0]) != digest(
+        finished / "iterations/0001" / BITS[0]
+    )
 
     arguments = ("--grader", "graders.py:consonants", "--train", "--output", str(torn))
-    process = subprocess.Popen(replay_command(finished, *arguments), cwd=finished.parent, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        replay_command(finished, *arguments), cwd=finished.parent, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 600
     while not (torn / "iterations/0002/train.log").exists():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.001)
-    for pid in [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]:
+    for pid in [
+        process.pid,
+        *(child.pid for child in psutil.Process(process.pid).children(recursive=True)),
+    ]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.wait()
     assert not (torn / "iterations/0002/done/train.json").exists()
     done = {path: path.stat().st_mtime_ns for path in torn.rglob("done/*.json")}
     assert "all iterations graded before" in replay(finished, *arguments)
-    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
+    # Nothing finished was done again.
+    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())
     for name in BITS:
-        assert digest(torn / "iterations/0002" / name) == digest(whole / "iterations/0002" / name), name
+        assert digest(torn / "iterations/0002" / name) == digest(
+            whole / "iterations/0002" / name
+        ), name
 
 
 @pytest.mark.long
@@ -298,7 +375,8 @@ def test_each_iteration_from_the_checkpoint_that_sampled_it(finished, tmp_path):
 
 @pytest.mark.long
 def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
-    """kill -9 of all processes, twice in one run; the same command continues in that iteration each time.
+    """kill -9 of all processes, twice in one run; the same command continues in that iteration each
+    time.
 
     Long: only this kills between checkpoint and state with vLLM running. test_crash.py kills at
     random moments without vLLM.
@@ -324,11 +402,16 @@ def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
     (tmp_path / "hold-state").unlink()
     done = {path: path.stat().st_mtime_ns for path in run.rglob("done/*.json")}
     for row in kept:  # what had been sampled before the first kill was kept
-        texts = [s["text"] for s in read_jsonl(one / "rollouts.jsonl") if s["task_id"] == row["samples"][0]["task_id"]]
+        texts = [
+            s["text"]
+            for s in read_jsonl(one / "rollouts.jsonl")
+            if s["task_id"] == row["samples"][0]["task_id"]
+        ]
         assert texts == [s["text"] for s in row["samples"]]
 
     assert f"finished {last}" in finish(tmp_path, last)
-    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())  # nothing finished was done again
+    # Nothing finished was done again.
+    assert all(path.stat().st_mtime_ns == changed for path, changed in done.items())
     assert (torn / "state/optimizer.safetensors").exists() and (torn / "done/train.json").exists()
     assert [row["iteration"] for row in read_jsonl(run / "metrics.jsonl")] == list(range(last + 1))
     assert not processes_of(run), "something of a killed run is left"
@@ -337,8 +420,8 @@ def test_killed_in_sampling_and_between_checkpoint_and_state(tmp_path):
 
 @pytest.mark.long
 def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
-    """The server samples from a policy whose files are not there yet. After kill -9 that is trained again, to the same bits, and
-    what was sampled from it stays.
+    """The server samples from a policy whose files are not there yet. After kill -9 that is trained
+    again, to the same bits, and what was sampled from it stays.
 
     Long: only this kills a run whose vLLM has weights that are in no file. A run on fake parts is
     killed at every file in tests/loop/test_overlap.py; real trainers are killed in test_crash.py;
@@ -351,7 +434,10 @@ def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
     wait_for((after / "done/rollouts.json").exists, process, log)
     assert not (torn / "state").exists() and not (torn / "done/train.json").exists()
     wait_for((torn / "checkpoint").exists, process, log)
-    before = {path: digest(path) for path in (torn / "checkpoint/model.safetensors", after / "rollouts.jsonl")}
+    before = {
+        path: digest(path)
+        for path in (torn / "checkpoint/model.safetensors", after / "rollouts.jsonl")
+    }
     kill_all(process)
     (tmp_path / "hold-state").unlink()
     assert f"finished {last}" in finish(tmp_path, last, "memory")
@@ -360,6 +446,8 @@ def test_weights_out_of_memory_and_killed_while_they_are_written(tmp_path):
     assert [row["iteration"] for row in rows] == list(range(last + 1))
     markers = [json.loads(path.read_text())["facts"] for path in run.rglob("done/*.json")]
     syncs = [marker["sync"] for marker in markers if marker.get("sync")]
-    assert [sync["mode"] for sync in syncs].count("memory") >= 2 and not any(sync.get("files_because") for sync in syncs)
+    assert [sync["mode"] for sync in syncs].count("memory") >= 2 and not any(
+        sync.get("files_because") for sync in syncs
+    )
     assert all(row["sampler_trainer"]["max"] < 1e-3 for row in rows[1:])
     assert not processes_of(run), "something of a killed run is left"

@@ -1,7 +1,8 @@
-"""A real vLLM server: it computes what transformers computes, also after new weights, and every way to break that is seen.
+"""A real vLLM server: it computes what transformers computes, also after new weights, and every way
+to break that is seen.
 
-The model is tiny and random. Canaries are computed by plain transformers, independently of ttrl's trainer.
-Only this starts vLLM by hand, kills it, and asks each of its paths for the key.
+The model is tiny and random. Canaries are computed by plain transformers, independently of ttrl's
+trainer. Only this starts vLLM by hand, kills it, and asks each of its paths for the key.
 """
 
 import asyncio
@@ -42,14 +43,18 @@ def write_model(folder: Path, seed: int, tied: bool = False) -> Path:
 
 
 def reference_logprobs(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), V] log-probabilities of the next token at every position, by transformers in float32."""
+    """[len(token_ids), V] log-probabilities of the next token at every position, by transformers in
+    float32.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
         return model(torch.tensor([token_ids])).logits[0].float().log_softmax(-1)
 
 
 def write_canary(folder: Path) -> None:
-    tokens = torch.randint(0, 250, (2 * KV_BLOCK + 1,), generator=torch.Generator().manual_seed(7)).tolist()
+    tokens = torch.randint(
+        0, 250, (2 * KV_BLOCK + 1,), generator=torch.Generator().manual_seed(7)
+    ).tolist()
     logprobs = reference_logprobs(folder, tokens)
     canary = {
         "schema": 1,
@@ -90,11 +95,17 @@ def server(byte_server, first):
 
 
 def status_without_key(server: VLLMServer, method: str, path: str, key: str | None = None) -> int:
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"} | (
+        {"Authorization": f"Bearer {key}"} if key else {}
+    )
     data = b'{"method": "reload_weights"}' if method == "POST" else None
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", method=method, data=data, headers=headers)
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{server.port}{path}", method=method, data=data, headers=headers
+    )
     try:
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
+            request, timeout=60
+        ) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
         return error.code
@@ -118,8 +129,13 @@ def test_chat_completion_equals_transformers(server, first):
     prompt = completion.prompt_token_ids
     for choice in completion.choices:
         tokens = choice.token_ids
-        logits = reference_logprobs(first, prompt + tokens)  # log-softmax differs from logits by a constant: no harm to a softmax
-        expected = (logits / 0.7).log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        # Log-softmax differs from logits by a constant: no harm to a softmax.
+        logits = reference_logprobs(first, prompt + tokens)
+        expected = (
+            (logits / 0.7)
+            .log_softmax(-1)[len(prompt) - 1 : -1]
+            .gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        )
         sampled = torch.tensor([entry.logprob for entry in choice.logprobs.content])
         assert len(sampled) == len(tokens) > 0
         assert (sampled - expected).abs().max() < 1e-3
@@ -128,8 +144,11 @@ def test_chat_completion_equals_transformers(server, first):
 def test_first_start_and_kv_capacity(server, first):
     report, _ = verify_weights(server, first, compare=False)
     assert report.max_difference < 1e-4
-    tokens = weights.Canary.load(first).token_ids  # its greedy generation has filled the prefix cache
-    usage = server.request("POST", "/v1/completions", {"model": "policy", "prompt": tokens, "max_tokens": 1})["usage"]
+    # Its greedy generation has filled the prefix cache.
+    tokens = weights.Canary.load(first).token_ids
+    usage = server.request(
+        "POST", "/v1/completions", {"model": "policy", "prompt": tokens, "max_tokens": 1}
+    )["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == 2 * KV_BLOCK
     found = read_metrics(server.request("GET", "/metrics"))
     assert found is not None and found.capacity > 10_000 and found.capacity % KV_BLOCK == 0
@@ -137,8 +156,12 @@ def test_first_start_and_kv_capacity(server, first):
 
 def test_every_path_but_health_asks_for_the_key(server):
     schema = server.request("GET", "/openapi.json")
-    assert {"/collective_rpc", "/reset_prefix_cache", "/v1/chat/completions"} <= schema["paths"].keys()
-    paths = [(method.upper(), path) for path, methods in schema["paths"].items() for method in methods]
+    assert {"/collective_rpc", "/reset_prefix_cache", "/v1/chat/completions"} <= schema[
+        "paths"
+    ].keys()
+    paths = [
+        (method.upper(), path) for path, methods in schema["paths"].items() for method in methods
+    ]
     paths += [
         ("GET", "/metrics"),
         ("GET", "/docs"),
@@ -173,7 +196,8 @@ def test_reload_to_other_weights(server, first, second):
 
 @pytest.mark.long
 def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
-    """One matrix is not what the trainer computed with: reload and restart both load it, and both are refused.
+    """One matrix is not what the trainer computed with: reload and restart both load it, and both
+    are refused.
 
     Long: only this restarts vLLM with wrong weights. A fake one: tests/server/test_weights.py;
     wrong weights in place: test_sync.py.
@@ -184,7 +208,8 @@ def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
     tensors["model.layers.1.mlp.up_proj.weight"] *= 1.05
     save_file(tensors, corrupted / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        WeightSyncError, match=r"after a restart \(the reload before.*position.*server -\d+\.\d+, trainer -\d+\.\d+"
+        WeightSyncError,
+        match=r"after a restart \(the reload before.*position.*server -\d+\.\d+, trainer -\d+\.\d+",
     ):
         sync_weights(server, corrupted)
 
@@ -208,7 +233,9 @@ def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
     sync_weights(server, first)
     monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
     canary = weights.Canary.load(second)
-    report, _, problem = weights._reload(server, second, canary, source=second, compare=True, asleep=False)
+    report, _, problem = weights._reload(
+        server, second, canary, source=second, compare=True, asleep=False
+    )
     assert not report.passed and "greedy token" in problem
     monkeypatch.undo()
     weights.reset_prefix_cache(server)
@@ -217,7 +244,8 @@ def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
 
 @pytest.mark.long
 def test_a_checkpoint_that_vllm_refuses(server, first, folder):
-    """Reload and restart both fail, the error shows vLLM's own lines, and the server can be started again.
+    """Reload and restart both fail, the error shows vLLM's own lines, and the server can be started
+    again.
 
     Long: only this finds the cause in vLLM's own log. With a fake server:
     tests/server/test_weights.py and test_vllm.py.
@@ -239,9 +267,15 @@ def test_no_canary_no_sync(server, first, folder):
 
 
 def test_a_dead_engine_is_noticed(server, first):
-    """The engine's process is a child of the server's: when it alone is killed, the server must not look alive."""
+    """The engine's process is a child of the server's: when it alone is killed, the server must not
+    look alive.
+    """
     sync_weights(server, first)
-    engine = next(p for p in psutil.Process(server._child.pid).children(recursive=True) if "EngineCore" in " ".join(p.cmdline()))
+    engine = next(
+        p
+        for p in psutil.Process(server._child.pid).children(recursive=True)
+        if "EngineCore" in " ".join(p.cmdline())
+    )
     os.kill(engine.pid, signal.SIGKILL)
     engine.wait(30)
     with pytest.raises(ServerDiedError, match=r"(?s)last lines of its log"):
@@ -254,8 +288,9 @@ def test_a_dead_engine_is_noticed(server, first):
 
 @pytest.mark.long
 def test_tied_embeddings(server, folder):
-    """On CPU, vLLM keeps a packed copy of the head, which its own reload renews only if the checkpoint names lm_head.weight. So
-    neither the first nor the last of these does, and the one between them does.
+    """On CPU, vLLM keeps a packed copy of the head, which its own reload renews only if the
+    checkpoint names lm_head.weight. So neither the first nor the last of these does, and the one
+    between them does.
 
     Long: only this mixes both kinds of checkpoints. test_sync.py is about tied models whose files
     name no head.
@@ -284,13 +319,16 @@ time.sleep(3600)
 
 @pytest.mark.long
 def test_what_a_killed_run_leaves_behind_is_found(server, folder, first, tmp_path):
-    """ttrl, guard and API server are killed at once, as by the kernel when memory runs out; vLLM's engine survives that.
+    """ttrl, guard and API server are killed at once, as by the kernel when memory runs out; vLLM's
+    engine survives that.
 
     Long: only this shows that vLLM's engine keeps the mark. Other processes:
     tests/system/test_processes.py.
     """
     server.stop()  # one server at a time
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(first), str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(first), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     guard, child = map(int, owner.stdout.readline().split())
     everyone = psutil.Process(child).children(recursive=True)
     engine = next(process for process in everyone if "EngineCore" in " ".join(process.cmdline()))
@@ -298,12 +336,15 @@ def test_what_a_killed_run_leaves_behind_is_found(server, folder, first, tmp_pat
     for pid in (owner.pid, guard, child):
         os.kill(pid, signal.SIGKILL)
     owner.communicate()
-    assert engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE, "this test needs an engine that survives"
+    assert engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE, (
+        "this test needs an engine that survives"
+    )
 
     record_path = tmp_path / "killed.log.pids.json"
     record = json.loads(record_path.read_text())
     assert [engine.pid] == [pid for pid, _ in record["processes"] if pid == engine.pid]
-    record["processes"] = []  # the mark in its environment suffices, although vLLM changes its title
+    # The mark in its environment suffices, although vLLM changes its title.
+    record["processes"] = []
     record_path.write_text(json.dumps(record))
     assert engine.pid in reap_leftovers(tmp_path)
     assert psutil.wait_procs(everyone, timeout=30)[1] == [] and not record_path.exists()

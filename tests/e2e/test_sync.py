@@ -1,4 +1,5 @@
-"""A model with tied embeddings, synced in place into a real vLLM server: never a wrong policy, whatever goes wrong on the way.
+"""A model with tied embeddings, synced in place into a real vLLM server: never a wrong policy,
+whatever goes wrong on the way.
 
 Only a real vLLM has weights of its own to compare.
 """
@@ -51,9 +52,15 @@ def checkpoints(folder):
     """Two models with tied embeddings and no lm_head.weight in their files."""
     made = []
     for seed in (1, 2):
-        checkpoint = make_tiny_model(folder / f"{seed:04}" / "checkpoint", seed=seed, layers=2, width=64, heads=2, tied=True)
-        policy = load_policy(TrainingConfig(model=str(checkpoint), output_dir="", dtype="fp32", device="cpu"), HERE)
-        (checkpoint / "canary.json").write_text(json.dumps(compute_canary(policy, HERE.device, checkpoint)))
+        checkpoint = make_tiny_model(
+            folder / f"{seed:04}" / "checkpoint", seed=seed, layers=2, width=64, heads=2, tied=True
+        )
+        policy = load_policy(
+            TrainingConfig(model=str(checkpoint), output_dir="", dtype="fp32", device="cpu"), HERE
+        )
+        (checkpoint / "canary.json").write_text(
+            json.dumps(compute_canary(policy, HERE.device, checkpoint))
+        )
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
             assert "lm_head.weight" not in file.keys()  # noqa: SIM118
         made.append(checkpoint)
@@ -70,9 +77,13 @@ def started(tiny_server, folder):
 
 @pytest.fixture
 def server(started, checkpoints, folder):
-    """As one that is never started anew, with the first checkpoint; so a fault ends in an error and not in a restart."""
+    """As one that is never started anew, with the first checkpoint; so a fault ends in an error and
+    not in a restart.
+    """
     (folder / "fault.json").unlink(missing_ok=True)
-    joined = JoinedServer(started.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key)
+    joined = JoinedServer(
+        started.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key
+    )
     assert sync_weights(joined, checkpoints[0]).fell_back is None
     joined.open_to("first")
     return joined
@@ -86,7 +97,9 @@ class OnThisMachine(JoinedServer):
 
 @pytest.fixture
 def near(server, started):
-    return OnThisMachine(server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key)
+    return OnThisMachine(
+        server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key
+    )
 
 
 def handover_of(said, checkpoint):
@@ -99,8 +112,15 @@ def handed_over(checkpoints):
     memories = [WeightMemory(HERE), WeightMemory(HERE)]
 
     def hold_out(number):
-        policy = load_policy(TrainingConfig(model=str(checkpoints[number]), output_dir="", dtype="fp32", device="cpu"), HERE)
-        return handover_of(hand_over(memories[number], policy, checkpoints[number], "fp32"), checkpoints[number])
+        policy = load_policy(
+            TrainingConfig(
+                model=str(checkpoints[number]), output_dir="", dtype="fp32", device="cpu"
+            ),
+            HERE,
+        )
+        return handover_of(
+            hand_over(memories[number], policy, checkpoints[number], "fp32"), checkpoints[number]
+        )
 
     yield hold_out
     for memory in memories:
@@ -111,28 +131,41 @@ def test_from_memory_and_every_weight_compared(near, checkpoints, handed_over, f
     for number in (1, 0, 1):
         handover = handed_over(number)
         report = sync_weights(near, checkpoints[number], handover=handover)
-        assert (report.mode, report.fell_back) == ("memory", None) and report.canary_max_difference < 1e-4
+        assert (report.mode, report.fell_back) == (
+            "memory",
+            None,
+        ) and report.canary_max_difference < 1e-4
         assert report.comparison.unchecked == 0 and report.comparison.exact
     with safe_open(checkpoints[1] / "model.safetensors", "pt") as file:
         total = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert total <= report.comparison.compared <= total + 63 * 64
-    with open(handover.memory, "r+b") as memory:  # the trainer writes the next ones there, while the server serves these
+    # The trainer writes the next ones there, while the server serves these.
+    with open(handover.memory, "r+b") as memory:
         memory.seek(8 + int.from_bytes(memory.read(8), "little"))
         memory.write(bytes(os.path.getsize(handover.memory) - memory.tell()))
-    assert compare_weights(near, checkpoints[1], Canary.load(checkpoints[1])).problem is None  # as the files say
+    # As the files say.
+    assert compare_weights(near, checkpoints[1], Canary.load(checkpoints[1])).problem is None
     assert check_canary(near, Canary.load(checkpoints[1])).passed
 
 
 @pytest.mark.parametrize(
     "fault, why",
     [
-        ({"tensor": "model.layers.0.self_attn.k_proj.weight", "index": [0, 0], "add": 1e-5}, ": 1 elements are not those of"),
-        ({"tensor": "model.embed_tokens.weight", "index": None, "add": 1e-4}, ": 1 elements are not those of"),
+        (
+            {"tensor": "model.layers.0.self_attn.k_proj.weight", "index": [0, 0], "add": 1e-5},
+            ": 1 elements are not those of",
+        ),
+        (
+            {"tensor": "model.embed_tokens.weight", "index": None, "add": 1e-4},
+            ": 1 elements are not those of",
+        ),
         ({"swap": ["model.layers.0.", "model.layers.1."]}, "elements are not those of"),
         ({"old": True}, "elements are not those of"),
     ],
 )
-def test_what_goes_wrong_on_the_way_from_memory_is_caught(near, checkpoints, handed_over, folder, fault, why, caplog):
+def test_what_goes_wrong_on_the_way_from_memory_is_caught(
+    near, checkpoints, handed_over, folder, fault, why, caplog
+):
     if fault.get("tensor") and fault["index"] is None:
         fault = fault | {"index": [unused_token(checkpoints[1]), 0]}
     (folder / "fault.json").write_text(json.dumps(fault))
@@ -145,7 +178,9 @@ def test_what_goes_wrong_on_the_way_from_memory_is_caught(near, checkpoints, han
     assert sync_weights(near, checkpoints[0], handover=handed_over(0)).mode == "memory"
 
 
-def test_a_load_that_breaks_off_leaves_a_server_that_files_can_be_loaded_into(near, checkpoints, handed_over, folder):
+def test_a_load_that_breaks_off_leaves_a_server_that_files_can_be_loaded_into(
+    near, checkpoints, handed_over, folder
+):
     (folder / "fault.json").write_text('{"break": true}')
     report = sync_weights(near, checkpoints[1], handover=handed_over(1))
     assert report.mode == "reload" and "the server answered 500" in report.files_because
@@ -159,13 +194,19 @@ def test_memory_that_changed_after_the_trainer_hashed_it_is_caught(near, checkpo
     with open(handover.memory, "r+b") as file:
         begin = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(begin - 8))
-        file.seek(begin + header["model.embed_tokens.weight"]["data_offsets"][0] + unused_token(checkpoints[1]) * 64 * 4)
+        file.seek(
+            begin
+            + header["model.embed_tokens.weight"]["data_offsets"][0]
+            + unused_token(checkpoints[1]) * 64 * 4
+        )
         file.write(b"\0\0\0\0")
     report = sync_weights(near, checkpoints[1], handover=handover)
     assert report.mode == "reload"
     assert (
         report.fell_back is None
-        and report.files_because == "1 tensors in memory are not those that the trainer wrote, such as model.embed_tokens.weight"
+        and report.files_because
+        == "1 tensors in memory are not those that the trainer wrote, such as "
+        "model.embed_tokens.weight"
     )
 
 
@@ -181,8 +222,12 @@ class Replica(JoinedServer):
         self.folder = None
 
 
-def test_weights_that_were_brought_to_the_servers_machine(server, started, checkpoints, tmp_path, caplog):
-    replica = Replica(server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key)
+def test_weights_that_were_brought_to_the_servers_machine(
+    server, started, checkpoints, tmp_path, caplog
+):
+    replica = Replica(
+        server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key
+    )
     for number in (1, 0):
         brought = tmp_path / str(number)
         weights, halves = load_file(checkpoints[number] / "model.safetensors"), ({}, {})
@@ -193,9 +238,17 @@ def test_weights_that_were_brought_to_the_servers_machine(server, started, check
             save_file(half, brought / f"model-{place}.safetensors", metadata={"format": "pt"})
         replica.folder = brought
         report = sync_weights(replica, checkpoints[number])
-        assert report.fell_back is None and report.comparison.unchecked == 0 and report.comparison.exact
+        assert (
+            report.fell_back is None
+            and report.comparison.unchecked == 0
+            and report.comparison.exact
+        )
         assert report.comparison.compared >= sum(tensor.numel() for tensor in weights.values())
-        assert compare_weights(server, checkpoints[number], Canary.load(checkpoints[number])).problem is None  # as the files say
+        # As the files say.
+        assert (
+            compare_weights(server, checkpoints[number], Canary.load(checkpoints[number])).problem
+            is None
+        )
     replica.folder = brought
     with pytest.raises(WeightSyncError, match="does not compute with the weights in"):
         sync_weights(replica, checkpoints[1])  # those of the other one were brought
@@ -205,19 +258,25 @@ def test_weights_that_were_brought_to_the_servers_machine(server, started, check
 
 
 def test_memory_that_cannot_be_mapped(near, checkpoints, handed_over):
-    report = sync_weights(near, checkpoints[1], handover=dataclasses.replace(handed_over(1), memory="/proc/self/fd/999"))
+    report = sync_weights(
+        near,
+        checkpoints[1],
+        handover=dataclasses.replace(handed_over(1), memory="/proc/self/fd/999"),
+    )
     assert report.mode == "reload" and "No such file" in report.files_because
 
 
 @pytest.mark.long
 def test_from_the_ranks_of_a_trainer_to_those_of_a_server(started, checkpoints, folder):
-    """Two ranks that hold half of each tensor's rows, and a server of two workers, which divide heads, columns and rows among
-    them; whole, no tensor is anywhere but in the memory that all of them map.
+    """Two ranks that hold half of each tensor's rows, and a server of two workers, which divide
+    heads, columns and rows among them; whole, no tensor is anywhere but in the memory that all of
+    them map.
 
     Long: only this has a server of several workers. Ranks that write their parts:
     tests/training/test_weight_memory.py; one worker: above.
     """
-    damaged = {"tensor": "model.layers.1.mlp.down_proj.weight", "index": [3, 40], "add": 1e-5}  # of the second worker's columns
+    # Of the second worker's columns.
+    damaged = {"tensor": "model.layers.1.mlp.down_proj.weight", "index": [3, 40], "add": 1e-5}
     with (
         VLLMServer(
             checkpoints[0],
@@ -230,7 +289,9 @@ def test_from_the_ranks_of_a_trainer_to_those_of_a_server(started, checkpoints, 
         HandingOver(checkpoints[0], 2) as trainer,
     ):
         (folder / "fault.json").unlink(missing_ok=True)
-        server = OnThisMachine(there.root_url, served_model_name="policy", dtype="float32", api_key=there.api_key)
+        server = OnThisMachine(
+            there.root_url, served_model_name="policy", dtype="float32", api_key=there.api_key
+        )
         for number in (1, 0, 1):
             handover = handover_of(trainer.hold_out(checkpoints[number]), checkpoints[number])
             report = sync_weights(server, checkpoints[number], handover=handover)
@@ -238,12 +299,20 @@ def test_from_the_ranks_of_a_trainer_to_those_of_a_server(started, checkpoints, 
             assert report.comparison.is_proof
         assert len(handover.parts) > len({name for name, *_ in handover.parts})
         (folder / "fault.json").write_text(json.dumps(damaged))
-        with pytest.raises(WeightSyncError, match=r"down_proj\.weight: 1 elements are not those of the files"):
-            sync_weights(server, checkpoints[0], handover=handover_of(trainer.hold_out(checkpoints[0]), checkpoints[0]))
+        with pytest.raises(
+            WeightSyncError, match=r"down_proj\.weight: 1 elements are not those of the files"
+        ):
+            sync_weights(
+                server,
+                checkpoints[0],
+                handover=handover_of(trainer.hold_out(checkpoints[0]), checkpoints[0]),
+            )
         assert_closed(server)
         (folder / "fault.json").unlink()
         name, starts, lengths, sha = handover.parts[-1]
-        wrong = dataclasses.replace(handover, parts=[*handover.parts[:-1], (name, starts, lengths, sha[::-1])])
+        wrong = dataclasses.replace(
+            handover, parts=[*handover.parts[:-1], (name, starts, lengths, sha[::-1])]
+        )
         trainer.hold_out(checkpoints[1])
         report = sync_weights(server, checkpoints[1], handover=wrong)
         assert report.mode == "reload" and name in report.files_because
@@ -252,7 +321,10 @@ def test_from_the_ranks_of_a_trainer_to_those_of_a_server(started, checkpoints, 
 def test_in_place_and_every_weight_compared(server, checkpoints):
     for checkpoint in (checkpoints[1], checkpoints[0], checkpoints[1]):
         report = sync_weights(server, checkpoint)
-        assert (report.mode, report.fell_back) == ("reload", None) and report.canary_max_difference < 1e-4
+        assert (report.mode, report.fell_back) == (
+            "reload",
+            None,
+        ) and report.canary_max_difference < 1e-4
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
             total = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
         # vLLM pads the vocabulary to a multiple of 64 and fills the rest with zeros
@@ -262,7 +334,9 @@ def test_in_place_and_every_weight_compared(server, checkpoints):
 
 def unused_token(checkpoint):
     canary = Canary.load(checkpoint)
-    return next(token for token in range(300) if token not in {*canary.token_ids, *canary.greedy_token_ids})
+    return next(
+        token for token in range(300) if token not in {*canary.token_ids, *canary.greedy_token_ids}
+    )
 
 
 @pytest.mark.parametrize(
@@ -274,11 +348,16 @@ def unused_token(checkpoint):
         ("model.norm.weight", [7], 1e-5),
     ],
 )
-def test_one_weight_that_changed_on_the_way_is_caught(server, checkpoints, folder, tensor, index, add):
+def test_one_weight_that_changed_on_the_way_is_caught(
+    server, checkpoints, folder, tensor, index, add
+):
     """Also where the canary, rightly, does not see it."""
     index = index or [unused_token(checkpoints[1]), 0]
     (folder / "fault.json").write_text(json.dumps({"tensor": tensor, "index": index, "add": add}))
-    with pytest.raises(WeightSyncError, match=r"what the server holds differs: \S+: 1 elements are not those of the files"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"what the server holds differs: \S+: 1 elements are not those of the files",
+    ):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
     assert check_canary(server, Canary.load(checkpoints[1])).passed
@@ -290,7 +369,9 @@ def assert_closed(server):
     for version in ("first", "second"):
         with pytest.raises(ServerError, match=r"503: .*this server has other weights"):
             completion = {"model": "policy", "prompt": "a", "max_tokens": 1}
-            server.request("POST", "/v1/completions", completion, headers={"X-TTRL-Weights": version})
+            server.request(
+                "POST", "/v1/completions", completion, headers={"X-TTRL-Weights": version}
+            )
 
 
 def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
@@ -298,7 +379,10 @@ def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
     with pytest.raises(WeightSyncError, match="what the server holds differs"):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
-    with pytest.raises(WeightSyncError, match=r"largest \|logprob difference\|.*server -\d+\.\d+, trainer -\d+\.\d+"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"largest \|logprob difference\|.*server -\d+\.\d+, trainer -\d+\.\d+",
+    ):
         sync_weights(server, checkpoints[1], compare=False)  # the canary alone
     assert_closed(server)
 
@@ -313,7 +397,9 @@ def test_an_old_prefix_cache_is_caught(server, checkpoints, monkeypatch):
 
 
 def test_vllms_own_reload_leaves_the_packed_copy_of_a_tied_head(server, checkpoints):
-    """The reason for a worker extension. Should this fail with a later vLLM, `ttrl_load_weights` may have become needless."""
+    """The reason for a worker extension. Should this fail with a later vLLM, `ttrl_load_weights`
+    may have become needless.
+    """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoints[1])}}
     server.request("POST", "/collective_rpc", body)
     weights.reset_prefix_cache(server)
@@ -327,14 +413,24 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
 ):
     monkeypatch.setenv("TTRL_SERVER_KEY", started.api_key)
     config = TrainConfig(
-        run=str(folder), model=str(checkpoints[0]), iterations=1, dtype="fp32", servers=0, joined_servers=[started.root_url]
+        run=str(folder),
+        model=str(checkpoints[0]),
+        iterations=1,
+        dtype="fp32",
+        servers=0,
+        joined_servers=[started.root_url],
     )
-    policy_server = PolicyServer(config, folder / "logs", Console(quiet=True), ServerTools(look_at_others_seconds=1.0))
+    policy_server = PolicyServer(
+        config, folder / "logs", Console(quiet=True), ServerTools(look_at_others_seconds=1.0)
+    )
 
     async def ask(options):
         [endpoint] = policy_server.endpoints()
         async with openai.AsyncOpenAI(
-            base_url=endpoint.base_url, api_key=endpoint.api_key, default_headers=endpoint.headers, **options
+            base_url=endpoint.base_url,
+            api_key=endpoint.api_key,
+            default_headers=endpoint.headers,
+            **options,
         ) as client:
             return await client.completions.create(model="policy", prompt="a", max_tokens=1)
 

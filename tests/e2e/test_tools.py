@@ -1,4 +1,5 @@
-"""Tool agents on a real server, without naming a parser; and vLLM's parsers on what templates write.
+"""Tool agents on a real server, without naming a parser; and vLLM's parsers on what templates
+write.
 
 Only vLLM's own parsers say which calls they read.
 """
@@ -96,8 +97,8 @@ def test_an_agent_with_tools_is_evaluated_without_naming_a_parser(
 def test_an_agent_with_tools_is_trained_with_the_template_that_the_server_has(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Long: only this has a real trainer write the template that a run was given. Above, the server has
-    it; test_agents.py trains an agent with tools; a run's template on fake parts:
+    """Long: only this has a real trainer write the template that a run was given. Above, the server
+    has it; test_agents.py trains an agent with tools; a run's template on fake parts:
     tests/loop/test_train.py.
     """
     file = tmp_path / "tools.jinja"

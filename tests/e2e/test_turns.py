@@ -1,5 +1,6 @@
-"""Several trainer processes that take turns with servers: what they do while those have the devices, what a save takes, how long
-one waits for another. All over gloo; a GPU would show the same, since processes ask for the same exchanges there.
+"""Several trainer processes that take turns with servers: what they do while those have the
+devices, what a save takes, how long one waits for another. All over gloo; a GPU would show the
+same, since processes ask for the same exchanges there.
 
 All jobs run first (tests/support/watched_ranks.py); the tests look at what they left.
 Only this sees what real processes exchange, and when.
@@ -39,7 +40,14 @@ SAVED = {
 }
 # Each kind of layout and of what is saved once; the others are pairs of them.
 SHORT = [("whole", "fsdp"), ("fused", "both"), ("transposed", "uneven"), ("nf4", "tp")]
-PAIRS = [("whole", "tp"), ("whole", "both"), ("whole", "uneven"), ("8-bit", "fsdp"), ("fused", "fsdp"), ("fused", "tp")]
+PAIRS = [
+    ("whole", "tp"),
+    ("whole", "both"),
+    ("whole", "uneven"),
+    ("8-bit", "fsdp"),
+    ("fused", "fsdp"),
+    ("fused", "tp"),
+]
 CASES = [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long) for pair in PAIRS)]
 HANDED_OVER = {"fsdp": (2, {}), "tp": (2, TP)}
 TURNS = ["fsdp", pytest.param("tp", marks=pytest.mark.long)]
@@ -53,21 +61,48 @@ def _saved_alone(root: Path, name: str) -> None:
     if settings.get("lora_rank"):
         move_adapters(policy)
     config = adapter_config(root / family, **{"lora_rank": None, "lora_alpha": 16.0, **settings})
-    save_checkpoint(folder / "checkpoint", policy, root / family, HERE, config=config, canary={}, max_shard_bytes=20_000)
+    save_checkpoint(
+        folder / "checkpoint",
+        policy,
+        root / family,
+        HERE,
+        config=config,
+        canary={},
+        max_shard_bytes=20_000,
+    )
     save_state(folder / "state", policy, optimizer, 1, HERE)
 
 
 def _requests(root: Path, name: str, settings: dict) -> dict:
-    """Write what a resident trainer is asked for: to train and write, to train and keep, to write that, to train from there."""
+    """Write what a resident trainer is asked for: to train and write, to train and keep, to write
+    that, to train from there.
+    """
     folder = root / name / "requests"
     folder.mkdir(parents=True)
-    start = {"model": str(root / "qwen2-tied"), "device": "cpu", "num_threads": 1, "measure_peak": False}
-    start |= {"hand_over": True, "free_memory": True, "rows_per_microbatch": 1, "follow": str(folder), **settings}
+    start = {
+        "model": str(root / "qwen2-tied"),
+        "device": "cpu",
+        "num_threads": 1,
+        "measure_peak": False,
+    }
+    start |= {
+        "hand_over": True,
+        "free_memory": True,
+        "rows_per_microbatch": 1,
+        "follow": str(folder),
+        **settings,
+    }
     first, second, third = (str(root / name / str(number)) for number in (1, 2, 3))
     written = {"model": f"{first}/checkpoint", "state": f"{first}/state"}
     asked = [
         {"packed": str(root / "packed0.safetensors"), "output_dir": first},
-        {"packed": str(root / "packed1.safetensors"), "output_dir": second, "iteration": 2, "save": False, **written},
+        {
+            "packed": str(root / "packed1.safetensors"),
+            "output_dir": second,
+            "iteration": 2,
+            "save": False,
+            **written,
+        },
         {"packed": "", "output_dir": second, "iteration": 2, "kept": 2, **written},
         {"packed": str(root / "packed2.safetensors"), "output_dir": third, "iteration": 3},
     ]
@@ -87,13 +122,28 @@ def found(tmp_path_factory, request):
     root = tmp_path_factory.mktemp("turns")
     for family in ("qwen2-tied", "phi3", "gpt2"):
         check_parity.make_folder(family, root / family)
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=96, num_key_value_heads=2, **shape)).save_pretrained(root / "wide")
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=96, num_key_value_heads=2, **shape)).save_pretrained(
+        root / "wide"
+    )
     save_packs(root, 3, 3)
     jobs = []
 
     def add(name, kind, processes, **more):
-        jobs.append({"name": name, "kind": kind, "processes": processes, "output_dir": str(root / name), **more})
+        jobs.append(
+            {
+                "name": name,
+                "kind": kind,
+                "processes": processes,
+                "output_dir": str(root / name),
+                **more,
+            }
+        )
 
     for name in sorted({name for name, _ in saved}):
         _saved_alone(root, name)
@@ -106,25 +156,49 @@ def found(tmp_path_factory, request):
         add(f"turns/{world}", "turns", processes, **_requests(root, f"turns/{world}", settings))
     model = str(root / "qwen2-tied")
     add("late", "late", 2, model=model, who=0, dies=False, seconds=4.0, default_timeout=1.0)
-    add("too late", "late", 2, model=model, who=0, dies=False, seconds=8.0, settings={"collective_timeout": 2})
+    add(
+        "too late",
+        "late",
+        2,
+        model=model,
+        who=0,
+        dies=False,
+        seconds=8.0,
+        settings={"collective_timeout": 2},
+    )
     add("dead", "late", 3, model=model, who=1, dies=True, seconds=0.0)
     (root / "jobs.json").write_text(json.dumps(jobs))
     command = [sys.executable, watched_ranks.__file__, str(root / "jobs.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=880)
-    errors = [error.read_text()[-3000:] for job in jobs if (error := Path(job["output_dir"], "error.txt")).exists()]
+    errors = [
+        error.read_text()[-3000:]
+        for job in jobs
+        if (error := Path(job["output_dir"], "error.txt")).exists()
+    ]
     assert done.returncode == 0 and not errors, "\n".join([done.stderr[-3000:], *errors])
     ranks = {job["name"]: sorted(Path(job["output_dir"]).glob("[0-9].json")) for job in jobs}
-    return {name: [json.loads(path.read_text()) for path in paths] for name, paths in ranks.items()} | {"root": root}
+    return {
+        name: [json.loads(path.read_text()) for path in paths] for name, paths in ranks.items()
+    } | {"root": root}
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
 
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_processes_save_what_one_does_to_the_last_byte(name, world, found):
-    """Long for six pairs: only these combine a layout with what another pair saves, and 8-bit moments."""
-    alone, many = files(found["root"] / name / "checkpoint"), files(found["root"] / name / world / "checkpoint")
+    """Long for six pairs: only these combine a layout with what another pair saves, and 8-bit
+    moments.
+    """
+    alone, many = (
+        files(found["root"] / name / "checkpoint"),
+        files(found["root"] / name / world / "checkpoint"),
+    )
     assert alone.keys() == many.keys() and len(alone) > 3
     assert [file for file in alone if alone[file] != many[file]] == []
 
@@ -147,20 +221,29 @@ def test_a_save_takes_no_more_of_other_processes_than_their_own_parts(name, worl
 
 @pytest.mark.parametrize("world", TURNS)
 def test_nothing_runs_on_devices_that_servers_have(world, found):
-    """Neither while it is written what was trained, nor while processes wait for each other and for the next request.
+    """Neither while it is written what was trained, nor while processes wait for each other and for
+    the next request.
 
     Long for tensor parallelism: only that has a group of processes that share layers.
     """
     for process in found[f"turns/{world}"]:
         written, kept, last = process["phases"]
         assert {group for phase in (written, kept, last) for _, group in phase} == {"host"}
-        assert [what for what, _ in kept].count("gather_") == [what for what, _ in written].count("gather_") > 10
+        assert (
+            [what for what, _ in kept].count("gather_")
+            == [what for what, _ in written].count("gather_")
+            > 10
+        )
     root = found["root"] / "turns" / world
-    assert all((root / str(number) / "checkpoint" / "config.json").is_file() for number in (1, 2, 3))
+    assert all(
+        (root / str(number) / "checkpoint" / "config.json").is_file() for number in (1, 2, 3)
+    )
 
 
 def test_one_waits_longer_than_pytorch_would(found):
-    """Whose own limit, made a second here, is half an hour: less than it can take to write a large checkpoint."""
+    """Whose own limit, made a second here, is half an hour: less than it can take to write a large
+    checkpoint.
+    """
     waited, slept = found["late"][1], found["late"][0]
     assert waited["error"] is slept["error"] is None and waited["seconds"] > 2.0
 

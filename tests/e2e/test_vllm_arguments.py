@@ -1,4 +1,5 @@
-"""What ttrl says of vLLM's arguments without loading it, against the parser of the vLLM that is installed.
+"""What ttrl says of vLLM's arguments without loading it, against the parser of the vLLM that is
+installed.
 
 Only that one knows what it takes.
 """
@@ -57,5 +58,6 @@ def test_whatever_is_refused_would_not_be_parsed(real: dict[str, Any]) -> None:
         values = [True, False] if is_flag else [*choices, *([1] if takes_one else [])]
         for value in values:
             problems = vllm_arguments.argument_problems({name: value})
-            assert not problems or re.search("a number (above|below|at)", problems[0]), problems  # bounds come after parsing
+            # Bounds come after parsing.
+            assert not problems or re.search("a number (above|below|at)", problems[0]), problems
     assert judged > 100

@@ -1,4 +1,6 @@
-"""`ttrl eval` and `ttrl compare` against a server that counts letters, rightly but for what its name says."""
+"""`ttrl eval` and `ttrl compare` against a server that counts letters, rightly but for what its
+name says.
+"""
 
 import contextlib
 import json
@@ -23,8 +25,8 @@ from ttrl.server.serving import ServedModel, serving
 
 
 class _Counter(ChatHandler):
-    """Counts the letter asked for; the model "careless" is wrong where the word has an a. Words with q make the server fail, and
-    those with z its reply is cut off."""
+    """Counts the letter asked for; the model "careless" is wrong where the word has an a. Words
+    with q make the server fail, and those with z its reply is cut off."""
 
     models = ("careful", "careless")
     bodies: ClassVar[list[dict]] = []
@@ -50,7 +52,10 @@ def asked(word: str, letter: str = "e") -> Task:
     right = word.count(letter)
     return Task(
         [{"role": "user", "content": f"How many {letter} are in {word}?"}],
-        lambda choice: (float(choice.message.content == str(right)), {"exact": float(choice.message.content == str(right))}),
+        lambda choice: (
+            float(choice.message.content == str(right)),
+            {"exact": float(choice.message.content == str(right))},
+        ),
         id=word,
     )
 
@@ -72,14 +77,30 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
     )
     fruit = result["fruit"]
     # Wrong: banana, leave, apple, maze, pear. quiz fails.
-    assert (fruit.num_tasks, fruit.num_samples, fruit.num_failed, fruit.num_truncated) == (10, 10, 1, 1)
-    assert fruit.accuracy.mean == pytest.approx(4 / 9) and (fruit.accuracy.low, fruit.accuracy.high) == wilson(4, 9)
+    assert (fruit.num_tasks, fruit.num_samples, fruit.num_failed, fruit.num_truncated) == (
+        10,
+        10,
+        1,
+        1,
+    )
+    assert fruit.accuracy.mean == pytest.approx(4 / 9) and (
+        fruit.accuracy.low,
+        fruit.accuracy.high,
+    ) == wilson(4, 9)
     assert fruit.accuracy_if_failed_are_wrong == pytest.approx(0.4)
     assert fruit.metrics["exact"] == fruit.accuracy == fruit.reward
-    assert (fruit.completion_tokens, fruit.spend) == (18, pytest.approx((90 * 1.0 + 18 * 10.0) / 1e6))
-    assert [row["scores"] for row in fruit.tasks[:3]] == [[1.0], [0.0], [0.0]] and fruit.tasks[5]["scores"] == [None]
+    assert (fruit.completion_tokens, fruit.spend) == (
+        18,
+        pytest.approx((90 * 1.0 + 18 * 10.0) / 1e6),
+    )
+    assert [row["scores"] for row in fruit.tasks[:3]] == [[1.0], [0.0], [0.0]] and fruit.tasks[5][
+        "scores"
+    ] == [None]
     body = _Counter.bodies[0]
-    assert body["messages"][0] == {"role": "system", "content": "Count."} and body["key"] == "Bearer secret-key"
+    assert (
+        body["messages"][0] == {"role": "system", "content": "Count."}
+        and body["key"] == "Bearer secret-key"
+    )
     assert (body["temperature"], body["max_tokens"], body["model"]) == (0.5, 7, "careless")
     written = (tmp_path / "result.json").read_text()
     assert "secret" not in written and json.loads(written)["complete"] is True
@@ -97,19 +118,35 @@ def test_an_evaluation_and_its_files(address: str, tmp_path: Path) -> None:
 
 def test_a_metric_that_some_samples_lack_says_how_many_have_it() -> None:
     messages = [{"role": "user", "content": "?"}]
-    samples = [Sample(task_id="a", sample=n, messages=messages, reward=0.5, metrics={"form": 1.0}) for n in range(3)]
+    samples = [
+        Sample(task_id="a", sample=n, messages=messages, reward=0.5, metrics={"form": 1.0})
+        for n in range(3)
+    ]
     samples[0].metrics["right"] = 1.0
     results = TaskResults([TaskResult(task_id="a", messages=messages, samples=samples)])
     one = SetResult.of("mine", [Task(messages, len, id="a")], results, samples_per_task=3)
     assert one.partial_metrics == {"right": 1}
-    (line,) = [line for line in EvalResult(model="m", settings={}, sets=[one]).table().splitlines() if "form" in line]
+    (line,) = [
+        line
+        for line in EvalResult(model="m", settings={}, sets=[one]).table().splitlines()
+        if "form" in line
+    ]
     assert "right 1.000 (0.207 to 1.000; in 1 sample)" in line
     assert "(in " not in line[line.index("form") : line.index("right")]
 
 
 def test_several_samples_and_pass_at_k(address: str) -> None:
-    result = evaluate(address, {"x": [asked("tree"), asked("banana")]}, name="careless", samples_per_task=4, pbar=False)
-    assert result["x"].accuracy.mean == 0.5 and result["x"].accuracy.method == "Wilson, tasks as clusters"
+    result = evaluate(
+        address,
+        {"x": [asked("tree"), asked("banana")]},
+        name="careless",
+        samples_per_task=4,
+        pbar=False,
+    )
+    assert (
+        result["x"].accuracy.mean == 0.5
+        and result["x"].accuracy.method == "Wilson, tasks as clusters"
+    )
     assert sorted(result["x"].pass_at) == [1, 2, 4] and result["x"].pass_at[4].mean == 0.5
     assert _Counter.bodies[0]["temperature"] == 1.0
 
@@ -117,22 +154,40 @@ def test_several_samples_and_pass_at_k(address: str) -> None:
 def test_repeated_tasks_are_one_task_with_more_samples(address: str, tmp_path: Path) -> None:
     """A list that holds each question 32 times says no more of other questions than one of each."""
     words, often = ["tree", "banana", "plum"], ["tree", "banana", "plum"] * 32
-    paths = {name: [tmp_path / f"{name}{count}.json" for count in (1, 32)] for name in ("careful", "careless")}
+    paths = {
+        name: [tmp_path / f"{name}{count}.json" for count in (1, 32)]
+        for name in ("careful", "careless")
+    }
     for name, (few, many) in paths.items():
-        once = evaluate(address, {"x": [asked(word) for word in words]}, name=name, output=few, pbar=False)
-        repeated = evaluate(address, {"x": [asked(word) for word in often]}, name=name, output=many, pbar=False)
+        once = evaluate(
+            address, {"x": [asked(word) for word in words]}, name=name, output=few, pbar=False
+        )
+        repeated = evaluate(
+            address, {"x": [asked(word) for word in often]}, name=name, output=many, pbar=False
+        )
         one, other = once["x"], repeated["x"]
         assert (other.num_tasks, other.num_repeats, other.accuracy.num_tasks) == (96, 93, 3)
         assert other.accuracy.mean == pytest.approx(one.accuracy.mean)
-        assert other.accuracy.high - other.accuracy.low > 0.9 * (one.accuracy.high - one.accuracy.low)
+        assert other.accuracy.high - other.accuracy.low > 0.9 * (
+            one.accuracy.high - one.accuracy.low
+        )
         assert other.metrics["exact"] == other.accuracy == other.reward
         assert "93 of 96 tasks repeat another" in repeated.table() and "repeat" not in once.table()
     few, many = (compare(*(files[place] for files in paths.values())).sets[0] for place in (0, 1))
     assert (few.num_shared, many.num_shared, many.num_others) == (3, 3, 0)
     assert few.difference.mean == pytest.approx(many.difference.mean) == pytest.approx(-1 / 3)
-    assert many.difference.high - many.difference.low > 0.8 * (few.difference.high - few.difference.low)
+    assert many.difference.high - many.difference.low > 0.8 * (
+        few.difference.high - few.difference.low
+    )
     # Tasks that begin with the same words are others: rollouts, whose ids tell them apart.
-    alike = [Task([{"role": "user", "content": "How many e are in tree?"}], lambda choice: 1.0, id=f"game {i}") for i in range(4)]
+    alike = [
+        Task(
+            [{"role": "user", "content": "How many e are in tree?"}],
+            lambda choice: 1.0,
+            id=f"game {i}",
+        )
+        for i in range(4)
+    ]
     games = evaluate(address, {"x": alike}, pbar=False)["x"]
     assert (games.num_repeats, games.accuracy.num_tasks) == (0, 4)
 
@@ -144,18 +199,27 @@ def test_the_cache_goes_on_where_it_was(address: str, tmp_path: Path) -> None:
     before = len(_Counter.bodies)
     again = evaluate(address, {"x": tasks}, **options)
     assert len(_Counter.bodies) == before + 1
-    assert again["x"].num_cached == 2 and again["x"].new_completion_tokens == 2 and again["x"].completion_tokens == 6
+    assert (
+        again["x"].num_cached == 2
+        and again["x"].new_completion_tokens == 2
+        and again["x"].completion_tokens == 6
+    )
 
 
 def test_the_commands(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = tmp_path / "careful.json", tmp_path / "careless.json"
     common = ["--tasks", "letter-counting", "--n", "40", "--option", "letter_counting.max_length=6"]
     assert cli.main(["eval", address, "--model", "careful", *common, "--output", str(first)]) == 0
-    assert re.search(r"letter_counting\s+40\s+exact\s+1\.000\s+0\.912 to 1\.000", capsys.readouterr().out)
+    assert re.search(
+        r"letter_counting\s+40\s+exact\s+1\.000\s+0\.912 to 1\.000", capsys.readouterr().out
+    )
     assert cli.main(["eval", address, "--model", "careless", *common, "--output", str(second)]) == 0
     capsys.readouterr()
     assert cli.main(["compare", str(first), str(second)]) == 0
-    with_a = sum("a" in row["id"].split("/")[1] for row in json.loads(first.read_text())["sets"]["letter_counting"]["tasks"])
+    with_a = sum(
+        "a" in row["id"].split("/")[1]
+        for row in json.loads(first.read_text())["sets"]["letter_counting"]["tasks"]
+    )
     comparison = compare(first, second).sets[0]
     assert (comparison.difference.worse, comparison.difference.better) == (with_a, 0) and with_a > 5
     assert comparison.difference.mean == pytest.approx(-with_a / 40)
@@ -174,7 +238,9 @@ tasks = [ttrl.Task([{{"role": "user", "content": "How many e are in tree?"}}], g
 """
 
 
-def test_one_family_that_fails_entirely_hides_no_other(address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_family_that_fails_entirely_hides_no_other(
+    address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Neither those before it nor those after it; the exit code says that something failed."""
     files = {"first": "1.0", "broken": "1 / 0", "last": "0.5"}
     for name, returned in files.items():
@@ -185,7 +251,9 @@ def test_one_family_that_fails_entirely_hides_no_other(address: str, tmp_path: P
     said = capsys.readouterr()
     assert re.search(r"first\.py\s+1\s+reward\s+1\.000", said.out)
     assert re.search(r"last\.py\s+1\s+reward\s+0\.500", said.out)
-    assert re.search(r"error: .*broken\.py: all 1 samples of 1 tasks failed, .*ZeroDivisionError", said.err)
+    assert re.search(
+        r"error: .*broken\.py: all 1 samples of 1 tasks failed, .*ZeroDivisionError", said.err
+    )
     written = json.loads(output.read_text())
     assert written["complete"] is True
     assert list(written["failed"]) == [f"{tmp_path}/broken.py"]
@@ -203,28 +271,48 @@ def test_a_server_that_answers_nothing_ends_the_evaluation_with_what_there_is(ad
 
 def test_comparisons_pair_what_was_asked_in_the_same_words(address: str, tmp_path: Path) -> None:
     paths = tmp_path / "a.json", tmp_path / "b.json"
-    evaluate(address, {"x": [asked("tree"), asked("plum"), asked("plum")]}, output=paths[0], pbar=False)
+    evaluate(
+        address, {"x": [asked("tree"), asked("plum"), asked("plum")]}, output=paths[0], pbar=False
+    )
     others = [
         asked("plum"),
-        Task([{"role": "user", "content": "Again: How many e are in tree?"}], asked("tree").grader, id="tree"),
+        Task(
+            [{"role": "user", "content": "Again: How many e are in tree?"}],
+            asked("tree").grader,
+            id="tree",
+        ),
     ]
     evaluate(address, {"x": others, "y": others}, output=paths[1], name="careless", pbar=False)
     comparison = compare(*paths)
-    assert (comparison.sets[0].num_shared, comparison.sets[0].num_others, comparison.left_out) == (1, 3, ["y"])
+    assert (comparison.sets[0].num_shared, comparison.sets[0].num_others, comparison.left_out) == (
+        1,
+        3,
+        ["y"],
+    )
     with pytest.raises(UserError, match="cannot be read as the result of an evaluation"):
         compare(tmp_path / "none.json", paths[1])
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(UserError, match="is not a result of ttrl eval"):
         compare(paths[0], tmp_path / "other.json")
-    # The same family with its data elsewhere, a task without a grade, an evaluation that was interrupted.
+    # The same family with its data elsewhere, a task without a grade, an evaluation that was
+    # interrupted.
     first, second = (json.loads(path.read_text()) for path in paths)
     first["sets"] = {"data/x=here": first["sets"]["x"]}
-    second["sets"] = {"x=there": {**second["sets"]["x"], "tasks": [dict(second["sets"]["x"]["tasks"][0], scores=[None])]}}
+    second["sets"] = {
+        "x=there": {
+            **second["sets"]["x"],
+            "tasks": [dict(second["sets"]["x"]["tasks"][0], scores=[None])],
+        }
+    }
     second["complete"] = False
     for path, content in zip(paths, (first, second)):
         path.write_text(json.dumps(content))
     comparison = compare(*paths)
-    assert (comparison.sets[0].num_shared, comparison.sets[0].num_ungraded, comparison.left_out) == (0, 1, [])
+    assert (
+        comparison.sets[0].num_shared,
+        comparison.sets[0].num_ungraded,
+        comparison.left_out,
+    ) == (0, 1, [])
     assert comparison.incomplete == ["second"] and "1 tasks have no grade" in comparison.table()
     assert comparison.models[1] == f"careless at {address}"
     with pytest.raises(UserError, match="confidence is 95"):
@@ -237,11 +325,20 @@ def test_seeds_of_two_ways_to_train_are_compared_on_each_set(address: str, tmp_p
     names = {"a0": "careful", "a1": "careless", "b0": "careless", "b1": "careless"}
     for name, model in names.items():
         some = words if name != "b1" else words[:-1]
-        evaluate(address, {"x": [asked(word) for word in some]}, output=tmp_path / name, name=model, pbar=False)
+        evaluate(
+            address,
+            {"x": [asked(word) for word in some]},
+            output=tmp_path / name,
+            name=model,
+            pbar=False,
+        )
     (found,) = compare_seeds([tmp_path / "a0", tmp_path / "a1"], [tmp_path / "b0", tmp_path / "b1"])
     scores = {"careful": [[1.0]] * 5, "careless": [[float("a" not in word)] for word in words[:-1]]}
     first, second = [scores["careful"], scores["careless"]], [scores["careless"]] * 2
-    assert found.difference == difference_over_seeds(first, second) and found.difference.method == "t over tasks and seeds"
+    assert (
+        found.difference == difference_over_seeds(first, second)
+        and found.difference.method == "t over tasks and seeds"
+    )
     assert (found.first, found.second) == (pytest.approx(0.7), pytest.approx(0.4))
     assert (found.num_shared, found.num_others, found.row()[:2]) == (5, 1, ["x", "5"])
 
@@ -284,7 +381,9 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         evaluate("http://127.0.0.1:1/v1", "countdown", sample=3)
 
 
-def test_what_would_be_found_too_late_is_found_before_a_request(address: str, tmp_path: Path) -> None:
+def test_what_would_be_found_too_late_is_found_before_a_request(
+    address: str, tmp_path: Path
+) -> None:
     """Keys in addresses, results that could not be written, a cache that could not be used."""
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError) as caught:
@@ -299,7 +398,13 @@ def test_what_would_be_found_too_late_is_found_before_a_request(address: str, tm
         )
     said = "\n".join(caught.value.problems)
     assert "hunter2" not in said and (tmp_path / "notes.txt").read_text() == "mine"
-    parts = ("has a name, a key", "is not the result of an evaluation", "are both", "give weights_digest", "dtype is for servers")
+    parts = (
+        "has a name, a key",
+        "is not the result of an evaluation",
+        "are both",
+        "give weights_digest",
+        "dtype is for servers",
+    )
     for part in parts:
         assert part in said, part
     for file in (tmp_path, tmp_path / "notes.txt" / "result.json"):
@@ -314,21 +419,30 @@ def test_what_would_be_found_too_late_is_found_before_a_request(address: str, tm
 
 def test_an_option_is_for_every_set_of_its_family(address: str) -> None:
     config = EvalConfig(
-        model=address, tasks="letter_counting@train,letter_counting", n=20, options={"letter_counting.max_length": 4}
+        model=address,
+        tasks="letter_counting@train,letter_counting",
+        n=20,
+        options={"letter_counting.max_length": 4},
     )
     words = [task.id.split("/")[1] for one in checked_sets(config) for task in one.tasks]
     assert len(words) == 40 and max(map(len, words)) == 4
 
 
 def test_the_cache_knows_what_changes_answers() -> None:
-    """The length of the context cuts replies off, quantization changes them; on how many devices they are computed does not."""
+    """The length of the context cuts replies off, quantization changes them; on how many devices
+    they are computed does not.
+    """
 
     def digest(**settings: object) -> str | None:
         return _digest(EvalConfig(model="org/name", tasks="countdown", dtype="float32", **settings))
 
     plain = digest()
     assert digest(server_args={"tensor_parallel_size": 2}) == plain
-    others = [digest(max_model_len=256), digest(max_model_len=512), digest(server_args={"quantization": "fp8"})]
+    others = [
+        digest(max_model_len=256),
+        digest(max_model_len=512),
+        digest(server_args={"quantization": "fp8"}),
+    ]
     assert len({plain, *others}) == 4
 
 
@@ -353,7 +467,11 @@ def test_a_chat_template_is_for_servers_that_are_started_and_changes_the_cache_k
 
     monkeypatch.setattr("ttrl.evaluation.evaluate.serving", serving_here)
     given = {"x": [asked("quiz")]}
-    for settings in ({}, {"chat_template": str(tmp_path / "ours.jinja")}, {"chat_template": template}):
+    for settings in (
+        {},
+        {"chat_template": str(tmp_path / "ours.jinja")},
+        {"chat_template": template},
+    ):
         with contextlib.suppress(ServerError):
             evaluate(str(tiny_model), given, pbar=False, **settings)
     (own, plain), (from_file, first), (from_text, second) = asked_with
@@ -383,10 +501,13 @@ def test_a_file_of_ones_own(address: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_table_of_families() -> None:
-    """Every family is there, its function has what the table says, and those that are made can be asked for without data."""
+    """Every family is there, its function has what the table says, and those that are made can be
+    asked for without data.
+    """
     for name, family in FAMILIES.items():
         assert family.function.__name__.startswith("get_")
-        if family.data is None and (not family.example or name == "reasoning_gym"):  # the others are not installed here
+        # The others are not installed here.
+        if family.data is None and (not family.example or name == "reasoning_gym"):
             tasks = TaskSpec.parse(f"{name}:{family.example}" if family.example else name).tasks(2)
             assert len(tasks) == 2
     assert str(TaskSpec.parse("arc-easy@train=some/where")) == "arc_easy@train=some/where"
@@ -396,7 +517,9 @@ def test_the_table_of_families() -> None:
         TaskSpec.parse("countdown:small")
 
 
-def test_a_file_of_a_family_is_none_of_ours(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_file_of_a_family_is_none_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TTRL_INSPECT_AI_PYTHON", str(tmp_path / "python"))
     for name in ("inspect_ai:my_evals.py:sums", "inspect-ai:my_evals.py"):
         with pytest.raises(ConfigError, match=f"No such file or directory: '{tmp_path}/python'"):

@@ -26,7 +26,10 @@ def test_forward_and_backward(window, soft_cap, width, dtype):
     samples = random_samples(1, prompts=(40, 90, 1, 700), longest=60)
     packed = packed_tensors_from_tokenized_results(samples, seq_len=1024, pad_id=0)
     generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(packed.num_rows, heads, 1024, width, generator=generator) for heads in (4, 2, 2, 4)]
+    inputs = [
+        torch.randn(packed.num_rows, heads, 1024, width, generator=generator)
+        for heads in (4, 2, 2, 4)
+    ]
     q, k, v, weight = (part.cuda().to(dtype) for part in inputs)
     ids = [tensor.cuda() for tensor in (packed.group_ids, packed.parent_ids, packed.input_pos)]
     real = (packed.group_ids >= 0).cuda()[:, None, :, None]  # what stands at padding is of no use
@@ -54,12 +57,19 @@ def test_other_lengths_compile_nothing_anew_and_the_same_input_gives_the_same_bi
     assert attention.compiled_flex()
     found = []
     for seed, length in ((1, 300), (2, 900), (3, 2100), (3, 2100)):
-        packed = packed_tensors_from_tokenized_results(random_samples(seed, prompts=(40, 90)), seq_len=length, pad_id=0)
+        packed = packed_tensors_from_tokenized_results(
+            random_samples(seed, prompts=(40, 90)), seq_len=length, pad_id=0
+        )
         generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(packed.num_rows, h, length, 64, generator=generator).cuda().requires_grad_() for h in (4, 2, 2))
+        q, k, v = (
+            torch.randn(packed.num_rows, h, length, 64, generator=generator).cuda().requires_grad_()
+            for h in (4, 2, 2)
+        )
         ids = [tensor.cuda() for tensor in (packed.group_ids, packed.parent_ids, packed.input_pos)]
         out = attend(q, k, v, attention_plan(*ids, torch.float32))
         out.square().sum().backward()
         found.append(([out.detach(), q.grad, k.grad, v.grad], counters["stats"]["unique_graphs"]))
     assert found[0][1] == found[-1][1]
-    assert all(torch.equal(one, other) for one, other in zip(found[-1][0], found[-2][0], strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(found[-1][0], found[-2][0], strict=True)
+    )

@@ -1,5 +1,5 @@
-"""Whole iterations of the recipes on a GPU: against transformers in float64, against the same on the CPU, and against themselves,
-by way of files and of memory."""
+"""Whole iterations of the recipes on a GPU: against transformers in float64, against the same on
+the CPU, and against themselves, by way of files and of memory."""
 
 import dataclasses
 import functools
@@ -43,14 +43,22 @@ def inputs(tmp_path_factory):
     return make
 
 
-WAYS = [way for way in check_invariance.ways("cuda") if way.order == 0 and way.name[:2] not in ("1 ", "8 ")]
+WAYS = [
+    way
+    for way in check_invariance.ways("cuda")
+    if way.order == 0 and way.name[:2] not in ("1 ", "8 ")
+]
 
 
 @pytest.mark.parametrize(
     ("objective", "way"),
     [
         *(("ppo-k3", way) for way in WAYS),
-        *(("gspo-entropy-kl", way) for way in WAYS if way.name in ("2 rows, order 0", "bf16", "activations in the CPU's memory")),
+        *(
+            ("gspo-entropy-kl", way)
+            for way in WAYS
+            if way.name in ("2 rows, order 0", "bf16", "activations in the CPU's memory")
+        ),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -79,10 +87,13 @@ FAMILIES = (
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_compute_what_transformers_does(family, tmp_path, record_property):
-    found = check_parity.parity(check_parity.make_folder(family, tmp_path), torch.float32, device="cuda")
+    found = check_parity.parity(
+        check_parity.make_folder(family, tmp_path), torch.float32, device="cuda"
+    )
     record_property("parity", str(found))
     assert found.logits < 1e-5 * max(1.0, found.largest_logit)
-    assert found.gradient_unpacked < 1e-3 and found.gradient_packed < 1e-3  # of the smallest parameter, on both sides in fp32
+    # Of the smallest parameter, on both sides in fp32.
+    assert found.gradient_unpacked < 1e-3 and found.gradient_packed < 1e-3
 
 
 # Iterations
@@ -90,16 +101,32 @@ def test_families_compute_what_transformers_does(family, tmp_path, record_proper
 
 @pytest.fixture
 def chain(model_folder, tmp_path):
-    """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
+    """Trains iterations, each from the one before: `chain("NAME", residence, **settings)` returns
+    their folders.
+    """
     save_packs(tmp_path, ITERATIONS, 4)
 
     def train(name, residence=None, first=None, family="qwen2", **settings):
         folders, start = [], {"model": str(first or model_folder(family))}
         for number in range(ITERATIONS):
             output = tmp_path / name / str(number)
-            values = {"packed": str(tmp_path / f"packed{number}.safetensors"), "output_dir": str(output), "iteration": number + 1}
-            values |= {"device": "cuda", "lr": 0.01, "eps": 1e-3, "updates_per_iteration": 2, "rows_per_microbatch": 1}
-            values |= {"reference_model": str(model_folder(family))} if settings.get("kl_coefficient") else {}
+            values = {
+                "packed": str(tmp_path / f"packed{number}.safetensors"),
+                "output_dir": str(output),
+                "iteration": number + 1,
+            }
+            values |= {
+                "device": "cuda",
+                "lr": 0.01,
+                "eps": 1e-3,
+                "updates_per_iteration": 2,
+                "rows_per_microbatch": 1,
+            }
+            values |= (
+                {"reference_model": str(model_folder(family))}
+                if settings.get("kl_coefficient")
+                else {}
+            )
             values |= {"lora_base": str(model_folder(family))} if "lora_rank" in settings else {}
             values |= {"measure_peak": False} | start | settings
             config = GRPOConfig.parse(values, "test")
@@ -118,7 +145,9 @@ def chain(model_folder, tmp_path):
 
 def moved(folders, start):
     """What training changed, end to end."""
-    before, after = (load_file(folder / "model.safetensors") for folder in (start, folders[-1] / "checkpoint"))
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (start, folders[-1] / "checkpoint")
+    )
     return torch.cat([(after[name].double() - before[name].double()).flatten() for name in before])
 
 
@@ -134,9 +163,15 @@ SAME = {  # name: (settings of both, the GPU's alone)
     "SGD": ({"optimizer": "sgd"}, {}),
     "8 bits": ({"optimizer": "adamw_8bit"}, {}),
     "optimizer on the CPU": ({"max_grad_norm": None}, {"optimizer_on_cpu": True}),
-    "optimizer in the backward pass": ({"max_grad_norm": None, "updates_per_iteration": 1, "rows_per_microbatch": 100}, {}),
+    "optimizer in the backward pass": (
+        {"max_grad_norm": None, "updates_per_iteration": 1, "rows_per_microbatch": 100},
+        {},
+    ),
     "everything on the CPU": ({}, {"cpu_offload": True}),
-    "everything on the CPU, checkpointing": ({"activation_checkpointing": True}, {"cpu_offload": True}),
+    "everything on the CPU, checkpointing": (
+        {"activation_checkpointing": True},
+        {"cpu_offload": True},
+    ),
     "KL k3": ({"kl_coefficient": 0.1, "kl_estimator": "k3"}, {}),
     "KL full": ({"kl_coefficient": 0.1, "kl_estimator": "full"}, {}),
     "entropy": ({"entropy_coefficient": 0.01}, {}),
@@ -158,7 +193,8 @@ def test_iterations_are_those_of_the_cpu(name, chain, model_folder, record_prope
     gpu = moved(chain("gpu", **settings, **on_gpu), model_folder())
     far = float((gpu - cpu).norm() / cpu.norm())
     record_property("distance", f"{far:.1e}")
-    assert far < (0.05 if name == "8 bits" else 1e-3)  # rounding to 8 bits is a step: a bit of difference becomes one
+    # Rounding to 8 bits is a step: a bit of difference becomes one.
+    assert far < (0.05 if name == "8 bits" else 1e-3)
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 4}, {"dtype": "bf16"}], ids=str)
@@ -167,11 +203,18 @@ def test_the_same_iteration_gives_the_same_bits(settings, chain):
     assert [content(folder) for folder in one] == [content(folder) for folder in two]
 
 
-KEPT = [{}, {"optimizer": "adamw_8bit"}, {"lora_rank": 4}, {"dtype": "bf16", "activation_checkpointing": True}]
+KEPT = [
+    {},
+    {"optimizer": "adamw_8bit"},
+    {"lora_rank": 4},
+    {"dtype": "bf16", "activation_checkpointing": True},
+]
 
 
 @pytest.mark.parametrize("free_memory", [False, True])
-@pytest.mark.parametrize("settings", [*KEPT, {"lora_rank": 4, "lora_base_dtype": "nf4"}, {"value_head": True}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [*KEPT, {"lora_rank": 4, "lora_base_dtype": "nf4"}, {"value_head": True}], ids=str
+)
 def test_what_stays_in_memory_is_what_files_hold(settings, free_memory, chain, tmp_path):
     by_files = chain("files", **settings)
     torch.cuda.empty_cache()
@@ -191,11 +234,24 @@ def test_weights_are_held_out_from_the_gpu(chain):
     residence = Residence(HERE, told.append)
     for dtype in ("fp32", "bf16"):
         folders = chain(dtype, residence, hand_over=True, free_memory=True, checkpoint_dtype=dtype)
-        stored, held = load_file(folders[-1] / "checkpoint" / "model.safetensors"), load_file(told[-1]["memory"])
-        assert held.keys() == stored.keys() and all(torch.equal(held[name], stored[name]) for name in held)
+        stored, held = (
+            load_file(folders[-1] / "checkpoint" / "model.safetensors"),
+            load_file(told[-1]["memory"]),
+        )
+        assert held.keys() == stored.keys() and all(
+            torch.equal(held[name], stored[name]) for name in held
+        )
         for name, starts, lengths, digest in told[-1]["parts"]:
-            part = held[name][tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))]
-            assert hashlib.sha256(part.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() == digest
+            part = held[name][
+                tuple(
+                    slice(start, start + length)
+                    for start, length in zip(starts, lengths, strict=True)
+                )
+            ]
+            assert (
+                hashlib.sha256(part.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+                == digest
+            )
     assert len(told) == 2 * ITERATIONS
 
 
@@ -218,7 +274,11 @@ def test_what_a_step_says_of_itself(chain, record_property):
     row = read_jsonl(folders[0] / "train.jsonl")[0]
     record_property("row", json.dumps(row))
     seconds = row["seconds_by_part"]
-    assert seconds["forward"] > 0 and seconds["backward"] > 0 and sum(seconds.values()) <= 1.05 * row["seconds"] + 0.1
+    assert (
+        seconds["forward"] > 0
+        and seconds["backward"] > 0
+        and sum(seconds.values()) <= 1.05 * row["seconds"] + 0.1
+    )
     assert row["memory_peaks"]["cuda"] > 0 and 0 < row["peak_share"] < 1
     events = json.loads((folders[0] / "profile" / "rank-0.json").read_text())["traceEvents"]
     assert any(event.get("cat") == "kernel" for event in events)
@@ -237,12 +297,24 @@ def test_memory_that_runs_out_says_what_would_save_some(chain, record_property):
 
 def test_supervised_steps_are_those_of_the_cpu(tmp_path):
     start = make_tiny_model(tmp_path / "model", layers=2, width=32, heads=2)
-    lines = [[{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * (20 - n)}] for n in range(1, 9)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    lines = [
+        [{"role": "user", "content": "a" * n}, {"role": "assistant", "content": "b" * (20 - n)}]
+        for n in range(1, 9)
+    ]
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"messages": line}) + "\n" for line in lines)
+    )
     found = []
     for device in ("cpu", "cuda"):
-        values = {"model": str(start), "data": str(tmp_path / "data.jsonl"), "output_dir": str(tmp_path / device), "steps": 3}
-        config = SFTConfig.parse({**values, "device": device, "lr": 0.01, "eps": 1e-3, "seq_len": 128}, "test")
+        values = {
+            "model": str(start),
+            "data": str(tmp_path / "data.jsonl"),
+            "output_dir": str(tmp_path / device),
+            "steps": 3,
+        }
+        config = SFTConfig.parse(
+            {**values, "device": device, "lr": 0.01, "eps": 1e-3, "seq_len": 128}, "test"
+        )
         with ranks(config) as here:
             sft_recipe.train(config, here)
         found.append(moved([tmp_path / device], start))
@@ -254,7 +326,9 @@ def test_supervised_steps_are_those_of_the_cpu(tmp_path):
 
 def test_the_certificate_of_this_gpu():
     cases = list(certify(HERE.device))
-    assert [case for case in cases if case.passed is False] == [] and any(case.passed for case in cases)
+    assert [case for case in cases if case.passed is False] == [] and any(
+        case.passed for case in cases
+    )
 
 
 def test_the_plan_knows_the_gpu(record_property):
@@ -262,7 +336,9 @@ def test_the_plan_knows_the_gpu(record_property):
     from ttrl.plans.machine import gpus_here, this_machine
     from ttrl.training.timing import matmul_peak
 
-    machine = this_machine(dataclasses.replace(_train_config(), device="cuda", dtype="bf16"), (4096, 4096))
+    machine = this_machine(
+        dataclasses.replace(_train_config(), device="cuda", dtype="bf16"), (4096, 4096)
+    )
     assert machine.cuda and machine.gpus == len(gpus_here()) and machine.memory == min(gpus_here())
     measured = matmul_peak((8192, 4096, 4096), torch.bfloat16, HERE.device)
     record_property("machine", f"{machine}, {measured / 1e12:.0f} TFLOP/s measured")
@@ -296,4 +372,8 @@ def test_what_the_gpu_was_used_for_is_seen(monkeypatch, record_property):
     use.end()
     found = use.take(Timeline(), clock())["other"]
     record_property("seen", str(found))
-    assert found["gpus"][0]["busy"] > 0.3 and found["gpus"][0]["watts"] > 30 and found["gpus"][0]["memory"] > 6e7
+    assert (
+        found["gpus"][0]["busy"] > 0.3
+        and found["gpus"][0]["watts"] > 30
+        and found["gpus"][0]["memory"] > 6e7
+    )

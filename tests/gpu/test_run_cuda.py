@@ -1,5 +1,5 @@
-"""vLLM and the trainer on one GPU: a server computes what transformers does, sleeps, and takes weights; whole runs in every way
-to bring them there."""
+"""vLLM and the trainer on one GPU: a server computes what transformers does, sleeps, and takes
+weights; whole runs in every way to bring them there."""
 
 import importlib.util
 import json
@@ -72,7 +72,11 @@ def server(request, folder, checkpoints):
         log_path=folder / f"{request.param}.log",
         dtype="bfloat16",
         max_model_len=512,
-        extra_args=settings | {"enable_sleep_mode": True, "worker_extension_cls": "support.faulty_worker.FaultyWeightSync"},
+        extra_args=settings
+        | {
+            "enable_sleep_mode": True,
+            "worker_extension_cls": "support.faulty_worker.FaultyWeightSync",
+        },
         env={
             "PYTHONPATH": os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])),
             "TTRL_TEST_FAULT": str(folder / "fault.json"),
@@ -85,20 +89,37 @@ def logprobs_of(folder, ids, temperature, dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
     with torch.no_grad():
         logits = model(torch.tensor([ids], device="cuda")).logits[0].double() / temperature
-    return logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids[1:], device="cuda")[:, None])[:, 0].cpu()
+    return (
+        logits.log_softmax(-1)[:-1]
+        .gather(1, torch.tensor(ids[1:], device="cuda")[:, None])[:, 0]
+        .cpu()
+    )
 
 
 def test_what_it_samples_is_as_likely_as_transformers_says(server, checkpoints, record_property):
     sync_weights(server, checkpoints[0])
-    request = {"model": "policy", "messages": [{"role": "user", "content": "Write three sentences about Japan."}]}
-    request |= {"max_tokens": 128, "n": 4, "temperature": 0.7, "return_token_ids": True, "seed": 1, "logprobs": True}
+    request = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": "Write three sentences about Japan."}],
+    }
+    request |= {
+        "max_tokens": 128,
+        "n": 4,
+        "temperature": 0.7,
+        "return_token_ids": True,
+        "seed": 1,
+        "logprobs": True,
+    }
     answer = server.request("POST", "/v1/chat/completions", request)
     prompt, ours, theirs = answer["prompt_token_ids"], [], []
     for choice in answer["choices"]:
         ids = prompt + choice["token_ids"]
-        served = torch.tensor([entry["logprob"] for entry in choice["logprobs"]["content"]], dtype=torch.float64)
+        served = torch.tensor(
+            [entry["logprob"] for entry in choice["logprobs"]["content"]], dtype=torch.float64
+        )
         exact, rounded = (
-            logprobs_of(checkpoints[0], ids, 0.7, dtype)[len(prompt) - 1 :] for dtype in (torch.float32, torch.bfloat16)
+            logprobs_of(checkpoints[0], ids, 0.7, dtype)[len(prompt) - 1 :]
+            for dtype in (torch.float32, torch.bfloat16)
         )
         assert len(served) == len(exact) > 0
         ours.append((served - exact).abs())
@@ -108,18 +129,37 @@ def test_what_it_samples_is_as_likely_as_transformers_says(server, checkpoints, 
     assert 0 < mean < limit
 
 
-def test_weights_come_from_files_and_from_memory_awake_and_asleep(server, checkpoints, record_property):
+def test_weights_come_from_files_and_from_memory_awake_and_asleep(
+    server, checkpoints, record_property
+):
     start, moved, handover = checkpoints
-    ways = [(start, None, False), (moved, handover, False), (start, None, True), (moved, handover, True), (start, None, False)]
+    ways = [
+        (start, None, False),
+        (moved, handover, False),
+        (start, None, True),
+        (moved, handover, True),
+        (start, None, False),
+    ]
     for checkpoint, source, asleep in ways:
         before = torch.cuda.mem_get_info()[0]
         if asleep:
             sleep(server)
         freed = torch.cuda.mem_get_info()[0] - before
         report = sync_weights(server, checkpoint, asleep=asleep, handover=source)
-        record_property(f"{checkpoint.parent.name} {report.mode} {asleep}", f"{report.seconds:.2f} s, {freed / 1e9:.2f} GB freed")
-        assert (report.mode, report.fell_back, report.files_because) == ("reload" if source is None else "memory", None, None)
-        assert report.comparison.unchecked == 0 and report.comparison.compared and report.comparison.exact
+        record_property(
+            f"{checkpoint.parent.name} {report.mode} {asleep}",
+            f"{report.seconds:.2f} s, {freed / 1e9:.2f} GB freed",
+        )
+        assert (report.mode, report.fell_back, report.files_because) == (
+            "reload" if source is None else "memory",
+            None,
+            None,
+        )
+        assert (
+            report.comparison.unchecked == 0
+            and report.comparison.compared
+            and report.comparison.exact
+        )
         assert report.canary_max_difference > 0  # or bf16 would not have been compared
         assert not asleep or freed > 2**31  # the cache alone is as large
         server.open_to("these")
@@ -162,7 +202,10 @@ WAYS = {  # name: (settings, how weights come to the server)
     "a trainer for each iteration": ({"trainer": "once", "server": EAGER}, "reload"),
     "off policy": ({"off_policy_steps": 1, "server": EAGER, "trainer_memory": "keep"}, "memory"),
     "LoRA": ({"training": {"lora_rank": 8, "lr": 1e-3}, "server": EAGER}, "adapter"),
-    "LoRA, merged": ({"training": {"lora_rank": 8, "lr": 1e-3}, "adapters": "merged", "server": EAGER}, "reload"),
+    "LoRA, merged": (
+        {"training": {"lora_rank": 8, "lr": 1e-3}, "adapters": "merged", "server": EAGER},
+        "reload",
+    ),
     "fp32": ({"dtype": "fp32", "server": EAGER}, "memory"),
 }
 
@@ -176,9 +219,16 @@ def share_of_e(choice):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run(way, model, tmp_path, record_property):
     changes, mode = WAYS[way]
-    settings = {"run": str(tmp_path / "run"), "model": str(model), "iterations": 2, "tasks_per_iteration": 4}
+    settings = {
+        "run": str(tmp_path / "run"),
+        "model": str(model),
+        "iterations": 2,
+        "tasks_per_iteration": 4,
+    }
     settings |= {"samples_per_task": 16, "max_tokens": 48, "seq_len": 512, "device": "cuda"}
-    settings |= changes | {"training": {"lr": 2e-5, "updates_per_iteration": 2} | changes.get("training", {})}
+    settings |= changes | {
+        "training": {"lr": 2e-5, "updates_per_iteration": 2} | changes.get("training", {})
+    }
     result = train(
         TrainConfig(**settings),
         [
@@ -192,7 +242,10 @@ def test_a_run(way, model, tmp_path, record_property):
     assert [row["iteration"] for row in rows] == [0, 1, 2]
     for row in rows[1:]:
         sync, drift, seconds = row["sync"], row["sampler_trainer"], row["seconds"]
-        record_property(f"iteration {row['iteration']}", json.dumps({"sync": sync, "drift": drift, "seconds": seconds}))
+        record_property(
+            f"iteration {row['iteration']}",
+            json.dumps({"sync": sync, "drift": drift, "seconds": seconds}),
+        )
         assert (sync["mode"], sync["fell_back"]) == (mode, None)
         assert row["samples"] == 64 and drift["unknown"] == drift["not_finite"] == 0
         assert 0 < drift["mean"] < (2e-3 if settings.get("dtype") == "fp32" else 0.06)

@@ -56,7 +56,9 @@ def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path, monkeypatc
     asked = []
     place = Place(Report(tmp_path / "logs"), tmp_path, rehearse)
     monkeypatch.setattr(step_runs, "made_elsewhere", lambda folder, *_: folder)
-    monkeypatch.setattr(step_runs, "train", lambda config, *_, **__: asked.append(config.check("TrainConfig")))
+    monkeypatch.setattr(
+        step_runs, "train", lambda config, *_, **__: asked.append(config.check("TrainConfig"))
+    )
     monkeypatch.setattr(step_runs.shutil, "rmtree", lambda _: None)
     step(place)
     assert asked[0].iterations > 1
@@ -64,7 +66,10 @@ def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     "mask",
-    [step_attention.SMALL[0], *(pytest.param(mask, marks=pytest.mark.long) for mask in step_attention.SMALL[1:])],
+    [
+        step_attention.SMALL[0],
+        *(pytest.param(mask, marks=pytest.mark.long) for mask in step_attention.SMALL[1:]),
+    ],
     ids=lambda mask: mask.name,
 )
 def test_every_way_computes_attention_of_the_same_samples(mask):

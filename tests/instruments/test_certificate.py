@@ -1,4 +1,6 @@
-"""What the certificate tries, on the CPU: right kernels pass, wrong ones fail, and what raises is a failed case."""
+"""What the certificate tries, on the CPU: right kernels pass, wrong ones fail, and what raises is a
+failed case.
+"""
 
 import pytest
 import torch
@@ -17,7 +19,11 @@ def model(tmp_path_factory):
 
 def test_rows_are_ragged():
     rows = certificate.ragged_rows(320, 100)
-    assert rows.num_rows > 1 and (rows.group_ids < 0).any() and (rows.parent_ids != rows.group_ids).any()
+    assert (
+        rows.num_rows > 1
+        and (rows.group_ids < 0).any()
+        and (rows.parent_ids != rows.group_ids).any()
+    )
 
 
 @pytest.mark.long(but=["None-None-dtype0"])
@@ -51,7 +57,9 @@ def test_the_head_passes_and_a_wrong_one_fails(monkeypatch):
         passed, found = certificate._try_head(CPU, dtype)
         assert passed, found
     right = certificate.run_head
-    monkeypatch.setattr(certificate, "run_head", lambda *given, **how: right(*given, **how, temperature=1.01))
+    monkeypatch.setattr(
+        certificate, "run_head", lambda *given, **how: right(*given, **how, temperature=1.01)
+    )
     assert certificate._try_head(CPU, torch.float32)[0] is False
 
 
@@ -60,7 +68,12 @@ def test_every_setting_of_a_step_and_a_wrong_one(model, monkeypatch):
     found = {case: trial() for _, case, trial in trials}
     left_out = {case for case, (passed, _) in found.items() if passed is None}
     assert left_out == {
-        *("compile", "compile, checkpointing, bf16", "parameters in the CPU's memory", "activations in the CPU's memory"),
+        *(
+            "compile",
+            "compile, checkpointing, bf16",
+            "parameters in the CPU's memory",
+            "activations in the CPU's memory",
+        ),
         *("AdamW, 8 bits", "AdamW on the CPU"),
     }
     assert all(passed is not False for passed, _ in found.values()), found
@@ -80,7 +93,9 @@ def test_parking_is_left_out_on_a_cpu_and_weights_are_held_out(model, monkeypatc
     [(_, _, trial), (_, _, holding_out)] = certificate._parking(CPU, model)
     assert trial() == (None, "left out without a GPU")
     assert holding_out()[0] is True
-    monkeypatch.setattr(weight_memory, "_copy", lambda part, target: (copy(part, target), target[:1].zero_())[0])
+    monkeypatch.setattr(
+        weight_memory, "_copy", lambda part, target: (copy(part, target), target[:1].zero_())[0]
+    )
     assert holding_out()[0] is False
 
 

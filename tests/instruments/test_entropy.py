@@ -1,4 +1,6 @@
-"""Entropy of sequences where all of them can be enumerated: every estimate against the exact sum, and its autograd."""
+"""Entropy of sequences where all of them can be enumerated: every estimate against the exact sum,
+and its autograd.
+"""
 
 import itertools
 
@@ -31,7 +33,9 @@ PREFIXES = sorted({one[:k] for one in SEQUENCES for k in range(len(one))})
 def a_policy(seed=0):
     """A free distribution after each prefix."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(len(PREFIXES), VOCAB, generator=generator, dtype=torch.float64, requires_grad=True)
+    return torch.randn(
+        len(PREFIXES), VOCAB, generator=generator, dtype=torch.float64, requires_grad=True
+    )
 
 
 def tables(logits, sequences=SEQUENCES):
@@ -59,7 +63,9 @@ def test_both_estimates_are_unbiased_and_the_second_has_less_variance():
     generator, found = torch.Generator().manual_seed(1), []
     for _ in range(300):
         drawn = torch.multinomial(probability, 100, replacement=True, generator=generator)
-        found.append([mean_over(values) for values in entropy_estimates(logprobs[drawn], entropies[drawn])])
+        found.append(
+            [mean_over(values) for values in entropy_estimates(logprobs[drawn], entropies[drawn])]
+        )
     for which in (0, 1):
         values = torch.tensor([one[which].value for one in found])
         error = float(values.std()) / 300**0.5
@@ -71,7 +77,9 @@ def test_both_estimates_are_unbiased_and_the_second_has_less_variance():
 
 
 def test_the_gradient_with_the_score_of_the_prefix_is_that_of_the_exact_entropy():
-    """Its expectation, by summing over all sequences; without the prefix's term it is another one."""
+    """Its expectation, by summing over all sequences; without the prefix's term it is another
+    one.
+    """
     logits = a_policy()
     (wanted,) = torch.autograd.grad(exact(logits), logits)
     logprobs, entropies = tables(logits)
@@ -95,7 +103,9 @@ def test_the_second_derivative_is_that_of_the_exact_entropy():
     logprobs, entropies = tables(logits)
     probability = logprobs.detach().sum(dim=1).exp()
     values, _ = importance_entropy(logprobs, entropies, logprobs.detach(), -0.3)
-    assert curvature((probability * values).sum()) == pytest.approx(curvature(exact(logits)), rel=1e-10)
+    assert curvature((probability * values).sum()) == pytest.approx(
+        curvature(exact(logits)), rel=1e-10
+    )
 
 
 def test_weighing_gives_the_entropy_of_another_policy():
@@ -105,9 +115,13 @@ def test_weighing_gives_the_entropy_of_another_policy():
     values, log_w = importance_entropy(*tables(other), before, baseline_ST=2.0)
     assert float((probability * values).sum()) == pytest.approx(float(exact(other)), rel=1e-12)
     assert float((probability * log_w.exp()).sum()) == pytest.approx(1.0)
-    drawn = torch.multinomial(probability, 20_000, replacement=True, generator=torch.Generator().manual_seed(3))
+    drawn = torch.multinomial(
+        probability, 20_000, replacement=True, generator=torch.Generator().manual_seed(3)
+    )
     w = log_w[drawn].exp()
-    assert effective_size(log_w[drawn]) == pytest.approx(float(w.sum() ** 2 / (w**2).sum()) / 20_000)
+    assert effective_size(log_w[drawn]) == pytest.approx(
+        float(w.sum() ** 2 / (w**2).sum()) / 20_000
+    )
 
 
 def gradient_of(logits, chosen, with_baseline):
@@ -145,7 +159,9 @@ def test_the_baseline_lowers_the_variance():
     for _ in range(200):
         drawn = torch.multinomial(probability, 50, replacement=True, generator=generator)
         for with_baseline in errors:
-            errors[with_baseline] += float((gradient_of(logits, drawn, with_baseline) - wanted).square().sum())
+            errors[with_baseline] += float(
+                (gradient_of(logits, drawn, with_baseline) - wanted).square().sum()
+            )
     assert errors[True] < 0.9 * errors[False]
 
 

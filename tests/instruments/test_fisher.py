@@ -1,4 +1,6 @@
-"""The kernel's predictions against steps that are taken, its split against exact entropy, projections against whole gradients."""
+"""The kernel's predictions against steps that are taken, its split against exact entropy,
+projections against whole gradients.
+"""
 
 import itertools
 
@@ -32,13 +34,24 @@ def test_the_error_of_the_prediction_goes_to_zero_with_the_step(preconditioned, 
     advantages = torch.randn(len(logprobs), generator=generator, dtype=torch.float64)
     scale = None
     if preconditioned:
-        scale = {name: torch.rand(p.shape, generator=generator, dtype=torch.float64) + 0.1 for name, p in parameters.items()}
+        scale = {
+            name: torch.rand(p.shape, generator=generator, dtype=torch.float64) + 0.1
+            for name, p in parameters.items()
+        }
     kernel = fisher_kernel(token_gradients(logprobs, parameters, preconditioner=scale))
-    direction = torch.autograd.grad((logprobs * advantages).sum(), list(parameters.values()), retain_graph=True)
+    direction = torch.autograd.grad(
+        (logprobs * advantages).sum(), list(parameters.values()), retain_graph=True
+    )
     errors = []
     for eta in (1e-4, 1e-5, 1e-6):
-        moves = [eta * (d if scale is None else d * scale[name]) for name, d in zip(parameters, direction, strict=True)]
-        other = {name: (p + move).detach() for (name, p), move in zip(parameters.items(), moves, strict=True)}
+        moves = [
+            eta * (d if scale is None else d * scale[name])
+            for name, d in zip(parameters, direction, strict=True)
+        ]
+        other = {
+            name: (p + move).detach()
+            for (name, p), move in zip(parameters.items(), moves, strict=True)
+        }
         change = functional_call(policy, other, inputs).logprobs - logprobs
         predicted = eta * (kernel @ advantages)  # (1)
         errors.append(float((change - predicted).norm() / change.norm()))
@@ -53,7 +66,10 @@ def test_a_projection_keeps_the_kernel(tokens):
     exact = fisher_kernel(token_gradients(chosen, parameters))
     norms = exact.diagonal().sqrt()
     found = [
-        fisher_kernel(token_gradients(chosen, parameters, projection=Projection(parameters, 256, seed))) for seed in range(8)
+        fisher_kernel(
+            token_gradients(chosen, parameters, projection=Projection(parameters, 256, seed))
+        )
+        for seed in range(8)
     ]
     scaled = torch.stack([(one - exact) / norms[:, None] / norms[None] for one in found])
     assert scaled.abs().mean() < 2 / 256**0.5
@@ -64,13 +80,21 @@ def test_sequences_are_sums_of_their_tokens(tokens):
     _, logprobs, parameters = tokens
     labels = torch.tensor([0, 0, 1, 1, 1, 2])
     member = torch.nn.functional.one_hot(labels).double().T
-    whole = fisher_kernel(token_gradients([logprobs[:6][labels == one].sum() for one in range(3)], parameters))
-    torch.testing.assert_close(member @ fisher_kernel(token_gradients(logprobs[:6], parameters)) @ member.T, whole)
+    whole = fisher_kernel(
+        token_gradients([logprobs[:6][labels == one].sum() for one in range(3)], parameters)
+    )
+    torch.testing.assert_close(
+        member @ fisher_kernel(token_gradients(logprobs[:6], parameters)) @ member.T, whole
+    )
 
 
 def test_the_split_adds_up_to_the_change_of_the_exact_entropy():
-    """One distribution over 4 tokens: its expectation over the token whose entropy it is, with an update of two given tokens."""
-    logits = torch.randn(4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
+    """One distribution over 4 tokens: its expectation over the token whose entropy it is, with an
+    update of two given tokens.
+    """
+    logits = torch.randn(
+        4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True
+    )
     logp = torch.log_softmax(logits, dim=0)
     gradients = token_gradients(logp, {"logits": logits})
     advantages = torch.tensor([0.0, 1.5, 0.0, -0.5], dtype=torch.float64)
@@ -84,11 +108,17 @@ def test_the_split_adds_up_to_the_change_of_the_exact_entropy():
         assert found.whole == pytest.approx(wanted)
     assert found.own != 0 and found.others != 0
     own = entropy_change(torch.diag(kernel.diagonal()), logp, advantages, 0.0)
-    assert own.others == 0 and own.own == pytest.approx(entropy_change(kernel, logp, advantages, 0.0).own)
+    assert own.others == 0 and own.own == pytest.approx(
+        entropy_change(kernel, logp, advantages, 0.0).own
+    )
 
 
 def test_without_a_baseline_the_others_mean_is_taken():
-    kernel, logp, advantages = torch.eye(3, dtype=torch.float64), torch.tensor([-1.0, -2.0, -6.0]), torch.ones(3)
+    kernel, logp, advantages = (
+        torch.eye(3, dtype=torch.float64),
+        torch.tensor([-1.0, -2.0, -6.0]),
+        torch.ones(3),
+    )
     found = entropy_change(kernel, logp, advantages)
     centred = [-1 - (-2 - 6) / 2, -2 - (-1 - 6) / 2, -6 - (-1 - 2) / 2]
     assert found.own == pytest.approx(-sum(centred) / 3) and found.others == 0

@@ -1,4 +1,6 @@
-"""The noise scale where the truth is known: linear regression with a known covariance, nested draws with known traces."""
+"""The noise scale where the truth is known: linear regression with a known covariance, nested draws
+with known traces.
+"""
 
 import math
 
@@ -20,9 +22,14 @@ COVARIANCE = np.diag(np.linspace(0.5, 2.0, 12))
 AWAY = np.linspace(-0.4, 0.6, 12)  # of the weights from the best ones
 LABEL_NOISE = 0.8
 TRUE_GRADIENT = COVARIANCE @ AWAY
-# Of g = x(x·d + e): E = Cd, and tr Cov = tr(C) d'Cd + |Cd|² + σ² tr C, by the fourth moments of a Gaussian.
+# Of g = x(x·d + e): E = Cd, and tr Cov = tr(C) d'Cd + |Cd|² + σ² tr C, by the fourth moments of a
+# Gaussian.
 SIGNAL = float(TRUE_GRADIENT @ TRUE_GRADIENT)
-S = float(np.trace(COVARIANCE) * (AWAY @ COVARIANCE @ AWAY) + SIGNAL + LABEL_NOISE**2 * np.trace(COVARIANCE))
+S = float(
+    np.trace(COVARIANCE) * (AWAY @ COVARIANCE @ AWAY)
+    + SIGNAL
+    + LABEL_NOISE**2 * np.trace(COVARIANCE)
+)
 
 
 def regression_gradients(draw, count):
@@ -34,7 +41,11 @@ def pieces_of(gradients, sizes):
     """|h_j|², f_j and |g|² of a step."""
     parts = np.split(gradients, np.cumsum(sizes)[:-1])
     pieces = [part.sum(axis=0) / len(gradients) for part in parts]
-    return [float(h @ h) for h in pieces], [size / len(gradients) for size in sizes], float(sum(pieces) @ sum(pieces))
+    return (
+        [float(h @ h) for h in pieces],
+        [size / len(gradients) for size in sizes],
+        float(sum(pieces) @ sum(pieces)),
+    )
 
 
 @pytest.mark.long(but=["128"])
@@ -43,10 +54,15 @@ def test_linear_regression_gives_the_known_noise_and_the_law_of_one_over_the_bat
     """Long for the other sizes: only these show the law over two orders of magnitude."""
     draw = np.random.default_rng(batch)
     sizes = [batch // 2, batch // 4, batch // 8, batch // 8]  # unequal pieces
-    steps = [noise_of_pieces(*pieces_of(regression_gradients(draw, batch), sizes)) for _ in range(100_000 // batch + 1500)]
+    steps = [
+        noise_of_pieces(*pieces_of(regression_gradients(draw, batch), sizes))
+        for _ in range(100_000 // batch + 1500)
+    ]
     assert np.mean([step.noise for step in steps]) * batch == pytest.approx(S, rel=0.1)
     error = np.std([step.signal for step in steps]) / len(steps) ** 0.5
-    assert np.mean([step.signal for step in steps]) == pytest.approx(SIGNAL, abs=max(0.1 * SIGNAL, 4 * error))
+    assert np.mean([step.signal for step in steps]) == pytest.approx(
+        SIGNAL, abs=max(0.1 * SIGNAL, 4 * error)
+    )
 
 
 def test_equal_pieces_are_the_formula_of_two_batch_sizes():
@@ -69,7 +85,9 @@ BETWEEN, WITHIN = 2.0, 6.0  # tr Cov(u), tr Cov(e)
 def nested_draw(draw, counts, dims=20):
     u = draw.standard_normal((len(counts), dims)) * math.sqrt(BETWEEN / dims)
     prompt = np.repeat(np.arange(len(counts)), counts)
-    return prompt, 0.1 + u[prompt] + draw.standard_normal((len(prompt), dims)) * math.sqrt(WITHIN / dims)
+    return prompt, 0.1 + u[prompt] + draw.standard_normal((len(prompt), dims)) * math.sqrt(
+        WITHIN / dims
+    )
 
 
 def moments_of(prompt, x, counts):
@@ -84,7 +102,9 @@ def moments_of(prompt, x, counts):
 def test_noise_between_prompts_and_between_samples(counts):
     """Long for equal groups: only these have a closed form without weights."""
     draw = np.random.default_rng(1)
-    found = [nested_noise(counts, *moments_of(*nested_draw(draw, counts), counts)) for _ in range(4000)]
+    found = [
+        nested_noise(counts, *moments_of(*nested_draw(draw, counts), counts)) for _ in range(4000)
+    ]
     share = sum(c * c for c in counts) / sum(counts) ** 2
     assert np.mean([one.prompts for one in found]) == pytest.approx(share * BETWEEN, rel=0.05)
     assert np.mean([one.samples for one in found]) == pytest.approx(WITHIN / sum(counts), rel=0.05)
@@ -92,7 +112,9 @@ def test_noise_between_prompts_and_between_samples(counts):
 
 
 def test_prompts_that_lie_in_several_pieces_are_accounted_for():
-    """Each of 6 prompts has 2 samples in each of 2 pieces: the pieces share all that is between prompts."""
+    """Each of 6 prompts has 2 samples in each of 2 pieces: the pieces share all that is between
+    prompts.
+    """
     draw = np.random.default_rng(2)
     counts, plain, found = [4] * 6, [], []
     for _ in range(4000):
@@ -102,8 +124,15 @@ def test_prompts_that_lie_in_several_pieces_are_accounted_for():
         plain.append(noise_of_pieces(squares, shares, whole))
         found.append(nested_noise(counts, *moments_of(prompt, x, counts)))
     truth = BETWEEN / 6 + WITHIN / 24
-    together = Noise(*(np.mean([getattr(one, name) for one in plain]) for name in ("noise", "signal")))
-    nested = Nested(*(np.mean([getattr(one, name) for one in found]) for name in ("signal", "prompts", "samples")))
+    together = Noise(
+        *(np.mean([getattr(one, name) for one in plain]) for name in ("noise", "signal"))
+    )
+    nested = Nested(
+        *(
+            np.mean([getattr(one, name) for one in found])
+            for name in ("signal", "prompts", "samples")
+        )
+    )
     assert together.noise == pytest.approx(WITHIN / 24, rel=0.05)  # too little
     right = unsplit(together, nested, [0.5, 0.5], split=6 * (4 + 4) / (6 * 16))
     assert right.noise == pytest.approx(truth, rel=0.05)
@@ -138,7 +167,9 @@ def test_a_line_of_training_and_the_average_of_the_last_ones():
     draw = np.random.default_rng(3)
     steps = [step_noise(seen(draw)) for _ in range(40)]
     assert steps[0]["prompts"] == 8 and steps[0]["samples"] == 32 and steps[0]["pieces"] == 4
-    assert sum(noise for noise, _ in steps[0]["layers"].values()) == pytest.approx(steps[0]["noise"])
+    assert sum(noise for noise, _ in steps[0]["layers"].values()) == pytest.approx(
+        steps[0]["noise"]
+    )
     recent = recent_noise([line(step) for step in steps] + [line(steps[0]) | {"skipped": "why"}])
     assert recent["steps"] == 16
     last = steps[-16:]
@@ -146,9 +177,15 @@ def test_a_line_of_training_and_the_average_of_the_last_ones():
     assert recent["scale"] == pytest.approx(8 * noise / signal)  # of means, not the mean of ratios
     assert recent["share"] == pytest.approx(noise / signal)
     assert recent["low"] < recent["scale"] < recent["high"]
-    assert recent["from_samples"] == pytest.approx((WITHIN / 32) / (BETWEEN / 8 + WITHIN / 32), abs=0.15)
+    assert recent["from_samples"] == pytest.approx(
+        (WITHIN / 32) / (BETWEEN / 8 + WITHIN / 32), abs=0.15
+    )
     best = best_allocation(8, 4, recent["from_samples"], 300.0, 40.0)
-    assert (recent["best_samples"], recent["best_prompts"], recent["gain"]) == (best.samples, best.prompts, best.gain)
+    assert (recent["best_samples"], recent["best_prompts"], recent["gain"]) == (
+        best.samples,
+        best.prompts,
+        best.gain,
+    )
 
 
 def test_steps_that_say_nothing_and_gradients_that_are_not_finite():
@@ -163,11 +200,17 @@ def test_steps_that_say_nothing_and_gradients_that_are_not_finite():
     noise = sum(row["nested"]["prompts"] + row["nested"]["samples"] for row in rows) / 2
     signal = sum(row["nested"]["signal"] for row in rows) / 2
     assert (recent["noise"], recent["signal"]) == pytest.approx((noise, signal))
-    assert recent["scale"] == pytest.approx(noise / signal * rows[0]["prompts"])  # of the sketch, since nothing else was seen
-    assert "from_sketch" not in recent_noise([line(rows[0]), line(step_noise(seen(np.random.default_rng(5))))])
+    # Of the sketch, since nothing else was seen.
+    assert recent["scale"] == pytest.approx(noise / signal * rows[0]["prompts"])
+    assert "from_sketch" not in recent_noise(
+        [line(rows[0]), line(step_noise(seen(np.random.default_rng(5))))]
+    )
 
 
-@pytest.mark.parametrize(("from_samples", "prompt_cost"), [(0.9, 300.0), (0.2, 300.0), (0.6, 0.0), (1.0, 10.0), (0.5, 50.0)])
+@pytest.mark.parametrize(
+    ("from_samples", "prompt_cost"),
+    [(0.9, 300.0), (0.2, 300.0), (0.6, 0.0), (1.0, 10.0), (0.5, 50.0)],
+)
 def test_the_best_allocation_is_the_best_of_all(from_samples, prompt_cost):
     found = best_allocation(16, 8, from_samples, prompt_cost, 40.0)
     between, within = (1 - from_samples) * 16, from_samples * 16 * 8  # P and E, of noise 1
@@ -176,6 +219,9 @@ def test_the_best_allocation_is_the_best_of_all(from_samples, prompt_cost):
         return (between + within / samples) * (prompt_cost + samples * 40.0)
 
     everything = range(2, 8 * 16)
-    best = min((s for s in everything if 2 * (prompt_cost + s * 40.0) <= 16 * (prompt_cost + 320.0)), key=product)
+    best = min(
+        (s for s in everything if 2 * (prompt_cost + s * 40.0) <= 16 * (prompt_cost + 320.0)),
+        key=product,
+    )
     assert product(found.samples) == pytest.approx(product(best), rel=1e-3)
     assert found.gain == pytest.approx(product(8) / product(found.samples))

@@ -82,7 +82,9 @@ def run_in_bf16(model_folder, tmp_path_factory):
 
 
 def entropy_by_transformers(model, times, number):
-    """The mean over drawn answers of Σ_k H_k, without any code of ours. times: by place in `samples_of`."""
+    """The mean over drawn answers of Σ_k H_k, without any code of ours. times: by place in
+    `samples_of`.
+    """
     total = 0.0
     with torch.no_grad():
         for place, count in times.items():
@@ -102,7 +104,9 @@ def drawn(monkeypatch):
     def draw_and_remember(packed, *rest):
         times = own(packed, *rest)
         places = {(f"g{place // 6}", place % 6): place for place in range(24)}
-        found = {places[packed.samples[n].task_id, packed.samples[n].sample]: c for n, c in times.items()}
+        found = {
+            places[packed.samples[n].task_id, packed.samples[n].sample]: c for n, c in times.items()
+        }
         every.append(Counter(found))
         return times
 
@@ -113,7 +117,9 @@ def drawn(monkeypatch):
 def test_the_vector_by_hand_is_the_true_step_and_the_checkpoint(run):
     found = study(run, sequences=16, factors=[1.0])
     assert found["global_step"] == 2 and found["lr"] == 1e-3
-    assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-4)
+    assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(
+        1, abs=1e-4
+    )
     assert found["step"]["checkpoint_distance"] < 1e-5
     assert 0.2 < found["half_cosine"] < 1
     assert found["slope"] == pytest.approx(sum(found["parts"].values()), rel=1e-4)
@@ -124,36 +130,50 @@ def test_the_response_follows_its_first_and_second_order(run):
     """In float64, the error of the first order falls as η², and of both together as η³."""
     found = study(run, sequences=24, factors=[0.0, 0.02, 0.04, 0.08], dtype="fp64")
     still, *sweep = found["sweep"]
-    assert still["measured"] == pytest.approx(0, abs=1e-12) and still["effective_size"] == pytest.approx(1)
+    assert still["measured"] == pytest.approx(0, abs=1e-12) and still[
+        "effective_size"
+    ] == pytest.approx(1)
     first = [abs(one["measured"] - one["first"]) for one in sweep]
     both = [abs(one["measured"] - one["first"] - one["second"]) for one in sweep]
     for smaller, larger in itertools.pairwise(first):
         assert larger / smaller == pytest.approx(4, rel=0.3)
     assert all(b < 0.2 * a for a, b in zip(first, both, strict=True))
-    assert [one["effective_size"] for one in sweep] == sorted((one["effective_size"] for one in sweep), reverse=True)
+    assert [one["effective_size"] for one in sweep] == sorted(
+        (one["effective_size"] for one in sweep), reverse=True
+    )
     assert all(one["error"] > 0 for one in sweep)
     entropy = found["entropy"]
-    assert sum(entropy["by_position"]) == pytest.approx(entropy["rao_blackwell"]["value"], rel=1e-12)
+    assert sum(entropy["by_position"]) == pytest.approx(
+        entropy["rao_blackwell"]["value"], rel=1e-12
+    )
     assert len(entropy["by_position"]) > 1 and min(entropy["by_position"]) > 0
     json.dumps(found, allow_nan=False)
 
 
 @pytest.fixture(scope="module")
 def two_steps(run, tmp_path_factory):
-    """A run whose iteration takes two optimizer steps, from where the other run ended; its objective looks at the start."""
+    """A run whose iteration takes two optimizer steps, from where the other run ended; its
+    objective looks at the start.
+    """
     folder = tmp_path_factory.mktemp("two") / "iterations"
     return train(folder, 3, run, run.parent / "state", updates_per_iteration=2)
 
 
 def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_steps):
     first = study(two_steps, sequences=16, factors=[1.0])
-    assert (first["update"], first["updates"], first["global_step"]) == (1, 2, 3) and "checkpoint_distance" not in first["step"]
+    assert (first["update"], first["updates"], first["global_step"]) == (
+        1,
+        2,
+        3,
+    ) and "checkpoint_distance" not in first["step"]
     found = study(two_steps, sequences=24, factors=[0.0, 0.02, 0.04, 0.08], dtype="fp64", update=2)
     assert (found["update"], found["updates"], found["global_step"]) == (2, 2, 4)
-    # The first step was taken again as the recipe took it, or the second would not lead to the checkpoint.
+    # The first step was taken again as the recipe took it, or the second would not lead to the
+    # checkpoint.
     assert found["step"]["cosine"] > 0.9999 and found["step"]["checkpoint_distance"] < 1e-5
     still, *sweep = found["sweep"]
-    assert still["measured"] == pytest.approx(0, abs=1e-12) and still["effective_size"] < 1  # another policy sampled
+    # Another policy sampled.
+    assert still["measured"] == pytest.approx(0, abs=1e-12) and still["effective_size"] < 1
     errors = [abs(one["measured"] - one["first"]) for one in sweep]
     for smaller, larger in itertools.pairwise(errors):
         assert larger / smaller == pytest.approx(4, rel=0.3)
@@ -161,17 +181,26 @@ def test_the_second_step_of_an_iteration_is_studied_where_the_first_has_led(two_
 
 def test_adapters_alone_are_studied_where_they_alone_are_trained(model_folder, tmp_path):
     """The second step of an iteration, so that both of an adapter's matrices have a gradient."""
-    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    settings = {
+        "lr": 1e-2,
+        "lora_rank": 4,
+        "lora_base": str(model_folder()),
+        "updates_per_iteration": 2,
+    }
     checkpoint = train(tmp_path, 2, model_folder(), **settings)
     found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
-    assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-4)
+    assert found["step"]["cosine"] > 0.9999 and found["step"]["norm_ratio"] == pytest.approx(
+        1, abs=1e-4
+    )
     errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
 @pytest.mark.long(but=["fp64-1e-09"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-6), ("fp64", 1e-9)])
-def test_the_entropy_of_a_run_in_bf16_is_that_of_transformers(run_in_bf16, drawn, float64_reference, dtype, tolerance):
+def test_the_entropy_of_a_run_in_bf16_is_that_of_transformers(
+    run_in_bf16, drawn, float64_reference, dtype, tolerance
+):
     """bf16 is off by 1.5e-3 here.
 
     Long for fp32: only that shows what its rounding costs.
@@ -186,14 +215,17 @@ def test_the_entropy_of_a_run_in_bf16_is_that_of_transformers(run_in_bf16, drawn
 @pytest.mark.long(but=["fp64"])
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tmp_path, dtype):
-    """Files are the same, so everything is but what is about the run: its mismatch, its distance to the checkpoint.
+    """Files are the same, so everything is but what is about the run: its mismatch, its distance to
+    the checkpoint.
 
     Long for fp32: only that shows that a run in fp64 is narrowed.
     """
     how = {"sequences": 16, "factors": [1.0], "dtype": dtype, "kernel": 5}
     found = study(run_in_bf16, **how)
     other = study(changed(run_in_bf16, tmp_path, dtype="fp32"), **how)
-    assert found["step"].pop("checkpoint_distance") < 1e-5 < other["step"].pop("checkpoint_distance")
+    assert (
+        found["step"].pop("checkpoint_distance") < 1e-5 < other["step"].pop("checkpoint_distance")
+    )
     rounding, own = found.pop("mismatch")["rounding"], other.pop("mismatch")
     assert 1e-4 < rounding["rms"] < 0.1 and ("rounding" in own) == (dtype == "fp64")
     assert (found.pop("run_dtype"), other.pop("run_dtype")) == ("bf16", "fp32")
@@ -202,7 +234,9 @@ def test_a_study_computes_in_its_own_dtype_whatever_the_runs_was(run_in_bf16, tm
 
 
 def test_a_later_step_in_bf16_starts_where_the_run_was(run_in_bf16, tmp_path):
-    """Its objective looks at the start of the iteration: log-probabilities there are those of the study's dtype, too."""
+    """Its objective looks at the start of the iteration: log-probabilities there are those of the
+    study's dtype, too.
+    """
     state = run_in_bf16.parent / "state"
     checkpoint = train(tmp_path, 3, run_in_bf16, state, updates_per_iteration=2, dtype="bf16")
     found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
@@ -213,12 +247,20 @@ def test_a_later_step_in_bf16_starts_where_the_run_was(run_in_bf16, tmp_path):
 
 @pytest.mark.long(but=["nf4"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_a_base_of_few_bits_is_studied_as_it_is(model_folder, tmp_path, drawn, float64_reference, base):
+def test_a_base_of_few_bits_is_studied_as_it_is(
+    model_folder, tmp_path, drawn, float64_reference, base
+):
     """Its numbers stay those of the run, and what is computed with them is not rounded.
 
     Long for bf16: only that is a base of 16 bits.
     """
-    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "lora_base_dtype": base, "dtype": "bf16"}
+    settings = {
+        "lr": 1e-2,
+        "lora_rank": 4,
+        "lora_base": str(model_folder()),
+        "lora_base_dtype": base,
+        "dtype": "bf16",
+    }
     checkpoint = train(tmp_path, 2, model_folder(), **settings)
     found = study(checkpoint, sequences=32, factors=[0.02, 0.04], dtype="fp64")
     policy = load_policy(module._config_of(checkpoint, str(tmp_path), None), ALONE)
@@ -234,7 +276,9 @@ def test_a_base_of_few_bits_is_studied_as_it_is(model_folder, tmp_path, drawn, f
     assert errors[1] / errors[0] == pytest.approx(4, rel=0.3)
 
 
-def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_asked_for(run, tmp_path):
+def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_asked_for(
+    run, tmp_path
+):
     again = changed(run, tmp_path, activation_checkpointing=True)
     how = {"sequences": 16, "factors": [1.0], "dtype": "fp64", "kernel": 4}
     found, kept = (study(one, **how) for one in (again, run))
@@ -245,7 +289,11 @@ def test_layers_that_are_computed_again_are_so_with_the_parameters_that_were_ask
 
 OBJECTIVES = {
     "KL": {"kl_coefficient": 0.1, "kl_estimator": "k3"},
-    "KL over the vocabulary": {"kl_coefficient": 0.1, "kl_estimator": "full", "entropy_coefficient": 0.01},
+    "KL over the vocabulary": {
+        "kl_coefficient": 0.1,
+        "kl_estimator": "full",
+        "entropy_coefficient": 0.01,
+    },
     "value head": {"value_head": True, "value_grad_in_decoder": True},
     "implicit rewards": {"token_rewards": "implicit"},
     "chosen tokens": {"objective": "clip_cov"},
@@ -262,7 +310,9 @@ def test_what_precedes_a_step_is_measured_in_float64_as_well(name, update, model
     settings = OBJECTIVES[name]
     if "kl_coefficient" in settings or "token_rewards" in settings:
         settings = {**settings, "reference_model": str(model_folder("qwen2"))}
-    checkpoint = train(tmp_path, 1, model_folder(), dtype="bf16", updates_per_iteration=2, **settings)
+    checkpoint = train(
+        tmp_path, 1, model_folder(), dtype="bf16", updates_per_iteration=2, **settings
+    )
     found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=update)
     assert found["step"]["cosine"] == pytest.approx(1, abs=1e-9)
     assert found["step"]["norm_ratio"] == pytest.approx(1, abs=1e-9)
@@ -293,7 +343,9 @@ def test_a_step_of_learning_rate_0_is_named(model_folder, tmp_path, capsys):
     model = model_folder()
     folder = tmp_path / "run"
     first = train(folder / "iterations", 1, model, lr=0.0)
-    with pytest.raises(UnmovedStepError, match="update 1 of iteration 1 moved nothing: its learning rate is 0"):
+    with pytest.raises(
+        UnmovedStepError, match="update 1 of iteration 1 moved nothing: its learning rate is 0"
+    ):
         study(first, sequences=16, factors=[1.0])
     train(folder / "iterations", 2, first, first.parent / "state")
     assert main(["study", str(folder), "--sequences", "16"]) == 0
@@ -305,8 +357,14 @@ def test_a_step_of_learning_rate_0_is_named(model_folder, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("measured", "said"),
     [
-        (-0.04, "it fell: -0.04 ± 0.01 (-2%), measured on other answers. Answers become more alike"),
-        (0.04, "it rose: +0.04 ± 0.01 (+2%), measured on other answers. Answers become more varied"),
+        (
+            -0.04,
+            "it fell: -0.04 ± 0.01 (-2%), measured on other answers. Answers become more alike",
+        ),
+        (
+            0.04,
+            "it rose: +0.04 ± 0.01 (+2%), measured on other answers. Answers become more varied",
+        ),
         (0.019, "it did not change beyond the noise: +0.019 ± 0.01"),
     ],
 )
@@ -317,26 +375,42 @@ def test_the_first_lines_say_what_was_measured(measured, said):
     text = headline(found | {"linear_regime": (1e-3, 4e-3)})
     assert text.startswith("What optimizer step 7 did to the entropy of whole answers")
     assert said in text
-    assert text.endswith("The gradient predicts -0.05, and is right within 10% up to 4 learning rates.")
+    assert text.endswith(
+        "The gradient predicts -0.05, and is right within 10% up to 4 learning rates."
+    )
     assert "off by more than 10%" in headline(found | {"linear_regime": (1e-4, 5e-4)})
 
 
 def test_the_policy_that_sampled_leaves_nothing_behind(model_folder, tmp_path):
-    """The adapter that is put back after it is not that from which the iteration's second step starts."""
-    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    """The adapter that is put back after it is not that from which the iteration's second step
+    starts.
+    """
+    settings = {
+        "lr": 1e-2,
+        "lora_rank": 4,
+        "lora_base": str(model_folder()),
+        "updates_per_iteration": 2,
+    }
     first = train(tmp_path, 1, model_folder(), **settings)
     second = train(tmp_path, 2, first, first.parent / "state", **settings)
     third = train(tmp_path, 3, second, second.parent / "state", **settings)
     (tmp_path / "other").mkdir()
     lagging = changed(third, tmp_path / "other", sampler_model=str(first), sampler_version=1)
-    found, alone = (study(one, sequences=16, factors=[1.0], kernel=4, update=2) for one in (lagging, third))
+    found, alone = (
+        study(one, sequences=16, factors=[1.0], kernel=4, update=2) for one in (lagging, third)
+    )
     assert "lag" in found.pop("mismatch") and "lag" not in alone.pop("mismatch")
     del found["checkpoint"], alone["checkpoint"]
     assert found == alone
 
 
 def test_dropout_is_no_part_of_the_entropy(model_folder, tmp_path):
-    settings = {"lr": 1e-2, "lora_rank": 4, "lora_base": str(model_folder()), "updates_per_iteration": 2}
+    settings = {
+        "lr": 1e-2,
+        "lora_rank": 4,
+        "lora_base": str(model_folder()),
+        "updates_per_iteration": 2,
+    }
     checkpoint = train(tmp_path, 2, model_folder(), lora_dropout=0.5, **settings)
     found = study(checkpoint, sequences=24, factors=[0.02, 0.04], dtype="fp64", update=2)
     errors = [abs(one["measured"] - one["first"]) for one in found["sweep"]]
@@ -344,7 +418,9 @@ def test_dropout_is_no_part_of_the_entropy(model_folder, tmp_path):
 
 
 def test_float64_on_a_gpu_is_exact(run_in_bf16, monkeypatch):
-    """Where values cannot be looked at, as on a GPU, FlexAttention computes; it has no float64, so that this must not ask it."""
+    """Where values cannot be looked at, as on a GPU, FlexAttention computes; it has no float64, so
+    that this must not ask it.
+    """
     how = {"sequences": 16, "factors": [0.5], "dtype": "fp64"}
     expected = study(run_in_bf16, **how)
 
@@ -362,9 +438,24 @@ def test_float64_on_a_gpu_is_exact(run_in_bf16, monkeypatch):
 
 
 def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys):
-    gpu = {"device": "cuda", "cpu_offload": True, "compile": True, "activation_offloading": True, "num_threads": 64}
+    gpu = {
+        "device": "cuda",
+        "cpu_offload": True,
+        "compile": True,
+        "activation_offloading": True,
+        "num_threads": 64,
+    }
     made_there = changed(run, tmp_path, **gpu)
-    arguments = ["study", str(made_there), "--sequences", "16", "--factors", "1", "--output", str(tmp_path / "study")]
+    arguments = [
+        "study",
+        str(made_there),
+        "--sequences",
+        "16",
+        "--factors",
+        "1",
+        "--output",
+        str(tmp_path / "study"),
+    ]
     assert main(arguments) == 2
     assert "--device cpu" in capsys.readouterr().err
     assert main([*arguments, "--device", "cuda"]) == 2
@@ -378,14 +469,23 @@ def test_a_run_of_a_gpu_is_studied_on_the_cpu(run, tmp_path, capsys):
 
 
 def test_the_reference_of_a_part_is_that_of_its_own_tokens(run, model_folder, tmp_path):
-    """With KL over the vocabulary, a step holds the reference's hidden states at its labels: a half has those of its own."""
+    """With KL over the vocabulary, a step holds the reference's hidden states at its labels: a half
+    has those of its own.
+    """
     config = module._config_of(run, str(tmp_path), None)
-    reference = {"reference_model": str(model_folder()), "kl_coefficient": 0.1, "kl_estimator": "full", "rows_per_microbatch": 1}
+    reference = {
+        "reference_model": str(model_folder()),
+        "kl_coefficient": 0.1,
+        "kl_estimator": "full",
+        "rows_per_microbatch": 1,
+    }
     study_of = module._Study(dataclasses.replace(config, **reference), ALONE, 0, "fp32", 0)
     samples, _ = halves(study_of.step.rows, torch.Generator().manual_seed(0))
     part, whole = study_of._part(samples), study_of.step
     wanted = torch.isin(whole.rows.sample_ids, torch.tensor(samples))
-    for row, (states, had) in enumerate(zip(whole.reference_hidden, whole.rows.labels != -100, strict=True)):
+    for row, (states, had) in enumerate(
+        zip(whole.reference_hidden, whole.rows.labels != -100, strict=True)
+    ):
         assert torch.equal(part.reference_hidden[row], states[wanted[row][had]])
     assert 0 < sum(map(len, part.reference_hidden)) < sum(map(len, whole.reference_hidden))
     study_of._update(part)
@@ -408,7 +508,9 @@ def test_every_step_of_every_iteration(two_steps, capsys):
 
 def test_the_noise_of_a_run_is_drawn(tmp_path):
     noise = {"scale": 30.0, "low": 20.0, "prompts": 32.0, "from_samples": 0.3}
-    rows = [{"iteration": n, "gradient_noise": noise | ({"high": 60.0} if n else {})} for n in range(3)]
+    rows = [
+        {"iteration": n, "gradient_noise": noise | ({"high": 60.0} if n else {})} for n in range(3)
+    ]
     assert draw_noise(rows, tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -428,7 +530,10 @@ def test_the_gradient_is_the_slope_of_the_values_in_any_direction(run, tmp_path)
     batch = EntropyBatch(policy, packed, times, config, ALONE)
     start = {name: p.detach().clone() for name, p in policy.parameters_by_name().items()}
     generator = torch.Generator().manual_seed(2)
-    v = {name: torch.randn(p.shape, generator=generator, dtype=torch.float64) for name, p in start.items()}
+    v = {
+        name: torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        for name, p in start.items()
+    }
     sides = [batch.mean(batch.values(moved(start, v, side))[0]).value for side in (1e-6, -1e-6)]
     assert (sides[0] - sides[1]) / 2e-6 == pytest.approx(inner(batch.gradient(start), v), rel=1e-6)
     # Under other parameters the call computes what a policy with these parameters would.
@@ -451,50 +556,90 @@ def test_halves_and_draws(run):
         assert not kept.weights[kept.labels == -100].any()
     times = draw(packed, first, 4000, torch.Generator().manual_seed(1))
     tasks = [packed.samples[number].task_id for number in times.elements()]
-    assert all(abs(tasks.count(task) - 1000) < 120 for task in set(tasks)) and set(times) == set(first)
+    assert all(abs(tasks.count(task) - 1000) < 120 for task in set(tasks)) and set(times) == set(
+        first
+    )
 
 
 def test_the_command(run, tmp_path, capsys):
-    arguments = ["study", str(run), "--sequences", "8", "--factors", "1,-1", "--kernel", "9", "--output", str(tmp_path / "study")]
+    arguments = [
+        "study",
+        str(run),
+        "--sequences",
+        "8",
+        "--factors",
+        "1,-1",
+        "--kernel",
+        "9",
+        "--output",
+        str(tmp_path / "study"),
+    ]
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert said.startswith("What optimizer step 2 did to the entropy of whole answers")
     assert "true step: cosine" in said and "Entropy of an answer" in said and "ESS" in said
     found = json.loads((tmp_path / "study" / "study.json").read_text())
     assert len(found["sweep"]) == 2 and math.isfinite(found["curvature"])
-    assert "Cov(log π, A)" in said and "Trainer in fp32 − sampler, rest" in said and "Fisher kernel of 9 tokens (adamw)" in said
+    assert (
+        "Cov(log π, A)" in said
+        and "Trainer in fp32 − sampler, rest" in said
+        and "Fisher kernel of 9 tokens (adamw)" in said
+    )
     assert len(found["kernel"]["cosines"]) == 9 and found["kernel"]["sgd"]["others"] != 0
-    assert all((tmp_path / "study" / f"{name}.png").is_file() for name in ("kernel", "position", "tokens"))
+    assert all(
+        (tmp_path / "study" / f"{name}.png").is_file() for name in ("kernel", "position", "tokens")
+    )
     answers = found["kernel"]["sequences"]
-    assert len(answers["cosines"]) == len(answers["task"]) > 2 and answers["cosines"][0][0] == pytest.approx(1)
-    assert set(answers["task"]) == set(range(max(answers["task"]) + 1)) and answers["cosines"][0][1] != pytest.approx(1)
+    assert len(answers["cosines"]) == len(answers["task"]) > 2 and answers["cosines"][0][
+        0
+    ] == pytest.approx(1)
+    assert set(answers["task"]) == set(range(max(answers["task"]) + 1)) and answers["cosines"][0][
+        1
+    ] != pytest.approx(1)
     assert re.search(r"Half of it is in the first \d+ of \d+ tokens", said)
     assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_step_of_a_run(run, tmp_path, capsys):
-    """What there is; an iteration whose start is gone is named; each row is that of its own study."""
+    """What there is; an iteration whose start is gone is named; each row is that of its own
+    study.
+    """
     folder = tmp_path / "run"
     for number in (1, 2):
         (folder / "iterations" / f"{number:04d}").mkdir(parents=True)
         values = yaml.safe_load((run.parent.parent / f"{number:04d}" / "grpo.yaml").read_text())
         (folder / "iterations" / f"{number:04d}" / "grpo.yaml").write_text(yaml.safe_dump(values))
-        (folder / "iterations" / f"{number:04d}" / "checkpoint").symlink_to(run.parent.parent / f"{number:04d}" / "checkpoint")
+        (folder / "iterations" / f"{number:04d}" / "checkpoint").symlink_to(
+            run.parent.parent / f"{number:04d}" / "checkpoint"
+        )
     for number in (0, 3):
         (folder / "iterations" / f"{number:04d}").mkdir()
-    gone = yaml.safe_load((run.parent / "grpo.yaml").read_text()) | {"state": str(tmp_path / "pruned")}
+    gone = yaml.safe_load((run.parent / "grpo.yaml").read_text()) | {
+        "state": str(tmp_path / "pruned")
+    }
     (folder / "iterations" / "0003" / "grpo.yaml").write_text(yaml.safe_dump(gone))
-    (folder / "iterations" / "0000" / "grpo.yaml").write_text(yaml.safe_dump(gone | {"packed": "", "state": None}))
+    (folder / "iterations" / "0000" / "grpo.yaml").write_text(
+        yaml.safe_dump(gone | {"packed": "", "state": None})
+    )
     assert main(["study", str(folder), "--sequences", "24", "--dtype", "fp64"]) == 0
     said = capsys.readouterr().out
     found = json.loads((folder / "study" / "study.json").read_text())
-    assert [one["iteration"] for one in found["steps"]] == [1, 2] and found["gone"] == [3] and "iterations 3 started" in said
+    assert (
+        [one["iteration"] for one in found["steps"]] == [1, 2]
+        and found["gone"] == [3]
+        and "iterations 3 started" in said
+    )
     own = study(run, sequences=24, factors=[1.0], dtype="fp64")
-    assert found["steps"][1]["measured"] == own["sweep"][0]["measured"] and found["steps"][1]["global_step"] == 2
+    assert (
+        found["steps"][1]["measured"] == own["sweep"][0]["measured"]
+        and found["steps"][1]["global_step"] == 2
+    )
     linear = [one for one in found["steps"] if abs(one["second"]) <= abs(one["first"]) / 2]
     assert [one["is_linear"] for one in found["steps"]] == [one in linear for one in found["steps"]]
     assert found["right"] == sum(one["measured"] * one["first"] > 0 for one in found["steps"])
-    assert found["linear"] == len(linear) and found["linear_right"] == sum(one["measured"] * one["first"] > 0 for one in linear)
+    assert found["linear"] == len(linear) and found["linear_right"] == sum(
+        one["measured"] * one["first"] > 0 for one in linear
+    )
     assert f"in {found['right']} of 2 steps" in said
     assert said.startswith("How each optimizer step changed the entropy of whole answers")
     assert "before the first of 2 steps to" in said
@@ -517,7 +662,9 @@ def test_what_is_gone_is_named(run, tmp_path, capsys):
     assert main(["study", str(tmp_path / "checkpoint")]) == 2
     assert "grpo.yaml" in capsys.readouterr().err
     values = yaml.safe_load((run.parent / "grpo.yaml").read_text())
-    (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"state": str(tmp_path / "pruned")}))
+    (tmp_path / "grpo.yaml").write_text(
+        yaml.safe_dump(values | {"state": str(tmp_path / "pruned")})
+    )
     assert main(["study", str(tmp_path / "checkpoint")]) == 2
     assert "state" in capsys.readouterr().err
     (tmp_path / "grpo.yaml").write_text(yaml.safe_dump(values | {"optimizer": "sgd"}))
@@ -526,8 +673,14 @@ def test_what_is_gone_is_named(run, tmp_path, capsys):
 
 
 def test_what_one_group_cannot_tell_is_null(tmp_path):
-    """Errors of a mean over groups need two groups; a newcomer's first study had one with a signal."""
+    """Errors of a mean over groups need two groups; a newcomer's first study had one with a
+    signal.
+    """
     found = {"dH": {"measured": -0.5, "error": math.nan}, "groups": [1, math.inf], "dtype": "fp32"}
     path = tmp_path / "study.json"
     write_json(path, _known(found))
-    assert json.loads(path.read_text()) == {"dH": {"measured": -0.5, "error": None}, "groups": [1, None], "dtype": "fp32"}
+    assert json.loads(path.read_text()) == {
+        "dH": {"measured": -0.5, "error": None},
+        "groups": [1, None],
+        "dtype": "fp32",
+    }

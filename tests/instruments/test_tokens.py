@@ -1,4 +1,6 @@
-"""Outliers of the covariance against a loop over all tokens, and the parts of a mismatch that was put together."""
+"""Outliers of the covariance against a loop over all tokens, and the parts of a mismatch that was
+put together.
+"""
 
 import pytest
 import torch
@@ -21,7 +23,9 @@ def test_the_outliers_are_the_tokens_with_the_largest_terms():
     assert [abs(one["covariance"]) for one in found["tokens"]] == pytest.approx(
         terms.abs().sort(descending=True).values[:5].tolist()
     )
-    assert found["share"] == pytest.approx(float(terms.abs().sort().values[-5:].sum() / terms.abs().sum()))
+    assert found["share"] == pytest.approx(
+        float(terms.abs().sort().values[-5:].sum() / terms.abs().sum())
+    )
     by_name = {(one.task_id, one.sample): one for one in samples}
     for one in found["tokens"]:
         sample = by_name[one["task_id"], one["sample"]]
@@ -49,7 +53,9 @@ def test_the_parts_of_a_mismatch_are_found_again():
         {"whole": 0.14**0.5, "lag": 0.3, "rounding": 0.1, "rest": 0.2}, abs=0.02
     )
     shares = [found[name]["share"] for name in ("lag", "rounding", "rest")]
-    assert sum(shares) == pytest.approx(1) and shares == pytest.approx([9 / 14, 1 / 14, 4 / 14], abs=0.03)
+    assert sum(shares) == pytest.approx(1) and shares == pytest.approx(
+        [9 / 14, 1 / 14, 4 / 14], abs=0.03
+    )
     assert found["whole"]["share"] == pytest.approx(1)
     alone = mismatch(sampler, trainer)
     assert alone["rest"] == alone["whole"] and "lag" not in alone

@@ -1,4 +1,6 @@
-"""Where a trainer's processes meet: nobody else gets in, and what strangers send is not run. Real torchruns."""
+"""Where a trainer's processes meet: nobody else gets in, and what strangers send is not run. Real
+torchruns.
+"""
 
 import base64
 import contextlib
@@ -61,8 +63,8 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 @pytest.mark.parametrize("user_names_one", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_on_one_machine_nobody_listens_for_strangers(user_names_one, tmp_path, monkeypatch):
-    """gloo's connections between the processes are on the loopback; torchrun and the store do not listen at all. But who names a
-    meeting point has it.
+    """gloo's connections between the processes are on the loopback; torchrun and the store do not
+    listen at all. But who names a meeting point has it.
 
     Long: only this starts torchrun and looks at what its processes listen to. The arguments:
     tests/launch/test_tune.py; who writes into a store: below; processes that meet so:
@@ -72,9 +74,17 @@ def test_on_one_machine_nobody_listens_for_strangers(user_names_one, tmp_path, m
         monkeypatch.delenv(name, raising=False)
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    PretendedTune(monkeypatch, tmp_path).runs(TUNE.format(recipe="ttrl/grpo_recipe", script=str(script)))
+    PretendedTune(monkeypatch, tmp_path).runs(
+        TUNE.format(recipe="ttrl/grpo_recipe", script=str(script))
+    )
     arguments = ["--standalone"] if user_names_one else []
-    tune({"output_dir": str(tmp_path)}, tmp_path / "grpo.yaml", nproc_per_node=2, torchrun_args=arguments, pbar=False)
+    tune(
+        {"output_dir": str(tmp_path)},
+        tmp_path / "grpo.yaml",
+        nproc_per_node=2,
+        torchrun_args=arguments,
+        pbar=False,
+    )
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert bool(found[0]["torchrun"]) == user_names_one
     if not user_names_one:
@@ -103,23 +113,38 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(tmp_path, port):
     log = tmp_path / "log"
     with open(log, "w") as file:
         torchrun = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, "none.py"], stdout=file, stderr=file
+            [sys.executable, "-m", "torch.distributed.run", *options, "none.py"],
+            stdout=file,
+            stderr=file,
         )
     try:
         deadline = time.monotonic() + 60
         while True:
             assert torchrun.poll() is None and time.monotonic() < deadline, log.read_text()
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), timeout=1),
+            ):
                 break
             time.sleep(0.1)
-        lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
-        listening = {line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")}
+        lines = [
+            line.split()
+            for name in ("tcp", "tcp6")
+            for line in Path("/proc/net", name).read_text().splitlines()[1:]
+        ]
+        listening = {
+            line[1] for line in lines if line[3] == "0A" and line[1].endswith(f":{port:04X}")
+        }
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=20))
         bad = base64.b64encode(pickle.dumps(Touch(tmp_path / "ran"))).decode()
         for key in ("torch.rendezvous.a1b2", "a1b2/machines", "a1b2/complete"):
             store.set(key, bad)
         deadline = time.monotonic() + 5  # torchrun's own way looks every second
-        while torchrun.poll() is None and time.monotonic() < deadline and not (tmp_path / "ran").exists():
+        while (
+            torchrun.poll() is None
+            and time.monotonic() < deadline
+            and not (tmp_path / "ran").exists()
+        ):
             time.sleep(0.1)
         assert not (tmp_path / "ran").exists()
         assert listening == {f"0100007F:{port:04X}"}  # all interfaces are 00000000
@@ -130,7 +155,9 @@ def test_what_a_stranger_writes_into_the_store_is_not_run(tmp_path, port):
 
 def meeting(port, leads, nodes=3, timeout=30):
     more = {"is_host": str(leads).lower(), "join_timeout": str(timeout)}
-    return Meeting(RendezvousParameters("ttrl", f"127.0.0.1:{port}", "a1b2", nodes, nodes, "127.0.0.1", **more))
+    return Meeting(
+        RendezvousParameters("ttrl", f"127.0.0.1:{port}", "a1b2", nodes, nodes, "127.0.0.1", **more)
+    )
 
 
 def test_each_machine_has_a_number_of_its_own(port):
@@ -139,20 +166,28 @@ def test_each_machine_has_a_number_of_its_own(port):
     def join(leads):
         found = meetings[leads].next_rendezvous()
         ranks.append((leads, found.rank, found.world_size))
-        addresses.add((found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port))
+        addresses.add(
+            (found.bootstrap_store_info.master_addr, found.bootstrap_store_info.master_port)
+        )
 
     meetings = [meeting(port, leads) for leads in (False, True)]
     another = meeting(port, False)
     threads = [threading.Thread(target=join, args=(leads,)) for leads in (False, True)]
     threads.append(
-        threading.Thread(target=lambda: ranks.append((False, (one := another.next_rendezvous()).rank, one.world_size)))
+        threading.Thread(
+            target=lambda: ranks.append(
+                (False, (one := another.next_rendezvous()).rank, one.world_size)
+            )
+        )
     )
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert sorted(rank for _, rank, _ in ranks) == [0, 1, 2] and addresses == {("127.0.0.1", port)}
-    assert [leads for leads, rank, _ in ranks if rank == 0] == [True] and {world for *_, world in ranks} == {3}
+    assert [leads for leads, rank, _ in ranks if rank == 0] == [True] and {
+        world for *_, world in ranks
+    } == {3}
     with pytest.raises(RendezvousTimeoutError, match="all 3 machines are there already"):
         meeting(port, False).next_rendezvous()
 
@@ -168,11 +203,15 @@ def test_a_machine_that_does_not_come_is_named_as_torchrun_does(port):
 def test_the_private_folder_is_ours_alone(tmp_path, monkeypatch):
     """… and is gone when the trainer is."""
     tune_ = PretendedTune(monkeypatch, tmp_path)
-    save = "folder = pathlib.Path(config['output_dir'], 'checkpoint'); folder.mkdir(); (folder / 'config.json').write_text('{}')"
+    save = (
+        "folder = pathlib.Path(config['output_dir'], 'checkpoint'); folder.mkdir(); (folder / "
+        "'config.json').write_text('{}')"
+    )
     tune_.runs(
         "import os, pathlib, sys, yaml\nconfig = yaml.safe_load(open(sys.argv[-1]))\n"
         "place = pathlib.Path(os.environ['TTRL_STORE_FILE']).parent\n"
-        f"pathlib.Path(config['output_dir'], 'mode').write_text(f'{{place.stat().st_mode & 0o777:o}} {{place}}')\n{save}"
+        f"pathlib.Path(config['output_dir'], 'mode').write_text(f'{{place.stat().st_mode & "
+        f"0o777:o}} {{place}}')\n{save}"
     )
     tune({"output_dir": str(tmp_path)}, tmp_path / "grpo.yaml", nproc_per_node=2, pbar=False)
     mode, place = (tmp_path / "mode").read_text().split()

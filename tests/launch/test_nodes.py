@@ -25,7 +25,9 @@ def config(**settings) -> TrainConfig:
 )
 def test_settings(settings, expected):
     problems = config(**settings).node_problems()
-    assert (problems == []) if expected is None else (len(problems) == 1 and expected in problems[0]), problems
+    assert (
+        (problems == []) if expected is None else (len(problems) == 1 and expected in problems[0])
+    ), problems
 
 
 def test_rows_are_dealt_to_all_processes():
@@ -37,14 +39,25 @@ def test_what_torchrun_is_told():
 
     arguments = nodes.torchrun_arguments(2, "127.0.0.1:29400", "a1b2", leads=True, join_timeout=90)
     parsed = get_args_parser().parse_args([*arguments, "script.py"])
-    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == ("2", "ttrl", "127.0.0.1:29400")
+    assert (parsed.nnodes, parsed.rdzv_backend, parsed.rdzv_endpoint) == (
+        "2",
+        "ttrl",
+        "127.0.0.1:29400",
+    )
     assert (parsed.rdzv_id, parsed.local_addr, parsed.standalone) == ("a1b2", "127.0.0.1", False)
     assert parsed.rdzv_conf == "is_host=true,join_timeout=90"
-    assert nodes.torchrun_arguments(2, "[::1]:29400", "a1b2", leads=False, join_timeout=90)[-1] == "::1"
+    assert (
+        nodes.torchrun_arguments(2, "[::1]:29400", "a1b2", leads=False, join_timeout=90)[-1]
+        == "::1"
+    )
 
 
 def test_the_network_is_that_of_the_meeting_point(monkeypatch):
-    loopback = next(n for n, found in psutil.net_if_addrs().items() if any(one.address == "127.0.0.1" for one in found))
+    loopback = next(
+        n
+        for n, found in psutil.net_if_addrs().items()
+        if any(one.address == "127.0.0.1" for one in found)
+    )
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "chosen")  # by the user
     assert nodes.network_environment("127.0.0.1:29400") == {"GLOO_SOCKET_IFNAME": loopback}

@@ -1,4 +1,6 @@
-"""The policy's servers: never believed without proof, never left running, brought back with the right weights."""
+"""The policy's servers: never believed without proof, never left running, brought back with the
+right weights.
+"""
 
 import threading
 import time
@@ -9,7 +11,14 @@ import pytest
 
 from ttrl import TrainConfig
 from ttrl.configs.machines import shares_of_devices
-from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
+from ttrl.errors import (
+    ConfigError,
+    ModelFolderError,
+    ServerDiedError,
+    ServerError,
+    ServerStartError,
+    WeightSyncError,
+)
 from ttrl.launch import policy_server
 from ttrl.launch.policy_server import PolicyServer, make_server
 from ttrl.launch.server_member import ServerTools
@@ -136,7 +145,12 @@ class Syncs:
 @pytest.fixture
 def syncs():
     record = Syncs()
-    FakeVLLM.made, FakeVLLM.start_error, FakeVLLM.slow, FakeServer.without_weights = [], None, False, None
+    FakeVLLM.made, FakeVLLM.start_error, FakeVLLM.slow, FakeServer.without_weights = (
+        [],
+        None,
+        False,
+        None,
+    )
     FakeServer.other_template = None
     return record
 
@@ -150,8 +164,20 @@ def make(syncs, tmp_path):
     made = []
 
     def make(look_seconds=0.01, console=None, **settings):
-        tools = ServerTools(FakeVLLM, FakeServer, syncs.sync, syncs.verify, syncs.sleep, look_seconds, look_at_others_seconds=0.0)
-        made.append(PolicyServer(config_of(**settings), tmp_path / "logs", console or Console(quiet=True), tools))
+        tools = ServerTools(
+            FakeVLLM,
+            FakeServer,
+            syncs.sync,
+            syncs.verify,
+            syncs.sleep,
+            look_seconds,
+            look_at_others_seconds=0.0,
+        )
+        made.append(
+            PolicyServer(
+                config_of(**settings), tmp_path / "logs", console or Console(quiet=True), tools
+            )
+        )
         return made[-1]
 
     yield make
@@ -160,7 +186,13 @@ def make(syncs, tmp_path):
 
 
 A, B, C = Path("A"), Path("B"), Path("C")
-START = {"mode": "start", "canary_max_difference": 1e-6, "fell_back": None, "weights_compared": 7, "weights_unchecked": 1}
+START = {
+    "mode": "start",
+    "canary_max_difference": 1e-6,
+    "fell_back": None,
+    "weights_compared": 7,
+    "weights_unchecked": 1,
+}
 
 
 def wait_until(condition):
@@ -193,7 +225,10 @@ def test_what_a_server_is_started_with(make, tmp_path):
 
 
 def test_half_precision_is_bfloat16(syncs):
-    assert make_server(config_of(dtype="bf16"), A, Path("log"), kind=FakeVLLM).arguments["dtype"] == "bfloat16"
+    assert (
+        make_server(config_of(dtype="bf16"), A, Path("log"), kind=FakeVLLM).arguments["dtype"]
+        == "bfloat16"
+    )
 
 
 def test_arguments_that_ttrl_sets_itself_are_refused():
@@ -225,7 +260,9 @@ def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs)
 
 
 def test_started_ahead_with_another_policy(make, syncs, tmp_path):
-    """As where a run one step off policy is continued: the newest policy waits for its validation, an older one samples first."""
+    """As where a run one step off policy is continued: the newest policy waits for its validation,
+    an older one samples first.
+    """
     older, newest, link = (tmp_path / name for name in ("older", "newest", "link"))
     for folder in (older, newest, link):
         folder.mkdir()
@@ -235,11 +272,14 @@ def test_started_ahead_with_another_policy(make, syncs, tmp_path):
     server = make()
     server.start(newest)
     assert server.serve(older)["mode"] == "reload"
-    assert syncs.events == [("sync by reload", str(older))] and asked(server)[0].policy_folder == older
+    assert (
+        syncs.events == [("sync by reload", str(older))] and asked(server)[0].policy_folder == older
+    )
     server.stop()
     server.start(newest)
     syncs.fail["http://server-1/v1"] = WeightSyncError("the canary differs")
-    assert server.serve(link)["mode"] == "reload"  # what did not come out well at a start is tried once more
+    # What did not come out well at a start is tried once more.
+    assert server.serve(link)["mode"] == "reload"
     assert syncs.events[1:] == [("verify", str(link)), ("sync by reload", str(link))]
 
 
@@ -254,7 +294,8 @@ def test_after_a_failed_sync_no_server_is_believed(make, syncs, error):
     with pytest.raises(ServerError, match="no server runs"):
         server.endpoints()
     syncs.fail[made.base_url] = WeightSyncError("still differs")
-    with pytest.raises(WeightSyncError):  # nor are the old weights: who knows which of them were replaced
+    # Nor are the old weights: who knows which of them were replaced.
+    with pytest.raises(WeightSyncError):
         server.serve(A)
     assert syncs.events[-1] == ("sync by reload", "A")
 
@@ -343,7 +384,9 @@ def test_stop(make, syncs):
 
 
 def no_thread_is_left():
-    return all(thread.name not in ("server start", "server watch") for thread in threading.enumerate())
+    return all(
+        thread.name not in ("server start", "server watch") for thread in threading.enumerate()
+    )
 
 
 def test_stop_while_it_is_starting(make):
@@ -404,12 +447,20 @@ def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs, tmp_path
     writing.start()
     server.serve(checkpoint, Handover(str(memory), [], {}))
     writing.join()
-    assert syncs.events == [("sync by reload from memory", str(checkpoint)), ("sync by reload", str(checkpoint))]
+    assert syncs.events == [
+        ("sync by reload from memory", str(checkpoint)),
+        ("sync by reload", str(checkpoint)),
+    ]
 
 
 def test_weights_that_nobody_writes(make, syncs):
-    """Servers are started with another checkpoint, also anew, and take them out of memory; whoever cannot is left out."""
-    server, handover = make(look_seconds=3600.0, weight_sync="memory"), Handover("not asked for", [], {})
+    """Servers are started with another checkpoint, also anew, and take them out of memory; whoever
+    cannot is left out.
+    """
+    server, handover = (
+        make(look_seconds=3600.0, weight_sync="memory"),
+        Handover("not asked for", [], {}),
+    )
     server.serve(B, handover, A)
     (vllm,) = FakeVLLM.made
     assert syncs.events == [("sync by reload from memory", "B")] and vllm.events[0] == "start A"
@@ -425,7 +476,9 @@ def test_weights_that_nobody_writes(make, syncs):
         replace(handover, is_written=False).wait_for_files(A)
 
 
-def test_a_trainer_that_ends_before_it_has_written_what_another_server_needs(make, tmp_path, monkeypatch):
+def test_a_trainer_that_ends_before_it_has_written_what_another_server_needs(
+    make, tmp_path, monkeypatch
+):
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     server = make(weight_sync="memory", servers=0, joined_servers=["http://one:1"])
     server.serve(A)
@@ -438,7 +491,11 @@ def test_one_that_does_not_sleep_is_stopped(make, syncs):
     server = make(weight_sync="sleep")
     server.serve(A)
     server.rest()
-    assert server.serve(A)["mode"] == "start" and FakeVLLM.made[0].events == ["start A", "stop", "start A"]
+    assert server.serve(A)["mode"] == "start" and FakeVLLM.made[0].events == [
+        "start A",
+        "stop",
+        "start A",
+    ]
 
 
 # Several
@@ -457,12 +514,23 @@ def test_all_are_synced_and_used(make, syncs, key, tmp_path):
     checkpoint = tmp_path / "iterations/0001/checkpoint"
     facts = server.serve(checkpoint)
     assert (facts["servers"], facts["left_out"]) == (4, {})
-    assert sorted(syncs.events) == sorted([("verify", str(checkpoint))] * 2 + [("sync by reload", str(checkpoint))] * 2)
+    assert sorted(syncs.events) == sorted(
+        [("verify", str(checkpoint))] * 2 + [("sync by reload", str(checkpoint))] * 2
+    )
     clients = asked(server)
-    assert [client.base_url for client, _ in clients] == ["http://server-0/v1", "http://server-1/v1", *JOINED["joined_servers"]]
+    assert [client.base_url for client, _ in clients] == [
+        "http://server-0/v1",
+        "http://server-1/v1",
+        *JOINED["joined_servers"],
+    ]
     assert {version for _, version in clients} == {client.version for client, _ in clients}
-    assert [made.arguments["log_path"].name for made in FakeVLLM.made] == ["server_0.log", "server_1.log"]
-    assert {made.arguments["api_key"] for made in (client for client, _ in clients[2:])} == {"k" * 20}
+    assert [made.arguments["log_path"].name for made in FakeVLLM.made] == [
+        "server_0.log",
+        "server_1.log",
+    ]
+    assert {made.arguments["api_key"] for made in (client for client, _ in clients[2:])} == {
+        "k" * 20
+    }
     server.rest()
     server.stop()
     assert [made.events[-1] for made in FakeVLLM.made] == ["stop", "stop"]
@@ -478,7 +546,8 @@ def test_one_that_fails_is_left_out_and_comes_back_with_the_right_weights(make, 
     assert "left out of the rollouts until it is back" in caplog.text
     assert one not in server.servers
     clients = dict(asked(server))
-    assert clients[one] == two.version != one.version  # it has a client, whose requests it could not answer
+    # It has a client, whose requests it could not answer.
+    assert clients[one] == two.version != one.version
     one.dead = False
     wait_until(lambda: one in server.servers)
     assert one.version == two.version and one.policy_folder == B
@@ -488,7 +557,8 @@ def test_one_that_was_started_anew_by_its_host_is_synced_before_it_is_used(make,
     server = make(**JOINED)
     server.serve(A)
     _, one, _ = [client for client, _ in asked(server)]
-    version, one.policy_folder, one.version = one.version, C, None  # in this order: it is being looked at
+    # In this order: it is being looked at.
+    version, one.policy_folder, one.version = one.version, C, None
     wait_until(lambda: one.version is not None)
     assert (one.version, one.policy_folder) == (version, A)
 
@@ -505,12 +575,19 @@ def test_one_that_was_only_out_of_reach_is_not_synced_again(make, syncs, key):
 
 
 def test_one_that_knows_nothing_of_weights_is_never_asked(make, syncs, key):
-    """A plain vLLM server with the key would answer with whatever it has, whatever the request is for."""
+    """A plain vLLM server with the key would answer with whatever it has, whatever the request is
+    for.
+    """
 
     FakeServer.without_weights = "http://one:1"
     server = make(**JOINED)
-    assert server.serve(A)["left_out"] == {"http://one:1": "GET /ttrl/weights: the server answered 404"}
-    assert [client.base_url for client, _ in asked(server)] == ["http://server-0/v1", "http://two:2/v1"]
+    assert server.serve(A)["left_out"] == {
+        "http://one:1": "GET /ttrl/weights: the server answered 404"
+    }
+    assert [client.base_url for client, _ in asked(server)] == [
+        "http://server-0/v1",
+        "http://two:2/v1",
+    ]
     assert ("sync by reload", "A") in syncs.events
 
 
@@ -580,7 +657,10 @@ def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
 
 def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog, monkeypatch):
     merged = []
-    monkeypatch.setattr("ttrl.launch.policy_server.merge_adapter", lambda folder: merged.append((folder, len(syncs.events))))
+    monkeypatch.setattr(
+        "ttrl.launch.policy_server.merge_adapter",
+        lambda folder: merged.append((folder, len(syncs.events))),
+    )
     tuned = adapted(tmp_path / "tuned", "/base")
     server = make(servers=2, **LORA)
     syncs.fail["http://server-1/v1"] = WeightSyncError("no")
@@ -593,28 +673,43 @@ def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, cap
     assert merged[-1][0] == other
 
 
-FETCHED = {**LORA, "joined_servers": ["http://one:1"], "adapters": "mirror", "mirror": "s3://bucket/run"}
+FETCHED = {
+    **LORA,
+    "joined_servers": ["http://one:1"],
+    "adapters": "mirror",
+    "mirror": "s3://bucket/run",
+}
 
 
 def test_adapters_that_are_fetched_are_never_merged(make, syncs, tmp_path, monkeypatch):
-    """Nobody at another site would find merged weights; whoever does not serve the adapter is left out."""
+    """Nobody at another site would find merged weights; whoever does not serve the adapter is left
+    out.
+    """
     monkeypatch.setattr(policy_server, "merge_adapter", lambda folder: pytest.fail("merged"))
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
     tuned = adapted(tmp_path / "iterations/0003/checkpoint", "/base")
     server = make(run=str(tmp_path), **FETCHED)
     syncs.fail["http://server-0/v1"] = WeightSyncError("no")
     assert server.serve(tuned)["left_out"] == {"http://server-0/v1": "no"}
-    assert FakeVLLM.made[0].serves_adapters and [client.base_url for client in server.servers] == ["http://one:1"]
+    assert FakeVLLM.made[0].serves_adapters and [client.base_url for client in server.servers] == [
+        "http://one:1"
+    ]
     other = make(run=str(tmp_path), **FETCHED, servers=0)
     syncs.fail["http://one:1"] = WeightSyncError("no")
     with pytest.raises(WeightSyncError, match=r"^no$"):
         other.serve(tuned)
 
 
-@pytest.mark.parametrize("change", [{"mirror": None}, {"joined_servers": []}, {"training": {}}, {"training": {"lora_rank": 400}}])
+@pytest.mark.parametrize(
+    "change",
+    [{"mirror": None}, {"joined_servers": []}, {"training": {}}, {"training": {"lora_rank": 400}}],
+)
 def test_what_fetching_adapters_takes(change, monkeypatch):
     monkeypatch.setenv("TTRL_SERVER_KEY", "secret")
-    problem = "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves them"
+    problem = (
+        "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves "
+        "them"
+    )
     assert any(line.startswith(problem) for line in config_of(**FETCHED | change).problems())
     assert config_of(**FETCHED).gives_adapters and not config_of(**FETCHED).problems()
     assert not config_of(**FETCHED | {"run": "s3://bucket/run", "mirror": None}).problems()
@@ -642,7 +737,9 @@ def test_a_family_that_stores_matrices_as_one_needs_more_of_vllms_rank(tmp_path,
     config = config_of(model=str(tmp_path), training={"lora_rank": 10})
     made = make_server(config, tmp_path, tmp_path / "log", adapters=True)
     assert made.extra_args["max-lora-rank"] == rank
-    assert config_of(model=str(tmp_path), training={"lora_rank": 400}).gives_adapters == (family == "qwen2")
+    assert config_of(model=str(tmp_path), training={"lora_rank": 400}).gives_adapters == (
+        family == "qwen2"
+    )
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')  # to which vLLM takes none
     assert not config_of(model=str(tmp_path), training={"lora_rank": 10}).gives_adapters
 
@@ -663,7 +760,10 @@ def test_the_key_of_joined_servers(monkeypatch):
     [problem] = config_of(**JOINED).server_problems()
     assert "no key for http://one:1, http://two:2/v1; export TTRL_SERVER_KEY=" in problem
     monkeypatch.setenv("TTRL_SERVER_KEY", " secret\r\n")
-    assert config_of(**JOINED).joined_keys() == {"http://one:1": "secret", "http://two:2/v1": "secret"}
+    assert config_of(**JOINED).joined_keys() == {
+        "http://one:1": "secret",
+        "http://two:2/v1": "secret",
+    }
     assert "secret" not in str(config_of(**JOINED).to_dict())
     monkeypatch.setenv("TTRL_SERVER_KEY", "two\nlines")
     [problem] = config_of(**JOINED).server_problems()
@@ -686,11 +786,14 @@ def test_settings_that_cannot_be_meant(settings, problem):
     assert any(problem in line for line in found) and "secret" not in str(found)
 
 
-@pytest.mark.parametrize("way", [{"weight_sync": "sleep"}, {"weight_sync": "memory"}, {"weight_sync": "reload"}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{"weight_sync": "sleep"}, {"weight_sync": "memory"}, {"weight_sync": "reload"}], ids=str
+)
 def test_servers_that_will_sleep_are_started_so(way, monkeypatch):
     monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     sleeps = {
-        placement: "enable-sleep-mode" in make_server(config_of(placement=placement, **way), A, Path("log")).extra_args
+        placement: "enable-sleep-mode"
+        in make_server(config_of(placement=placement, **way), A, Path("log")).extra_args
         for placement in ("colocated", "split")
     }
     together = way["weight_sync"] != "reload"
@@ -699,13 +802,20 @@ def test_servers_that_will_sleep_are_started_so(way, monkeypatch):
 
 def test_devices_are_divided(syncs, monkeypatch):
     assert shares_of_devices(2, 2, ["0", "1", "GPU-x", "3", "4"]) == ["0,1", "GPU-x,3"]
-    with pytest.raises(ConfigError, match=r"servers is 3, with 2 GPUs each .* but there are 5 GPUs"):
+    with pytest.raises(
+        ConfigError, match=r"servers is 3, with 2 GPUs each .* but there are 5 GPUs"
+    ):
         shares_of_devices(3, 2, list("01234"))
     monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     config = config_of(servers=2, server={"tensor_parallel_size": 2})
-    assert policy_server._environments(config) == [{"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "6,7"}]
-    ray = config_of(servers=2, server={"tensor_parallel_size": 8, "distributed_executor_backend": "ray"})
+    assert policy_server._environments(config) == [
+        {"CUDA_VISIBLE_DEVICES": "4,5"},
+        {"CUDA_VISIBLE_DEVICES": "6,7"},
+    ]
+    ray = config_of(
+        servers=2, server={"tensor_parallel_size": 8, "distributed_executor_backend": "ray"}
+    )
     assert policy_server._environments(ray) == [{}, {}]
 
 
@@ -714,11 +824,24 @@ def test_trainer_and_servers_that_are_split_have_no_gpu_in_common(syncs, tmp_pat
     monkeypatch.setattr(policy_server, "is_cpu_build", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-x,6,7")
     for servers, each, expected in ((1, 1, ["6"]), (2, 1, ["6", "7"]), (1, 2, ["6,7"])):
-        config = config_of(placement="split", nproc_per_node=2, servers=servers, server={"tensor_parallel_size": each})
-        assert policy_server._environments(config) == [{"CUDA_VISIBLE_DEVICES": share} for share in expected]
+        config = config_of(
+            placement="split",
+            nproc_per_node=2,
+            servers=servers,
+            server={"tensor_parallel_size": each},
+        )
+        assert policy_server._environments(config) == [
+            {"CUDA_VISIBLE_DEVICES": share} for share in expected
+        ]
     trainer = Trainer(config, RunFolder(tmp_path), Console(quiet=True))
     assert trainer._variables() == {"CUDA_VISIBLE_DEVICES": "4,GPU-x"}
-    for settings in ({}, {"placement": "split", "servers": None, "cluster": "auto"}):  # there, Ray gives out the devices
-        assert Trainer(config_of(nproc_per_node=2, **settings), RunFolder(tmp_path), Console(quiet=True))._variables() == {}
+    # There, Ray gives out the devices.
+    for settings in ({}, {"placement": "split", "servers": None, "cluster": "auto"}):
+        assert (
+            Trainer(
+                config_of(nproc_per_node=2, **settings), RunFolder(tmp_path), Console(quiet=True)
+            )._variables()
+            == {}
+        )
     with pytest.raises(ConfigError, match="none is left to serve"):
         policy_server._environments(config_of(placement="split", nproc_per_node=4))

@@ -1,4 +1,6 @@
-"""The run's trainer, resident and once, on a recipe that only pretends: a script that follows the same folder without torch."""
+"""The run's trainer, resident and once, on a recipe that only pretends: a script that follows the
+same folder without torch.
+"""
 
 import errno
 import os
@@ -20,7 +22,8 @@ from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
 from ttrl.system.request_folder import RequestFolder
 
-# What each test lets happen in an iteration is Python in the setting "do", with the names of this script.
+# What each test lets happen in an iteration is Python in the setting "do", with the names of this
+# script.
 RECIPE = """
 import contextlib, itertools, os, pathlib, sys, time, traceback, yaml
 from ttrl.system.request_folder import RequestFolder
@@ -63,17 +66,27 @@ for number in itertools.count(1):
 
 @pytest.fixture
 def made(tmp_path, monkeypatch):
-    """`made("resident")`: a trainer, ended after the test; `made.config(number, **more)`: an iteration's config."""
+    """`made("resident")`: a trainer, ended after the test; `made.config(number, **more)`: an
+    iteration's config.
+    """
     trainers = []
     PretendedTune(monkeypatch, tmp_path).runs(RECIPE)
 
     def make(form="resident", elsewhere=None, **settings):
-        config = TrainConfig(run=str(tmp_path / "run"), model="m", iterations=3, trainer=form, **settings)
-        trainers.append(Trainer(config, RunFolder(tmp_path / "run"), Console(quiet=True), elsewhere))
+        config = TrainConfig(
+            run=str(tmp_path / "run"), model="m", iterations=3, trainer=form, **settings
+        )
+        trainers.append(
+            Trainer(config, RunFolder(tmp_path / "run"), Console(quiet=True), elsewhere)
+        )
         return trainers[-1]
 
     def config(number, **more):
-        return {"output_dir": str(tmp_path / f"run/iterations/{number:04d}"), "iteration": number, "device": "cpu"} | more
+        return {
+            "output_dir": str(tmp_path / f"run/iterations/{number:04d}"),
+            "iteration": number,
+            "device": "cpu",
+        } | more
 
     make.config, make.run = config, tmp_path / "run"
     yield make
@@ -136,7 +149,8 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
     assert checkpoint.exists()
     trainer.wait_until_saved()
     trainer.train(2, made.config(2))
-    assert trainer.handover(1) is None and trainer.handover(2) is None  # there was no memory for them
+    # There was no memory for them.
+    assert trainer.handover(1) is None and trainer.handover(2) is None
     trainer.wait_until_saved()
     trainer.train(3, made.config(3, handover=SAID | {"compared": {"mean": 0.1}}, save=False))
     assert trainer.holding == 3 and trainer.compared == {"mean": 0.1}
@@ -219,10 +233,18 @@ def test_a_death_that_nobody_noticed_comes_to_light_with_the_next_iteration(made
 @pytest.mark.parametrize(
     ("code", "error", "text"),
     [
-        ("print('line'); sys.exit(3)", TrainerError, r"(?s)\(exit code 3\): .*train\.log:\n(started\n)?line$"),
+        (
+            "print('line'); sys.exit(3)",
+            TrainerError,
+            r"(?s)\(exit code 3\): .*train\.log:\n(started\n)?line$",
+        ),
         ("1 / 0", TrainerError, r"(?s)\(exit code 1\): .*ZeroDivisionError: division by zero$"),
         ("os.kill(os.getpid(), 11)", TrainerError, r"\(killed by signal 11\): "),
-        ("print('r: StorageError: could not write /x'); print('more'); sys.exit(1)", StorageError, "^could not write /x$"),
+        (
+            "print('r: StorageError: could not write /x'); print('more'); sys.exit(1)",
+            StorageError,
+            "^could not write /x$",
+        ),
     ],
     ids=["exit", "exception", "signal", "disk"],
 )
@@ -248,7 +270,10 @@ def test_errors_of_an_earlier_attempt_in_the_same_log_are_not_this_one(made):
 
 def test_what_torchrun_has_to_say_is_shown_too(made):
     """It goes to the process's own log: a rank that was killed says nothing."""
-    do = "print('rank 0 was here'); sys.stdout.flush(); os.write(1, b'rank 1 was killed by signal 9\\n'); os._exit(1)"
+    do = (
+        "print('rank 0 was here'); sys.stdout.flush(); os.write(1, b'rank 1 was killed by signal "
+        "9\\n'); os._exit(1)"
+    )
     with pytest.raises(TrainerError) as caught:
         made().train(1, made.config(1, do=do))
     logs = [made.run / "iterations/0001/train.log", made.run / "logs/trainer.log"]
@@ -272,8 +297,15 @@ def test_an_answer_without_a_checkpoint_is_no_success(made):
 
 def test_one_that_cannot_even_start(made):
     trainer = made()
-    with pytest.raises(TrainerError, match=r"(?s)exit code 1.*logs/trainer\.log:.*ConfigError: no such device"):
-        trainer.train(1, made.config(1, do_at_start="print('ConfigError: no such device', flush=True); sys.exit(1)"))
+    with pytest.raises(
+        TrainerError, match=r"(?s)exit code 1.*logs/trainer\.log:.*ConfigError: no such device"
+    ):
+        trainer.train(
+            1,
+            made.config(
+                1, do_at_start="print('ConfigError: no such device', flush=True); sys.exit(1)"
+            ),
+        )
 
 
 @pytest.mark.parametrize("form", ["resident", "once"])
@@ -281,7 +313,10 @@ def test_its_process_sees_its_own_gpus_alone(made, form, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
     for number, settings, expected in ((1, {"placement": "split"}, "2"), (2, {}, "2,3,5")):
         trainer = made(form, **settings)
-        say = "import os, pathlib; pathlib.Path(config['output_dir'], 'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+        say = (
+            "import os, pathlib; pathlib.Path(config['output_dir'], "
+            "'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
+        )
         trainer.train(number, made.config(number, do=say))
         assert (made.run / f"iterations/000{number}/gpus").read_text() == expected
         trainer.stop()
@@ -335,7 +370,9 @@ def test_it_ends_when_its_folder_is_gone(made):
 def test_the_progress_of_the_iteration_before_is_not_shown_again(made):
     trainer = made()
     write = "open(os.environ['TTRL_PROGRESS_FILE'], 'w').write('3 3'); "
-    write += "[int(os.environ[name]) for name in ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'GOMP_SPINCOUNT')]"
+    write += (
+        "[int(os.environ[name]) for name in ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'GOMP_SPINCOUNT')]"
+    )
     trainer.train(1, made.config(1, do=write))
     (progress,) = (made.run / "trainer").glob("*/progress")
     assert progress.read_text() == "3 3"
@@ -344,14 +381,25 @@ def test_the_progress_of_the_iteration_before_is_not_shown_again(made):
 
 
 def test_machines_that_do_not_come(made):
-    """torchrun ends with that error then; it has to be said what is wrong, and another start would not mend it."""
+    """torchrun ends with that error then; it has to be said what is wrong, and another start would
+    not mend it.
+    """
 
     def elsewhere(config, path, log, variables):
         torchrun = torchrun_arguments(2, "127.0.0.1:29400", path.name, leads=True, join_timeout=90)
-        return TrainerProcess(tune_command(path / "start.yaml", torchrun_args=torchrun), log, path / "progress", variables)
+        return TrainerProcess(
+            tune_command(path / "start.yaml", torchrun_args=torchrun),
+            log,
+            path / "progress",
+            variables,
+        )
 
     trainer = made(nnodes=2, cluster="auto", join_timeout=90, elsewhere=elsewhere)
-    trainer.start(made.config(1, do_at_start="sys.exit('torch.distributed…api.RendezvousTimeoutError')"))
-    with pytest.raises(TrainerError, match=r"not all of 2 machines were there within 90 s \(join_timeout\)") as raised:
+    trainer.start(
+        made.config(1, do_at_start="sys.exit('torch.distributed…api.RendezvousTimeoutError')")
+    )
+    with pytest.raises(
+        TrainerError, match=r"not all of 2 machines were there within 90 s \(join_timeout\)"
+    ) as raised:
         wait_until(trainer.check)
     assert type(raised.value) is TrainerError  # not one that is started again

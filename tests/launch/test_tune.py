@@ -1,4 +1,6 @@
-"""`tune` and the process below it: exit codes are read, logs are shown, and nothing is left running."""
+"""`tune` and the process below it: exit codes are read, logs are shown, and nothing is left
+running.
+"""
 
 import os
 import signal
@@ -25,7 +27,9 @@ def run(tmp_path, code, pbar=False):
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    """Replaces the recipe's process by a script of the test's: `recipe.runs(code)`, `recipe.starts`."""
+    """Replaces the recipe's process by a script of the test's: `recipe.runs(code)`,
+    `recipe.starts`.
+    """
     return PretendedTune(monkeypatch, tmp_path)
 
 
@@ -59,7 +63,16 @@ def test_torchrun_and_another_recipe_and_log(tmp_path, recipe):
         log_path=tmp_path / "other.log",
     )
     assert recipe.starts == [
-        ["run", "--nproc_per_node", "2", "--nnodes", "2", SFT_RECIPE, "--config", str(tmp_path / "sft.yaml")]
+        [
+            "run",
+            "--nproc_per_node",
+            "2",
+            "--nnodes",
+            "2",
+            SFT_RECIPE,
+            "--config",
+            str(tmp_path / "sft.yaml"),
+        ]
     ]
     assert (tmp_path / "other.log").is_file()
 
@@ -96,12 +109,15 @@ def test_an_exit_code_raises_with_the_end_of_the_log(tmp_path):
 
 
 def test_an_exception_shows_its_traceback(tmp_path):
-    with pytest.raises(TrainerError, match=r"(?s)exit code 1.*Traceback.*ZeroDivisionError: division by zero"):
+    with pytest.raises(
+        TrainerError, match=r"(?s)exit code 1.*Traceback.*ZeroDivisionError: division by zero"
+    ):
         run(tmp_path, "1 / 0")
 
 
 @pytest.mark.parametrize(
-    ("number", "text"), [(9, "killed by signal 9, perhaps for want of memory"), (11, r"killed by signal 11\)")]
+    ("number", "text"),
+    [(9, "killed by signal 9, perhaps for want of memory"), (11, r"killed by signal 11\)")],
 )
 def test_a_signal_is_named(tmp_path, number, text):
     with pytest.raises(TrainerError, match=text):
@@ -115,7 +131,9 @@ def test_a_full_disk_stays_a_storage_error_however_much_is_said_after_it(tmp_pat
         for n in range(60): print("torchrun has a page of its own", n)
         sys.exit(1)
     """
-    with pytest.raises(StorageError, match=r"^could not write /x/checkpoint: No space left on device; make room$"):
+    with pytest.raises(
+        StorageError, match=r"^could not write /x/checkpoint: No space left on device; make room$"
+    ):
         run(tmp_path, code)
 
 
@@ -125,7 +143,8 @@ def test_errors_of_earlier_attempts_in_the_same_log_are_not_this_one(tmp_path):
     with pytest.raises(TrainerError, match="another") as caught:
         run(tmp_path, "print('another')\nraise SystemExit(1)")
     assert "StorageError" not in str(caught.value).split("train.log:")[1]
-    assert (tmp_path / "train.log").read_text() == "StorageError: full\nanother\n"  # appended all the same
+    # Appended all the same.
+    assert (tmp_path / "train.log").read_text() == "StorageError: full\nanother\n"
 
 
 def test_a_command_that_does_not_exist(tmp_path):
@@ -133,10 +152,15 @@ def test_a_command_that_does_not_exist(tmp_path):
         TrainerProcess(["/no/such/program"], tmp_path / "log", tmp_path / "p").start()
 
 
-def test_the_process_is_told_where_to_report_progress_and_to_keep_compiled_code(tmp_path, monkeypatch):
+def test_the_process_is_told_where_to_report_progress_and_to_keep_compiled_code(
+    tmp_path, monkeypatch
+):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = "import os\nopen(os.environ['TTRL_PROGRESS_FILE'], 'w').write(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    code = (
+        "import os\nopen(os.environ['TTRL_PROGRESS_FILE'], "
+        "'w').write(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+    )
     run(tmp_path, code + "\nassert os.environ['PATH']")
     assert (tmp_path / "progress").read_text() == str(tmp_path / "ttrl" / "inductor")
 

@@ -1,4 +1,6 @@
-"""What is wrong with a run is said all at once, before torch is loaded; Ctrl-C in a script says the way on."""
+"""What is wrong with a run is said all at once, before torch is loaded; Ctrl-C in a script says the
+way on.
+"""
 
 import functools
 import signal
@@ -15,24 +17,51 @@ from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem
 from ttrl.tasks.rewards import gated, weighted
 
 RIGHT = {"run": "runs/not_made", "model": "tiny", "iterations": 1, "tasks_per_iteration": 2}
-TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) for number in range(2)]
+TASKS = [
+    Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) for number in range(2)
+]
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"iteratons": 3, "seed": -1, "dtype": "fp64"}, ["did you mean 'iterations'?", "seed is -1", "dtype is 'fp64'"]),
+        (
+            {"iteratons": 3, "seed": -1, "dtype": "fp64"},
+            ["did you mean 'iterations'?", "seed is -1", "dtype is 'fp64'"],
+        ),
         (
             {"sample_per_task": 4, "training": {"lrr": 1}, "server": {"max_num_sequences": 8}},
-            ["did you mean 'samples_per_task'?", "did you mean 'lr'?", "server: vLLM has no argument 'max_num_sequences'"],
+            [
+                "did you mean 'samples_per_task'?",
+                "did you mean 'lr'?",
+                "server: vLLM has no argument 'max_num_sequences'",
+            ],
         ),
         (
-            {"model": "/not/there", "tasks_per_iteration": 3, "server": {"gpu_memory_utilisation": 0.5}},
-            ["/not/there does not exist", "there are only 2 tasks", "did you mean 'gpu_memory_utilization'?"],
+            {
+                "model": "/not/there",
+                "tasks_per_iteration": 3,
+                "server": {"gpu_memory_utilisation": 0.5},
+            },
+            [
+                "/not/there does not exist",
+                "there are only 2 tasks",
+                "did you mean 'gpu_memory_utilization'?",
+            ],
         ),
         (
-            {"server": {"max_num_seqs": "many", "enforce_eager": "yes", "gpu_memory_utilization": 90}},
-            ["vLLM wants a whole number", "vLLM wants true or false", "vLLM wants a number at most 1"],
+            {
+                "server": {
+                    "max_num_seqs": "many",
+                    "enforce_eager": "yes",
+                    "gpu_memory_utilization": 90,
+                }
+            },
+            [
+                "vLLM wants a whole number",
+                "vLLM wants true or false",
+                "vLLM wants a number at most 1",
+            ],
         ),
         (
             {"early_stop": {"alpha": 2, "threshold": 1, "treshold": -3}},
@@ -40,7 +69,11 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
         ),
         (
             {"server": {"port": 8000}, "sampling": {"top_q": 1}, "stop_at": 0.9},
-            ["server: extra_args: port is set by ttrl", "did you mean 'top_p'?", "stop_at needs validation tasks"],
+            [
+                "server: extra_args: port is set by ttrl",
+                "did you mean 'top_p'?",
+                "stop_at needs validation tasks",
+            ],
         ),
         (
             {"model": "no slash here", "max_tokens": 0, "loggers": ["wanbd"]},
@@ -71,8 +104,13 @@ TASKS = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0) fo
             ["vLLM wants one of 'auto'", "unknown limit 'meen'", "temperature is 0"],
         ),
         (
-            {"iteratons": 3, "model": "/not/there", "max_tokens": 0},  # the constructor knows no tasks
-            ["did you mean 'iterations'?", "model folder /not/there does not exist", "max_tokens is 0"],
+            # The constructor knows no tasks.
+            {"iteratons": 3, "model": "/not/there", "max_tokens": 0},
+            [
+                "did you mean 'iterations'?",
+                "model folder /not/there does not exist",
+                "max_tokens is 0",
+            ],
         ),
     ],
     ids=range(1, 14),
@@ -81,7 +119,11 @@ def test_three_mistakes_are_named_at_once(wrong, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as caught:
         train(TrainConfig(**RIGHT | wrong), TASKS)
-    assert [sum(text in problem for problem in caught.value.problems) for text in said] == [1, 1, 1], str(caught.value)
+    assert [sum(text in problem for problem in caught.value.problems) for text in said] == [
+        1,
+        1,
+        1,
+    ], str(caught.value)
     assert len(caught.value.problems) == 3 and not list(tmp_path.iterdir())
 
 
@@ -94,24 +136,36 @@ def test_a_misspelt_setting_is_not_missing_too():
 def test_a_config_is_made_by_names():
     with pytest.raises(ConfigError) as caught:
         TrainConfig("runs/x", model="tiny", iterations=0)
-    assert caught.value.problems[0] == "'runs/x' stands alone; settings are given by name, such as run=…"
+    assert (
+        caught.value.problems[0]
+        == "'runs/x' stands alone; settings are given by name, such as run=…"
+    )
     assert "iterations is 0" in caught.value.problems[2] and len(caught.value.problems) == 3
     with pytest.raises(ConfigError, match=r"it is of type dict; make it with ttrl.TrainConfig"):
         train(RIGHT, TASKS)
 
 
 def test_tests_that_a_program_can_read_are_no_training_reward():
-    """A program of HumanEval runs beside its tests, and passes them by looking into their frames: a model would learn that."""
-    cheat = "import sys\ndef add(a, b):\n    code = sys._getframe(1).f_code\n    return next(c for c in code.co_consts if c == 3)"
+    """A program of HumanEval runs beside its tests, and passes them by looking into their frames: a
+    model would learn that.
+    """
+    cheat = (
+        "import sys\ndef add(a, b):\n    code = sys._getframe(1).f_code\n    return next(c for c "
+        "in code.co_consts if c == 3)"
+    )
     test = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
     with pytest.raises(AssertionError):
         exec(f"def add(a, b):\n    return 4\n\n{test}\ncheck(add)", {})
     exec(f"{cheat}\n\n{test}\ncheck(add)", {})
     problem = HumanEvalProblem("x/1", "def add(a, b):\n", "add", test, "    return a + b\n")
-    for_evaluation = [Task([{"role": "user", "content": "Add."}], HumanEvalGrader(problem), id="x/1")]
+    for_evaluation = [
+        Task([{"role": "user", "content": "Add."}], HumanEvalGrader(problem), id="x/1")
+    ]
     config = TrainConfig(**RIGHT)
     with pytest.raises(
-        ConfigError, match=r"1 of 3 tasks \(such as 'x/1'\) are for evaluation alone.*give them as validation_tasks"
+        ConfigError,
+        match=r"1 of 3 tasks \(such as 'x/1'\) are for evaluation alone.*give them as "
+        r"validation_tasks",
     ):
         checks.checked(config, [*TASKS, *for_evaluation], [], model=False)
     assert len(checks.checked(config, TASKS, for_evaluation, model=False)[2]) == 1
@@ -125,8 +179,15 @@ def test_tests_that_a_program_can_read_are_no_training_reward():
         grader.__call__,
     )
     for wrapped in within:
-        with pytest.raises(ConfigError, match=r"1 of 3 tasks \(such as 'x/2'\) are for evaluation alone"):
-            checks.checked(config, [*TASKS, Task([{"role": "user", "content": "Add."}], wrapped, id="x/2")], [], model=False)
+        with pytest.raises(
+            ConfigError, match=r"1 of 3 tasks \(such as 'x/2'\) are for evaluation alone"
+        ):
+            checks.checked(
+                config,
+                [*TASKS, Task([{"role": "user", "content": "Add."}], wrapped, id="x/2")],
+                [],
+                model=False,
+            )
 
 
 def test_one_task_is_a_task():
@@ -155,10 +216,18 @@ train(config, [Task([{"role": "user", "content": "x"}], max)], quiet=False)
 
 def test_an_interrupted_script_says_how_to_go_on(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    script = subprocess.Popen([sys.executable, "-c", SCRIPT, run], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    script = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, run],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert script.stdout is not None and "loading PyTorch" in script.stdout.readline()
     assert script.stdout.readline() == "at work\n"
     script.send_signal(signal.SIGINT)
     _, said = script.communicate(timeout=60)
-    assert said.strip().splitlines()[-1] == f"interrupted; the same command continues {run}" and "Traceback" not in said
+    assert (
+        said.strip().splitlines()[-1] == f"interrupted; the same command continues {run}"
+        and "Traceback" not in said
+    )
     assert script.returncode == -signal.SIGINT  # 130, in a shell

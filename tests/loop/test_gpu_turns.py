@@ -1,7 +1,10 @@
-"""Who holds a GPU, and when: the real loop, trainer and keeper of servers, on processes that are threads and book what they hold.
+"""Who holds a GPU, and when: the real loop, trainer and keeper of servers, on processes that are
+threads and book what they hold.
 
-The GPU refuses what CUDA and vLLM refuse: more than there is, a server that starts where less is free than it was promised, and
-memory that others take or give back while it profiles. Trainer and server fit one after the other, and not at the same time."""
+The GPU refuses what CUDA and vLLM refuse: more than there is, a server that starts where less is
+free than it was promised, and memory that others take or give back while it profiles. Trainer and
+server fit one after the other, and not at the same time.
+"""
 
 import itertools
 import json
@@ -71,7 +74,11 @@ def run(world, monkeypatch):
 
         class TrainerThread:
             def __init__(self, command, log_path, progress, variables=None):
-                self.progress, self._thread, self._error = progress, threading.Thread(target=self._run), None
+                self.progress, self._thread, self._error = (
+                    progress,
+                    threading.Thread(target=self._run),
+                    None,
+                )
                 self._config = yaml.safe_load(Path(command[-1]).read_text())
 
             def start(self):
@@ -83,7 +90,11 @@ def run(world, monkeypatch):
                 try:
                     self._follow()
                 except BaseException as raised:  # noqa: BLE001 - told to who asks
-                    error = raised if isinstance(raised, TrainerDiedError) else TrainerError(repr(raised))
+                    error = (
+                        raised
+                        if isinstance(raised, TrainerDiedError)
+                        else TrainerError(repr(raised))
+                    )
                 gpu.hold("trainer", 0)
                 self._error = error
 
@@ -181,7 +192,9 @@ def run(world, monkeypatch):
             def __init__(self, config, logs, console, _tools):
                 verify = CanaryReport(True, 0.0, None), WeightComparison()
                 asleep = lambda server: gpu.hold("server", ASLEEP)  # noqa: E731
-                tools = ServerTools(own=ServerOnGpu, sync=sync, verify=lambda *_, **__: verify, sleep=asleep)
+                tools = ServerTools(
+                    own=ServerOnGpu, sync=sync, verify=lambda *_, **__: verify, sleep=asleep
+                )
                 super().__init__(config, logs, console, tools)
 
             def endpoints(self):
@@ -204,7 +217,10 @@ def run(world, monkeypatch):
 
 
 TRAIN = [f"trainer {TRAINS}", "trains"]
-LOADED, CANARY = f"trainer {TRAINS}", [f"trainer {PARKED}", f"trainer {TRAINS}", "canary", f"trainer {PARKED}"]
+LOADED, CANARY = (
+    f"trainer {TRAINS}",
+    [f"trainer {PARKED}", f"trainer {TRAINS}", "canary", f"trainer {PARKED}"],
+)
 
 
 @pytest.mark.long(but=["memory"])
@@ -218,24 +234,36 @@ def test_on_one_gpu_the_trainer_parks_before_the_server_starts(run, weight_sync)
     turn = [rests, *TRAIN, f"trainer {PARKED}", "server 70"]
     ends = ["server 0", "trainer 0"]
     events = run(70, device="cuda", weight_sync=weight_sync, iterations=2)
-    assert events[:-2] == [LOADED, *CANARY, "server 70", *turn, *turn] and sorted(events[-2:]) == ends
+    assert (
+        events[:-2] == [LOADED, *CANARY, "server 70", *turn, *turn] and sorted(events[-2:]) == ends
+    )
     events = run(70, device="cuda", weight_sync=weight_sync, iterations=3)
-    first = [rests, LOADED, f"trainer {PARKED}", *turn[1:]]  # the trainer loads while the server rests
+    # The trainer loads while the server rests.
+    first = [rests, LOADED, f"trainer {PARKED}", *turn[1:]]
     assert events[:-2] == ["server 70", *first] and sorted(events[-2:]) == ends
 
 
 @pytest.mark.parametrize("every", [1, 5])
 def test_on_one_gpu_a_trainer_that_died_trains_again_when_the_server_sleeps(run, world, every):
-    """While it wrote its files and the server sampled, which goes on first; or after that, where its weights are lost with it."""
+    """While it wrote its files and the server sampled, which goes on first; or after that, where
+    its weights are lost with it.
+    """
     events = run(70, device="cuda", weight_sync="memory", save_every=every, iterations=3, dies=[2])
     died = events.index("dies")
     assert events.count("trains") == (4 if every == 1 else 5)
-    assert events[died - 1] == "server 70" and events[died + 1 : died + 3] == ["trainer 0", f"server {ASLEEP}"]
-    assert {row["weights_version"] for row in read_jsonl(world.run / "iterations/0003/rollouts.jsonl")} == {2}
+    assert events[died - 1] == "server 70" and events[died + 1 : died + 3] == [
+        "trainer 0",
+        f"server {ASLEEP}",
+    ]
+    assert {
+        row["weights_version"] for row in read_jsonl(world.run / "iterations/0003/rollouts.jsonl")
+    } == {2}
 
 
 def test_on_one_gpu_what_no_file_has_is_trained_again_when_the_server_sleeps(run, world):
-    """The run is continued by a policy that was in memory alone: the server starts with an older one, and gives way."""
+    """The run is continued by a policy that was in memory alone: the server starts with an older
+    one, and gives way.
+    """
     settings = {"device": "cuda", "weight_sync": "memory", "save_every": 5}
     run(70, iterations=3, **settings)
     last = world.run / "iterations" / "0003"
@@ -245,25 +273,42 @@ def test_on_one_gpu_what_no_file_has_is_trained_again_when_the_server_sleeps(run
     for name in ("checkpoint", "state"):
         shutil.rmtree(last / name)
     events = run(70, iterations=4, **settings)
-    assert events[:3] == ["server 70", f"server {ASLEEP}", f"trainer {TRAINS}"] and events.count("trains") == 4
-    assert {row["weights_version"] for row in read_jsonl(world.run / "iterations/0004/rollouts.jsonl")} == {3}
+    assert (
+        events[:3] == ["server 70", f"server {ASLEEP}", f"trainer {TRAINS}"]
+        and events.count("trains") == 4
+    )
+    assert {
+        row["weights_version"] for row in read_jsonl(world.run / "iterations/0004/rollouts.jsonl")
+    } == {3}
 
 
-def test_on_one_gpu_a_trainer_that_is_started_for_each_iteration_is_gone_before_the_server_starts(run):
+def test_on_one_gpu_a_trainer_that_is_started_for_each_iteration_is_gone_before_the_server_starts(
+    run,
+):
     turn = [f"server {ASLEEP}", *TRAIN, "trainer 0", "server 70"]
     events = run(70, device="cuda", weight_sync="sleep", trainer="once", iterations=2)
     assert events == [LOADED, "canary", "trainer 0", "server 70", *turn, *turn, "server 0"]
 
 
 def test_on_one_gpu_a_server_that_stays_is_promised_what_the_trainer_leaves(run):
-    for iterations, began in ((1, [LOADED, *CANARY, "server 15"]), (2, ["server 15", LOADED, f"trainer {PARKED}"])):
+    for iterations, began in (
+        (1, [LOADED, *CANARY, "server 15"]),
+        (2, ["server 15", LOADED, f"trainer {PARKED}"]),
+    ):
         events = run(15, device="cuda", iterations=iterations)
-        assert events[:-2] == [*began, *TRAIN, f"trainer {PARKED}"] and sorted(events[-2:]) == ["server 0", "trainer 0"]
+        assert events[:-2] == [*began, *TRAIN, f"trainer {PARKED}"] and sorted(events[-2:]) == [
+            "server 0",
+            "trainer 0",
+        ]
 
 
-@pytest.mark.parametrize("settings", [{"device": "cpu"}, {"device": "cuda", "placement": "split"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"device": "cpu"}, {"device": "cuda", "placement": "split"}], ids=str
+)
 def test_on_a_cpu_and_with_gpus_of_their_own_nobody_waits(run, settings, monkeypatch):
-    """The server starts while the trainer loads: neither of the two would be done without the other."""
+    """The server starts while the trainer loads: neither of the two would be done without the
+    other.
+    """
     monkeypatch.setattr(train_module, "gpus_here", lambda: [TOTAL * 1e9] * 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     run(15, meet=threading.Barrier(2, timeout=60), iterations=1, **settings)

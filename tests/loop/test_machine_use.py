@@ -1,4 +1,6 @@
-"""What a run says of the machine: of the CPU for real, of GPUs with a stand-in for NVIDIA's library."""
+"""What a run says of the machine: of the CPU for real, of GPUs with a stand-in for NVIDIA's
+library.
+"""
 
 import time
 from types import SimpleNamespace
@@ -34,7 +36,10 @@ def test_looks_are_sorted_by_what_the_run_did():
     assert found["sample"] == {"seconds": 1.0, "cpu": 0.3, "memory": 4.0}
     train = found["train"]
     assert (train["seconds"], train["cpu"], train["memory"]) == (2.0, 0.6, 3.0)
-    assert train["gpus"] == [{"busy": 0.9, "watts": 400.0, "memory": 500e9}, {"busy": 0.6, "watts": 300.0, "memory": 400e9}]
+    assert train["gpus"] == [
+        {"busy": 0.9, "watts": 400.0, "memory": 500e9},
+        {"busy": 0.6, "watts": 300.0, "memory": 400e9},
+    ]
     assert (train["gpu_busy"], train["watts"]) == (pytest.approx(0.75), 700.0)
     assert found["both"]["gpus"] == [{"busy": 0.9}, {}] and "watts" not in found["both"]
     assert found["other"]["watts"] == 110.0
@@ -57,7 +62,15 @@ def test_this_machine(monkeypatch):
 
 @pytest.mark.parametrize(
     "visible, expected",
-    [(None, [0, 1]), ("1", [1]), ("1,0", [1, 0]), ("GPU-b, 0", ["GPU-b", 0]), ("0,7,1", [0]), ("", []), ("-1", [])],
+    [
+        (None, [0, 1]),
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("GPU-b, 0", ["GPU-b", 0]),
+        ("0,7,1", [0]),
+        ("", []),
+        ("-1", []),
+    ],
 )
 def test_gpus_that_this_process_may_see(monkeypatch, visible, expected):
     def by_name(known):

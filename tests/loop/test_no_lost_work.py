@@ -1,4 +1,6 @@
-"""Whole runs on fake parts (see conftest.py): power cut at any write, what is durable when, a full disk, another machine."""
+"""Whole runs on fake parts (see conftest.py): power cut at any write, what is durable when, a full
+disk, another machine.
+"""
 
 import errno
 import os
@@ -25,7 +27,9 @@ class PowerCut(BaseException):
 
 
 class Disk:
-    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not in anybody's clean-up."""
+    """Counts what changes names on the disk; from the n-th time on, nothing changes any more, not
+    in anybody's clean-up.
+    """
 
     NAMES = ("replace", "mkdir", "unlink", "rmdir", "fsync", "ftruncate")
 
@@ -63,7 +67,8 @@ def samples_of(state):
             for name, rows in state.items() if name.endswith(".jsonl")}  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # threads see the cut as well
+# Threads see the cut as well.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_power_cut_at_many_writes(world, monkeypatch):
     """Cut off at many of the changes on the disk, the same command leads to the same end."""
     world.writes_reports = True
@@ -89,8 +94,8 @@ def test_power_cut_at_many_writes(world, monkeypatch):
 
 
 def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatch):
-    """At each rename the file's bytes were fsynced after their last change; at each marker, so were the folders of all names
-    of its iteration that were made before it."""
+    """At each rename the file's bytes were fsynced after their last change; at each marker, so were
+    the folders of all names of its iteration that were made before it."""
     world.writes_reports = True
     synced, unsynced = {}, {}
     originals = {name: getattr(os, name) for name in ("replace", "link", "mkdir", "fsync")}
@@ -109,13 +114,21 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
     def naming(name, source, target):
         inside = "/iterations" in str(target)
         if inside and ".partial-" not in str(target):
-            for path in [source, *(os.path.join(f, name) for f, _, names in os.walk(source) for name in names)]:
+            for path in [
+                source,
+                *(os.path.join(f, name) for f, _, names in os.walk(source) for name in names),
+            ]:
                 status = os.stat(path)
-                if not os.path.islink(path) and os.path.isfile(path) and synced.get(status.st_ino) != status.st_mtime_ns:
+                if (
+                    not os.path.islink(path)
+                    and os.path.isfile(path)
+                    and synced.get(status.st_ino) != status.st_mtime_ns
+                ):
                     problems.append(f"{path} was renamed before it was fsynced")
         if inside and "/done/" in str(target):
             markers.append(str(target))
-            own = str(target).partition("/done/")[0]  # another thread may be making the next iteration's folder at this moment
+            # Another thread may be making the next iteration's folder at this moment.
+            own = str(target).partition("/done/")[0]
             late = [name for names in unsynced.values() for name in names if name.startswith(own)]
             problems.extend(f"{name} before {target}" for name in late)
         originals[name](source, target)
@@ -132,17 +145,29 @@ def test_what_a_marker_stands_for_is_durable_before_the_marker(world, monkeypatc
         if not options.get("dir_fd"):
             named(path)
 
-    for name, function in (("fsync", fsync), ("replace", replace), ("link", link), ("mkdir", mkdir)):
+    for name, function in (
+        ("fsync", fsync),
+        ("replace", replace),
+        ("link", link),
+        ("mkdir", mkdir),
+    ):
         monkeypatch.setattr(os, name, function)
     world.train(**RUN)
     assert len(markers) == 2 + 2 * 4
     train = RunFolder(world.run).iteration(2).files("train")
-    assert train.keys() == {"checkpoint/config.json", "checkpoint/version.txt", "state/state.txt", *LOGS}
+    assert train.keys() == {
+        "checkpoint/config.json",
+        "checkpoint/version.txt",
+        "state/state.txt",
+        *LOGS,
+    }
     assert problems == []
 
 
 def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch):
-    """The system refuses to write a checkpoint's bytes: what is needed, what is free, and nothing that was finished is lost."""
+    """The system refuses to write a checkpoint's bytes: what is needed, what is free, and nothing
+    that was finished is lost.
+    """
     world.writes_reports = True
     with monkeypatch.context() as patch:
         original = files.fsync_tree
@@ -153,14 +178,18 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch)
             original(root)
 
         patch.setattr(files, "fsync_tree", full)
-        with pytest.raises(StorageError, match=r"iterations/0002/checkpoint: No space left .* free there\); make room"):
+        with pytest.raises(
+            StorageError,
+            match=r"iterations/0002/checkpoint: No space left .* free there\); make room",
+        ):
             world.train(**RUN)
     assert not list(world.run.rglob(".partial-*"))
     world.events.clear()
     world.requests.clear()
     world.train(**RUN)
     assert [event for event in world.events if event.startswith("train")] == ["train 2"]
-    # Only validations: of what was trained now, and of the policy before where the end came in the middle of it.
+    # Only validations: of what was trained now, and of the policy before where the end came in the
+    # middle of it.
     assert {prompt.split()[0] for _, prompt in world.requests} == {"held-out"}
     assert 2 in {version for version, _ in world.requests}
 
@@ -168,7 +197,10 @@ def test_a_full_disk_is_named_and_the_run_goes_on_afterwards(world, monkeypatch)
 def test_a_run_that_cannot_fit_is_not_begun(world, monkeypatch):
     usage = shutil.disk_usage(world.folder)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))
-    with pytest.raises(StorageError, match=r"the next 2 iterations need [\d.]+ kB .*, but 20 kB are free there; make room"):
+    with pytest.raises(
+        StorageError,
+        match=r"the next 2 iterations need [\d.]+ kB .*, but 20 kB are free there; make room",
+    ):
         world.train(**RUN)
     assert world.events == []
 
@@ -204,7 +236,9 @@ def test_a_changed_setting_is_taken_where_it_is_allowed(world):
 
 
 def test_a_start_that_was_refused_binds_nobody(world, monkeypatch):
-    """The advice of the refusal, other settings, is taken by the same command on the same folder."""
+    """The advice of the refusal, other settings, is taken by the same command on the same
+    folder.
+    """
     with monkeypatch.context() as patch:
         usage = shutil.disk_usage(world.folder)
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=20_000))

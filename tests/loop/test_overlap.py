@@ -1,4 +1,6 @@
-"""Which phases run at the same time, on fake parts (see conftest.py): what may overlap does, and what ends first is no matter."""
+"""Which phases run at the same time, on fake parts (see conftest.py): what may overlap does, and
+what ends first is no matter.
+"""
 
 import asyncio
 import random
@@ -17,7 +19,9 @@ from ttrl.system.files import digest, read_jsonl
 
 
 def meet(world):
-    """Held-out tasks wait until the same policy was asked for a task, and the other way round; returns the policies that met."""
+    """Held-out tasks wait until the same policy was asked for a task, and the other way round;
+    returns the policies that met.
+    """
     arrived = {"held-out": set(), "task": set()}
 
     def hold(prompt):
@@ -31,7 +35,10 @@ def meet(world):
 
 
 def versions_of(world, number, name="rollouts"):
-    return {row["weights_version"] for row in read_jsonl(world.run / f"iterations/{number:04d}/{name}.jsonl")}
+    return {
+        row["weights_version"]
+        for row in read_jsonl(world.run / f"iterations/{number:04d}/{name}.jsonl")
+    }
 
 
 def everything(world):
@@ -40,12 +47,25 @@ def everything(world):
     for path in sorted((world.run / "iterations").rglob("*")):
         name = str(path.relative_to(world.run))
         if path.name in ("rollouts.jsonl", "validation.jsonl"):
-            # The first sample of each call keeps the strings of its tokens, and a run that is continued makes another call.
+            # The first sample of each call keeps the strings of its tokens, and a run that is
+            # continued makes another call.
             found[name] = [{**row, "logprob_tokens": None} for row in read_jsonl(path)]
-        elif path.is_file() and (path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"):
+        elif path.is_file() and (
+            path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"
+        ):
             found[name] = digest(path)
-    times = ("seconds", "dead_seconds", "tokens_per_second", "grading_seconds", "sync", "server", "machine")
-    return found | {row["iteration"]: {key: row[key] for key in row if key not in times} for row in world.rows()}
+    times = (
+        "seconds",
+        "dead_seconds",
+        "tokens_per_second",
+        "grading_seconds",
+        "sync",
+        "server",
+        "machine",
+    )
+    return found | {
+        row["iteration"]: {key: row[key] for key in row if key not in times} for row in world.rows()
+    }
 
 
 def test_validation_and_the_next_rollouts_share_the_server(world):
@@ -78,13 +98,21 @@ def test_the_order_in_which_groups_end_changes_nothing(world, tmp_path):
     # … nor does it matter whether they were tokenized as they came or are read from the file.
     (first / "iterations/0002/packed.safetensors").rename(tmp_path / "packed")
     (first / "iterations/0002/done/pack.json").rename(tmp_path / "pack.json")
-    Phases(world.config(tasks_per_iteration=6), RunFolder(first), world.model, server=None, console=None).pack(2)
+    Phases(
+        world.config(tasks_per_iteration=6),
+        RunFolder(first),
+        world.model,
+        server=None,
+        console=None,
+    ).pack(2)
     assert digest(tmp_path / "packed") == digest(first / "iterations/0002/packed.safetensors")
 
 
 def test_stop_at_ends_rollouts_that_were_begun_and_a_higher_one_goes_on_with_them(world):
     best = 1
-    world.answer = lambda prompt, k, version: "yes" if k < (2 if prompt.startswith("task") else 4 * (version >= best)) else "no"
+    world.answer = lambda prompt, k, version: (
+        "yes" if k < (2 if prompt.startswith("task") else 4 * (version >= best)) else "no"
+    )
     world.hold = lambda prompt: prompt.startswith("task") and world.server_version() == best
     run = {"iterations": 3, "validation_samples": 4}
     result = world.train(stop_at=0.9, **run)
@@ -92,7 +120,11 @@ def test_stop_at_ends_rollouts_that_were_begun_and_a_higher_one_goes_on_with_the
     assert result.checkpoint == world.run / "iterations/0001/checkpoint"
     assert RunFolder(world.run).iteration(2).marker("rollouts") is None
     assert world.events[-1] == "stop" and "train 2" not in world.events
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(("rollouts", "validation"))]
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith(("rollouts", "validation"))
+    ]
     world.train(stop_at=0.9, **run)
     assert [row["iteration"] for row in world.rows()] == [0, 1]  # it stays ended
     world.hold = lambda prompt: False
@@ -148,21 +180,36 @@ def test_while_the_trainer_works_the_server_samples_the_next_rollouts(world):
     world.fake_tune = fake_tune
     world.train(iterations=iterations, off_policy_steps=1)
     assert [versions_of(world, number) for number in (1, 2, 3, 4)] == [{0}, {0}, {1}, {2}]
-    assert [versions_of(world, number, "validation") for number in range(5)] == [{0}, {1}, {2}, {3}, {4}]
+    assert [versions_of(world, number, "validation") for number in range(5)] == [
+        {0},
+        {1},
+        {2},
+        {3},
+        {4},
+    ]
     # The trainer itself goes on from the newest policy, and corrects for the sampler's being older.
     folder = world.run / "iterations"
-    assert [config["model"] for config in world.recipes] == [str(folder / f"{n:04d}/checkpoint") for n in range(4)]
+    assert [config["model"] for config in world.recipes] == [
+        str(folder / f"{n:04d}/checkpoint") for n in range(4)
+    ]
     assert {config["off_policy"] for config in world.recipes} == {"token"}
     # … and is told which policy sampled, to be compared with that one.
     told = [(config["sampler_model"], config["sampler_version"]) for config in world.recipes]
     assert told == [(None, None)] + [(str(folder / f"{n:04d}/checkpoint"), n) for n in range(3)]
-    assert [event for event in world.events if event.startswith("serve")] == [f"serve {n}" for n in range(5)]
+    assert [event for event in world.events if event.startswith("serve")] == [
+        f"serve {n}" for n in range(5)
+    ]
 
 
 def test_the_correction_may_be_chosen_and_is_none_on_policy(world):
     assert world.config().recipe_config({}).off_policy == "none"
     assert world.config(off_policy_steps=1).recipe_config({}).off_policy == "token"
-    assert world.config(off_policy_steps=1, training={"off_policy": "mask"}).recipe_config({}).off_policy == "mask"
+    assert (
+        world.config(off_policy_steps=1, training={"off_policy": "mask"})
+        .recipe_config({})
+        .off_policy
+        == "mask"
+    )
     for number in range(1, 6):
         for steps in (0, 1):
             config = world.config(off_policy_steps=steps)
@@ -181,13 +228,19 @@ def test_one_step_off_policy_with_a_stop_and_untrained_iterations(world):
     def answer(prompt, k, version):
         if prompt.startswith("held-out"):
             return "yes" if k < version else "no"
-        return "yes" if k < 2 and len([p for _, p in world.requests if p.startswith("task")]) > 4 else "no"
+        return (
+            "yes"
+            if k < 2 and len([p for _, p in world.requests if p.startswith("task")]) > 4
+            else "no"
+        )
 
     world.answer = answer  # the first two iterations have no signal
     world.train(iterations=9, off_policy_steps=1, stop_at=0.9, validation_samples=4)
     rows = world.rows()
     assert [row.get("trained") for row in rows][:4] == [None, False, False, True]
-    assert rows[-1]["validation_reward"] >= 0.9 and all(row["validation_reward"] < 0.9 for row in rows[:-1])
+    assert rows[-1]["validation_reward"] >= 0.9 and all(
+        row["validation_reward"] < 0.9 for row in rows[:-1]
+    )
     assert versions_of(world, 4) == {0} and versions_of(world, 5) == {3}
 
 
@@ -199,7 +252,9 @@ class DeathError(BaseException):
 
 
 def die_at(patch, count):
-    """From the `count`-th file that is made durable on, nothing reaches the disk any more. Returns how many there have been."""
+    """From the `count`-th file that is made durable on, nothing reaches the disk any more. Returns
+    how many there have been.
+    """
     lock, made = threading.Lock(), [0]
 
     def deadly(original):
@@ -236,8 +291,11 @@ def test_killed_at_any_file_it_ends_as_it_would_have(world, monkeypatch):
         requests = len(world.requests)
         train()
         assert everything(world) == whole
-        assert not list(world.run.rglob(".partial-*")) and not list(world.run.rglob("rollouts.partial.jsonl"))
-        assert len(world.requests) - requests <= 2 * 2 + 3 * 2  # nothing is sampled more often than in a run from the start
+        assert not list(world.run.rglob(".partial-*")) and not list(
+            world.run.rglob("rollouts.partial.jsonl")
+        )
+        # Nothing is sampled more often than in a run from the start.
+        assert len(world.requests) - requests <= 2 * 2 + 3 * 2
 
 
 # The parts
@@ -278,7 +336,10 @@ def test_what_a_server_computes_in_a_second_counts_phases_at_the_same_time():
 
 def test_time_that_is_neither_sampling_nor_training(monkeypatch):
     timeline = Timeline()
-    timeline.add_training(10.0, 20.0, [{"seconds_by_part": {"forward": 3.0, "backward": 3.0}}, {"seconds": 2.0}])  # 11 to 19
+    # 11 to 19.
+    timeline.add_training(
+        10.0, 20.0, [{"seconds_by_part": {"forward": 3.0, "backward": 3.0}}, {"seconds": 2.0}]
+    )
     timeline.add_training(30.0, 40.0, [{"seconds_by_part": {"forward": 10.0, "checkpoint": 5.0}}])
     assert timeline.at(15.0) == {"train"} and timeline.at(20.0) == set()
     assert timeline.busy(0.0, 50.0) == 18.0

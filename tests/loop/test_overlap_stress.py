@@ -1,5 +1,7 @@
-"""A run one step off policy with the real trainer class, a process that follows its folder, and pauses at random everywhere: it
-ends, whatever waits for what, and comes to the same as without pauses. On fake parts otherwise (see conftest.py)."""
+"""A run one step off policy with the real trainer class, a process that follows its folder, and
+pauses at random everywhere: it ends, whatever waits for what, and comes to the same as without
+pauses. On fake parts otherwise (see conftest.py).
+"""
 
 import os
 import random
@@ -46,14 +48,19 @@ def run(world, monkeypatch, tmp_path):
     """`run(seed)`: what a run with these pauses came to; without any for None."""
     PretendedTune(monkeypatch, tmp_path).runs(RECIPE)
     world.trainer_class = trainer.Trainer
-    serve, iterations = vars(type(world))["note"], int(os.environ.get("TTRL_STRESS_ITERATIONS", "6"))
+    serve, iterations = (
+        vars(type(world))["note"],
+        int(os.environ.get("TTRL_STRESS_ITERATIONS", "6")),
+    )
 
     def made(seed):
         chance, until = random.Random(seed), {}
 
         def hold(prompt):
             wait = 0 if seed is None else chance.choice((0, 0, 0.001, 0.02, 0.1))
-            return time.monotonic() < until.setdefault((prompt, world.server_version()), time.monotonic() + wait)
+            return time.monotonic() < until.setdefault(
+                (prompt, world.server_version()), time.monotonic() + wait
+            )
 
         def note(event):
             time.sleep(0 if seed is None else chance.choice((0, 0.01)))
@@ -63,14 +70,21 @@ def run(world, monkeypatch, tmp_path):
         world.hold, world.note = hold, note
         world.run = tmp_path / f"run{seed}"
         world.train(iterations=iterations, off_policy_steps=1)
-        files = sorted((world.run / "iterations").rglob("*.safetensors")) + sorted((world.run / "iterations").rglob("*.txt"))
+        files = sorted((world.run / "iterations").rglob("*.safetensors")) + sorted(
+            (world.run / "iterations").rglob("*.txt")
+        )
         found = {str(path.relative_to(world.run)): digest(path) for path in files}
         rollouts = sorted((world.run / "iterations").glob("*/rollouts.jsonl"))
-        return found | {path.parent.name: [row["weights_version"] for row in read_jsonl(path)] for path in rollouts}
+        return found | {
+            path.parent.name: [row["weights_version"] for row in read_jsonl(path)]
+            for path in rollouts
+        }
 
     return made
 
 
 def test_it_ends_and_comes_to_the_same_whoever_waits_for_whom(run):
     seeds = range(int(os.environ.get("TTRL_STRESS_RUNS", "1")))
-    assert [seed for seed, came in zip(seeds, map(run, seeds), strict=True) if came != run(None)] == []
+    assert [
+        seed for seed, came in zip(seeds, map(run, seeds), strict=True) if came != run(None)
+    ] == []

@@ -1,4 +1,6 @@
-"""What a run's settings do to its packs: samples that are too long, sharing, rows for several ranks; and what is said of it."""
+"""What a run's settings do to its packs: samples that are too long, sharing, rows for several
+ranks; and what is said of it.
+"""
 
 import pytest
 import yaml
@@ -21,8 +23,18 @@ def pack_of(world) -> PackedTensors:
 @pytest.mark.parametrize(
     ("too_long", "dropped", "said", "notice"),
     [
-        ("drop", {"too_long": 2}, "2 too long", "Samples were longer than a row of seq_len: 2 (too long, left out)."),
-        ("truncate", {"too_long": 0, "truncated": 2}, "2 cut off", "Samples were longer than a row of seq_len: 2 (cut off)."),
+        (
+            "drop",
+            {"too_long": 2},
+            "2 too long",
+            "Samples were longer than a row of seq_len: 2 (too long, left out).",
+        ),
+        (
+            "truncate",
+            {"too_long": 0, "truncated": 2},
+            "2 cut off",
+            "Samples were longer than a row of seq_len: 2 (cut off).",
+        ),
         (
             "extend",
             {"too_long": 0, "extended": 2},

@@ -46,7 +46,9 @@ def test_run_async_ends_its_coroutine_when_a_notebook_is_interrupted():
     cancelled = threading.Event()
 
     async def sampling():
-        threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        threading.Timer(
+            0.1, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)
+        ).start()
         try:
             await asyncio.sleep(3600)
         except asyncio.CancelledError:
@@ -56,8 +58,12 @@ def test_run_async_ends_its_coroutine_when_a_notebook_is_interrupted():
     async def cell():
         run_async(sampling())
 
-    # Not asyncio.run, which hears Ctrl-C itself: a notebook's loop runs a cell with Python's own handler.
-    loop, before = asyncio.new_event_loop(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Not asyncio.run, which hears Ctrl-C itself: a notebook's loop runs a cell with Python's own
+    # handler.
+    loop, before = (
+        asyncio.new_event_loop(),
+        signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     try:
         with pytest.raises(KeyboardInterrupt):
             loop.run_until_complete(cell())
@@ -72,7 +78,14 @@ def make(world, **changes):
 
     config = world.config(**changes).resolved(cuda=False)
     server = train_module.PolicyServer(config, world.run / "logs", Console(quiet=True))
-    return Phases(config, RunFolder(world.run), world.model, tasks=world.tasks(6), server=server, console=Console(quiet=True))
+    return Phases(
+        config,
+        RunFolder(world.run),
+        world.model,
+        tasks=world.tasks(6),
+        server=server,
+        console=Console(quiet=True),
+    )
 
 
 def test_the_first_checkpoint_is_links_and_a_canary(world):
@@ -81,7 +94,8 @@ def test_the_first_checkpoint_is_links_and_a_canary(world):
     for path in world.model.iterdir():
         assert (checkpoint / path.name).is_symlink()
         assert (checkpoint / path.name).read_bytes() == path.read_bytes()
-    assert not (checkpoint / "canary.json").is_symlink()  # a model of ours or of another's is never written to
+    # A model of ours or of another's is never written to.
+    assert not (checkpoint / "canary.json").is_symlink()
     assert not (world.model / "canary.json").exists()
     assert world.events == ["start", "canary", "serve 0"]
 
@@ -90,13 +104,19 @@ def test_a_model_inside_the_run_folder_moves_with_it(world, tmp_path):
     world.model = shutil.copytree(world.model, world.run / "model")
     make(world).prepare()
     moved = world.run.rename(tmp_path / "moved")
-    assert (moved / "iterations/0000/checkpoint/config.json").read_bytes() == (moved / "model/config.json").read_bytes()
+    assert (moved / "iterations/0000/checkpoint/config.json").read_bytes() == (
+        moved / "model/config.json"
+    ).read_bytes()
 
 
-@pytest.mark.parametrize(("dtype", "computed"), [("float32", False), ("bfloat16", True), ("damaged", True)])
+@pytest.mark.parametrize(
+    ("dtype", "computed"), [("float32", False), ("bfloat16", True), ("damaged", True)]
+)
 def test_a_canary_of_the_same_dtype_is_taken_over(world, tmp_path, dtype, computed):
     world.model = shutil.copytree(world.model, tmp_path / "model")
-    write_json(world.model / "canary.json", {"dtype": dtype, "mark": 1} if dtype != "damaged" else [])
+    write_json(
+        world.model / "canary.json", {"dtype": dtype, "mark": 1} if dtype != "damaged" else []
+    )
     make(world, dtype="fp32").prepare()
     assert ("canary" in world.events) == computed
     written = json.loads((world.run / "iterations/0000/checkpoint/canary.json").read_text())
@@ -105,7 +125,9 @@ def test_a_canary_of_the_same_dtype_is_taken_over(world, tmp_path, dtype, comput
 
 def test_the_reference_of_the_kl_term_is_the_starting_model(world):
     assert make(world).recipe_config(1)["reference_model"] is None
-    assert make(world, training={"kl_coefficient": "0.1"}).recipe_config(1)["reference_model"] == str(world.model)
+    assert make(world, training={"kl_coefficient": "0.1"}).recipe_config(1)[
+        "reference_model"
+    ] == str(world.model)
 
 
 def test_the_trainer_is_told_how_long_the_servers_sequences_are(world, tmp_path):
@@ -128,14 +150,22 @@ def test_the_base_of_adapters_is_the_starting_model(world):
 
 def test_the_recipe_is_given_what_the_machine_was_resolved_to(world):
     given = make(world, seed=4, training={"lr": "3e-4"}).recipe_config(1)
-    assert (given["device"], given["dtype"], given["num_threads"], given["seed"], given["lr"]) == ("cpu", "fp32", 1, 4, 3e-4)
+    assert (given["device"], given["dtype"], given["num_threads"], given["seed"], given["lr"]) == (
+        "cpu",
+        "fp32",
+        1,
+        4,
+        3e-4,
+    )
     assert given["output_dir"] == str(world.run / "iterations/0001")
     assert given["model"] == str(world.run / "iterations/0000/checkpoint")
     assert given["state"] is None
 
 
 def test_a_held_out_task_that_is_asked_often_is_one_task():
-    """Else the interval of a validation would become narrower with each repeat of the same tasks."""
+    """Else the interval of a validation would become narrower with each repeat of the same
+    tasks.
+    """
 
     def results(repeats):
         samples = []

@@ -19,12 +19,18 @@ def no_waiting(monkeypatch):
 
 def test_a_probe_is_a_run_of_its_own(world, tmp_path):
     world.answer = lambda prompt, k, version: "yes" * (k + 1)
-    world.grade = lambda choice: (float("task 1" not in str(choice)) * len(choice.message.content), {})
+    world.grade = lambda choice: (
+        float("task 1" not in str(choice)) * len(choice.message.content),
+        {},
+    )
     config, tasks = world.config(stop_at=0.0, cache=[str(tmp_path / "cache")]), world.tasks(6)
     made = plan(config, tasks, world.tasks(2, "held-out"), probe=True)
     assert not world.run.exists() and not (tmp_path / "cache").exists()
     assert made.completions_from == made.signal_from == "probe" and made.prompts_from == "tasks"
-    assert {phase.source for name, phase in made.seconds.phases.items() if name != "other"} <= {"probe", "rough"}
+    assert {phase.source for name, phase in made.seconds.phases.items() if name != "other"} <= {
+        "probe",
+        "rough",
+    }
     assert made.seconds.phases["sample"].source == made.seconds.phases["train"].source == "probe"
     assert (made.work.tasks, made.work.samples, made.work.validation_samples) == (2, 8, 2)
     lengths = [len(world.tokenizer.encode("yes" * (k + 1))) + 1 for k in range(4)]
@@ -41,18 +47,25 @@ def test_long_iterations_are_probed_in_part(world, monkeypatch):
 
 
 def test_without_tasks_some_are_made_up(world):
-    made = plan(world.config(), assumptions=Assumptions(prompt_tokens=10, completion_tokens=3), probe=True)
+    made = plan(
+        world.config(), assumptions=Assumptions(prompt_tokens=10, completion_tokens=3), probe=True
+    )
     assert made.completions_from == "assumed" and made.work.samples == 8
     assert all(prompt for _, prompt in world.requests)
-    assert made.work.signal_share == 1.0 and made.signal_from == "probe"  # rewards differ, whatever is said
+    # Rewards differ, whatever is said.
+    assert made.work.signal_share == 1.0 and made.signal_from == "probe"
 
 
 def test_rewards_that_never_differ_are_planned_as_assumed(world):
     world.grade = lambda choice: (1.0, {})
     made = plan(world.config(), world.tasks(6), probe=True)
     assert made.work.signal_share == 1.0 and made.signal_from == "assumed"
-    assert made.warnings[0].startswith("nothing would be trained: in none of the 4 groups of the probe did rewards differ")
-    half = plan(world.config(), world.tasks(6), probe=True, assumptions=Assumptions(signal_share=0.5))
+    assert made.warnings[0].startswith(
+        "nothing would be trained: in none of the 4 groups of the probe did rewards differ"
+    )
+    half = plan(
+        world.config(), world.tasks(6), probe=True, assumptions=Assumptions(signal_share=0.5)
+    )
     assert half.work.signal_share == 0.5 and half.signal_from == "assumed"
 
 
@@ -68,10 +81,18 @@ def test_only_whole_iterations_on_this_machine_are_probed(world):
 
 
 def test_what_grows_with_tasks_is_scaled():
-    seconds = {name: Seconds(value, "probe") for name, value in dict(sample=2.0, train=3.0, sync=0.5, iteration=5.0).items()}
+    seconds = {
+        name: Seconds(value, "probe")
+        for name, value in dict(sample=2.0, train=3.0, sync=0.5, iteration=5.0).items()
+    }
     rows = [{"train": {"seconds_by_part": {"checkpoint": 1.0}}}, {}]
     scaled = {name: value.seconds for name, value in _scaled(seconds, rows, 4.0, 2.0).items()}
-    assert scaled == {"sample": 8.0, "train": 1.0 + 2.0 * 4, "sync": 0.5, "iteration": pytest.approx(5.0 * 17.5 / 5.5)}
+    assert scaled == {
+        "sample": 8.0,
+        "train": 1.0 + 2.0 * 4,
+        "sync": 0.5,
+        "iteration": pytest.approx(5.0 * 17.5 / 5.5),
+    }
     assert {name: value.seconds for name, value in _scaled(seconds, rows, 1.0, 1.0).items()} == {
         name: value.seconds for name, value in seconds.items()
     }

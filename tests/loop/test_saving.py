@@ -1,4 +1,6 @@
-"""Checkpoints that are written while the servers, which took the weights out of memory, sample from them: on fake parts."""
+"""Checkpoints that are written while the servers, which took the weights out of memory, sample from
+them: on fake parts.
+"""
 
 import json
 import re
@@ -24,9 +26,11 @@ class HeldOut(int):
 
 @pytest.fixture
 def beside(world):
-    """The world's trainer hands over at once, and writes when it is waited for, if at all: `beside.fail[N]` is what happens then,
-    once; `beside.dies[N]`, when it is asked for an iteration; after `beside.lost[N]` looks it is gone; `beside.bits[N]` changes
-    the bits of a tensor. It holds what it trained last, as the real one."""
+    """The world's trainer hands over at once, and writes when it is waited for, if at all:
+    `beside.fail[N]` is what happens then, once; `beside.dies[N]`, when it is asked for an
+    iteration; after `beside.lost[N]` looks it is gone; `beside.bits[N]` changes the bits of a
+    tensor. It holds what it trained last, as the real one.
+    """
 
     class HandsOver(world.trainer()):
         def __init__(self, *arguments):
@@ -97,21 +101,28 @@ def written(world):
 @pytest.mark.long(but=["1"])
 @pytest.mark.parametrize("steps", [0, 1])
 def test_the_same_run(world, beside, steps, tmp_path):
-    """What is sampled, packed and trained does not depend on when files are written; and the server has the policy before.
+    """What is sampled, packed and trained does not depend on when files are written; and the server
+    has the policy before.
 
     Long for on-policy runs: only these hand over at once.
     """
     world.train(weight_sync="memory", off_policy_steps=steps)
     early, events = world.run, list(world.events)
     for number in (1, 2, 3):
-        begun, served = events.index(f"compute {number} from {number - 1}"), events.index(f"serve {number}")
+        begun, served = (
+            events.index(f"compute {number} from {number - 1}"),
+            events.index(f"serve {number}"),
+        )
         assert begun < served < events.index(f"train {number}")
         assert "save_seconds" in RunFolder(early).iteration(number).marker("train")
     world.trainer_class, world.run = world.trainer(), tmp_path / "another"
     world.events.clear()
     world.train(off_policy_steps=steps)
     for number in (1, 2, 3):
-        one, other = (read_jsonl(run / f"iterations/{number:04d}/rollouts.jsonl") for run in (early, world.run))
+        one, other = (
+            read_jsonl(run / f"iterations/{number:04d}/rollouts.jsonl")
+            for run in (early, world.run)
+        )
         assert [(row["task_id"], row["text"], row["weights_version"]) for row in one] == [
             (row["task_id"], row["text"], row["weights_version"]) for row in other
         ]
@@ -120,7 +131,11 @@ def test_the_same_run(world, beside, steps, tmp_path):
 def test_a_trainer_that_dies_while_it_writes_trains_again(world, beside):
     beside.fail[2] = TrainerDiedError("the trainer failed (killed by signal 9)")
     world.train(weight_sync="memory")
-    assert world.count()["compute 2 from 1"] == 2 and world.count()["train 2"] == 1 and world.count()["serve 2"] == 1
+    assert (
+        world.count()["compute 2 from 1"] == 2
+        and world.count()["train 2"] == 1
+        and world.count()["serve 2"] == 1
+    )
     assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3]
 
 
@@ -130,14 +145,20 @@ def test_one_that_is_gone_before_the_server_has_its_weights(world, beside, every
     world.train(weight_sync="memory", save_every=every)
     again = [2, 3] if every == 1 else [1, 2, 3]
     assert computed(world) == [f"compute {n} from {n - 1}" for n in [1, 2, *again]]
-    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3] and written(world) == ([1, 2, 3] if every == 1 else [3])
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3] and written(world) == (
+        [1, 2, 3] if every == 1 else [3]
+    )
     assert world.count()["serve 2"] == 1
 
 
 def test_one_that_dies_whenever_it_writes_ends_the_run(world, beside):
     class Dies(dict):
         def pop(self, number, default):
-            return TrainerDiedError("the trainer failed (killed by signal 9)") if number == 2 else default
+            return (
+                TrainerDiedError("the trainer failed (killed by signal 9)")
+                if number == 2
+                else default
+            )
 
     beside.fail = Dies()
     with pytest.raises(TrainerDiedError):
@@ -150,7 +171,10 @@ def test_what_was_not_written_is_trained_again_and_what_was_sampled_from_it_stay
     with pytest.raises(StorageError):
         world.train(weight_sync="memory", validation=[])
     iteration = RunFolder(world.run).iteration
-    assert iteration(2).marker("train") is None and [row["iteration"] for row in world.rows()] == [0, 1]
+    assert iteration(2).marker("train") is None and [row["iteration"] for row in world.rows()] == [
+        0,
+        1,
+    ]
     sampled = len(world.requests)
     had_sampled = iteration(3).marker("rollouts") is not None  # a matter of time
     world.train(weight_sync="memory", validation=[])
@@ -184,11 +208,21 @@ def assert_finished(world, iterations, sampled):
 @pytest.mark.parametrize("steps", [0, 1])
 def test_only_every_nth_policy_is_written_and_the_last(world, beside, steps):
     """Long for off-policy runs: only these keep two policies."""
-    world.train(weight_sync="memory", save_every=3, iterations=7, off_policy_steps=steps, tasks=world.tasks(14))
+    world.train(
+        weight_sync="memory",
+        save_every=3,
+        iterations=7,
+        off_policy_steps=steps,
+        tasks=world.tasks(14),
+    )
     assert computed(world) == [f"compute {n} from {n - 1}" for n in range(1, 8)]
     assert written(world) == [3, 6, 7]
     marker = RunFolder(world.run).iteration(4).marker("train")
-    assert marker["trained"] and not marker["saved"] and "checkpoint" not in str(RunFolder(world.run).iteration(4).files("train"))
+    assert (
+        marker["trained"]
+        and not marker["saved"]
+        and "checkpoint" not in str(RunFolder(world.run).iteration(4).files("train"))
+    )
     assert [recipe["kept"] for recipe in world.recipes] == [None, 1, 2, None, 4, 5, None]
     assert [version_of(Path(recipe["model"])) for recipe in world.recipes] == [0, 0, 0, 3, 3, 3, 6]
 
@@ -203,7 +237,9 @@ def test_killed_it_goes_back_to_the_last_that_was_written_and_samples_nothing_ag
     world.events.clear()
     world.train(**settings)
     assert computed(world) == [f"compute {n} from {n - 1}" for n in (4, 5, 6, 7)]
-    assert before == {path: path.read_bytes() for path in before}, "what finished phases wrote was touched"
+    assert before == {path: path.read_bytes() for path in before}, (
+        "what finished phases wrote was touched"
+    )
     assert written(world) == [3, 6, 7]
     assert_finished(world, 7, 7 * 2 + 8 * 2)
 
@@ -228,14 +264,20 @@ def test_other_bits_than_servers_had_end_the_run(more, cause, world, beside, cap
     before = {path: path.read_bytes() for path in records.values()}
     beside.bits[5] = " another"
     world.events.clear()
-    said = r"iteration 5 was trained again, and 1 of 2 tensors are not, bit for bit, those that .* such as head: "
+    said = (
+        r"iteration 5 was trained again, and 1 of 2 tensors are not, bit for bit, those that .* "
+        r"such as head: "
+    )
     if cause is None:
         world.train(**settings)
         assert re.search(said, caplog.text)
         return
     with pytest.raises(RunFolderError, match=f"{said}{cause}"):
         world.train(**settings | more)
-    assert computed(world) == ["compute 4 from 3", "compute 5 from 4"] and "serve 5" not in world.events
+    assert (
+        computed(world) == ["compute 4 from 3", "compute 5 from 4"]
+        and "serve 5" not in world.events
+    )
     assert before == {path: path.read_bytes() for path in before}
     if not more:  # not as it was, and to go on all the same
         records[5].unlink()
@@ -270,7 +312,8 @@ def test_a_policy_that_was_lost_is_made_again_for_what_it_has_not_sampled(world,
     world.events.clear()
     world.train(**settings)
     assert [e for e in world.events if e.split()[0] in ("compute", "serve")] == [
-        "compute 1 from 0", "compute 2 from 1", "serve 2", "compute 3 from 2", "serve 3", "compute 4 from 3", "serve 4",
+        "compute 1 from 0", "compute 2 from 1", "serve 2", "compute 3 from 2", "serve 3",
+        "compute 4 from 3", "serve 4",
     ]  # fmt: skip
     assert folder.written_until(4) == [4, 0]
     assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3, 4]
@@ -286,7 +329,11 @@ def test_a_trainer_that_dies_is_brought_to_where_it_was(world, beside):
 
 
 def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, beside, monkeypatch):
-    left = [".partial-1-checkpoint/model.safetensors", ".partial-1-validation.jsonl", "done/.partial-1-validate.json"]
+    left = [
+        ".partial-1-checkpoint/model.safetensors",
+        ".partial-1-validation.jsonl",
+        "done/.partial-1-validate.json",
+    ]
     there, train = [], beside.train
 
     def dying_once(self, number, recipe_config):
@@ -310,16 +357,33 @@ def test_a_server_that_cannot_take_it_is_given_files(world, beside):
     world.train(weight_sync="memory", save_every=3)
     assert [event for event in world.events if event.startswith("write")] == ["write 1", "write 2"]
     assert written(world) == [1, 2, 3]
-    assert RunFolder(world.run).iteration(1).files("train").keys() >= {"checkpoint/config.json", "state/state.txt"}
+    assert RunFolder(world.run).iteration(1).files("train").keys() >= {
+        "checkpoint/config.json",
+        "state/state.txt",
+    }
 
 
 def test_the_last_policy_is_written_wherever_the_run_ends(world, beside):
-    """Also where that was not known when it was trained: the validation reached its goal, or fewer iterations are enough."""
-    settings = {"weight_sync": "memory", "save_every": 5, "iterations": 9, "tasks": world.tasks(18), "stop_at": 1.0}
+    """Also where that was not known when it was trained: the validation reached its goal, or fewer
+    iterations are enough.
+    """
+    settings = {
+        "weight_sync": "memory",
+        "save_every": 5,
+        "iterations": 9,
+        "tasks": world.tasks(18),
+        "stop_at": 1.0,
+    }
     settings["validation_metric"] = "goal"
-    world.grade = lambda choice: (float(choice.message.content == "yes"), {"goal": float(world.server_version() >= 2)})
+    world.grade = lambda choice: (
+        float(choice.message.content == "yes"),
+        {"goal": float(world.server_version() >= 2)},
+    )
     result = world.train(**settings)
-    assert written(world) == [2] and result.checkpoint == world.run / "iterations/0002/checkpoint" == result.best_checkpoint
+    assert (
+        written(world) == [2]
+        and result.checkpoint == world.run / "iterations/0002/checkpoint" == result.best_checkpoint
+    )
     folder = RunFolder(world.run)
     assert folder.iteration(2).marker("save") is not None and folder.written_until(2) == [2, 0]
     assert "state/state.txt" in folder.iteration(2).files("train")
@@ -351,11 +415,24 @@ def test_a_fresh_machine_trains_again_what_the_mirror_has_no_files_of(world, bes
     world.events.clear()
     world.train(**settings)
     assert computed(world) == [f"compute {n} from {n - 1}" for n in (4, 5, 6, 7)]
-    assert [row["iteration"] for row in world.rows()] == list(range(8)) and written(world) == [3, 6, 7]
+    assert [row["iteration"] for row in world.rows()] == list(range(8)) and written(world) == [
+        3,
+        6,
+        7,
+    ]
 
 
 def test_an_iteration_is_done_again_whose_start_was_not_written(world, beside, monkeypatch):
-    figures = {"tokens": 50, "mean": 1.0, "p999": 2.0, "ess": 0.1, "outside": 0.5, "max": 3.0, "worst": [], "by_position": []}
+    figures = {
+        "tokens": 50,
+        "mean": 1.0,
+        "p999": 2.0,
+        "ess": 0.1,
+        "outside": 0.5,
+        "max": 3.0,
+        "worst": [],
+        "by_position": [],
+    }
     world.step_facts[5] = {"sampler_trainer": {**figures, "by_version": {"4": figures}}}
     settings = {"weight_sync": "memory", "save_every": 3, "iterations": 6, "tasks": world.tasks(12)}
     with pytest.raises(DriftError):
@@ -387,9 +464,20 @@ def test_where_files_are_needed_it_is_refused(world, settings, what, monkeypatch
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_drift_is_found_before_the_policy_samples(world, beside, every):
-    figures = {"tokens": 50, "mean": 1.0, "p999": 2.0, "ess": 0.1, "outside": 0.5, "max": 3.0, "worst": [], "by_position": []}
+    figures = {
+        "tokens": 50,
+        "mean": 1.0,
+        "p999": 2.0,
+        "ess": 0.1,
+        "outside": 0.5,
+        "max": 3.0,
+        "worst": [],
+        "by_position": [],
+    }
     world.step_facts[2] = {"sampler_trainer": {**figures, "by_version": {"1": figures}}}
     with pytest.raises(DriftError):
         world.train(weight_sync="memory", save_every=every)
     assert "compute 2 from 1" in world.events and "serve 2" not in world.events
-    assert RunFolder(world.run).iteration(2).marker("train") is not None, "what it trained is kept, to be looked at"
+    assert RunFolder(world.run).iteration(2).marker("train") is not None, (
+        "what it trained is kept, to be looked at"
+    )

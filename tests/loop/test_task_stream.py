@@ -1,4 +1,6 @@
-"""Further tasks until enough groups have a signal: the stream of tasks stays whole, and interrupted runs go on as they would."""
+"""Further tasks until enough groups have a signal: the stream of tasks stays whole, and interrupted
+runs go on as they would.
+"""
 
 import pytest
 
@@ -8,13 +10,23 @@ from ttrl.records import Sample, TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 
-RUN = {"iterations": 4, "tasks_per_iteration": 2, "dynamic_sampling": 2, "max_extra_tasks": 6, "validation": []}
+RUN = {
+    "iterations": 4,
+    "tasks_per_iteration": 2,
+    "dynamic_sampling": 2,
+    "max_extra_tasks": 6,
+    "validation": [],
+}
 
 
 @pytest.fixture
 def rare(world):
-    """A world in which the tasks with a number that 4 divides have a signal, and all others are always wrong."""
-    world.answer = lambda prompt, k, version: "yes" if int(prompt.split()[1]) % 4 == 0 and k == 0 else "no"
+    """A world in which the tasks with a number that 4 divides have a signal, and all others are
+    always wrong.
+    """
+    world.answer = lambda prompt, k, version: (
+        "yes" if int(prompt.split()[1]) % 4 == 0 and k == 0 else "no"
+    )
     return world
 
 
@@ -24,7 +36,9 @@ def tasks_of(world, number):
 
 
 def stream(world, tasks, count):
-    made = Phases(world.config(), RunFolder(world.run), world.model, tasks=tasks, server=None, console=None)
+    made = Phases(
+        world.config(), RunFolder(world.run), world.model, tasks=tasks, server=None, console=None
+    )
     return [task.id for task in made.stream.tasks_from(0, count)]
 
 
@@ -43,9 +57,12 @@ def test_further_tasks_until_there_are_enough(rare):
         assert len(ids) == 2 + row["extra_tasks"] == row["groups"]["total"]
         assert row["groups"]["kept"] == with_signal(ids)
         assert row["groups"]["kept"] >= 2 or row["extra_tasks"] == 6
-        assert RunFolder(rare.run).iteration(number).marker("rollouts")["tasks_taken"] == len(sampled)
+        assert RunFolder(rare.run).iteration(number).marker("rollouts")["tasks_taken"] == len(
+            sampled
+        )
         assert row["samples"] == 4 * len(ids) and row["tokens_per_second"] > 0
-    assert sampled == stream(rare, tasks, len(sampled))  # epochs of all tasks, none skipped or begun twice
+    # Epochs of all tasks, none skipped or begun twice.
+    assert sampled == stream(rare, tasks, len(sampled))
     assert len(rare.requests) == len(sampled)
     assert any(extras)
 
@@ -54,7 +71,12 @@ def test_the_limit_ends_it(rare):
     rare.answer = lambda prompt, k, version: "no"
     rare.train(rare.tasks(12), **RUN | {"iterations": 2, "max_extra_tasks": None})
     for row in rare.rows()[1:]:
-        assert (row["extra_tasks"], row["groups"]["total"], row["groups"]["no_signal"], row["trained"]) == (4, 6, 6, False)
+        assert (
+            row["extra_tasks"],
+            row["groups"]["total"],
+            row["groups"]["no_signal"],
+            row["trained"],
+        ) == (4, 6, 6, False)
         assert row["groups"]["no_signal_share"] == 1.0
 
 
@@ -72,7 +94,9 @@ def test_without_it_no_marker_speaks_of_it(world):
 
 
 @pytest.mark.long(but=["5"])
-@pytest.mark.parametrize("after", [1, 5, *(pytest.param(after, marks=pytest.mark.long) for after in (2, 3))])
+@pytest.mark.parametrize(
+    "after", [1, 5, *(pytest.param(after, marks=pytest.mark.long) for after in (2, 3))]
+)
 def test_interrupted_it_goes_on_as_it_would_have(rare, monkeypatch, tmp_path, after):
     """Long for two of four places: only these lie in the middle. First and last stay.
 
@@ -103,21 +127,31 @@ def test_interrupted_it_goes_on_as_it_would_have(rare, monkeypatch, tmp_path, af
 
 def group(*rewards, finish="stop", logprob=-1.0):
     samples = [
-        Sample(task_id="t", sample=k, messages=[], reward=r, finish_reason=finish, logprobs=[logprob * (k + 1)])
+        Sample(
+            task_id="t",
+            sample=k,
+            messages=[],
+            reward=r,
+            finish_reason=finish,
+            logprobs=[logprob * (k + 1)],
+        )
         for k, r in enumerate(rewards)
     ]
     return TaskResult(task_id="t", messages=[], samples=samples)
 
 
 def more(world, groups, extra=0, new_tokens=0, **changes):
-    config = world.config(**{"tasks_per_iteration": 8, "dynamic_sampling": 4, "max_extra_tasks": 30} | changes)
+    config = world.config(
+        **{"tasks_per_iteration": 8, "dynamic_sampling": 4, "max_extra_tasks": 30} | changes
+    )
     return further_tasks(groups, config, extra, new_tokens, lambda: world.tokenizer)
 
 
 def test_how_many(world):
     some, none = group(0.0, 1.0), group(0.0, 0.0)
     assert more(world, [some] * 4 + [none] * 4) == 0
-    assert more(world, [some] * 3 + [none] * 5) == 3  # one missing, (3 + 1)/(8 + 2) of them bring it
+    # One missing, (3 + 1)/(8 + 2) of them bring it.
+    assert more(world, [some] * 3 + [none] * 5) == 3
     assert more(world, [some] * 1 + [none] * 7) == 8  # 15, but never more than there were
     assert more(world, [some] * 1 + [none] * 31) == 30  # the limit
     assert more(world, [some] * 1 + [none] * 31, extra=24) == 6

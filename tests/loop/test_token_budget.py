@@ -1,4 +1,6 @@
-"""Iterations with a token budget: what is unfinished goes on later, nothing is lost, repeated or trained on half."""
+"""Iterations with a token budget: what is unfinished goes on later, nothing is lost, repeated or
+trained on half.
+"""
 
 import math
 
@@ -18,23 +20,46 @@ A, END = 1, 2
 
 
 class Sampler:
-    """Stands in for get_task_results: tokens one by one, sample after sample in turns, until the budget is spent."""
+    """Stands in for get_task_results: tokens one by one, sample after sample in turns, until the
+    budget is spent.
+    """
 
-    def __init__(self, world, length=lambda task_id, k: 2 + 5 * int(task_id.split("/")[1]) % 13 + k % 2):
+    def __init__(
+        self, world, length=lambda task_id, k: 2 + 5 * int(task_id.split("/")[1]) % 13 + k % 2
+    ):
         self.world, self.length = world, length
         self.calls = []
         """(ids of continued tasks, ids of new tasks, budget, weights version)."""
         self.interrupt_after = None
         self.reward = lambda task_id, k: float(k % 2)
 
-    async def __call__(self, tasks, client, model, *, n, weights_version, on_task_done, token_budget=None, unfinished=(), **_):
+    async def __call__(
+        self,
+        tasks,
+        client,
+        model,
+        *,
+        n,
+        weights_version,
+        on_task_done,
+        token_budget=None,
+        unfinished=(),
+        **_,
+    ):
         if tasks[0].id.startswith("held-out"):
             return self.results(tasks, n, weights_version)
         unfinished = list(unfinished)
         ids = [task.id for task in tasks]
-        self.calls.append((ids[: len(unfinished)], ids[len(unfinished) :], token_budget, weights_version))
-        assert [(g.task_id, g.messages) for g in unfinished] == [(t.id, t.messages) for t in tasks[: len(unfinished)]]
-        groups = [TaskResult(task_id=g.task_id, messages=g.messages, samples=g.samples) for g in unfinished]
+        self.calls.append(
+            (ids[: len(unfinished)], ids[len(unfinished) :], token_budget, weights_version)
+        )
+        assert [(g.task_id, g.messages) for g in unfinished] == [
+            (t.id, t.messages) for t in tasks[: len(unfinished)]
+        ]
+        groups = [
+            TaskResult(task_id=g.task_id, messages=g.messages, samples=g.samples)
+            for g in unfinished
+        ]
         groups += self.results(tasks[len(unfinished) :], n, weights_version, empty=True)
         left = math.inf if token_budget is None else token_budget
         waiting = [s for g in groups for s in g.samples if s.finish_reason == "unfinished"]
@@ -55,7 +80,10 @@ class Sampler:
     def results(self, tasks, n, version, empty=False):
         groups = []
         for task in tasks:
-            samples = [Sample(task_id=task.id, sample=k, messages=task.messages, weights_version=version) for k in range(n)]
+            samples = [
+                Sample(task_id=task.id, sample=k, messages=task.messages, weights_version=version)
+                for k in range(n)
+            ]
             for sample in samples:
                 sample.finish_reason = "unfinished" if empty else "stop"
                 sample.reward = None if empty else 1.0
@@ -88,7 +116,14 @@ def groups_of(world, number, name="rollouts"):
 
 def stream(world, count, tasks=6, **changes):
     """Ids of the first tasks of the stream."""
-    made = Phases(world.config(**changes), RunFolder(world.run), world.model, tasks=world.tasks(tasks), server=None, console=None)
+    made = Phases(
+        world.config(**changes),
+        RunFolder(world.run),
+        world.model,
+        tasks=world.tasks(tasks),
+        server=None,
+        console=None,
+    )
     return [task.id for task in made.stream.tasks_from(0, count)]
 
 
@@ -96,21 +131,30 @@ BUDGET = {"iterations": 6, "tasks_per_iteration": 3, "tokens_per_iteration": 60,
 
 
 def check_run(world, sampler, iterations, n=4):
-    """Every group of the stream once, whole, in the order in which it was begun, by the versions that the files say."""
-    finished = [(number, group) for number in range(1, iterations + 1) for group in groups_of(world, number)]
+    """Every group of the stream once, whole, in the order in which it was begun, by the versions
+    that the files say.
+    """
+    finished = [
+        (number, group) for number in range(1, iterations + 1) for group in groups_of(world, number)
+    ]
     left = groups_of(world, iterations, "unfinished")
     taken = RunFolder(world.run).iteration(iterations).marker("rollouts")["tasks_taken"]
     dropped = sum(row.get("dropped_groups", 0) for row in world.rows())
     assert len(finished) + len(left) + dropped == taken
     if not dropped:
-        assert sorted([g.task_id for _, g in finished] + [g.task_id for g in left]) == sorted(stream(world, taken))
+        assert sorted([g.task_id for _, g in finished] + [g.task_id for g in left]) == sorted(
+            stream(world, taken)
+        )
     for number, group in finished:
         assert [sample.sample for sample in group.samples] == list(range(n))
         for sample in group.samples:
             assert sample.reward is not None and sample.finish_reason == "stop"
             assert len(sample.token_ids) == sampler.length(sample.task_id, sample.sample)
             versions = sample.token_versions or [sample.weights_version] * len(sample.token_ids)
-            assert versions == sorted(versions) and versions[-1] == sample.weights_version <= number - 1
+            assert (
+                versions == sorted(versions)
+                and versions[-1] == sample.weights_version <= number - 1
+            )
     return finished
 
 
@@ -120,7 +164,9 @@ def test_unfinished_groups_go_on_and_no_task_is_skipped_or_repeated(world, sampl
     new = [task_id for _, began, _, _ in sampler.calls for task_id in began]
     assert new == stream(world, len(new))
     assert len({number for number, _ in finished}) == 6  # something was trained on each time
-    continued = [group for _, group in finished if any(sample.token_versions for sample in group.samples)]
+    continued = [
+        group for _, group in finished if any(sample.token_versions for sample in group.samples)
+    ]
     assert continued
     for number in range(1, 6):
         left = groups_of(world, number, "unfinished")
@@ -171,16 +217,22 @@ def test_dynamic_sampling_takes_further_tasks_while_the_budget_lasts(world, samp
     sampler.length = lambda task_id, k: 3
     sampler.reward = lambda task_id, k: float(k % 2) if task_id == "task/0" else 0.0
     # 12 tokens a task: three tasks at first, two more end, and a sixth does not
-    world.train(**BUDGET | {"tokens_per_iteration": 65, "dynamic_sampling": 2, "max_extra_tasks": 9})
+    world.train(
+        **BUDGET | {"tokens_per_iteration": 65, "dynamic_sampling": 2, "max_extra_tasks": 9}
+    )
     check_run(world, sampler, 6)
     rows = world.rows()[1:]
     assert all(row["new_completion_tokens"] <= 65 for row in rows)
-    assert any(row["extra_tasks"] for row in rows) and any(row["unfinished"]["groups"] for row in rows)
+    assert any(row["extra_tasks"] for row in rows) and any(
+        row["unfinished"]["groups"] for row in rows
+    )
     began = [task_id for _, new, _, _ in sampler.calls for task_id in new]
     assert began == stream(world, len(began))
 
 
-def test_interrupted_in_the_middle_finished_groups_are_kept_and_the_rest_of_the_budget_is_spent(world, sampler):
+def test_interrupted_in_the_middle_finished_groups_are_kept_and_the_rest_of_the_budget_is_spent(
+    world, sampler
+):
     world.train(**BUDGET | {"iterations": 1})
     left = groups_of(world, 1, "unfinished")
     sampler.interrupt_after = 3
@@ -194,7 +246,10 @@ def test_interrupted_in_the_middle_finished_groups_are_kept_and_the_rest_of_the_
     assert first[0] == [group.task_id for group in left]
     assert len(first[0]) + len(first[1]) == len(again[0]) + len(again[1]) + len(rows)
     had = {group.task_id: sum(len(s.token_ids or ()) for s in group.samples) for group in left}
-    spent = sum(sum(len(s["token_ids"]) for s in row["samples"]) - had.get(row["samples"][0]["task_id"], 0) for row in rows)
+    spent = sum(
+        sum(len(s["token_ids"]) for s in row["samples"]) - had.get(row["samples"][0]["task_id"], 0)
+        for row in rows
+    )
     assert again[2] == max(1, 60 - spent)
     world.train(**BUDGET | {"iterations": 6})
     check_run(world, sampler, 6)
@@ -238,7 +293,14 @@ def test_a_staleness_limit_needs_a_budget(world):
 
 def group(*token_ids, task_id="t/0", **changes):
     made = [
-        Sample(task_id=task_id, sample=k, messages=[], token_ids=ids, finish_reason="unfinished", **changes)
+        Sample(
+            task_id=task_id,
+            sample=k,
+            messages=[],
+            token_ids=ids,
+            finish_reason="unfinished",
+            **changes,
+        )
         for k, ids in enumerate(token_ids)
     ]
     return TaskResult(task_id=task_id, messages=[], samples=made)

@@ -1,4 +1,6 @@
-"""Whole runs on fake parts (see conftest.py): what a run leaves behind, and what it refuses before anything starts."""
+"""Whole runs on fake parts (see conftest.py): what a run leaves behind, and what it refuses before
+anything starts.
+"""
 
 import json
 import logging
@@ -36,10 +38,13 @@ def test_a_run_goes_through_its_phases_in_order(world):
         *["train 1", "serve 1", "train 2", "serve 2", "train 3", "serve 3"],
         "stop",
     ]
-    # Each policy's held-out tasks and rollouts share the server; nothing of another policy is asked for meanwhile.
+    # Each policy's held-out tasks and rollouts share the server; nothing of another policy is asked
+    # for meanwhile.
     assert [version for version, _ in world.requests] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 2
     for version in range(4):
-        asked = [prompt.split()[0] for sampled_by, prompt in world.requests if sampled_by == version]
+        asked = [
+            prompt.split()[0] for sampled_by, prompt in world.requests if sampled_by == version
+        ]
         assert sorted(asked) == ["held-out"] * 2 + ["task"] * (2 if version < 3 else 0)
     trained = {prompt for _, prompt in world.requests if prompt.startswith("task")}
     assert len(trained) == 6  # an epoch is every task once
@@ -61,8 +66,11 @@ def test_metrics_rows_say_what_happened(world):
     assert before["validation"] == {"right": 0.25, "pass@4": 1.0}
     assert before["validation_samples"] == 8
     for number, row in enumerate(rows, 1):
-        assert row["reward"] == row["metrics"]["right"] == number / 4  # sampled by the version before
-        assert row["validation_reward"] == row["validation"]["right"] == (0.5, 0.75, 0.25)[number - 1]
+        # Sampled by the version before.
+        assert row["reward"] == row["metrics"]["right"] == number / 4
+        assert (
+            row["validation_reward"] == row["validation"]["right"] == (0.5, 0.75, 0.25)[number - 1]
+        )
         assert row["samples"] == 8
         assert row["failed"] == 0
         assert row["finish_reasons"] == {"stop": 8}
@@ -81,18 +89,23 @@ def test_metrics_rows_say_what_happened(world):
         total += spent["total"]
         assert spent["cumulated"] == total and spent["validation"] > 0
         assert ("prefill" in spent) == ("decode" in spent) == (row["iteration"] > 0)
-    assert rows[0]["completion_tokens"] == 2 * len("yes") + 6 * len("no") + 8  # a token per letter, and the end of turn
+    # A token per letter, and the end of turn.
+    assert rows[0]["completion_tokens"] == 2 * len("yes") + 6 * len("no") + 8
 
 
 def test_completions_that_the_model_finds_unlikely_are_ended_in_training_alone(world):
     world.logprob = lambda k, place: -9.0 if k == 3 and place else -1.0
-    before, row = world.train(iterations=1, early_stop={"alpha": 0.5, "threshold": -4.0}, sample_files=True).metrics
+    before, row = world.train(
+        iterations=1, early_stop={"alpha": 0.5, "threshold": -4.0}, sample_files=True
+    ).metrics
     assert row["finish_reasons"] == {"stop": 6, "stopped_early": 2}
     assert row["rollouts"]["stopped_early"] == 0.25 and row["rollouts"]["truncated"] == 0
     assert row["trained"] and row["samples"] == 8 and row["failed"] == 0
     assert before["validation_samples"] == row["validation_samples"] == 2
     samples = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
-    assert [len(one["token_ids"]) for one in samples if one["finish_reason"] == "stopped_early"] == [2, 2]
+    assert [
+        len(one["token_ids"]) for one in samples if one["finish_reason"] == "stopped_early"
+    ] == [2, 2]
     files = sorted((world.run / "iterations/0001/samples").iterdir())
     assert len(files) == 8 and sum("stopped_early" in path.read_text() for path in files) == 2
 
@@ -119,15 +132,25 @@ def test_an_early_stop_that_cannot_be_is_refused(world, early_stop, problem):
 def test_each_iteration_starts_from_the_one_before(world):
     world.train()
     folder = world.run / "iterations"
-    assert [config["model"] for config in world.recipes] == [str(folder / f"{n:04d}/checkpoint") for n in (0, 1, 2)]
-    assert [config["state"] for config in world.recipes] == [None, str(folder / "0001/state"), str(folder / "0002/state")]
+    assert [config["model"] for config in world.recipes] == [
+        str(folder / f"{n:04d}/checkpoint") for n in (0, 1, 2)
+    ]
+    assert [config["state"] for config in world.recipes] == [
+        None,
+        str(folder / "0001/state"),
+        str(folder / "0002/state"),
+    ]
     assert [config["iteration"] for config in world.recipes] == [1, 2, 3]
 
 
 def test_markers_hold_the_digests_of_their_files(world):
     world.train(iterations=1)
     folder = world.run / "iterations/0001"
-    for phase, name in (("rollouts", "rollouts.jsonl"), ("pack", "packed.safetensors"), ("train", "state/state.txt")):
+    for phase, name in (
+        ("rollouts", "rollouts.jsonl"),
+        ("pack", "packed.safetensors"),
+        ("train", "state/state.txt"),
+    ):
         files = json.loads((folder / f"done/{phase}.json").read_text())["files"]
         assert files[name] == digest(folder / name)
     assert not (folder / "rollouts.partial.jsonl").exists()
@@ -143,16 +166,31 @@ def test_without_validation_tasks(world):
 
 def test_stop_at_ends_the_run_early_and_stays_ended(world):
     world.answer = lambda prompt, k, version: "yes" if k < 2 else "no"
-    world.train(stop_at=1.0, iterations=5, tasks=world.tasks(2, "held-out"), validation=world.tasks(2, "held-out"))
-    assert [row["iteration"] for row in world.rows()] == [0]  # sample 0 is right: reached before any training
+    world.train(
+        stop_at=1.0,
+        iterations=5,
+        tasks=world.tasks(2, "held-out"),
+        validation=world.tasks(2, "held-out"),
+    )
+    # Sample 0 is right: reached before any training.
+    assert [row["iteration"] for row in world.rows()] == [0]
     world.events.clear()
-    world.train(stop_at=1.0, iterations=5, tasks=world.tasks(2, "held-out"), validation=world.tasks(2, "held-out"))
+    world.train(
+        stop_at=1.0,
+        iterations=5,
+        tasks=world.tasks(2, "held-out"),
+        validation=world.tasks(2, "held-out"),
+    )
     assert world.events == ["stop"]
 
 
 def test_stop_at_waits_for_its_metric(world):
-    world.answer = lambda prompt, k, version: "yes" if k < (2 if prompt.startswith("task") else version) else "no"
-    result = world.train(stop_at=0.75, iterations=9, validation_samples=4, validation_metric="right")
+    world.answer = lambda prompt, k, version: (
+        "yes" if k < (2 if prompt.startswith("task") else version) else "no"
+    )
+    result = world.train(
+        stop_at=0.75, iterations=9, validation_samples=4, validation_metric="right"
+    )
     assert [row["validation"]["right"] for row in world.rows()] == [0, 0.25, 0.5, 0.75]
     assert result.checkpoint == world.run / "iterations/0003/checkpoint"
     world.train(stop_at=1.0, iterations=9, validation_samples=4, validation_metric="right")
@@ -162,12 +200,26 @@ def test_stop_at_waits_for_its_metric(world):
 def test_every_third_policy_is_validated_besides_the_first_and_the_last(world):
     world.train(iterations=5, validate_every=3, validation_samples=4)
     validated = [row["iteration"] for row in world.rows() if "validation_reward" in row]
-    assert validated == [0, 3, 5] and [row["iteration"] for row in world.rows()] == [0, 1, 2, 3, 4, 5]
+    assert validated == [0, 3, 5] and [row["iteration"] for row in world.rows()] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
     assert [(world.run / f"iterations/{n:04d}/validation.jsonl").is_file() for n in range(6)] == [
         n in validated for n in range(6)
     ]
-    result = world.train(iterations=7, validate_every=2, validation_samples=4)  # what was left out stays out
-    assert [row["iteration"] for row in world.rows() if "validation_reward" in row] == [0, 3, 5, 6, 7]
+    # What was left out stays out.
+    result = world.train(iterations=7, validate_every=2, validation_samples=4)
+    assert [row["iteration"] for row in world.rows() if "validation_reward" in row] == [
+        0,
+        3,
+        5,
+        6,
+        7,
+    ]
     assert result.best_checkpoint == world.run / "iterations/0005/checkpoint"
 
 
@@ -178,7 +230,9 @@ def test_an_unknown_validation_metric_is_named_in_the_line(world, capsys):
 
 def test_the_best_checkpoint_outlives_pruning_and_the_rest_does_not(world):
     best = 2
-    world.answer = lambda prompt, k, version: "yes" if k < (2 if prompt.startswith("task") else 4 * (version == best)) else "no"
+    world.answer = lambda prompt, k, version: (
+        "yes" if k < (2 if prompt.startswith("task") else 4 * (version == best)) else "no"
+    )
     result = world.train(iterations=7, validation_samples=4)
     assert result.best_checkpoint == world.run / "iterations/0002/checkpoint"
     there = [n for n in range(8) if (world.run / f"iterations/{n:04d}/checkpoint").exists()]
@@ -193,52 +247,94 @@ def test_nothing_goes_to_standard_error_outside_of_terminals(world, capfd):
     captured = capfd.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert lines[0].startswith("weight_sync: memory (") and len(lines) == 11 and "entropy" in lines[6]
+    assert (
+        lines[0].startswith("weight_sync: memory (") and len(lines) == 11 and "entropy" in lines[6]
+    )
     assert lines[1].startswith("tool calls: no parser, as its chat template does not show tools")
-    assert lines[7].startswith("held-out reward: start ") and re.fullmatch(r"advantages .* to .*; .* reward/s", lines[8])
+    assert lines[7].startswith("held-out reward: start ") and re.fullmatch(
+        r"advantages .* to .*; .* reward/s", lines[8]
+    )
     folder = world.run / "iterations" / "0001" / "checkpoint"
     assert lines[9:] == [f"report:     {world.run / 'report.html'}", f"checkpoint: {folder}"]
     assert lines[2].startswith("starting vLLM and the trainer")
-    planned = r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of 3 "
+    planned = (
+        r"plan: 1 iteration of about .* s, .* with the start; rough, may be wrong by a factor of "
+        r"3 "
+    )
     assert re.fullmatch(planned + r"\(completions of [1-8] tokens are assumed\)", lines[3])
-    assert lines[4].startswith("before") and " left" not in lines[4]  # nothing is known of an iteration yet
+    # Nothing is known of an iteration yet.
+    assert lines[4].startswith("before") and " left" not in lines[4]
     assert lines[5].startswith(
-        "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; greedy, 2 tasks)  "
+        "iteration   1  reward 0.250, right 0.250  held-out reward 1.000 (95%: 0.342 to 1.000; "
+        "greedy, 2 tasks)  "
     )
 
 
 @pytest.mark.long(but=["1-1.0-1.0-temperature 1, 2 tasks"])
 @pytest.mark.parametrize(
     ("samples", "temperature", "drawn_at", "said"),
-    [(1, None, 0.0, "greedy, 2 tasks"), (4, None, 0.7, "temperature 0.7, 2 tasks × 4"), (1, 1.0, 1.0, "temperature 1, 2 tasks")],
+    [
+        (1, None, 0.0, "greedy, 2 tasks"),
+        (4, None, 0.7, "temperature 0.7, 2 tasks × 4"),
+        (1, 1.0, 1.0, "temperature 1, 2 tasks"),
+    ],
 )
-def test_held_out_samples_are_greedy_unless_there_are_several(world, samples, temperature, drawn_at, said):
+def test_held_out_samples_are_greedy_unless_there_are_several(
+    world, samples, temperature, drawn_at, said
+):
     """And there, pass@k of the metric that the run is judged by stands beside the means.
 
     Long for the other counts: only these are greedy or several.
     """
     world.writes_reports = True
-    asked, answer = {"validation_samples": samples, "validation_temperature": temperature}, world.answer
-    world.answer = lambda prompt, k, version: "no" if prompt == "held-out 1" else answer(prompt, k, version)
+    asked, answer = (
+        {"validation_samples": samples, "validation_temperature": temperature},
+        world.answer,
+    )
+    world.answer = lambda prompt, k, version: (
+        "no" if prompt == "held-out 1" else answer(prompt, k, version)
+    )
     result = world.train(iterations=1, temperature=0.7, **asked)
     assert world.temperatures == {"task": {0.7}, "held-out": {drawn_at}}
     assert {row["validation_sampling"] for row in world.rows()} == {said}
     held_out, intervals = world.rows()[1]["validation"], world.rows()[1]["validation_intervals"]
-    assert held_out["right"] == (0.25 if samples == 4 else 0.5) and held_out.get("pass@4") == (0.5 if samples == 4 else None)
-    assert all(0 <= intervals[name][0] <= share <= intervals[name][1] <= 1 for name, share in held_out.items())
+    assert held_out["right"] == (0.25 if samples == 4 else 0.5) and held_out.get("pass@4") == (
+        0.5 if samples == 4 else None
+    )
+    assert all(
+        0 <= intervals[name][0] <= share <= intervals[name][1] <= 1
+        for name, share in held_out.items()
+    )
     assert f"; {said})" in summary(read_run(result.run)) and said in result.report.read_text()
 
 
-def test_the_plan_is_of_a_machine_on_which_nothing_runs_and_says_what_does_not_fit(world, capfd, monkeypatch):
-    """Beside a server that starts, this machine's products seemed three times as slow as they are."""
+def test_the_plan_is_of_a_machine_on_which_nothing_runs_and_says_what_does_not_fit(
+    world, capfd, monkeypatch
+):
+    """Beside a server that starts, this machine's products seemed three times as slow as they
+    are.
+    """
     small = Machine("a small one", False, 1e9, 50e9, 20e9, "measured")
-    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda config, product: world.note("measured") or small)
+    monkeypatch.setattr(
+        "ttrl.plans.planner.this_machine", lambda config, product: world.note("measured") or small
+    )
     world.train(iterations=2, stop_at=2.0)
     assert world.events[:3] == ["measured", "start", "canary"]
     lines = capfd.readouterr().out.splitlines()
-    (planned,) = (number for number, line in enumerate(lines) if line.startswith("plan: up to 2 iterations of about "))
-    assert lines[planned + 1].startswith("note: does not fit: trainer (") and "weight_sync: restart stops" in lines[planned + 1]
-    assert [line.split("  ")[-1].startswith("at most about ") for line in lines if line.startswith("iteration")] == [True, False]
+    (planned,) = (
+        number
+        for number, line in enumerate(lines)
+        if line.startswith("plan: up to 2 iterations of about ")
+    )
+    assert (
+        lines[planned + 1].startswith("note: does not fit: trainer (")
+        and "weight_sync: restart stops" in lines[planned + 1]
+    )
+    assert [
+        line.split("  ")[-1].startswith("at most about ")
+        for line in lines
+        if line.startswith("iteration")
+    ] == [True, False]
     (world.run / "metrics.jsonl").unlink()
     world.events.clear()
     world.train(iterations=2, stop_at=2.0)
@@ -248,16 +344,26 @@ def test_the_plan_is_of_a_machine_on_which_nothing_runs_and_says_what_does_not_f
 def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
     world.train(iterations=3)
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("iteration")]
-    assert [bool(re.search(r"  about [\d.]+ s left$", line)) for line in lines] == [True, True, False]
+    assert [bool(re.search(r"  about [\d.]+ s left$", line)) for line in lines] == [
+        True,
+        True,
+        False,
+    ]
     rows = [{"iteration": number, "seconds": {"total": float(number)}} for number in range(9)]
     assert seconds_left(rows, world.config(iterations=10)) == 2 * (4 + 5 + 6 + 7 + 8) / 5
-    beside = [{"iteration": 1, "seconds": {"sample": 60.0, "total": 0.01}}]  # sampled beside a long validation, nothing trained
+    # Sampled beside a long validation, nothing trained.
+    beside = [{"iteration": 1, "seconds": {"sample": 60.0, "total": 0.01}}]
     assert seconds_left(beside, world.config(iterations=3)) == 2 * 60.0
-    assert seconds_left(rows, world.config(iterations=8)) is None and seconds_left(rows[:1], world.config()) is None
+    assert (
+        seconds_left(rows, world.config(iterations=8)) is None
+        and seconds_left(rows[:1], world.config()) is None
+    )
 
 
 def test_quiet_says_nothing(world, capfd):
-    train_module.train(world.config(iterations=1), world.tasks(4), world.tasks(1, "held-out"), quiet=True)
+    train_module.train(
+        world.config(iterations=1), world.tasks(4), world.tasks(1, "held-out"), quiet=True
+    )
     captured = capfd.readouterr()
     assert captured.err == captured.out == ""
 
@@ -320,18 +426,33 @@ def test_stop_at_without_validation_tasks(world):
 
 def test_things_that_are_no_tasks(world):
     task = world.tasks(1)[0]
-    refused(world, TaskError, "tasks: 2 of 3 are not Tasks, the first is of type dict", tasks=[task, {"messages": []}, "x"])
+    refused(
+        world,
+        TaskError,
+        "tasks: 2 of 3 are not Tasks, the first is of type dict",
+        tasks=[task, {"messages": []}, "x"],
+    )
     refused(world, TaskError, "validation_tasks: 1 of 1", validation=[None])
     refused(world, TaskError, "tasks is of type Task; give a list", tasks=task)
     refused(world, TaskError, "tasks is of type method; give a list", tasks=world.tasks)
-    unwritable = Task([{"role": "user", "content": "x", "when": {1, 2}}], lambda choice: 1.0, id="odd")
+    unwritable = Task(
+        [{"role": "user", "content": "x", "when": {1, 2}}], lambda choice: 1.0, id="odd"
+    )
     refused(
-        world, TaskError, "task 'odd': its id and messages cannot be written as JSON", tasks=[unwritable], tasks_per_iteration=1
+        world,
+        TaskError,
+        "task 'odd': its id and messages cannot be written as JSON",
+        tasks=[unwritable],
+        tasks_per_iteration=1,
     )
 
 
 def test_tasks_may_come_from_a_generator(world):
-    world.train(tasks=(task for task in world.tasks(6)), validation=(task for task in world.tasks(1, "held-out")), iterations=1)
+    world.train(
+        tasks=(task for task in world.tasks(6)),
+        validation=(task for task in world.tasks(1, "held-out")),
+        iterations=1,
+    )
     assert len(world.rows()) == 2
 
 
@@ -355,12 +476,17 @@ def test_a_run_folder_that_is_a_file(world):
 def test_a_run_folder_of_a_living_process_is_refused_with_its_pid(world):
     code = (
         "import sys, time\nfrom ttrl.run_folder.folder import RunFolder\n"
-        "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    time.sleep(600)\n"
+        "with RunFolder(sys.argv[1]).locked():\n    print('locked', flush=True)\n    "
+        "time.sleep(600)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(world.run)], stdout=subprocess.PIPE, text=True) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(world.run)], stdout=subprocess.PIPE, text=True
+    ) as owner:
         try:
             assert owner.stdout.readline() == "locked\n"
-            with pytest.raises(RunFolderError, match=rf"in use by another process \(pid {owner.pid} on "):
+            with pytest.raises(
+                RunFolderError, match=rf"in use by another process \(pid {owner.pid} on "
+            ):
                 world.train()
         finally:
             owner.kill()
@@ -383,7 +509,9 @@ def test_the_tasks_of_the_iterations_are_the_stream_of_shuffled_epochs(world):
 def test_logging_is_silent_at_warning_level_in_a_healthy_run(world, caplog):
     with caplog.at_level(logging.WARNING):
         world.train(iterations=1)
-    assert [record.getMessage() for record in caplog.records if record.name.startswith("ttrl")] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.name.startswith("ttrl")
+    ] == []
 
 
 TEMPLATE = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
@@ -403,7 +531,11 @@ def test_a_run_with_a_chat_template_starts_from_a_model_that_has_it(world, tmp_p
     assert not (bare / "chat_template.jinja").exists()
     assert RunFolder(world.run).config()["chat_template"] == TEMPLATE
     assert result.checkpoint.is_dir()
-    assert "tool calls: no parser, as its chat template does not show tools" in capsys.readouterr().out
+    assert (
+        "tool calls: no parser, as its chat template does not show tools" in capsys.readouterr().out
+    )
     file.write_text(TEMPLATE + "{# changed #}")
-    with pytest.raises(RunFolderError, match=r"was started with another config:\n *- chat_template"):
+    with pytest.raises(
+        RunFolderError, match=r"was started with another config:\n *- chat_template"
+    ):
         world.train(iterations=1, model=str(bare), chat_template=str(file))

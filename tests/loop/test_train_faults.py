@@ -1,4 +1,6 @@
-"""What goes wrong in the middle of a run, and what is kept of it: on fake parts (see conftest.py)."""
+"""What goes wrong in the middle of a run, and what is kept of it: on fake parts (see
+conftest.py).
+"""
 
 import math
 
@@ -43,7 +45,9 @@ def test_a_run_that_never_had_a_signal_ends_with_the_starting_model(world):
     world.answer = lambda prompt, k, version: "no"
     result = world.train(iterations=2)
     assert result.checkpoint == result.best_checkpoint == world.run / "iterations/0000/checkpoint"
-    assert (result.checkpoint / "model.safetensors").resolve() == (world.model / "model.safetensors").resolve()
+    assert (result.checkpoint / "model.safetensors").resolve() == (
+        world.model / "model.safetensors"
+    ).resolve()
 
 
 @pytest.mark.parametrize("bad", ["raises", "nan", "text"])
@@ -61,7 +65,11 @@ def test_a_grader_that_fails_costs_its_samples_and_the_run_goes_on(world, bad, c
     assert row["failed"] == 2
     assert row["samples"] == 8
     assert row["trained"] is True
-    errors = [s["error"] for s in read_jsonl(world.run / "iterations/0001/rollouts.jsonl") if s["reward"] is None]
+    errors = [
+        s["error"]
+        for s in read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
+        if s["reward"] is None
+    ]
     assert len(errors) == 2
     assert all("GraderError" in error for error in errors)
     assert "2 samples failed" in capsys.readouterr().out
@@ -73,7 +81,9 @@ def test_when_every_grade_fails_the_run_stops_and_a_repaired_grader_continues_it
 
     good = world.grade
     world.grade = broken
-    with pytest.raises(GraderError, match=r"all 8 samples of 2 tasks failed.*ZeroDivisionError: by zero"):
+    with pytest.raises(
+        GraderError, match=r"all 8 samples of 2 tasks failed.*ZeroDivisionError: by zero"
+    ):
         world.train(validation=[], iterations=1)
     assert world.events[-1] == "stop"
     world.grade = good
@@ -86,7 +96,12 @@ def test_a_request_that_the_server_refuses_costs_its_task_alone(world):
     world.refused = {"task 0", "task 1", "task 2"}
     world.train(tasks_per_iteration=6, iterations=1)
     row = world.rows()[1]
-    assert (row["samples"], row["failed"], row["groups"]["too_few"], row["trained"]) == (24, 12, 3, True)
+    assert (row["samples"], row["failed"], row["groups"]["too_few"], row["trained"]) == (
+        24,
+        12,
+        3,
+        True,
+    )
 
 
 def test_when_every_request_fails_on_a_living_server(world):
@@ -96,7 +111,9 @@ def test_when_every_request_fails_on_a_living_server(world):
     assert world.events[-1] == "stop"
 
 
-def test_a_server_that_dies_while_it_samples_is_named_and_what_it_sampled_is_kept(world, monkeypatch):
+def test_a_server_that_dies_while_it_samples_is_named_and_what_it_sampled_is_kept(
+    world, monkeypatch
+):
     def sampled(prompt):
         if len(world.requests) == 2:
             world.server_is_dead = True
@@ -112,7 +129,10 @@ def test_a_server_that_dies_while_it_samples_is_named_and_what_it_sampled_is_kep
     assert len(prompts) == len(set(prompts)) == 6
 
 
-@pytest.mark.parametrize("error", [TrainerError("the trainer failed (exit code 1)"), StorageError("no space left on device")])
+@pytest.mark.parametrize(
+    "error",
+    [TrainerError("the trainer failed (exit code 1)"), StorageError("no space left on device")],
+)
 def test_a_trainer_that_fails_is_run_again_on_the_same_rows(world, error):
     trains, world.fake_tune = world.fake_tune, lambda *_, **__: (_ for _ in ()).throw(error)
     with pytest.raises(type(error), match=str(error).replace("(", r"\(").replace(")", r"\)")):
@@ -142,7 +162,10 @@ def test_the_run_is_locked_while_it_works(world):
     held = []
 
     def sampled(prompt):
-        with pytest.raises(RunFolderError, match="in use by another process"), RunFolder(world.run).locked():
+        with (
+            pytest.raises(RunFolderError, match="in use by another process"),
+            RunFolder(world.run).locked(),
+        ):
             pass
         held.append(prompt)
 

@@ -1,4 +1,6 @@
-"""Runs that were interrupted, finished or damaged, and started again: on fake parts (see conftest.py)."""
+"""Runs that were interrupted, finished or damaged, and started again: on fake parts (see
+conftest.py).
+"""
 
 import json
 import signal
@@ -34,20 +36,34 @@ def test_a_finished_run_does_nothing_and_starts_no_server(world):
     assert world.requests == []
     assert again.metrics == first.metrics
     assert again.checkpoint == first.checkpoint
-    assert files == {path: path.stat().st_mtime_ns for path in (world.run / "iterations").rglob("*")}
-    assert environment == (world.run / "environment.json").stat().st_mtime_ns  # still that of the run
+    assert files == {
+        path: path.stat().st_mtime_ns for path in (world.run / "iterations").rglob("*")
+    }
+    # Still that of the run.
+    assert environment == (world.run / "environment.json").stat().st_mtime_ns
 
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_another_number_of_tasks_goes_on_where_the_stream_of_tasks_was(world, steps):
     def asked(iterations):
-        return [[row["task_id"] for row in read_jsonl(world.run / f"iterations/{n:04d}/rollouts.jsonl")[::4]] for n in iterations]
+        return [
+            [
+                row["task_id"]
+                for row in read_jsonl(world.run / f"iterations/{n:04d}/rollouts.jsonl")[::4]
+            ]
+            for n in iterations
+        ]
 
     run = {"off_policy_steps": steps, "iterations": 2}
     world.train(world.tasks(24), **run)
     more = world.config(**run | {"iterations": 4, "tasks_per_iteration": 5})
-    train_module.train(more, world.tasks(24), world.tasks(2, "held-out"), allow_changes=["tasks_per_iteration"])
-    stream = [task.id for task in TaskStream(more, RunFolder(world.run), world.tasks(24)).tasks_from(0, 14)]
+    train_module.train(
+        more, world.tasks(24), world.tasks(2, "held-out"), allow_changes=["tasks_per_iteration"]
+    )
+    stream = [
+        task.id
+        for task in TaskStream(more, RunFolder(world.run), world.tasks(24)).tasks_from(0, 14)
+    ]
     assert asked(range(1, 5)) == [stream[:2], stream[2:4], stream[4:9], stream[9:]]
 
 
@@ -65,16 +81,19 @@ def test_more_iterations_continue_a_finished_run(world):
         pytest.param(
             phase,
             moment,
-            marks=[pytest.mark.long] * (moment == "after" or (moment == "before" and phase in ("pack", "validate"))),
+            marks=[pytest.mark.long]
+            * (moment == "after" or (moment == "before" and phase in ("pack", "validate"))),
         )
         for phase in ("rollouts", "pack", "train", "validate")
         for moment in ("before", "before its marker", "after")
     ],
 )
 def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, moment):
-    """An exception before a phase, between its work and its marker, and after its marker: what was marked is not repeated.
+    """An exception before a phase, between its work and its marker, and after its marker: what was
+    marked is not repeated.
 
-    Long for six of twelve: only these end right after a marker. For the next phase that is the same as before it, which stays.
+    Long for six of twelve: only these end right after a marker. For the next phase that is the same
+    as before it, which stays.
 
     Long for the other phases: each only stops at its own marker.
     """
@@ -116,7 +135,9 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
         monkeypatch.setattr(Phases, name, counting(name, getattr(Phases, name), done))
     world.events.append("again")
     world.train(iterations=2)
-    whole = [("validate", 0)] + [(n, i) for i in (1, 2) for n in ("rollouts", "pack", "train", "validate")]
+    whole = [("validate", 0)] + [
+        (n, i) for i in (1, 2) for n in ("rollouts", "pack", "train", "validate")
+    ]
     assert sorted(done) == sorted(whole)  # each once: none repeated, none left out
     assert done[: len(finished)] == finished
     for i in (1, 2):  # the validation of the policy before shares the server with the rollouts
@@ -144,7 +165,10 @@ def counting(name, original, done):
 
 
 def test_interrupted_while_preparing(world):
-    computes, world.fake_canary = world.fake_canary, lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
+    computes, world.fake_canary = (
+        world.fake_canary,
+        lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
+    )
     with pytest.raises(KeyboardInterrupt):
         world.train()
     world.fake_canary = computes
@@ -155,7 +179,9 @@ def test_interrupted_while_preparing(world):
 
 
 def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monkeypatch, capsys):
-    """Twice, after two of five tasks by Ctrl-C and after one more by SIGTERM; and speeds are not made up."""
+    """Twice, after two of five tasks by Ctrl-C and after one more by SIGTERM; and speeds are not
+    made up.
+    """
     run = {"tasks": world.tasks(5), "validation": [], "tasks_per_iteration": 5, "iterations": 1}
     with monkeypatch.context() as patch:
         world.interrupt_after(patch, 2)
@@ -181,7 +207,9 @@ def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monke
     assert row["samples"] == 20
     assert row["tokens_per_second"] is None  # most were sampled by processes that are gone
     rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
-    assert [row["task_id"] for row in rows] == [task.id for task in first_tasks(world, run) for _ in range(4)]
+    assert [row["task_id"] for row in rows] == [
+        task.id for task in first_tasks(world, run) for _ in range(4)
+    ]
     for position, samples in kept.items():
         assert rows[4 * position : 4 * position + 4] == samples
     assert not partial.exists()
@@ -189,15 +217,24 @@ def test_interrupted_while_sampling_only_what_is_missing_is_sampled(world, monke
 
 def first_tasks(world, run):
     config = world.config(iterations=1, tasks_per_iteration=run["tasks_per_iteration"])
-    return Phases(config, RunFolder(world.run), world.model, tasks=run["tasks"], server=None, console=None).stream.tasks_of(1)
+    return Phases(
+        config, RunFolder(world.run), world.model, tasks=run["tasks"], server=None, console=None
+    ).stream.tasks_of(1)
 
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_kept_samples_of_the_same_task_twice_in_an_iteration(world, monkeypatch, kept):
     same = Task([{"role": "user", "content": "twice"}], lambda choice: world.grade(choice))
     other = Task([{"role": "user", "content": "once"}], lambda choice: world.grade(choice))
-    same_name = Task([{"role": "user", "content": "third"}], lambda choice: world.grade(choice), id=same.id)
-    run = {"tasks": [same, other, same, same_name], "validation": [], "tasks_per_iteration": 4, "iterations": 1}
+    same_name = Task(
+        [{"role": "user", "content": "third"}], lambda choice: world.grade(choice), id=same.id
+    )
+    run = {
+        "tasks": [same, other, same, same_name],
+        "validation": [],
+        "tasks_per_iteration": 4,
+        "iterations": 1,
+    }
     with monkeypatch.context() as patch:
         world.interrupt_after(patch, kept)
         with pytest.raises(KeyboardInterrupt):
@@ -209,7 +246,9 @@ def test_kept_samples_of_the_same_task_twice_in_an_iteration(world, monkeypatch,
     assert len(world.requests) == 4 - finished
     rows = read_jsonl(world.run / "iterations/0001/rollouts.jsonl")
     contents = [row["messages"][0]["content"] for row in rows]
-    assert contents == [task.messages[0]["content"] for task in first_tasks(world, run) for _ in range(4)]
+    assert contents == [
+        task.messages[0]["content"] for task in first_tasks(world, run) for _ in range(4)
+    ]
     pack = json.loads((world.run / "iterations/0001/done/pack.json").read_text())
     assert pack["facts"]["groups"]["total"] == 4
 
@@ -236,10 +275,13 @@ def test_metrics_that_were_removed_are_put_together_from_the_markers(world):
     world.train()
     assert world.events == ["stop"]
     for old, new in zip(before, world.rows(), strict=True):
-        measured = {"seconds": 0, "dead_seconds": 0, "machine": 0}  # the last one where a phase is slow
+        # The last one where a phase is slow.
+        measured = {"seconds": 0, "dead_seconds": 0, "machine": 0}
         assert old | measured == new | measured
         assert "dead_seconds" not in new  # nobody remembers
-        assert new["seconds"]["total"] == pytest.approx(sum(v for k, v in new["seconds"].items() if k != "total"))
+        assert new["seconds"]["total"] == pytest.approx(
+            sum(v for k, v in new["seconds"].items() if k != "total")
+        )
 
 
 def test_metrics_damaged_in_the_middle(world):
@@ -257,8 +299,12 @@ def test_rollouts_that_were_changed_after_they_were_graded_are_not_trained_on(wo
             world.train()
     path = world.run / "iterations/0001/rollouts.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[::4] + lines[1::4] + lines[2::4] + lines[3::4]))  # every group torn apart
-    with pytest.raises(RunFolderError, match=r"rollouts\.jsonl was changed .* remove .*rollouts\.json to run that phase again"):
+    # Every group torn apart.
+    path.write_text("".join(lines[::4] + lines[1::4] + lines[2::4] + lines[3::4]))
+    with pytest.raises(
+        RunFolderError,
+        match=r"rollouts\.jsonl was changed .* remove .*rollouts\.json to run that phase again",
+    ):
         world.train()
     (world.run / "iterations/0001/done/rollouts.json").unlink()
     world.train()
@@ -277,15 +323,23 @@ def test_a_packed_file_that_is_gone(world):
 
 def test_another_config_is_refused_with_the_differences(world):
     world.train(iterations=1, sampling={"stop": ("x", "y")})
-    with pytest.raises(RunFolderError, match=r"(?s)- temperature: 1\.0.*\+ temperature: 0\.5.*Choose another run folder"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"(?s)- temperature: 1\.0.*\+ temperature: 0\.5.*Choose another run folder",
+    ):
         world.train(iterations=1, temperature=0.5, sampling={"stop": ("x", "y")})
-    world.train(iterations=2, sampling={"stop": ["x", "y"]})  # a tuple is a list in YAML: the same config
+    # A tuple is a list in YAML: the same config.
+    world.train(iterations=2, sampling={"stop": ["x", "y"]})
 
 
 @pytest.mark.parametrize("changed", ["tasks", "validation_tasks"])
 def test_other_tasks_are_refused_until_the_person_says_that_they_are_meant(world, changed):
     world.train(iterations=1)
-    other = {"tasks": world.tasks(7)} if changed == "tasks" else {"validation": world.tasks(3, "held-out")}
+    other = (
+        {"tasks": world.tasks(7)}
+        if changed == "tasks"
+        else {"validation": world.tasks(3, "held-out")}
+    )
     with pytest.raises(RunFolderError, match=rf"other tasks \({changed}: \d before, \d now"):
         world.train(iterations=2, **other)
     assert len(world.rows()) == 2
@@ -308,7 +362,9 @@ def test_kept_samples_of_other_tasks_are_not_used(world, monkeypatch):
 def test_a_run_of_before_held_out_samples_were_greedy_goes_on_as_it_was_begun(world, capsys):
     world.train(iterations=1, temperature=0.7)
     path = world.run / "config.yaml"
-    path.write_text(path.read_text().replace("validation_temperature: 0.0\n", "validation_temperature: null\n"))
+    path.write_text(
+        path.read_text().replace("validation_temperature: 0.0\n", "validation_temperature: null\n")
+    )
     world.temperatures.clear()
     world.train(iterations=2, temperature=0.7)
     assert world.temperatures == {"held-out": {0.7}, "task": {0.7}}
@@ -325,8 +381,18 @@ def test_on_a_cluster_what_may_change_is_asked_where_the_command_runs(tmp_path, 
     monkeypatch.setenv("TTRL_REDO", "3")
     monkeypatch.setenv("TTRL_ALLOW_CHANGES", "training.lr,seed")
     monkeypatch.chdir(tmp_path)
-    config = TrainConfig(run="runs/r", model="tiny", iterations=5, tasks_per_iteration=1, cluster="auto")
-    train(config, [Task([{"role": "user", "content": "?"}], lambda choice: 1.0)], allow_changes=["max_tokens"])
+    config = TrainConfig(
+        run="runs/r", model="tiny", iterations=5, tasks_per_iteration=1, cluster="auto"
+    )
+    train(
+        config,
+        [Task([{"role": "user", "content": "?"}], lambda choice: 1.0)],
+        allow_changes=["max_tokens"],
+    )
     (arguments,) = told
-    assert arguments["redo"] == 3 and arguments["allow_changes"] == ["max_tokens", "training.lr", "seed"]
+    assert arguments["redo"] == 3 and arguments["allow_changes"] == [
+        "max_tokens",
+        "training.lr",
+        "seed",
+    ]
     assert arguments["config"].run == str(tmp_path / "runs/r")

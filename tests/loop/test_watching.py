@@ -17,7 +17,11 @@ def drifted(version):
 def test_each_iteration_is_logged_once_also_when_the_run_is_continued(world, capfd):
     world.train(iterations=2, loggers=["stdout"])
     world.train(iterations=3, loggers=["stdout"])
-    logged = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if "seconds/total=" in line]
+    logged = [
+        line.split(":")[0]
+        for line in capfd.readouterr().out.splitlines()
+        if "seconds/total=" in line
+    ]
     assert logged == ["iteration 0", "iteration 1", "iteration 2", "iteration 3"]
 
 
@@ -33,16 +37,21 @@ def test_drift_ends_the_run_before_the_next_rollouts_and_every_time_it_is_contin
     world.writes_reports = True
     world.step_facts = {2: drifted(1)}
     for _ in range(2):
-        with pytest.raises(DriftError, match=r"(?s)iteration 2: .*0\.3 \(limit 0\.0002\).*drift=\"warn\""):
+        with pytest.raises(
+            DriftError, match=r"(?s)iteration 2: .*0\.3 \(limit 0\.0002\).*drift=\"warn\""
+        ):
             world.train(iterations=3)
     assert world.count()["train 2"] == 1 and world.count()["train 3"] == 0
-    assert {row["iteration"] for row in world.rows()} <= {0, 1}  # 1 is validated beside the training of 2
+    # 1 is validated beside the training of 2.
+    assert {row["iteration"] for row in world.rows()} <= {0, 1}
     assert "Sampler and trainer disagree" in (world.run / "report.html").read_text()
     # The way out that the message names: the cause is gone, the iteration is made again.
     world.step_facts = {}
     shutil.rmtree(world.run / "iterations" / "0002")
     world.train(iterations=3)
-    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3] and world.count()["train 2"] == 2
+    assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3] and world.count()[
+        "train 2"
+    ] == 2
 
 
 def test_a_run_may_go_on_with_a_warning(world, capfd):
@@ -71,10 +80,17 @@ def test_what_stands_out_is_said_once(world, capfd):
 
 
 def test_the_line_names_the_groups_that_teach_nothing(world, capfd):
-    world.answer = lambda prompt, k, version: "yes" if prompt.endswith("1") else "no" if k else "yes"
+    world.answer = lambda prompt, k, version: (
+        "yes" if prompt.endswith("1") else "no" if k else "yes"
+    )
     world.train(iterations=1, tasks=world.tasks(2))
     lines = capfd.readouterr().out.splitlines()
     line = next(line for line in lines if line.startswith("iteration   1"))
     assert "signal 1/2 (1 all right)" in line
     details = lines[lines.index(line) + 1]
-    assert "entropy 1" in details and "gradient 1" in details and "cut off 0%" in details and "repeated" in details
+    assert (
+        "entropy 1" in details
+        and "gradient 1" in details
+        and "cut off 0%" in details
+        and "repeated" in details
+    )

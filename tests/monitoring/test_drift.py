@@ -1,4 +1,6 @@
-"""Sampler against trainer: what is judged and by which limits, what the error names, and what each check of a cause sees."""
+"""Sampler against trainer: what is judged and by which limits, what the error names, and what each
+check of a cause sees.
+"""
 
 import dataclasses
 import json
@@ -14,14 +16,29 @@ from ttrl.configs.run import LIMIT_NAMES
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import DriftError, ServerError
-from ttrl.monitoring.drift import DEFAULT_LIMITS, ENOUGH_TOKENS, Judged, check_drift, exceeded, judged_figures, limits_of
+from ttrl.monitoring.drift import (
+    DEFAULT_LIMITS,
+    ENOUGH_TOKENS,
+    Judged,
+    check_drift,
+    exceeded,
+    judged_figures,
+    limits_of,
+)
 from ttrl.monitoring.drift_causes import Evidence, WorstToken, likely_causes, worst_tokens
 from ttrl.records import Sample, TaskResult
 from ttrl.run_folder.folder import DRIFT_FILE as FILE_NAME
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import write_jsonl
 
-GOOD = {"tokens": 4000, "not_finite": 0, "mean": 1e-6, "p999": 1e-5, "ess": 0.999999, "outside": 0.0}
+GOOD = {
+    "tokens": 4000,
+    "not_finite": 0,
+    "mean": 1e-6,
+    "p999": 1e-5,
+    "ess": 0.999999,
+    "outside": 0.0,
+}
 BAD = {"mean": 0.07, "p999": 1.2, "ess": 0.8, "outside": 0.3}
 
 
@@ -76,10 +93,12 @@ def test_limits_follow_dtype_and_device_and_can_be_changed():
 
 def test_policy_lag_is_no_drift():
     drift = GOOD | BAD | {"by_version": {"2": GOOD | BAD, "3": GOOD}}
-    assert judged_figures(drift, 3, {}) == Judged(3, GOOD, drift)  # the policy that training starts from
+    # The policy that training starts from.
+    assert judged_figures(drift, 3, {}) == Judged(3, GOOD, drift)
     assert [judged_figures(figures, 4, {}) for figures in (drift, GOOD, None)] == [None] * 3
     own = BAD | {"version": 2, "tokens": 50}
-    assert judged_figures(drift | {"own_weights": own}, 4, {}) == Judged(2, own, own)  # … or the one that sampled, as it was
+    # … or the one that sampled, as it was.
+    assert judged_figures(drift | {"own_weights": own}, 4, {}) == Judged(2, own, own)
     assert judged_figures(drift | {"own_weights": own}, 3, {}).version == 3
     assert judged_figures(drift | {"own_weights": own | {"tokens": 0}}, 4, {}) is None
 
@@ -87,9 +106,16 @@ def test_policy_lag_is_no_drift():
 def test_a_base_in_four_bits_is_judged_from_its_first_checkpoint_on():
     drift = {"by_version": {"0": BAD, "1": BAD}}
     assert judged_figures(drift, 0, {"lora_base_dtype": "nf4"}) is None
-    assert judged_figures(drift, 1, {"lora_base_dtype": "nf4"}).figures == judged_figures(drift, 0, {}).figures == BAD
+    assert (
+        judged_figures(drift, 1, {"lora_base_dtype": "nf4"}).figures
+        == judged_figures(drift, 0, {}).figures
+        == BAD
+    )
     old = {"own_weights": BAD | {"version": 0, "tokens": 50}}
-    assert judged_figures(old, 1, {"lora_base_dtype": "nf4"}) is None and judged_figures(old, 1, {}).version == 0
+    assert (
+        judged_figures(old, 1, {"lora_base_dtype": "nf4"}) is None
+        and judged_figures(old, 1, {}).version == 0
+    )
 
 
 # A run folder
@@ -97,7 +123,9 @@ def test_a_base_in_four_bits_is_judged_from_its_first_checkpoint_on():
 
 @pytest.fixture
 def run(tmp_path, tiny_model):
-    """Iteration 2 of a run: two tasks with two samples each, packed; the policy before it is that of iteration 1."""
+    """Iteration 2 of a run: two tasks with two samples each, packed; the policy before it is that
+    of iteration 1.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
@@ -106,7 +134,9 @@ def run(tmp_path, tiny_model):
         path = folder.iteration(number).path / "checkpoint"
         path.parent.mkdir(parents=True)
         path.symlink_to(tiny_model)
-        folder.iteration(number).mark("train" if number else "prepare", [], {"seconds": 1.0, "trained": True})
+        folder.iteration(number).mark(
+            "train" if number else "prepare", [], {"seconds": 1.0, "trained": True}
+        )
     iteration = folder.iteration(2)
     groups = []
     for task in ("a", "b"):
@@ -129,7 +159,10 @@ def run(tmp_path, tiny_model):
                 )
             )
         groups.append(TaskResult(task_id=task, messages=messages, samples=samples))
-    write_jsonl(iteration.path / "rollouts.jsonl", [sample.to_json() for group in groups for sample in group.samples])
+    write_jsonl(
+        iteration.path / "rollouts.jsonl",
+        [sample.to_json() for group in groups for sample in group.samples],
+    )
     sync = {"mode": "reload", "canary_max_difference": 2e-6, "fell_back": None}
     iteration.mark("rollouts", ["rollouts.jsonl"], {"seconds": 1.0, "sync": sync})
     tokenize = TaskResultTokenizer(tokenizer)
@@ -137,27 +170,53 @@ def run(tmp_path, tiny_model):
         [one for g in groups for one in tokenize(g, [-1.0, 1.0])], seq_len=64, pad_id=0
     )
     packed.save(iteration.path / "packed.safetensors")
-    iteration.mark("pack", ["packed.safetensors"], {"seconds": 1.0, "tokenization": dataclasses.asdict(tokenize.counts)})
+    iteration.mark(
+        "pack",
+        ["packed.safetensors"],
+        {"seconds": 1.0, "tokenization": dataclasses.asdict(tokenize.counts)},
+    )
     (iteration.path / "grpo.yaml").write_text("temperature: 1.0\n")
 
     def trained(figures, worst=()):
         drift = figures | {"worst": list(worst), "by_version": {"1": figures}}
-        iteration.mark("train", [], {"seconds": 1.0, "trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]})
+        iteration.mark(
+            "train",
+            [],
+            {"seconds": 1.0, "trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]},
+        )
         return drift
 
     said: list[str] = []
     return SimpleNamespace(
-        folder=folder, packed=packed, trained=trained, path=iteration.path, said=said, console=SimpleNamespace(line=said.append)
+        folder=folder,
+        packed=packed,
+        trained=trained,
+        path=iteration.path,
+        said=said,
+        console=SimpleNamespace(line=said.append),
     )
 
 
 def worst_of(packed, task, sample, place):
     """The entry of one token in the recipe's list."""
-    number = next(n for n, one in enumerate(packed.samples) if (one.task_id, one.sample) == (task, sample))
+    number = next(
+        n for n, one in enumerate(packed.samples) if (one.task_id, one.sample) == (task, sample)
+    )
     row = packed.samples[number].row
-    positions = ((packed.sample_ids[row] == number) & (packed.labels[row] != -100)).nonzero().flatten().tolist()
+    positions = (
+        ((packed.sample_ids[row] == number) & (packed.labels[row] != -100))
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     sampler = float(packed.logprobs[row, positions[place]])
-    return {"row": row, "position": positions[place], "version": 1, "trainer": -9.0, "sampler": sampler}
+    return {
+        "row": row,
+        "position": positions[place],
+        "version": 1,
+        "trainer": -9.0,
+        "sampler": sampler,
+    }
 
 
 def test_within_the_limits_nothing_happens(run):
@@ -171,13 +230,21 @@ def test_beyond_a_limit_the_run_ends_with_numbers_tokens_and_causes(run):
     with pytest.raises(DriftError) as caught:
         check_drift(config(), run.folder, 2, run.console)
     message = str(caught.value)
-    assert "iteration 2" in message and "0.07 (limit 0.0002)" in message and "4,000 tokens that policy 1 sampled" in message
+    assert (
+        "iteration 2" in message
+        and "0.07 (limit 0.0002)" in message
+        and "4,000 tokens that policy 1 sampled" in message
+    )
     assert "sampler -3.0000, trainer -9.0000: task 'b', sample 1, token 2" in message
     assert "ruled out   temperature: 1 on both sides" in message
     assert "the canary differed by at most 2e-06 nats" in message
     assert "no[" in message.replace(" ", "") and str(run.path) in message
     report = json.loads((run.path / FILE_NAME).read_text())
-    assert report["figures"]["mean"] == 0.07 and len(report["causes"]) == 11 and report["worst"][0]["sample"] == 1
+    assert (
+        report["figures"]["mean"] == 0.07
+        and len(report["causes"]) == 11
+        and report["worst"][0]["sample"] == 1
+    )
     # Again when the run is continued: the marker of the phase alone is no reason to go on.
     with pytest.raises(DriftError):
         check_drift(config(), run.folder, 2, run.console)
@@ -190,13 +257,28 @@ def test_an_older_policy_is_judged_by_what_its_own_weights_compute(run):
     for file in ("rollouts.jsonl", "packed.safetensors", "grpo.yaml"):
         (path / file).write_bytes((run.path / file).read_bytes())
     run.trained(GOOD)
-    run.folder.iteration(2).mark("validate", [], {"sync": {"mode": "reload", "canary_max_difference": 0.5}})  # of policy 2
-    run.folder.iteration(1).mark("validate", [], {"sync": {"mode": "reload", "canary_max_difference": 2e-6}})
+    # Of policy 2.
+    run.folder.iteration(2).mark(
+        "validate", [], {"sync": {"mode": "reload", "canary_max_difference": 0.5}}
+    )
+    run.folder.iteration(1).mark(
+        "validate", [], {"sync": {"mode": "reload", "canary_max_difference": 2e-6}}
+    )
 
     def trained(own):
-        drift = GOOD | BAD | {"by_version": {"1": GOOD | BAD}, "worst": [], "own_weights": own | {"version": 1, "rows": 4}}
+        drift = (
+            GOOD
+            | BAD
+            | {
+                "by_version": {"1": GOOD | BAD},
+                "worst": [],
+                "own_weights": own | {"version": 1, "rows": 4},
+            }
+        )
         run.folder.iteration(3).unmark("train")
-        run.folder.iteration(3).mark("train", [], {"trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]})
+        run.folder.iteration(3).mark(
+            "train", [], {"trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]}
+        )
 
     trained(GOOD)
     assert check_drift(config(off_policy_steps=1), run.folder, 3, run.console) is None
@@ -204,13 +286,18 @@ def test_an_older_policy_is_judged_by_what_its_own_weights_compute(run):
     with pytest.raises(DriftError, match="4,000 tokens that policy 1 sampled") as caught:
         check_drift(config(off_policy_steps=1), run.folder, 3, run.console)
     message = str(caught.value)
-    assert "task 'b', sample 1, token 2" in message and "ruled out   stale or wrong weights: after reload" in message
+    assert (
+        "task 'b', sample 1, token 2" in message
+        and "ruled out   stale or wrong weights: after reload" in message
+    )
     assert "worst" not in json.loads((path / FILE_NAME).read_text())["figures"]
 
 
 def test_what_was_too_far_is_forgotten_under_wider_limits(run):
     run.trained({"tokens": 50, "not_finite": 0, "mean": 0.5})
-    with pytest.raises(DriftError, match=r"TTRL_REDO=2 in front of it, or as train\(\.\.\., redo=2\)"):
+    with pytest.raises(
+        DriftError, match=r"TTRL_REDO=2 in front of it, or as train\(\.\.\., redo=2\)"
+    ):
         check_drift(config(), run.folder, 2, run.console)
     assert (run.path / FILE_NAME).exists()
     assert check_drift(config(drift_limits={"mean": 1.0}), run.folder, 2, run.console) is None
@@ -220,7 +307,11 @@ def test_what_was_too_far_is_forgotten_under_wider_limits(run):
 def test_a_warning_says_the_same_and_goes_on(run):
     run.trained(GOOD | BAD, [worst_of(run.packed, "a", 0, 1)])
     report = check_drift(config(drift="warn"), run.folder, 2, run.console)
-    assert report is not None and "0.07" in run.said[0] and any("task 'a', sample 0, token 1" in line for line in run.said)
+    assert (
+        report is not None
+        and "0.07" in run.said[0]
+        and any("task 'a', sample 0, token 1" in line for line in run.said)
+    )
 
 
 def test_a_pack_that_cannot_be_read_hides_the_tokens_and_nothing_else(run):
@@ -232,7 +323,9 @@ def test_a_pack_that_cannot_be_read_hides_the_tokens_and_nothing_else(run):
 
 def test_the_server_is_asked_how_it_runs_and_may_be_gone(run):
     run.trained(GOOD | BAD)
-    told = {"vllm_config": {"model_config": {"dtype": "torch.bfloat16", "logprobs_mode": "raw_logits"}}}
+    told = {
+        "vllm_config": {"model_config": {"dtype": "torch.bfloat16", "logprobs_mode": "raw_logits"}}
+    }
     with pytest.raises(DriftError, match=r"FOUND +logprobs mode of the server: raw_logits"):
         check_drift(config(), run.folder, 2, run.console, lambda path: told)
 
@@ -247,8 +340,16 @@ def test_tokens_are_shown_as_they_were_sampled(run):
     entries = [worst_of(run.packed, "b", 1, 2), worst_of(run.packed, "a", 0, 0)]
     drift = run.trained(GOOD | BAD, [*entries, entries[0] | {"version": 0}])
     first, second = worst_tokens(run.folder, 2, drift, 1)  # the one of another version is left out
-    assert (first.task_id, first.sample, first.place) == ("b", 1, 2) and first.sampler == -3.0 and first.as_sent
-    assert first.before.endswith("no"[: len(first.before)][-1]) and second.place == 0 and second.before.endswith("<|assistant|>")
+    assert (
+        (first.task_id, first.sample, first.place) == ("b", 1, 2)
+        and first.sampler == -3.0
+        and first.as_sent
+    )
+    assert (
+        first.before.endswith("no"[: len(first.before)][-1])
+        and second.place == 0
+        and second.before.endswith("<|assistant|>")
+    )
     rows = [json.loads(line) for line in (run.path / "rollouts.jsonl").read_text().splitlines()]
     rows[3]["prompt_token_ids"][0] += 1  # the server sampled from another prompt
     write_jsonl(run.path / "rollouts.jsonl", rows)
@@ -286,7 +387,10 @@ def token(as_sent):
 
 def checkpoint(folder: Path, rows=8, dtype=torch.float32):
     folder.mkdir(exist_ok=True)
-    save_file({"model.embed_tokens.weight": torch.zeros(rows, 2, dtype=dtype)}, folder / "model.safetensors")
+    save_file(
+        {"model.embed_tokens.weight": torch.zeros(rows, 2, dtype=dtype)},
+        folder / "model.safetensors",
+    )
     return folder
 
 
@@ -296,23 +400,45 @@ FOUND = [
     ("top-p,", {"config": config(sampling={"repetition_penalty": 1.1})}, "repetition_penalty=1.1"),
     (
         "generation_config.json",
-        {"config": config(server={"generation_config": "auto"}), "generation": {"top_k": 20, "top_p": 0.8}},
+        {
+            "config": config(server={"generation_config": "auto"}),
+            "generation": {"top_k": 20, "top_p": 0.8},
+        },
         "top_p=0.8, top_k=20",
     ),
-    ("generation_config.json", {"server": {"model_config": {"override_generation_config": {"top_k": 5}}}}, "overrides"),
+    (
+        "generation_config.json",
+        {"server": {"model_config": {"override_generation_config": {"top_k": 5}}}},
+        "overrides",
+    ),
     ("logprobs", {"config": config(server={"logprobs-mode": "raw_logits"})}, "raw_logits"),
-    ("logprobs", {"config": config(server={"logprobs_mode": "raw_logprobs"}, temperature=0.8)}, "raw_logprobs"),
+    (
+        "logprobs",
+        {"config": config(server={"logprobs_mode": "raw_logprobs"}, temperature=0.8)},
+        "raw_logprobs",
+    ),
     ("chat", {"tokens": (token(True), token(False))}, "1 of the 2 worst tokens"),
     ("chat", {"tokenization": {"unaligned": 4}}, "4 tokens could not be aligned"),
-    ("stale", {"sync": {"mode": "reload", "canary_max_difference": 0.4}}, "differed by at most 0.4 nats, more than 0.001"),
-    ("dtype", {"server": {"model_config": {"dtype": "torch.bfloat16"}}}, "in bfloat16, the trainer in float32"),
+    (
+        "stale",
+        {"sync": {"mode": "reload", "canary_max_difference": 0.4}},
+        "differed by at most 0.4 nats, more than 0.001",
+    ),
+    (
+        "dtype",
+        {"server": {"model_config": {"dtype": "torch.bfloat16"}}},
+        "in bfloat16, the trainer in float32",
+    ),
     ("dtype", {"config": config(server={"kv_cache_dtype": "fp8"})}, "kv-cache-dtype fp8"),
     ("dtype", {"server": {"model_config": {"quantization": "awq"}}}, "quantization awq"),
     ("RoPE", {"config": config(server={"hf_overrides": {"rope_theta": 5}})}, "hf-overrides"),
     (
         "RoPE",
         {
-            "shape": {"rope_parameters": {"rope_type": "longrope"}, "max_position_embeddings": 4096},
+            "shape": {
+                "rope_parameters": {"rope_type": "longrope"},
+                "max_position_embeddings": 4096,
+            },
             "server": {"model_config": {"max_model_len": 8192}},
         },
         "context is 8192, the trainer's 4096",
@@ -320,7 +446,9 @@ FOUND = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "said"), FOUND, ids=[f"{n}-{s[:12]}" for n, _, s in FOUND])
+@pytest.mark.parametrize(
+    ("name", "changes", "said"), FOUND, ids=[f"{n}-{s[:12]}" for n, _, s in FOUND]
+)
 def test_a_cause_that_is_there_is_found(name, changes, said):
     cause = verdicts(**changes)[name]
     assert cause.verdict == "found" and said in cause.detail and cause.way_out
@@ -333,7 +461,8 @@ def test_what_lies_in_the_checkpoint_is_read(tmp_path):
     cause = verdicts(model=checkpoint(tmp_path / "m", rows=10), shape=shape)["padding"]
     assert cause.verdict == "found" and "10 rows, config.json names 8" in cause.detail
     half = checkpoint(tmp_path / "half", dtype=torch.bfloat16)
-    assert verdicts(model=half)["dtype"].verdict == "ruled out"  # both load the same rounded numbers
+    # Both load the same rounded numbers.
+    assert verdicts(model=half)["dtype"].verdict == "ruled out"
     assert verdicts(model=half, recipe={"checkpoint_dtype": "bf16"})["dtype"].verdict == "found"
 
 
@@ -344,7 +473,10 @@ def test_the_scale_of_adapters_is_compared(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 16}')
     assert verdicts(recipe=recipe, model=tmp_path)["scale"].verdict == "ruled out"
     (tmp_path / "adapter_config.json").write_text('{"r": 8, "lora_alpha": 32}')
-    assert "4 in adapter_config.json, 2 in the trainer" in verdicts(recipe=recipe, model=tmp_path)["scale"].detail
+    assert (
+        "4 in adapter_config.json, 2 in the trainer"
+        in verdicts(recipe=recipe, model=tmp_path)["scale"].detail
+    )
 
 
 def test_a_sound_run_has_no_cause(tmp_path):
@@ -357,7 +489,9 @@ def test_a_sound_run_has_no_cause(tmp_path):
         tokens=(token(True),),
         drift={"by_position": [1e-6, 1e-6, 1e-6, 2e-6]},
     )
-    assert {cause.verdict for cause in found.values()} == {"ruled out"}, [c.line() for c in found.values()]
+    assert {cause.verdict for cause in found.values()} == {"ruled out"}, [
+        c.line() for c in found.values()
+    ]
     assert "2 times" in found["RoPE"].detail
 
 

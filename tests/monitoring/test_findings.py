@@ -13,10 +13,17 @@ from ttrl.run_folder.reader import number
 
 
 def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:
-    """A run like the quickstart's: rewards rise with noise, entropy falls as tasks are solved, groups become all right."""
+    """A run like the quickstart's: rewards rise with noise, entropy falls as tasks are solved,
+    groups become all right.
+    """
     noise = random.Random(seed)
     rows: list[dict[str, Any]] = [
-        {"iteration": 0, "validation": {"exact": 0.5}, "validation_reward": 0.6, "validation_samples": 256}
+        {
+            "iteration": 0,
+            "validation": {"exact": 0.5},
+            "validation_reward": 0.6,
+            "validation_samples": 256,
+        }
     ]
     for iteration in range(1, count + 1):
         level = 0.95 - 0.45 * math.exp(-iteration / 8)
@@ -28,8 +35,8 @@ def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:
                 "reward": level + noise.gauss(0, 0.02),
                 "validation": {"exact": level - 0.05 + noise.gauss(0, 0.02)},
                 "validation_reward": level + noise.gauss(0, 0.02),
-                "groups": {"total": 32, "kept": 32 - right, "all_right": right, "all_wrong": 0, "other_equal": 0, "low_std": 0},
-                "samples": 512,
+                "groups": {"total": 32, "kept": 32 - right, "all_right": right, "all_wrong": 0,
+                "other_equal": 0, "low_std": 0}, "samples": 512,
                 "failed": 0,
                 "rollouts": {
                     "truncated": 0.01,
@@ -56,7 +63,8 @@ def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:
                 },
                 "sampler_trainer": {
                     "tokens": 4000, "mean": 4e-7, "p999": 1e-5, "ess": 1.0, "outside": 0.0,
-                    "by_version": {str(iteration - 1): {"tokens": 4000, "mean": 4e-7, "p999": 1e-5, "ess": 1.0, "outside": 0.0}},
+                    "by_version": {str(iteration - 1): {"tokens": 4000, "mean": 4e-7, "p999": 1e-5,
+                    "ess": 1.0, "outside": 0.0}},
                 },
                 "sync": {"mode": "reload", "fell_back": None},
             }
@@ -79,8 +87,41 @@ def test_a_healthy_run_has_none(seed, count):
 
 def test_rows_of_the_quickstart_as_they_were_measured_have_none():
     """Held-out exact match and training figures of a real run of 15 iterations (seed 0)."""
-    exact = [0.680, 0.746, 0.812, 0.832, 0.840, 0.844, 0.859, 0.871, 0.883, 0.883, 0.879, 0.895, 0.914, 0.910, 0.914, 0.926]
-    reward = [0.860, 0.847, 0.891, 0.875, 0.904, 0.910, 0.956, 0.908, 0.930, 0.989, 0.948, 0.974, 0.991, 0.943, 0.913]
+    exact = [
+        0.680,
+        0.746,
+        0.812,
+        0.832,
+        0.840,
+        0.844,
+        0.859,
+        0.871,
+        0.883,
+        0.883,
+        0.879,
+        0.895,
+        0.914,
+        0.910,
+        0.914,
+        0.926,
+    ]
+    reward = [
+        0.860,
+        0.847,
+        0.891,
+        0.875,
+        0.904,
+        0.910,
+        0.956,
+        0.908,
+        0.930,
+        0.989,
+        0.948,
+        0.974,
+        0.991,
+        0.943,
+        0.913,
+    ]
     kept = [20, 14, 16, 19, 15, 16, 9, 10, 6, 5, 11, 11, 6, 7, 10]
     rows = healthy(15)
     for row, value in zip(rows, exact, strict=True):
@@ -88,12 +129,17 @@ def test_rows_of_the_quickstart_as_they_were_measured_have_none():
     for row, value, groups in zip(rows[1:], reward, kept, strict=True):
         row["reward"] = value
         row["groups"] |= {"kept": groups, "all_right": 32 - groups}
-        row["train"] |= {"entropy": 0.10 - 0.03 * row["iteration"] / 15, "grad_norm": 5.5 + 5.3 * row["iteration"] / 15}
+        row["train"] |= {
+            "entropy": 0.10 - 0.03 * row["iteration"] / 15,
+            "grad_norm": 5.5 + 5.3 * row["iteration"] / 15,
+        }
     assert [keys(rows[:length]) for length in range(len(rows) + 1)] == [[]] * 17
 
 
 def put(rows, path, value, only=lambda n: True):
-    """Sets a dotted path in the rows whose iteration `only` takes; value may be a function of the iteration."""
+    """Sets a dotted path in the rows whose iteration `only` takes; value may be a function of the
+    iteration.
+    """
     *above, last = path.split(".")
     for row in rows:
         if row["iteration"] > 0 and only(row["iteration"]):
@@ -117,7 +163,10 @@ SICK = {
     "empty": [("rollouts.empty", 0.1)],
     "one_answer": [("rollouts.commonest", 0.7), ("rollouts.commonest_tasks", 0.8)],
     "stuck": [("rollouts.stuck_groups", 0.4)],
-    "length_rewarded": [("rollouts.length_correlation", 0.6), ("rollouts.mean_length", lambda n: 5.0 + n)],
+    "length_rewarded": [
+        ("rollouts.length_correlation", 0.6),
+        ("rollouts.mean_length", lambda n: 5.0 + n),
+    ],
     "solves_nothing": [("validation.right", 0.01)],
     "entropy_fell": [  # a rise that ended where the entropy did
         ("train.entropy", lambda n: 0.8 if n < 10 else 0.01),
@@ -140,7 +189,9 @@ SICK = {
     "read_files": [("sync.files_because", lambda n: "no such memory" if n == 4 else None)],
     "extra_tasks": [("extra_tasks", 64)],
     "dropped_groups": [("dropped_groups", 10)],
-    "drift": [("sampler_trainer.by_version", lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}})],
+    "drift": [
+        ("sampler_trainer.by_version", lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}})
+    ],
     "off_policy": [("sampler_trainer.ess", 0.3)],
 }
 
@@ -152,7 +203,9 @@ def test_each_sickness_is_found_and_named_alone(key):
         put(rows, path, value)
     (finding,) = findings(rows, CONFIG)
     assert finding.key == key
-    assert finding.title.endswith(".") and finding.advice and finding.line().startswith(finding.title)
+    assert (
+        finding.title.endswith(".") and finding.advice and finding.line().startswith(finding.title)
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +225,10 @@ def test_without_held_out_tasks_the_training_metrics_count():
     put(rows, "reward", lambda n: 0.04 + 0.01 * n)
     put(rows, "metrics.right", 0.0)
     (finding,) = findings(rows, CONFIG)
-    assert finding.title == "The training reward rises, from 0.05 to 0.24, but what stays near 0 is right (0)."
+    assert (
+        finding.title
+        == "The training reward rises, from 0.05 to 0.24, but what stays near 0 is right (0)."
+    )
 
 
 REWARDS = {
@@ -218,7 +274,10 @@ def test_learning_by_heart_shows_in_the_held_out_tasks():
 
 
 def test_without_a_config_or_held_out_tasks_the_training_reward_is_judged():
-    rows = [{"iteration": n, "trained": True, "reward": 0.2 + (0.01 if n % 2 else -0.01)} for n in range(1, 13)]
+    rows = [
+        {"iteration": n, "trained": True, "reward": 0.2 + (0.01 if n % 2 else -0.01)}
+        for n in range(1, 13)
+    ]
     (finding,) = findings(rows)
     assert finding.key == "reward_flat" and finding.title.startswith("The training reward")
 
@@ -228,7 +287,9 @@ def test_entropy_that_falls_because_tasks_are_solved_is_no_finding():
     assert keys(put(rows, "groups.all_right", 22)) == []
 
 
-@pytest.mark.parametrize("curve", [[0.30, 0.80, 0.86, 0.85, 0.89, 0.87, 0.88, 0.906], [0.95, *[0.91] * 7]])
+@pytest.mark.parametrize(
+    "curve", [[0.30, 0.80, 0.86, 0.85, 0.89, 0.87, 0.88, 0.906], [0.95, *[0.91] * 7]]
+)
 def test_entropy_that_falls_while_the_held_out_metric_rises_or_is_at_the_top_is_no_finding(curve):
     """Most groups have a wrong sample left among theirs."""
     rows = put(healthy(7), "groups.all_right", 5)
@@ -247,17 +308,31 @@ def test_equal_answers_of_solved_groups_are_no_finding():
 
 
 def test_differences_of_older_policies_are_lag_and_no_drift():
-    rows = put(healthy(), "sampler_trainer.by_version", lambda n: {str(n - 2): {"tokens": 4000, "mean": 0.02}})
+    rows = put(
+        healthy(),
+        "sampler_trainer.by_version",
+        lambda n: {str(n - 2): {"tokens": 4000, "mean": 0.02}},
+    )
     assert keys(rows) == []
 
 
 def test_limits_of_the_run_are_those_of_the_finding():
-    rows = put(healthy(), "sampler_trainer.by_version", lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}})
-    assert keys(rows, CONFIG | {"drift_limits": {"mean": 0.05}}) == [] == keys(rows, CONFIG | {"dtype": "bf16"})
+    rows = put(
+        healthy(),
+        "sampler_trainer.by_version",
+        lambda n: {str(n - 1): {"tokens": 4000, "mean": 0.02}},
+    )
+    assert (
+        keys(rows, CONFIG | {"drift_limits": {"mean": 0.05}})
+        == []
+        == keys(rows, CONFIG | {"dtype": "bf16"})
+    )
 
 
 def test_wrong_answers_are_told_with_what_would_have_been_right():
-    """With a higher limit, by what those got that ended before it; with a more lenient grader, by its other metrics."""
+    """With a higher limit, by what those got that ended before it; with a more lenient grader, by
+    its other metrics.
+    """
     rows = put(put(healthy(), "rollouts.truncated", 0.88), "groups.all_wrong", 32)
     rows = put(rows, "metrics", {"lenient": 0.31, "letters": 17.0, "strict": 0.0, "valid": 0.5})
     rows = put(put(rows, "rollouts.ended_reward", 0.4), "rollouts.truncated_reward", 0.0)
@@ -285,7 +360,10 @@ def test_anything_may_be_missing_or_null():
             for value in (None, "?", {}, []):
                 changed = [one if one is not row else row | {key: value} for one in rows]
                 json.dumps([vars(finding) for finding in findings(changed, CONFIG)])
-    assert findings([{"iteration": 0}]) == [] == findings([]) and findings([{"iteration": n} for n in range(30)]) == []
+    assert (
+        findings([{"iteration": 0}]) == [] == findings([])
+        and findings([{"iteration": n} for n in range(30)]) == []
+    )
 
 
 def test_a_line_through_points_is_that_of_least_squares():
@@ -295,10 +373,16 @@ def test_a_line_through_points_is_that_of_least_squares():
     coefficients, covariance = numpy.polyfit(*zip(*points, strict=True), 1, cov=True)
     line = trend(points)
     assert line is not None and line.count == 12
-    assert line.slope == pytest.approx(coefficients[0]) and line.error == pytest.approx(math.sqrt(covariance[0, 0]))
+    assert line.slope == pytest.approx(coefficients[0]) and line.error == pytest.approx(
+        math.sqrt(covariance[0, 0])
+    )
     assert trend(points[:3]) is None and trend([(1, 1.0)] * 9) is None
     assert trend([(x, 2.0 * x) for x in range(5)]).t == math.inf
 
 
 def test_numbers_are_read_at_dotted_paths():
-    assert number({"a": {"b": 2}}, "a.b") == 2.0 and number({"a": None}, "a.b") is None and number({"a": True}, "a") is None
+    assert (
+        number({"a": {"b": 2}}, "a.b") == 2.0
+        and number({"a": None}, "a.b") is None
+        and number({"a": True}, "a") is None
+    )

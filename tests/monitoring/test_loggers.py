@@ -1,4 +1,6 @@
-"""Loggers: every row once, whatever happens in between; what is wrong with an entry is said before a run starts."""
+"""Loggers: every row once, whatever happens in between; what is wrong with an entry is said before
+a run starts.
+"""
 
 import importlib.util
 import json
@@ -23,7 +25,11 @@ ROWS = [
         "trained": True,
         "reward": 0.25,
         "train": {"entropy": 0.1, "kl": None, "note": "x", "lr": float("nan")},
-        "sampler_trainer": {"mean": 1e-6, "by_version": {"0": {"mean": 1e-6}}, "by_position": [1.0]},
+        "sampler_trainer": {
+            "mean": 1e-6,
+            "by_version": {"0": {"mean": 1e-6}},
+            "by_position": [1.0],
+        },
     },
     {"iteration": 2, "reward": 0.75},
 ]
@@ -44,8 +50,17 @@ def made(folder, *entries):
 
 
 def test_rows_become_numbers_by_flat_names():
-    assert flattened(ROWS[1]) == {"trained": 1.0, "reward": 0.25, "train/entropy": 0.1, "sampler_trainer/mean": 1e-6}
-    assert flattened(ROWS[0]) == {"validation_reward": 0.5, "seconds/validate": 1.5, "seconds/total": 2.0}
+    assert flattened(ROWS[1]) == {
+        "trained": 1.0,
+        "reward": 0.25,
+        "train/entropy": 0.1,
+        "sampler_trainer/mean": 1e-6,
+    }
+    assert flattened(ROWS[0]) == {
+        "validation_reward": 0.5,
+        "seconds/validate": 1.5,
+        "seconds/total": 2.0,
+    }
     assert flattened({"validation": {"level/3": 0.5, "5": 1.0, "x": 2.0}}) == {
         "validation/level/3": 0.5,
         "validation/5": 1.0,
@@ -84,7 +99,10 @@ def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, rec
     assert [step for step, _ in recorder.seen] == [0, 1, 2]
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["iteration 0", "iteration 1", "iteration 2"]
-    assert lines[1] == "iteration 1: trained=1 reward=0.25 train/entropy=0.1 sampler_trainer/mean=1e-06"
+    assert (
+        lines[1]
+        == "iteration 1: trained=1 reward=0.25 train/entropy=0.1 sampler_trainer/mean=1e-06"
+    )
 
 
 def test_a_logger_that_fails_stops_nothing_and_is_said_once(tmp_path, recorder, caplog):
@@ -134,22 +152,38 @@ def test_a_missing_package_is_named_with_what_to_install(monkeypatch):
     for package in ("wandb", "tensorboard"):
         monkeypatch.setitem(sys.modules, package, None)
     (problem,) = logger_problems("wandb")
-    assert problem.startswith("loggers: wandb needs the package wandb, which is not installed: pip install wandb, or ")
+    assert problem.startswith(
+        "loggers: wandb needs the package wandb, which is not installed: pip install wandb, or "
+    )
     assert "'ttrl[loggers]'" in problem
     (problem,) = logger_problems("torchtune.training.metric_logging.TensorBoardLogger")
     assert "pip install tensorboard" in problem
-    assert logger_problems("stdout") == [] == logger_problems("torchtune.training.metric_logging.DiskLogger")
+    assert (
+        logger_problems("stdout")
+        == []
+        == logger_problems("torchtune.training.metric_logging.DiskLogger")
+    )
 
 
 def test_a_key_is_in_no_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be made") as error:
-        made(tmp_path, {"_component_": "collections.OrderedDict", "api_key": "abc123", "log_dir": 3})
+        made(
+            tmp_path, {"_component_": "collections.OrderedDict", "api_key": "abc123", "log_dir": 3}
+        )
     assert "abc123" not in str(error.value)
 
 
 def test_what_cannot_be_made_is_an_error_and_closes_the_others(tmp_path, recorder):
-    with pytest.raises(ConfigError, match=r"(?s)no log_dict.*No module named 'no_such_module'.*unexpected keyword"):
-        made(tmp_path, NAME, f"{HOME}.NoLogger", "no_such_module.Logger", {"_component_": NAME, "colour": 1})
+    with pytest.raises(
+        ConfigError, match=r"(?s)no log_dict.*No module named 'no_such_module'.*unexpected keyword"
+    ):
+        made(
+            tmp_path,
+            NAME,
+            f"{HOME}.NoLogger",
+            "no_such_module.Logger",
+            {"_component_": NAME, "colour": 1},
+        )
     assert recorder.closed == 1
 
 
@@ -157,16 +191,27 @@ def test_arguments_of_an_entry():
     assert normalised("wandb") == ("wandb", {})
     assert normalised({"name": "wandb", "project": "p"}) == ("wandb", {"project": "p"})
     component = "torchtune.training.metric_logging.WandBLogger"
-    assert normalised({"_component_": component, "name": "mine", "project": "p"}) == (component, {"name": "mine", "project": "p"})
+    assert normalised({"_component_": component, "name": "mine", "project": "p"}) == (
+        component,
+        {"name": "mine", "project": "p"},
+    )
 
 
 def test_torchtunes_own_loggers_by_their_names(tmp_path):
-    entry = {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "logs", "filename": "all.txt"}
+    entry = {
+        "_component_": "torchtune.training.metric_logging.DiskLogger",
+        "log_dir": "logs",
+        "filename": "all.txt",
+    }
     loggers = made(tmp_path, entry)
     loggers.log(ROWS)
     loggers.close()
     lines = (tmp_path / "logs" / "all.txt").read_text().splitlines()
-    assert [line.split(" | ")[0] for line in lines] == ["Step 0", "Step 1", "Step 2"] and "train/entropy:0.1" in lines[1]
+    assert [line.split(" | ")[0] for line in lines] == [
+        "Step 0",
+        "Step 1",
+        "Step 2",
+    ] and "train/entropy:0.1" in lines[1]
 
 
 def test_tensorboard_event_files_hold_each_step_once(tmp_path):
@@ -176,13 +221,17 @@ def test_tensorboard_event_files_hold_each_step_once(tmp_path):
     first = made(tmp_path, "tensorboard")
     first.log(ROWS[:2])
     first.close()
-    (tmp_path / "logs" / "loggers.json").write_text(json.dumps({"seen": {"tensorboard": 0}}))  # killed before it was written
+    # Killed before it was written.
+    (tmp_path / "logs" / "loggers.json").write_text(json.dumps({"seen": {"tensorboard": 0}}))
     second = made(tmp_path, "tensorboard")
     second.log(ROWS)
     second.close()
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("reward")] == [(1, 0.25), (2, 0.75)]
+    assert [(event.step, event.value) for event in events.Scalars("reward")] == [
+        (1, 0.25),
+        (2, 0.75),
+    ]
 
 
 def test_wandb_offline_is_one_run_when_continued(tmp_path, monkeypatch):
@@ -192,13 +241,26 @@ def test_wandb_offline_is_one_run_when_continued(tmp_path, monkeypatch):
         loggers = made(tmp_path, {"name": "wandb", "project": "p"})
         loggers.log(rows)
         loggers.close()
-    ids = {path.name.rpartition("-")[2] for path in (tmp_path / "logs" / "wandb").glob("offline-run-*")}
+    ids = {
+        path.name.rpartition("-")[2] for path in (tmp_path / "logs" / "wandb").glob("offline-run-*")
+    }
     assert ids == {json.loads((tmp_path / "logs" / "wandb_id.json").read_text())["id"]}
 
 
 def test_wandb_is_not_told_what_could_be_a_secret_in_the_command(tmp_path, monkeypatch):
-    """It stores the command line with the run, and uploads it. Where it is installed, the real one is looked at."""
-    command = ["/home/me/run.py", "--lr", "1", "-k", "sesame", "--webhook=https://h/sesame", "--run", "runs/x"]
+    """It stores the command line with the run, and uploads it. Where it is installed, the real one
+    is looked at.
+    """
+    command = [
+        "/home/me/run.py",
+        "--lr",
+        "1",
+        "-k",
+        "sesame",
+        "--webhook=https://h/sesame",
+        "--run",
+        "runs/x",
+    ]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setenv("WANDB_MODE", "offline")
     seen = []

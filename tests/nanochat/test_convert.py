@@ -19,7 +19,14 @@ from ttrl.errors import UserError
 from ttrl.nanochat.convert import convert, read_tokenizer
 
 SPECIAL = (
-    *("<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>", "<|python_start|>"),
+    *(
+        "<|bos|>",
+        "<|user_start|>",
+        "<|user_end|>",
+        "<|assistant_start|>",
+        "<|assistant_end|>",
+        "<|python_start|>",
+    ),
     *("<|python_end|>", "<|output_start|>", "<|output_end|>"),
 )
 PATTERN = r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"""
@@ -40,7 +47,9 @@ def encoding(merged=tuple(MERGED)):
     for text in merged:
         ranks.setdefault(text.encode(), len(ranks))
     special = {token: len(ranks) + number for number, token in enumerate(SPECIAL)}
-    return tiktoken.Encoding(name="rustbpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(
+        name="rustbpe", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
 
 
 def random_weights(vocabulary, padded, seed=0):
@@ -99,7 +108,9 @@ def formulas(weights, ids, vocabulary):
         return x / (x.square().mean(-1, keepdim=True) + torch.finfo(torch.float32).eps).sqrt()
 
     dim, length = WIDTH // HEADS, len(ids)
-    angles = torch.arange(length).double()[:, None] / 100_000 ** (torch.arange(0, dim, 2).double() / dim)
+    angles = torch.arange(length).double()[:, None] / 100_000 ** (
+        torch.arange(0, dim, 2).double() / dim
+    )
 
     def turned(x):  # [T, H, E]
         a, b = x[..., : dim // 2], x[..., dim // 2 :]
@@ -116,10 +127,15 @@ def formulas(weights, ids, vocabulary):
         one = f"transformer.h.{number}."
         x = weights["resid_lambdas"][number] * x + weights["x0_lambdas"][number] * start
         h = norm(x)
-        q, k, v = ((h @ weights[f"{one}attn.{name}.weight"].T).view(length, HEADS, dim) for name in ("c_q", "c_k", "c_v"))
+        q, k, v = (
+            (h @ weights[f"{one}attn.{name}.weight"].T).view(length, HEADS, dim)
+            for name in ("c_q", "c_k", "c_v")
+        )
         if f"value_embeds.{number}.weight" in weights:
             gate = 3 * torch.sigmoid(h[:, :12] @ weights[f"{one}attn.ve_gate.weight"].T)
-            v = v + gate[..., None] * weights[f"value_embeds.{number}.weight"][ids].view(length, HEADS, dim)
+            v = v + gate[..., None] * weights[f"value_embeds.{number}.weight"][ids].view(
+                length, HEADS, dim
+            )
         q, k = 1.2 * norm(turned(q)), 1.2 * norm(turned(k))
         before = 256 if "SSL"[number % 3] == "S" and number < LAYERS - 1 else length
         out = torch.zeros(length, HEADS, dim, dtype=torch.float64)
@@ -128,7 +144,11 @@ def formulas(weights, ids, vocabulary):
             scores = torch.einsum("he,she->hs", q[t], k[seen]) / dim**0.5
             out[t] = torch.einsum("hs,she->he", scores.softmax(-1), v[seen])
         x = x + out.reshape(length, WIDTH) @ weights[f"{one}attn.c_proj.weight"].T
-        x = x + F.relu(norm(x) @ weights[f"{one}mlp.c_fc.weight"].T).square() @ weights[f"{one}mlp.c_proj.weight"].T
+        x = (
+            x
+            + F.relu(norm(x) @ weights[f"{one}mlp.c_fc.weight"].T).square()
+            @ weights[f"{one}mlp.c_proj.weight"].T
+        )
         if number == LAYERS // 2:
             halfway = x
     x = norm(x - weights["backout_lambda"] * halfway)
@@ -184,10 +204,23 @@ def test_conversations_are_what_nanochat_renders(converted):
         {"role": "user", "content": "in"},
     ]
     plain = made.encode_ordinary
-    wanted = [special("<|bos|>"), special("<|user_start|>"), *plain("the\n\nthing"), special("<|user_end|>")]
+    wanted = [
+        special("<|bos|>"),
+        special("<|user_start|>"),
+        *plain("the\n\nthing"),
+        special("<|user_end|>"),
+    ]
     wanted += [special("<|assistant_start|>"), *plain("er 12"), special("<|assistant_end|>")]
-    wanted += [special("<|user_start|>"), *plain("in"), special("<|user_end|>"), special("<|assistant_start|>")]
-    assert tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == wanted
+    wanted += [
+        special("<|user_start|>"),
+        *plain("in"),
+        special("<|user_end|>"),
+        special("<|assistant_start|>"),
+    ]
+    assert (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        == wanted
+    )
     assert tokenizer.eos_token == "<|assistant_end|>"
     chat = tokenize_chat(tokenizer, [*messages, {"role": "assistant", "content": "he"}])
     assert chat.token_ids[: len(wanted)] == wanted
@@ -228,7 +261,8 @@ def changed(checkpoint, tmp_path, weights=None, config=None):
     folder.mkdir()
     kept = torch.load(checkpoint / "model_000200.pt")
     torch.save(
-        {name: tensor for name, tensor in (kept | (weights or {})).items() if tensor is not None}, folder / "model_000003.pt"
+        {name: tensor for name, tensor in (kept | (weights or {})).items() if tensor is not None},
+        folder / "model_000003.pt",
     )
     meta = json.loads((checkpoint / "meta_000200.json").read_text())
     meta["model_config"] |= config or {}
@@ -239,16 +273,26 @@ def changed(checkpoint, tmp_path, weights=None, config=None):
 @pytest.mark.parametrize(
     ("weights", "config", "message"),
     [
-        ({"smear_lambda": None}, {}, r"1 tensors .* are missing, the first model\.layers\.0\.amount; checkpoints of 2025"),
+        (
+            {"smear_lambda": None},
+            {},
+            r"1 tensors .* are missing, the first model\.layers\.0\.amount; checkpoints of 2025",
+        ),
         ({"own": torch.ones(1)}, {}, "has no tensor own"),
-        ({"smear_gate.weight": torch.ones(1, 12)}, {}, r"model\.layers\.0\.gate\.weight has the shape \(1, 12\)"),
+        (
+            {"smear_gate.weight": torch.ones(1, 12)},
+            {},
+            r"model\.layers\.0\.gate\.weight has the shape \(1, 12\)",
+        ),
         ({}, {"n_kv_head": 1}, "n_kv_head is 1 and n_head 2"),
         ({}, {"window_pattern": "SX"}, "window_pattern is 'SX'"),
         ({}, {"n_embd": "wide"}, "no model_config as nanochat writes it"),
         ({}, {"vocab_size": 300}, "give the model's own tokenizer"),
     ],
 )
-def test_what_is_no_checkpoint_of_2026_is_refused_by_name(weights, config, message, checkpoint, tmp_path):
+def test_what_is_no_checkpoint_of_2026_is_refused_by_name(
+    weights, config, message, checkpoint, tmp_path
+):
     folder = changed(checkpoint, tmp_path, weights, config)
     with pytest.raises(UserError, match=message):
         convert(folder, tmp_path / "out", checkpoint.parents[1] / "tokenizer")

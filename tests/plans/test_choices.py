@@ -1,4 +1,6 @@
-"""What is chosen for a machine's GPUs: it fits, says why, leaves alone what is set; refusals name what would fit."""
+"""What is chosen for a machine's GPUs: it fits, says why, leaves alone what is set; refusals name
+what would fit.
+"""
 
 import dataclasses
 import json
@@ -40,26 +42,38 @@ def config_of(**settings):
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=[pytest.mark.long] * (way in ("lora", "in place", "split"))) for way in WAYS]
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.long] * (way in ("lora", "in place", "split")))
+        for way in WAYS
+    ],
 )
 @pytest.mark.parametrize(
     "name",
     [
         "qwen2.5_0.5b",
         "llama3.1_8b",
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2.5_3b", "qwen2.5_32b", "llama3.3_70b")),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in ("qwen2.5_3b", "qwen2.5_32b", "llama3.3_70b")
+        ),
     ],
 )
 @pytest.mark.parametrize(
     ("count", "size"),
-    [(1, 24), (3, 80), *(pytest.param(*gpus, marks=pytest.mark.long) for gpus in ((2, 24), (1, 80), (8, 80)))],
+    [
+        (1, 24),
+        (3, 80),
+        *(pytest.param(*gpus, marks=pytest.mark.long) for gpus in ((2, 24), (1, 80), (8, 80))),
+    ],
 )
 def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
     """Long for three of five machines: only these try every way with two and eight GPUs. Smallest
     and oddest stay.
 
-    Long for three of five models: only these fill three GPUs, or fit none of these machines; and for three of seven
-    ways, of which split and in place are told, not chosen, and nf4 is LoRA with one choice more.
+    Long for three of five models: only these fill three GPUs, or fit none of these machines; and
+    for three of seven ways, of which split and in place are told, not chosen, and nf4 is LoRA with
+    one choice more.
     """
     model, memory = MODELS[name], size * GB
     made = choose(model, config_of(**WAYS[way]), [memory] * count)
@@ -77,12 +91,20 @@ def test_what_is_chosen_is_whole_allowed_and_fits(count, size, name, way):
     if config.placement == "split":
         assert config.processes_here + config.servers_here * each <= count
         assert config.weight_sync == ("memory" if "training" not in WAYS[way] else "reload")
-    assert config.processes_here <= count and config.servers_here * each <= count and config.servers_here >= 1
-    trainer = training_memory(model, recipe, Workload(config.seq_len), device="cuda", ranks=config.processes).peak
+    assert (
+        config.processes_here <= count
+        and config.servers_here * each <= count
+        and config.servers_here >= 1
+    )
+    trainer = training_memory(
+        model, recipe, Workload(config.seq_len), device="cuda", ranks=config.processes
+    ).peak
     assert trainer <= made.trainer and made.trainer + made.kept <= 0.95 * memory
     allowed = value_of(config, "server.gpu_memory_utilization") * memory
     serving = serving_of(model, config, cuda=True, memory=memory)
-    context = min(config.context or model["max_position_embeddings"], model["max_position_embeddings"])
+    context = min(
+        config.context or model["max_position_embeddings"], model["max_position_embeddings"]
+    )
     needed = sum(server_memory(model, serving).values())
     needed += max(context, config.seq_len) * token_cache_bytes(model, serving)
     assert needed < 1.001 * allowed
@@ -103,9 +125,13 @@ def test_the_plan_agrees(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["qwen2.5_7b"]))
     config = dataclasses.replace(config_of(), model=str(tmp_path))
     made = plan(config, gpu="8xH100")
-    assert (made.processes, made.machine.gpus) == (8, 8) and not [line for line in made.warnings if "fit" in line]
+    assert (made.processes, made.machine.gpus) == (8, 8) and not [
+        line for line in made.warnings if "fit" in line
+    ]
     assert made.memory.peak < 0.9 * made.memory.available and not made.memory.together
-    assert made.chosen["weight_sync"].startswith("memory (servers free their memory while the trainer works, and need no files")
+    assert made.chosen["weight_sync"].startswith(
+        "memory (servers free their memory while the trainer works, and need no files"
+    )
     assert "Chosen for these GPUs" in str(made) and made.memory.host_available is None
     host = made.memory.host
     assert host["trainer's weights and moments"] == pytest.approx(12 * made.parameters, rel=0.01)
@@ -117,26 +143,41 @@ def test_the_plan_agrees(tmp_path):
     assert not plan(dataclasses.replace(config, device="cpu")).chosen
 
 
-@pytest.mark.parametrize("way", [{}, {"off_policy_steps": 1}, {"training": {"optimizer": "adamw_8bit"}}], ids=str)
+@pytest.mark.parametrize(
+    "way", [{}, {"off_policy_steps": 1}, {"training": {"optimizer": "adamw_8bit"}}], ids=str
+)
 def test_weights_go_through_memory_where_the_machine_has_enough(way):
-    """… for what is parked and what is held out; files otherwise, with both figures. Adapters are files."""
+    """… for what is parked and what is held out; files otherwise, with both figures. Adapters are
+    files.
+    """
     model, config = MODELS["qwen2.5_7b"], config_of(**way, save_every=5)
     ample, small = (choose(model, config, [80 * GB] * 8, host=host * GB) for host in (2000, 30))
     assert ample.config.weight_sync == "memory" and "need no files" in ample.reasons["weight_sync"]
     turns = "off_policy_steps" not in way
     assert small.config.weight_sync == ("sleep" if turns else "reload")
-    assert re.search(r"without files, .* GiB of the machine's 27\.9 GiB of memory", small.reasons["weight_sync"])
-    assert small.config.save_every == 1 and not small.config.problems() and "save_every" not in ample.reasons
+    assert re.search(
+        r"without files, .* GiB of the machine's 27\.9 GiB of memory", small.reasons["weight_sync"]
+    )
+    assert (
+        small.config.save_every == 1
+        and not small.config.problems()
+        and "save_every" not in ample.reasons
+    )
     assert dataclasses.replace(small.config, weight_sync="memory", save_every=5) == ample.config
     adapters = choose(model, config_of(training={"lora_rank": 32}), [80 * GB] * 8, host=2000 * GB)
-    assert adapters.config.weight_sync == "sleep" and "an adapter's files are small" in adapters.reasons["weight_sync"]
+    assert (
+        adapters.config.weight_sync == "sleep"
+        and "an adapter's files are small" in adapters.reasons["weight_sync"]
+    )
 
 
 def test_a_trainer_that_works_in_a_host_too_small_for_it_is_refused():
     model, config = MODELS["qwen2.5_7b"], config_of(training={"cpu_offload": True})
     ample, small = (choose(model, config, [80 * GB], host=host * GB) for host in (300, 60))
     assert ample.problem is None
-    assert re.search(r"cpu_offload needs .* GiB of the machine's own memory, which has 55\.9 GiB", small.problem)
+    assert re.search(
+        r"cpu_offload needs .* GiB of the machine's own memory, which has 55\.9 GiB", small.problem
+    )
     parked = choose(model, config_of(training={"lora_rank": 32}), [80 * GB], host=30 * GB)
     assert parked.problem is None  # read from files instead
 
@@ -147,36 +188,61 @@ def test_it_is_said_where_save_every_has_to_give_way(tmp_path, monkeypatch, caps
     monkeypatch.setattr("ttrl.loop.train.host_here", lambda: 30 * GB)
     made = _chosen(dataclasses.replace(config_of(save_every=5), model=str(tmp_path)), {}, Console())
     assert made.resolved(cuda=True).save_every == 1
-    line = r"note: save_every is 1, not 5, as servers read the files of each iteration: without files, .* machine's 27\.9 GiB"
+    line = (
+        r"note: save_every is 1, not 5, as servers read the files of each iteration: without "
+        r"files, .* machine's 27\.9 GiB"
+    )
     assert re.search(line, capsys.readouterr().out)
 
 
 def test_what_the_host_of_gpus_holds():
     def needs(**training):
-        config = dataclasses.replace(config_of(training=training, weight_sync="memory", nproc_per_node=2), device="cuda")
-        return host_needs(MODELS["qwen2.5_7b"], config, config.recipe_config({"dtype": "bf16"})), config
+        config = dataclasses.replace(
+            config_of(training=training, weight_sync="memory", nproc_per_node=2), device="cuda"
+        )
+        return host_needs(
+            MODELS["qwen2.5_7b"], config, config.recipe_config({"dtype": "bf16"})
+        ), config
 
     total = MODELS["qwen2.5_7b"]["parameters"]
     there = "trainer's weights and moments"
-    assert needs()[0][there] == pytest.approx(12 * total, rel=0.01) and needs()[0]["held out to servers"] == 2 * total
+    assert (
+        needs()[0][there] == pytest.approx(12 * total, rel=0.01)
+        and needs()[0]["held out to servers"] == 2 * total
+    )
     assert needs(cpu_offload=True)[0][there] == pytest.approx(16 * total, rel=0.01)
     lora, config = needs(lora_rank=8)
     assert "held out to servers" not in lora and lora[there] == pytest.approx(2 * total, rel=0.05)
     counts = 256 * 152_064 * (4 + 1 / 8)  # which a server's sampler has next to the weights
-    assert lora["base of adapters, while servers sleep"] == (2 * total + counts) * config.servers_here
-    split = host_needs(MODELS["qwen2.5_7b"], dataclasses.replace(config, placement="split"), config.recipe_config({}))
+    assert (
+        lora["base of adapters, while servers sleep"] == (2 * total + counts) * config.servers_here
+    )
+    split = host_needs(
+        MODELS["qwen2.5_7b"],
+        dataclasses.replace(config, placement="split"),
+        config.recipe_config({}),
+    )
     assert there not in split and split["programs"] == lora["programs"] > 0
 
 
 def test_gpus_are_named_with_their_number():
-    assert (gpu_named("H100").gpus, gpu_named("8xH100").gpus, gpu_named("2 x RTX 4090").gpus) == (1, 8, 2)
+    assert (gpu_named("H100").gpus, gpu_named("8xH100").gpus, gpu_named("2 x RTX 4090").gpus) == (
+        1,
+        8,
+        2,
+    )
     assert gpu_named("RTX4090").name == gpu_named("3xrtx4090").name
 
 
-@pytest.mark.parametrize("settings", [{}, {"nproc_per_node": 2, "servers": 2}, {"training": {"lr": 1e-3}}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"nproc_per_node": 2, "servers": 2}, {"training": {"lr": 1e-3}}]
+)
 def test_nothing_is_chosen_on_a_cpu(settings):
     config = config_of(**settings)
-    for made in (choose({}, config, []), choose({}, dataclasses.replace(config, device="cpu"), [80 * GB])):
+    for made in (
+        choose({}, config, []),
+        choose({}, dataclasses.replace(config, device="cpu"), [80 * GB]),
+    ):
         assert made.reasons == {} and made.problem is None
     here = choose({}, config, []).config.resolved(cuda=False)
     assert here.recipe_config({}) == config_of(**settings).recipe_config({}) and here.server == {}
@@ -212,16 +278,29 @@ def test_what_is_set_stays(name):
     group, _, key = name.rpartition(".")
     values = {group: {key: SET[name]}} if group else {key: SET[name]}
     made = choose(MODELS["qwen2.5_0.5b"], config_of(**values), [80 * GB] * 4)
-    assert made.problem is None and name not in made.reasons and value_of(made.config, name) == SET[name]
+    assert (
+        made.problem is None
+        and name not in made.reasons
+        and value_of(made.config, name) == SET[name]
+    )
     if group == "server":  # as vLLM writes it on its command line
-        dashed = choose(MODELS["qwen2.5_0.5b"], config_of(server={key.replace("_", "-"): SET[name]}), [80 * GB] * 4)
+        dashed = choose(
+            MODELS["qwen2.5_0.5b"],
+            config_of(server={key.replace("_", "-"): SET[name]}),
+            [80 * GB] * 4,
+        )
         assert name not in dashed.reasons and key not in dashed.config.server
-    given = choose(MODELS["qwen2.5_0.5b"], config_of(training=GRPOConfig(rows_per_microbatch=4)), [80 * GB])
+    given = choose(
+        MODELS["qwen2.5_0.5b"], config_of(training=GRPOConfig(rows_per_microbatch=4)), [80 * GB]
+    )
     assert "training.rows_per_microbatch" not in given.reasons  # set, although it is the default
 
 
 def test_both_at_the_same_time_get_gpus_of_their_own_where_there_are_several():
-    made = [choose(MODELS["qwen2.5_1.5b"], config_of(off_policy_steps=1), [80 * GB] * n).config for n in (1, 2, 3, 8)]
+    made = [
+        choose(MODELS["qwen2.5_1.5b"], config_of(off_policy_steps=1), [80 * GB] * n).config
+        for n in (1, 2, 3, 8)
+    ]
     assert [(one.placement, one.nproc_per_node, one.servers) for one in made] == [
         ("colocated", 1, 1),
         ("split", 1, 1),
@@ -229,18 +308,28 @@ def test_both_at_the_same_time_get_gpus_of_their_own_where_there_are_several():
         ("split", 4, 4),
     ]
     assert {one.weight_sync for one in made} == {"memory"}
-    assert [one.resolved(cuda=True).trainer_memory for one in made] == ["free", "keep", "keep", "keep"]
+    assert [one.resolved(cuda=True).trainer_memory for one in made] == [
+        "free",
+        "keep",
+        "keep",
+        "keep",
+    ]
     assert 0.3 <= value_of(made[0], "server.gpu_memory_utilization") < 0.5
     large = choose(MODELS["qwen2.5_32b"], config_of(off_policy_steps=1), [80 * GB] * 8).config
-    assert (large.nproc_per_node, large.servers) == (6, 1)  # more than half train, where that does not fit
+    # More than half train, where that does not fit.
+    assert (large.nproc_per_node, large.servers) == (6, 1)
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
 @pytest.mark.parametrize("name", ["qwen2.5_0.5b", "qwen2.5_7b", "qwen2.5_32b"])
 def test_servers_elsewhere_have_their_gpus_for_themselves(name, nnodes):
     made = choose(MODELS[name], config_of(cluster="auto", nnodes=nnodes, servers=2), [80 * GB] * 8)
-    assert value_of(made.config, "server.gpu_memory_utilization") >= 0.8 and made.config.placement == "colocated"
-    assert made.config.resolved(cuda=True).trainer_memory == "keep"  # nobody needs the trainer's GPUs meanwhile
+    assert (
+        value_of(made.config, "server.gpu_memory_utilization") >= 0.8
+        and made.config.placement == "colocated"
+    )
+    # Nobody needs the trainer's GPUs meanwhile.
+    assert made.config.resolved(cuda=True).trainer_memory == "keep"
 
 
 @pytest.mark.parametrize(
@@ -250,10 +339,16 @@ def test_servers_elsewhere_have_their_gpus_for_themselves(name, nnodes):
         ("qwen2.5_32b", 8, 85.0, {}, 84.1),
     ],
 )
-def test_what_a_sleeping_server_keeps_counts_next_to_the_trainer(name, count, size, settings, taken):
+def test_what_a_sleeping_server_keeps_counts_next_to_the_trainer(
+    name, count, size, settings, taken
+):
     """Both fitted by the trainer's figures, and would have run out of memory."""
     row = {"qwen3_4b": 8192, "qwen2.5_32b": 16_384}[name]
-    rounded = {"optimizer": "adamw_8bit", "activation_checkpointing": True, "rows_per_microbatch": 1}
+    rounded = {
+        "optimizer": "adamw_8bit",
+        "activation_checkpointing": True,
+        "rows_per_microbatch": 1,
+    }
     before = config_of(seq_len=row, training=settings | rounded | {"activation_offloading": False})
     refused = choose(MODELS[name], before, [size * GB] * count, advise=False)
     assert taken * GB <= refused.trainer and refused.trainer + refused.kept > size * GB
@@ -299,7 +394,10 @@ def test_servers_on_several_gpus_give_nccls_buffers_back_to_sleep(monkeypatch):
 
     made, value = chosen()
     assert value_of(made.config, "server.tensor_parallel_size") == 2 and value is True
-    assert made.reasons["server.enable_nccl_comm_suspend"] == "sleeping servers free the buffers of NCCL"
+    assert (
+        made.reasons["server.enable_nccl_comm_suspend"]
+        == "sleeping servers free the buffers of NCCL"
+    )
     against, value = chosen(server={"enable_nccl_comm_suspend": False})
     assert value is False and against.kept - made.kept > 5 * GB
     assert chosen(weight_sync="restart")[1] is None
@@ -311,7 +409,9 @@ def test_servers_on_several_gpus_give_nccls_buffers_back_to_sleep(monkeypatch):
 def test_activations_wait_in_the_host_before_moments_are_rounded():
     lora = {"training": {"lora_rank": 32, "lora_base_dtype": "bf16"}}
     model, gpus = MODELS["qwen2.5_7b"], [24 * GB]
-    ample, small, unknown = (choose(model, config_of(**lora), gpus, host=h) for h in (200 * GB, 30 * GB, None))
+    ample, small, unknown = (
+        choose(model, config_of(**lora), gpus, host=h) for h in (200 * GB, 30 * GB, None)
+    )
     for made in (ample, unknown):
         assert made.problem is None
         assert value_of(made.config, "training.activation_offloading") is True
@@ -320,7 +420,8 @@ def test_activations_wait_in_the_host_before_moments_are_rounded():
     assert value_of(small.config, "training.activation_offloading") is False
     assert value_of(small.config, "training.optimizer") == "adamw_8bit"
     there = host_needs(model, ample.config, ample.config.recipe_config({"dtype": "bf16"}))
-    assert there["trainer's activations"] == 28 * 2**26  # 4,096 inputs of a layer in fp32, rounded up
+    # 4,096 inputs of a layer in fp32, rounded up.
+    assert there["trainer's activations"] == 28 * 2**26
     without = config_of(training=lora["training"] | {"activation_checkpointing": False})
     given = choose(model, without, [80 * GB], host=200 * GB)
     assert value_of(given.config, "training.activation_offloading") is False
@@ -344,7 +445,9 @@ def test_activations_wait_in_the_host_before_moments_are_rounded():
         ("qwen2.5_1.5b", 80, {"server": {"enable_chunked_prefill": False}}, 512, None),
     ],
 )
-def test_steps_of_servers_are_as_large_as_an_iteration_needs(name, size, settings, sequences, tokens):
+def test_steps_of_servers_are_as_large_as_an_iteration_needs(
+    name, size, settings, sequences, tokens
+):
     made = choose(MODELS[name], config_of(**settings), [size * GB])
     assert made.problem is None
     assert value_of(made.config, "server.max_num_seqs") == sequences
@@ -368,7 +471,9 @@ def test_a_cache_that_holds_fewer_samples_gets_fewer_sequences():
     serving = serving_of(MODELS["qwen2.5_7b"], made.config, cuda=True, memory=24 * GB)
     room = value_of(made.config, "server.gpu_memory_utilization") * 24 * GB
     room -= sum(server_memory(MODELS["qwen2.5_7b"], serving).values())
-    assert short * 371 <= room / token_cache_bytes(MODELS["qwen2.5_7b"], serving) < (short + 16) * 371
+    assert (
+        short * 371 <= room / token_cache_bytes(MODELS["qwen2.5_7b"], serving) < (short + 16) * 371
+    )
 
 
 def test_what_is_chosen_for_servers_is_said_and_kept(tmp_path):
@@ -389,9 +494,16 @@ def test_what_is_chosen_for_servers_is_said_and_kept(tmp_path):
 
 def test_a_context_for_which_the_cache_has_no_room_becomes_that_of_a_row():
     adapters = {"lora_rank": 32, "lora_base_dtype": "nf4"}
-    made = choose(MODELS["llama3.1_8b"], config_of(training=adapters), [24 * GB])  # its context is of 131,072 tokens
+    # Its context is of 131,072 tokens.
+    made = choose(MODELS["llama3.1_8b"], config_of(training=adapters), [24 * GB])
     assert value_of(made.config, "server.max_model_len") == 4097
-    assert value_of(choose(MODELS["llama3.1_8b"], config_of(training=adapters), [80 * GB]).config, "server.max_model_len") is None
+    assert (
+        value_of(
+            choose(MODELS["llama3.1_8b"], config_of(training=adapters), [80 * GB]).config,
+            "server.max_model_len",
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -401,15 +513,34 @@ def test_a_context_for_which_the_cache_has_no_room_becomes_that_of_a_row():
         ("qwen2.5_7b", 1, 24, {}, "lora_base_dtype: nf4"),
         ("qwen2.5_32b", 1, 80, {}, "8 such GPUs"),
         ("qwen2.5_14b", 1, 24, {}, "such GPUs with training.lora_rank"),
-        ("qwen2.5_1.5b", 1, 80, {"training": {"rows_per_microbatch": 256}}, "leave out training.rows_per_microbatch"),
-        ("qwen2.5_0.5b", 1, 80, {"nproc_per_node": 2}, "nproc_per_node is 2, but this machine has 1 GPU"),
+        (
+            "qwen2.5_1.5b",
+            1,
+            80,
+            {"training": {"rows_per_microbatch": 256}},
+            "leave out training.rows_per_microbatch",
+        ),
+        (
+            "qwen2.5_0.5b",
+            1,
+            80,
+            {"nproc_per_node": 2},
+            "nproc_per_node is 2, but this machine has 1 GPU",
+        ),
         ("qwen2.5_0.5b", 1, 80, {"placement": "split"}, "none is left to serve"),
         ("qwen2.5_0.5b", 4, 80, {"placement": "split", "servers": 4}, "servers is 4"),
-        ("qwen2.5_7b", 1, 80, {"training": {"lora_rank": 8}, "server": {"gpu_memory_utilization": 0.1}}, "a server needs"),
+        (
+            "qwen2.5_7b",
+            1,
+            80,
+            {"training": {"lora_rank": 8}, "server": {"gpu_memory_utilization": 0.1}},
+            "a server needs",
+        ),
         ("qwen2.5_1.5b", 1, 24, {"weight_sync": "reload"}, "a server beside it"),
         (
             *("qwen2.5_0.5b", 1, 24, {"server": {"gpu_memory_utilization": 0.95}}),
-            r"gives a server 21\.2 GiB of 22\.4 GiB, and contexts and NCCL take 1\.49 GiB; set it to 0\.93",
+            r"gives a server 21\.2 GiB of 22\.4 GiB, and contexts and NCCL take 1\.49 GiB; set "
+            r"it to 0\.93",
         ),
     ],
 )
@@ -426,7 +557,9 @@ def test_what_cannot_fit_is_refused_with_what_would(name, count, size, settings,
 
 
 def test_a_run_that_is_continued_keeps_what_was_chosen():
-    first = choose(MODELS["qwen2.5_0.5b"], config_of(training={"lr": 1e-6}), [80 * GB] * 2).config.resolved(cuda=True)
+    first = choose(
+        MODELS["qwen2.5_0.5b"], config_of(training={"lr": 1e-6}), [80 * GB] * 2
+    ).config.resolved(cuda=True)
     saved = yaml.safe_load(yaml.safe_dump(first.to_dict()))
     again = as_begun(config_of(training={"lr": 1e-6}, servers=1), saved)
     assert again.servers == 1 and again.resolved(cuda=True) == dataclasses.replace(first, servers=1)
@@ -441,8 +574,15 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
     world.train(device="cuda", iterations=1)
     assert "chosen for 2 GPUs with 22.4 GiB" in capsys.readouterr().out
     before = yaml.safe_load((world.run / "config.yaml").read_text())
-    assert (before["placement"], before["nproc_per_node"], before["weight_sync"]) == ("colocated", 2, "memory")
-    assert before["training"]["rows_per_microbatch"] == 64 and before["server"]["gpu_memory_utilization"] == 0.83
+    assert (before["placement"], before["nproc_per_node"], before["weight_sync"]) == (
+        "colocated",
+        2,
+        "memory",
+    )
+    assert (
+        before["training"]["rows_per_microbatch"] == 64
+        and before["server"]["gpu_memory_utilization"] == 0.83
+    )
     assert world.recipes[0]["rows_per_microbatch"] == 64
     gpus[:] = [80 * GB] * 4
     world.train(device="cuda", iterations=2)
@@ -450,7 +590,9 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
     assert "chosen" not in capsys.readouterr().out
     gpus[:] = [1e6]
     events = list(world.events)
-    with pytest.raises(ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* begin another one"):
+    with pytest.raises(
+        ConfigError, match=r"nproc_per_node is 2, but this machine has 1 GPU.* begin another one"
+    ):
         world.train(device="cuda", iterations=3)
     with pytest.raises(ConfigError, match="does not fit"):
         world.train(run=str(world.folder / "other"), device="cuda")
@@ -460,4 +602,6 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
 def test_the_tables_of_the_machines_page_are_up_to_date():
     tool = runpy.run_path(str(ROOT / "tools" / "check_plan.py"))
     page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
-    assert page == tool["page_with_tables"](page), "make them again: python tools/check_plan.py --machines"
+    assert page == tool["page_with_tables"](page), (
+        "make them again: python tools/check_plan.py --machines"
+    )

@@ -1,4 +1,6 @@
-"""`plan`: an iteration against one that was really packed; memory, disk, seconds, warnings; the report and the command."""
+"""`plan`: an iteration against one that was really packed; memory, disk, seconds, warnings; the
+report and the command.
+"""
 
 import dataclasses
 import json
@@ -55,7 +57,14 @@ def big(tmp_path):
 
 
 def config_of(model, **changes):
-    values = {"run": "", "model": str(model), "iterations": 10, "device": "cpu", "seq_len": 4096, "num_threads": 1}
+    values = {
+        "run": "",
+        "model": str(model),
+        "iterations": 10,
+        "device": "cpu",
+        "seq_len": 4096,
+        "num_threads": 1,
+    }
     values |= {"tasks_per_iteration": 8, "samples_per_task": 4}
     return TrainConfig(**(values | changes))
 
@@ -63,7 +72,13 @@ def config_of(model, **changes):
 # What a model is
 
 
-SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 512}
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "vocab_size": 512,
+}
 SMALL |= {"num_key_value_heads": 1, "max_position_embeddings": 4096}
 
 
@@ -74,13 +89,26 @@ def planned(tmp_path, **config):
 
 
 def test_a_mixture_says_how_much_of_it_is_active(tmp_path):
-    made = planned(tmp_path, model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32)
+    made = planned(
+        tmp_path,
+        model_type="qwen3_moe",
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
     assert made.parameters - made.active_parameters == 4 * 6 * 3 * 64 * 32
-    wanted = f"{si_spaced(made.parameters)} parameters, {si_spaced(made.active_parameters)} of them active for a token"
+    wanted = (
+        f"{si_spaced(made.parameters)} parameters, {si_spaced(made.active_parameters)} of them "
+        "active for a token"
+    )
     assert wanted in " ".join(str(made).split())
     assert made.attending is None
-    assert not any("not known" in warning or "experts stay frozen" in warning for warning in made.warnings)
-    adapted = make_plan(config_of(tmp_path / "config.json", seq_len=512, max_tokens=200, training={"lora_rank": 4}))
+    assert not any(
+        "not known" in warning or "experts stay frozen" in warning for warning in made.warnings
+    )
+    adapted = make_plan(
+        config_of(tmp_path / "config.json", seq_len=512, max_tokens=200, training={"lora_rank": 4})
+    )
     assert any("experts stay frozen" in warning for warning in adapted.warnings)
 
 
@@ -100,7 +128,9 @@ def test_a_model_that_is_counted_as_dense_for_want_of_better_is_named(tmp_path):
 
 
 def test_a_run_is_planned_as_it_came_out(world):
-    """Lengths and the share of groups with a signal are the run's; rows, tokens, FLOPs then follow."""
+    """Lengths and the share of groups with a signal are the run's; rows, tokens, FLOPs then
+    follow.
+    """
     world.answer = lambda prompt, k, version: "yes" if k == 0 else "no" * (k + 1)
     world.train(iterations=1)
     folder = world.run / "iterations" / "0001"
@@ -111,22 +141,35 @@ def test_a_run_is_planned_as_it_came_out(world):
     assert (work.tasks, work.samples) == (2, 8)
     assert work.completion_tokens == pytest.approx(row["completion_tokens"])
     assert work.prompt_tokens == row["prompt_tokens"]
-    assert (work.rows, work.row_tokens, work.trained_tokens) == (packed.num_rows, packed.num_tokens, packed.num_trained)
+    assert (work.rows, work.row_tokens, work.trained_tokens) == (
+        packed.num_rows,
+        packed.num_tokens,
+        packed.num_trained,
+    )
     assert work.fill == row["pack"]["fill"]
     assert work.validation_samples == 2
     assert made.signal_from == made.completions_from == "run"
     from transformers import AutoConfig
 
-    counted = work_counts(packed, AutoConfig.from_pretrained(world.model), world.config().recipe_config({}))
+    counted = work_counts(
+        packed, AutoConfig.from_pretrained(world.model), world.config().recipe_config({})
+    )
     assert made.flops.training == pytest.approx(counted["flops"])
     assert made.flops.sampling == pytest.approx(row["flops"]["prefill"] + row["flops"]["decode"])
     assert work.logical_tokens == counted["logical_tokens"]
 
 
 def test_prompts_are_counted_in_the_models_own_tokens(world):
-    made = plan(world.config(), world.tasks(6), world.tasks(3, "held-out"), assumptions=Assumptions(completion_tokens=4))
+    made = plan(
+        world.config(),
+        world.tasks(6),
+        world.tasks(3, "held-out"),
+        assumptions=Assumptions(completion_tokens=4),
+    )
     assert made.prompts_from == "tasks"
-    assert made.work.prompt_mean == len(world.tokenizer.encode("<|user|>task 0<|end|><|assistant|>"))
+    assert made.work.prompt_mean == len(
+        world.tokenizer.encode("<|user|>task 0<|end|><|assistant|>")
+    )
     assert (made.work.tasks, made.work.samples, made.work.validation_samples) == (2, 8, 3)
 
 
@@ -168,21 +211,32 @@ def test_a_template_that_refuses_a_task_is_named(world, tmp_path):
 def test_prompts_are_counted_with_the_runs_own_chat_template(world):
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}XX"
     longer = template.replace("XX", "X" * 32)
-    short, long = (plan(world.config(tasks_per_iteration=1, chat_template=text), world.tasks(1)) for text in (template, longer))
+    short, long = (
+        plan(world.config(tasks_per_iteration=1, chat_template=text), world.tasks(1))
+        for text in (template, longer)
+    )
     assert long.work.prompt_mean == short.work.prompt_mean + 30
 
 
 def test_assumed_lengths(big):
     assumptions = Assumptions(prompt_tokens=100, completion_tokens=50, signal_share=0.5)
-    whole, half = (plan(config_of(big, tasks_per_iteration=64), assumptions=a) for a in (Assumptions(100, 50), assumptions))
-    assert whole.work.prompt_mean == pytest.approx(100, rel=0.1) and whole.work.completion_mean == pytest.approx(50, rel=0.1)
+    whole, half = (
+        plan(config_of(big, tasks_per_iteration=64), assumptions=a)
+        for a in (Assumptions(100, 50), assumptions)
+    )
+    assert whole.work.prompt_mean == pytest.approx(
+        100, rel=0.1
+    ) and whole.work.completion_mean == pytest.approx(50, rel=0.1)
     assert half.work.completion_tokens == whole.work.completion_tokens
     assert half.work.row_tokens == pytest.approx(whole.work.row_tokens / 2, rel=0.1)
     assert whole.completions_from == "assumed" and half.work.signal_share == 0.5
 
 
 def test_memory_is_planned_for_completions_as_long_as_they_may_be(big):
-    short, long = (plan(config_of(big, tasks_per_iteration=64), assumptions=Assumptions(100, n)) for n in (2, 1024))
+    short, long = (
+        plan(config_of(big, tasks_per_iteration=64), assumptions=Assumptions(100, n))
+        for n in (2, 1024)
+    )
     assert short.work.rows < long.work.rows
     assert short.memory.trainer_parts == pytest.approx(long.memory.trainer_parts, rel=0.01)
     assert short.memory.sequences >= long.memory.sequences
@@ -217,7 +271,14 @@ def test_lognormal_lengths_have_the_mean():
 
 
 def test_steps_and_microbatches(big):
-    made = plan(config_of(big, training={"updates_per_iteration": 4, "rows_per_microbatch": 2}, seq_len=1024, max_tokens=512))
+    made = plan(
+        config_of(
+            big,
+            training={"updates_per_iteration": 4, "rows_per_microbatch": 2},
+            seq_len=1024,
+            max_tokens=512,
+        )
+    )
     rows_of_step = -(-made.work.rows // 4)
     assert made.work.optimizer_steps == 4 and made.work.microbatches == 4 * -(-rows_of_step // 2)
     assert made.flops.prepass > 0 and plan(config_of(big)).flops.prepass == 0
@@ -227,57 +288,100 @@ def test_steps_and_microbatches(big):
 
 def test_adapters_train_less(big):
     whole, adapters = plan(config_of(big)), plan(config_of(big, training={"lora_rank": 8}))
-    assert adapters.trained_parameters < whole.trained_parameters / 100 and adapters.parameters == whole.parameters
+    assert (
+        adapters.trained_parameters < whole.trained_parameters / 100
+        and adapters.parameters == whole.parameters
+    )
     assert adapters.flops.training < 0.75 * whole.flops.training
-    assert adapters.memory.trainer < whole.memory.trainer and adapters.disk["state"] < whole.disk["state"] / 100
+    assert (
+        adapters.memory.trainer < whole.memory.trainer
+        and adapters.disk["state"] < whole.disk["state"] / 100
+    )
 
 
 def test_what_adapters_cost_a_cpu_besides(big, monkeypatch):
-    """A server there computes a prompt once for all its samples, but not with adapters: then it knows whole blocks of 128 alone.
-    And memory takes the time of the adapters' own products."""
+    """A server there computes a prompt once for all its samples, but not with adapters: then it
+    knows whole blocks of 128 alone. And memory takes the time of the adapters' own products."""
     whole, adapters = plan(config_of(big)), plan(config_of(big, training={"lora_rank": 8}))
-    prompts = [len(group.prompt) for group in assumed_lengths(config_of(big), Assumptions(), QWEN["vocab_size"]).groups]
+    prompts = [
+        len(group.prompt)
+        for group in assumed_lengths(config_of(big), Assumptions(), QWEN["vocab_size"]).groups
+    ]
     assert sum(prompts) == whole.work.prompt_tokens and min(prompts) < 257 < max(prompts)
-    ends = [(3584, 3584), (3584, 512), (3584, 512), (3584, 3584), (3584, 18944), (3584, 18944), (18944, 3584)]
+    ends = [
+        (3584, 3584),
+        (3584, 512),
+        (3584, 512),
+        (3584, 3584),
+        (3584, 18944),
+        (3584, 18944),
+        (18944, 3584),
+    ]
     keys = [key for n in prompts for key in range(129 if n < 257 else 257, n + 1)]
-    again = 3 * 28 * sum(2 * sum(a * b for a, b in ends) + 4 * 3584 * key for key in keys)  # by three of four samples
+    # By three of four samples.
+    again = 3 * 28 * sum(2 * sum(a * b for a, b in ends) + 4 * 3584 * key for key in keys)
     assert adapters.flops.sampling - whole.flops.sampling == pytest.approx(again)
     merged = plan(config_of(big, training={"lora_rank": 8}, adapters="merged"))
     assert merged.flops.sampling == whole.flops.sampling
-    monkeypatch.setattr("ttrl.plans.planner.this_machine", lambda *given: dataclasses.replace(HERE, bandwidth=float("inf")))
+    monkeypatch.setattr(
+        "ttrl.plans.planner.this_machine",
+        lambda *given: dataclasses.replace(HERE, bandwidth=float("inf")),
+    )
     in_no_time = plan(config_of(big, training={"lora_rank": 8})).seconds.phases["train"].seconds
-    expected = adapters.work.row_tokens * 4 * 28 * sum(4 * a + 4 * b for a, b in ends) / (0.6 * 20e9)
+    expected = (
+        adapters.work.row_tokens * 4 * 28 * sum(4 * a + 4 * b for a, b in ends) / (0.6 * 20e9)
+    )
     assert adapters.seconds.phases["train"].seconds - in_no_time == pytest.approx(expected)
     model = decoder_parameters(QWEN)
     for apart in ({"dtype": "bf16"}, {"lora_kind": "dora"}, {"lora_dropout": 0.1}):
         recipe = GRPOConfig(model="m", packed="p", output_dir="o", lora_rank=8, **apart)
-        assert adapter_numbers(model, recipe, cuda=False) == 28 * sum(6 * a + 10 * b for a, b in ends)
+        assert adapter_numbers(model, recipe, cuda=False) == 28 * sum(
+            6 * a + 10 * b for a, b in ends
+        )
 
 
 # Memory, disk, seconds, money
 
 
 def test_both_on_one_machine(big):
-    reload, restart = (plan(config_of(big, weight_sync=sync)).memory for sync in ("reload", "restart"))
-    assert reload.peak == reload.trainer + reload.server and restart.peak == max(restart.trainer, restart.server)
+    reload, restart = (
+        plan(config_of(big, weight_sync=sync)).memory for sync in ("reload", "restart")
+    )
+    assert reload.peak == reload.trainer + reload.server and restart.peak == max(
+        restart.trainer, restart.server
+    )
     asleep = plan(config_of(big, weight_sync="sleep")).memory  # on a CPU that frees nothing
     assert asleep.peak == reload.peak
 
     def together(**settings):
         return plan(config_of(big, device="cuda", **settings), gpu="H100").memory.together
 
-    assert not together(weight_sync="sleep") and not together(weight_sync="restart") and together(weight_sync="reload")
-    assert together(weight_sync="sleep", trainer_memory="keep") and not together(weight_sync="sleep", trainer="once")
-    assert together(weight_sync="restart", off_policy_steps=1)  # the server samples while the trainer works
+    assert (
+        not together(weight_sync="sleep")
+        and not together(weight_sync="restart")
+        and together(weight_sync="reload")
+    )
+    assert together(weight_sync="sleep", trainer_memory="keep") and not together(
+        weight_sync="sleep", trainer="once"
+    )
+    # The server samples while the trainer works.
+    assert together(weight_sync="restart", off_policy_steps=1)
     two = plan(config_of(big, nproc_per_node=2, servers=3)).memory  # all of them in the same memory
-    assert two.trainer < reload.trainer and two.peak == pytest.approx(2 * two.trainer + 3 * two.server)
+    assert two.trainer < reload.trainer and two.peak == pytest.approx(
+        2 * two.trainer + 3 * two.server
+    )
 
 
 def test_weights_through_memory(big):
-    """One more copy of them in the machine's memory; files are written beside the sampling, every n-th time."""
+    """One more copy of them in the machine's memory; files are written beside the sampling, every
+    n-th time.
+    """
     files, memory = (plan(config_of(big, weight_sync=sync)) for sync in ("reload", "memory"))
     copy = memory.parameters * 4.0
-    assert memory.memory.held_out == memory.memory.trainer_parts["held out to servers"] == copy and not files.memory.held_out
+    assert (
+        memory.memory.held_out == memory.memory.trainer_parts["held out to servers"] == copy
+        and not files.memory.held_out
+    )
     assert memory.memory.trainer == pytest.approx(files.memory.trainer + copy)
     saved = (files.disk["checkpoint"] + files.disk["state"]) / 1e9
     before, after = files.seconds.phases, memory.seconds.phases
@@ -285,10 +389,18 @@ def test_weights_through_memory(big):
     on_gpu = {"weight_sync": "memory", "device": "cuda", "tasks_per_iteration": 1}
     asked = [plan(config_of(big, save_every=every, **on_gpu), gpu="H100") for every in (1, 5)]
     waits = [one.seconds.phases["other"].seconds - 0.1 for one in asked]
-    assert waits[0] > 10 and waits[1] == pytest.approx(waits[0] / 5) and asked[1].disk["most"] <= asked[0].disk["most"]
-    assert warned(f"for {waits[0] + 0.1:.0f} s; save_every: 5 leaves {(waits[0] + 0.1) / 5:.0f} s", asked[0])
+    assert (
+        waits[0] > 10
+        and waits[1] == pytest.approx(waits[0] / 5)
+        and asked[1].disk["most"] <= asked[0].disk["most"]
+    )
+    assert warned(
+        f"for {waits[0] + 0.1:.0f} s; save_every: 5 leaves {(waits[0] + 0.1) / 5:.0f} s", asked[0]
+    )
     assert not warned("files hold up", files)
-    assert plan(config_of(big, weight_sync="memory", training={"lora_rank": 8})).memory.held_out == 0
+    assert (
+        plan(config_of(big, weight_sync="memory", training={"lora_rank": 8})).memory.held_out == 0
+    )
 
 
 def test_the_servers_cache(big, monkeypatch):
@@ -296,7 +408,9 @@ def test_the_servers_cache(big, monkeypatch):
     memory = plan(config_of(big)).memory
     token = 2 * 28 * 4 * 128 * 4  # keys and values, layers, heads, dimension, bytes
     assert memory.cache_tokens == 7 * 2**30 // token
-    gpu = plan(config_of(big, device="cuda", server={"gpu_memory_utilization": 0.5}), gpu="H100").memory
+    gpu = plan(
+        config_of(big, device="cuda", server={"gpu_memory_utilization": 0.5}), gpu="H100"
+    ).memory
     assert gpu.server == pytest.approx(40e9 + 0.8e9)  # vLLM's budget, and a context
     assert gpu.server_parts["weights"] == 2 * QWEN["parameters"]
     few = plan(config_of(big, device="cuda", server={"max_num_seqs": 3}), gpu="h100").memory
@@ -312,23 +426,46 @@ def test_checkpoints_on_disk_are_those_that_pruning_keeps(big):
 def test_time_and_money(big):
     made = plan(config_of(big), price_per_hour=3.0)
     seconds = made.seconds
-    assert seconds.iteration == pytest.approx(sum(phase.seconds for phase in seconds.phases.values()))
+    assert seconds.iteration == pytest.approx(
+        sum(phase.seconds for phase in seconds.phases.values())
+    )
     starts = sum(part.seconds for part in seconds.start.values())
-    assert seconds.run == pytest.approx(starts + seconds.phases["validate"].seconds + 10 * seconds.iteration)
-    assert made.price == pytest.approx(seconds.run / 3600 * 3.0) and plan(config_of(big)).price is None
+    assert seconds.run == pytest.approx(
+        starts + seconds.phases["validate"].seconds + 10 * seconds.iteration
+    )
+    assert (
+        made.price == pytest.approx(seconds.run / 3600 * 3.0) and plan(config_of(big)).price is None
+    )
 
 
 def test_validation_is_counted_as_often_as_it_is_made(big):
     """Eight samples of 200 problems are six times what an iteration trains on."""
     asked = [Task([{"role": "user", "content": str(n)}], float) for n in range(200)]
-    sizes = {"iterations": 64, "tasks_per_iteration": 32, "samples_per_task": 8, "validation_samples": 8}
-    always, seldom = (plan(config_of(big, validate_every=n, **sizes), validation_tasks=asked) for n in (1, 8))
+    sizes = {
+        "iterations": 64,
+        "tasks_per_iteration": 32,
+        "samples_per_task": 8,
+        "validation_samples": 8,
+    }
+    always, seldom = (
+        plan(config_of(big, validate_every=n, **sizes), validation_tasks=asked) for n in (1, 8)
+    )
     said, more = (" ".join(str(made).split()) for made in (seldom, always))
-    assert "1,600 samples after every 8 iterations, 9 times with the start: 14,400 of the run's 30,784 samples" in said
-    assert "1,600 samples after each iteration, 65 times with the start: 104,000 of the run's 120,384 samples" in more
+    assert (
+        "1,600 samples after every 8 iterations, 9 times with the start: 14,400 of the run's "
+        "30,784 samples"
+    ) in said
+    assert (
+        "1,600 samples after each iteration, 65 times with the start: 104,000 of the run's "
+        "120,384 samples"
+    ) in more
     assert f"a validation {si_spaced(seldom.flops.validation)}FLOP" in said
     assert "a share of what every 8 iterations take" in said and "a share of" not in more
-    assert warned("1,600 in a validation, and 256 in an iteration, with validate_every 1; validate_every: 25 makes", always)
+    assert warned(
+        "1,600 in a validation, and 256 in an iteration, with validate_every 1; validate_every: "
+        "25 makes",
+        always,
+    )
     assert not warned("more held-out samples", seldom)
     written = 64 * 40 * seldom.work.validation_tokens
     assert always.disk["logs"] - seldom.disk["logs"] == pytest.approx(written * 7 / 8)
@@ -340,14 +477,26 @@ def test_what_goes_between_gpus_and_their_host_takes_time(big):
     # The same rows in both plans: a trainer that keeps its memory might choose fewer.
     training = {"lora_rank": 8, "rows_per_microbatch": 1, "activation_checkpointing": True}
     adapters = config_of(big, device="cuda", weight_sync="sleep", training=training)
-    parks, stays = (plan(dataclasses.replace(adapters, trainer_memory=where), gpu="H100") for where in ("free", "keep"))
+    parks, stays = (
+        plan(dataclasses.replace(adapters, trainer_memory=where), gpu="H100")
+        for where in ("free", "keep")
+    )
     moved = 2 * parks.memory.host["trainer's weights and moments"] / 1e10
-    assert moved > 3 and parks.seconds.phases["train"].seconds - stays.seconds.phases["train"].seconds == pytest.approx(moved)
-    assert parks.seconds.phases["sync"].seconds > 2 * 2 * QWEN["parameters"] / 1e10  # the base waits there as well
-    assert parks.seconds.start["trainer"].seconds > 2 * QWEN["parameters"] / 1e9  # it is read from files
+    assert moved > 3 and parks.seconds.phases["train"].seconds - stays.seconds.phases[
+        "train"
+    ].seconds == pytest.approx(moved)
+    # The base waits there as well.
+    assert parks.seconds.phases["sync"].seconds > 2 * 2 * QWEN["parameters"] / 1e10
+    # It is read from files.
+    assert parks.seconds.start["trainer"].seconds > 2 * QWEN["parameters"] / 1e9
     said = " ".join(str(parks).split())
-    assert "Assumed: 35% of the speed of matrix products in training, 35% of it in sampling, 60% of 3.35 TB/s of memory" in said
-    assert "files at 1 GB/s, weights into servers at 4 GB/s, parking at 10 GB/s for each GPU." in said
+    assert (
+        "Assumed: 35% of the speed of matrix products in training, 35% of it in sampling, 60% of "
+        "3.35 TB/s of memory"
+    ) in said
+    assert (
+        "files at 1 GB/s, weights into servers at 4 GB/s, parking at 10 GB/s for each GPU." in said
+    )
 
 
 def seconds_row(number, **seconds):
@@ -401,11 +550,21 @@ def test_measured_seconds_count_for_the_same_model_device_and_settings_alone(wor
         "dtype": ["--set", "dtype=bf16"],
     }.items():
         sources, made = planned(*arguments)
-        assert sources == {"rough"} and any("do not count" in line and name in line for line in made["warnings"])
+        assert sources == {"rough"} and any(
+            "do not count" in line and name in line for line in made["warnings"]
+        )
     assert planned("--set", f"model={big}")[1]["completions_from"] == "other"
     config = read_planned(world.run, elsewhere=True).config
-    assert (config.device, config.dtype, config.num_threads, config.trainer_memory) == ("auto", "auto", None, "auto")
-    assert read_planned(world.run, ["trainer_memory=free"], elsewhere=True).config.trainer_memory == "free"
+    assert (config.device, config.dtype, config.num_threads, config.trainer_memory) == (
+        "auto",
+        "auto",
+        None,
+        "auto",
+    )
+    assert (
+        read_planned(world.run, ["trainer_memory=free"], elsewhere=True).config.trainer_memory
+        == "free"
+    )
 
 
 def test_a_recipes_config_is_planned_as_its_first_line_promises(big):
@@ -413,19 +572,30 @@ def test_a_recipes_config_is_planned_as_its_first_line_promises(big):
     made = plan(asked.config, gpu="H100", recipe_only=True)
     assert (made.work.seq_len, made.processes) == (16_384, 4) and not warned("does not fit", made)
     assert f"in all            {made.memory.peak / 2**30:.3g} GiB of 74.5 GiB" in str(made)
-    config = read_planned(ROOT / "recipe_configs" / "llama3.3_70b.yaml", [f"model={big}", "seq_len=4096"]).config
-    assert (config.nnodes, config.nproc_per_node, config.seq_len) == (2, 8, 4096) and not config.problems()
+    config = read_planned(
+        ROOT / "recipe_configs" / "llama3.3_70b.yaml", [f"model={big}", "seq_len=4096"]
+    ).config
+    assert (config.nnodes, config.nproc_per_node, config.seq_len) == (
+        2,
+        8,
+        4096,
+    ) and not config.problems()
 
 
 def test_without_a_network_the_hub_is_not_asked_again_and_again(monkeypatch, capsys):
     monkeypatch.setattr("ttrl.plans.planner.hub_is_out_of_reach", lambda: True)
-    monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.get_hf_file_metadata", lambda *_, **__: pytest.fail("asked")
+    )
     with pytest.raises(ModelFolderError, match="could not be fetched from the hub"):
         read_model_config("nobody-of-this-name/some-model")
 
 
 def test_phases_that_overlap_take_less_than_their_sum():
-    rows = [{"iteration": n, "seconds": {"sample": 2.0, "validate": 2.0, "total": 3.0}} for n in range(4)]
+    rows = [
+        {"iteration": n, "seconds": {"sample": 2.0, "validate": 2.0, "total": 3.0}}
+        for n in range(4)
+    ]
     measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
     assert measured["iteration"] == 3.0 and measured["other"] == 0.0
 
@@ -439,14 +609,24 @@ def warned(text, made):
 
 def test_what_does_not_fit_is_said_with_the_way_out(big):
     made = plan(config_of(big))
-    assert warned("does not fit: trainer", made) and warned("lora_rank: 16 (adapters alone are trained) saves", made)
+    assert warned("does not fit: trainer", made) and warned(
+        "lora_rank: 16 (adapters alone are trained) saves", made
+    )
     assert warned("weight_sync: restart", made)
-    assert all(warned(f"{name} saves", made) for name in made.memory.savings) and len(made.memory.savings) > 4
+    assert (
+        all(warned(f"{name} saves", made) for name in made.memory.savings)
+        and len(made.memory.savings) > 4
+    )
     kept = plan(config_of(big, device="cuda", weight_sync="reload"), gpu="RTX4090")
-    assert warned("gpu_memory_utilization", kept)  # the server keeps its share while the trainer works
+    # The server keeps its share while the trainer works.
+    assert warned("gpu_memory_utilization", kept)
     turns = plan(config_of(big, device="cuda", weight_sync="sleep"), gpu="RTX4090")
-    assert warned("does not fit: the trainer needs", turns) and not warned("gpu_memory_utilization", turns)
-    assert warned("cannot even hold the weights; take a smaller model", made) and "1 GPU for servers, 1 for each" in str(turns)
+    assert warned("does not fit: the trainer needs", turns) and not warned(
+        "gpu_memory_utilization", turns
+    )
+    assert warned(
+        "cannot even hold the weights; take a smaller model", made
+    ) and "1 GPU for servers, 1 for each" in str(turns)
     adapters = {"lora_rank": 8, "lora_base_dtype": "nf4"}
     small = plan(config_of(big, device="cuda", weight_sync="sleep", training=adapters), gpu="B200")
     assert not warned("does not fit", small)
@@ -477,13 +657,19 @@ def test_what_one_leaves_on_a_gpu_for_the_other_counts(big):
 def test_activations_that_wait_in_the_host_take_time(big):
     adapters = {"lora_rank": 8, "activation_checkpointing": True}
     there, here = (
-        plan(config_of(big, device="cuda", training=adapters | {"activation_offloading": yes}), gpu="H200")
+        plan(
+            config_of(big, device="cuda", training=adapters | {"activation_offloading": yes}),
+            gpu="H200",
+        )
         for yes in (True, False)
     )
     slower = there.flops.training * 4 / 3 * (1 / 0.9 - 1) / (0.35 * 989e12)
     seconds = [one.seconds.phases["train"].seconds for one in (there, here)]
     assert seconds[0] - seconds[1] > 0.99 * slower > 0
-    assert there.memory.host["trainer's activations"] > 0 and "trainer's activations" not in here.memory.host
+    assert (
+        there.memory.host["trainer's activations"] > 0
+        and "trainer's activations" not in here.memory.host
+    )
 
 
 def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch):
@@ -493,7 +679,11 @@ def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch
         machine = dataclasses.replace(made.machine, host=host)
         monkeypatch.setattr(planner, "gpu_named", lambda _, machine=machine: machine)
         again = plan(config_of(big, device="cuda", weight_sync="memory"), gpu="B200")
-        assert warned("does not fit into the machine's own memory", again) == is_warned == bool(again.does_not_fit)
+        assert (
+            warned("does not fit into the machine's own memory", again)
+            == is_warned
+            == bool(again.does_not_fit)
+        )
         assert f"of {gib(host)} of the machine's own memory" in str(again)
 
 
@@ -502,9 +692,27 @@ def test_a_host_that_is_too_small_for_what_its_gpus_leave_there(big, monkeypatch
     [
         ("seq_len is 1024", {"seq_len": 1024, "max_tokens": 1024}),
         ("more than the server's context", {"server": {"max_model_len": 512}, "max_tokens": 500}),
-        ("rows are badly filled", {"tasks_per_iteration": 4, "samples_per_task": 2, "seq_len": 16_384, "nproc_per_node": 2}),
-        ("processes will be idle", {"tasks_per_iteration": 4, "samples_per_task": 2, "nproc_per_node": 64}),
-        ("updates are made", {"tasks_per_iteration": 2, "samples_per_task": 2, "training": {"updates_per_iteration": 50}}),
+        (
+            "rows are badly filled",
+            {
+                "tasks_per_iteration": 4,
+                "samples_per_task": 2,
+                "seq_len": 16_384,
+                "nproc_per_node": 2,
+            },
+        ),
+        (
+            "processes will be idle",
+            {"tasks_per_iteration": 4, "samples_per_task": 2, "nproc_per_node": 64},
+        ),
+        (
+            "updates are made",
+            {
+                "tasks_per_iteration": 2,
+                "samples_per_task": 2,
+                "training": {"updates_per_iteration": 50},
+            },
+        ),
     ],
 )
 def test_warnings(text, changes, big):
@@ -520,14 +728,17 @@ def test_too_few_tasks(world):
 
 
 def test_a_cache_without_room(big, monkeypatch):
-    made = plan(config_of(big, max_tokens=20_000, seq_len=32_768, server={"kv_cache_memory_bytes": 2**30}))
+    made = plan(
+        config_of(big, max_tokens=20_000, seq_len=32_768, server={"kv_cache_memory_bytes": 2**30})
+    )
     assert warned("fewer than one sample", made)
 
 
 def test_a_disk_without_room(big, monkeypatch):
     monkeypatch.setattr("ttrl.plans.planner.free_bytes", lambda path: 10**9)
     assert warned("the disk is too small", plan(config_of(big)))
-    assert not warned("the disk", plan(config_of(big, device="cuda"), gpu="h100"))  # it is not this machine's
+    # It is not this machine's.
+    assert not warned("the disk", plan(config_of(big, device="cuda"), gpu="h100"))
 
 
 # Files and command
@@ -543,12 +754,17 @@ def test_a_run_leaves_its_plan_and_its_report_compares(world):
     assert lines["samples of an iteration"].is_near and lines["prompt tokens"].is_near
     assert lines["seconds: an iteration"].source == "rough"
     table = plan_table(world.run, rows)
-    assert "prompt tokens" in [cells[0] for cells in table] and "Plan and outcome" in (world.run / "report.html").read_text()
+    assert (
+        "prompt tokens" in [cells[0] for cells in table]
+        and "Plan and outcome" in (world.run / "report.html").read_text()
+    )
     (world.run / "plan.json").write_text('{"work": 3}')
     assert plan_table(world.run, rows) == []
 
 
-def test_a_plan_that_is_there_is_left_and_one_that_cannot_be_made_ends_nothing(world, tmp_path, caplog):
+def test_a_plan_that_is_there_is_left_and_one_that_cannot_be_made_ends_nothing(
+    world, tmp_path, caplog
+):
     config, tasks = world.config(), world.tasks(3)
     (tmp_path / "plan.json").write_text("mine")
     write_plan(config, tmp_path, world.model, tasks, [], world.tokenizer)
@@ -561,30 +777,57 @@ def test_a_plan_that_is_there_is_left_and_one_that_cannot_be_made_ends_nothing(w
 
 def test_the_table_fits_a_terminal(big):
     text = str(plan(config_of(big), price_per_hour=2.0))
-    assert max(len(line) for line in text.splitlines() if not line.startswith("Plan: ")) <= 80  # but for a path
-    for word in ("7.62 G parameters", "samples", "packed rows", "FLOP", "trainer", "cache", "disk", "an iteration", "price", "!"):
+    # But for a path.
+    assert max(len(line) for line in text.splitlines() if not line.startswith("Plan: ")) <= 80
+    for word in (
+        "7.62 G parameters",
+        "samples",
+        "packed rows",
+        "FLOP",
+        "trainer",
+        "cache",
+        "disk",
+        "an iteration",
+        "price",
+        "!",
+    ):
         assert word in text
 
 
 def test_times_that_nobody_counts_in_seconds_are_hours_and_days(big):
-    assert re.search(r"^  train +([\d.]+ days|\d+ h \d\d min)   rough$", str(plan(config_of(big))), re.MULTILINE)
+    assert re.search(
+        r"^  train +([\d.]+ days|\d+ h \d\d min)   rough$", str(plan(config_of(big))), re.MULTILINE
+    )
     one = plan(config_of(big, tasks_per_iteration=1, iterations=1))
     assert " 1 in 1 microbatch\n" in str(one) and "\n  1 iteration  " in str(one)
 
 
 def test_the_command_on_a_recipes_config(big, capsys):
     path = ROOT / "recipe_configs" / "qwen2.5_7b_lora.yaml"
-    arguments = ["plan", str(path), "--set", f"model={big}", "seq_len=8192", "tasks_per_iteration=2"]
+    arguments = [
+        "plan",
+        str(path),
+        "--set",
+        f"model={big}",
+        "seq_len=8192",
+        "tasks_per_iteration=2",
+    ]
     arguments += ["--gpu", "H200", "--completion-tokens", "500"]
     assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "H200" in text and "sampl" in text and "server" not in text.split("Worth knowing")[0]
     assert main([*arguments, "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
-    assert values["work"]["seq_len"] == 8192 and values["parameters"] == QWEN["parameters"] and not values["with_server"]
+    assert (
+        values["work"]["seq_len"] == 8192
+        and values["parameters"] == QWEN["parameters"]
+        and not values["with_server"]
+    )
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "recipe_configs").glob("*.yaml")))
+@pytest.mark.parametrize(
+    "name", sorted(path.name for path in (ROOT / "recipe_configs").glob("*.yaml"))
+)
 def test_every_recipe_config_can_be_read(name, big):
     asked = read_planned(ROOT / "recipe_configs" / name, [f"model={big}"])
     assert asked.recipe_only and asked.run is None and asked.config.model == big
@@ -595,8 +838,13 @@ def test_the_command_on_a_run(world, capsys):
     assert main(["plan", str(world.run), "--set", "iterations=50", "lr=1e-3"]) == 0
     assert "50 iterations" in capsys.readouterr().out
     asked = read_planned(world.run, ["lr=1e-3"])
-    assert asked.run == world.run and not asked.recipe_only and asked.config.recipe_config({}).lr == 1e-3
-    assert read_planned(world.run, ["training.lr=1e-3"]).config == asked.config  # as config.yaml has it
+    assert (
+        asked.run == world.run
+        and not asked.recipe_only
+        and asked.config.recipe_config({}).lr == 1e-3
+    )
+    # As config.yaml has it.
+    assert read_planned(world.run, ["training.lr=1e-3"]).config == asked.config
 
 
 @pytest.mark.parametrize(
@@ -627,20 +875,34 @@ def test_what_cannot_be_planned_is_said(big, tmp_path):
         plan(config_of(big), gpu="h100", probe=True)
     with pytest.raises(UserError, match="price_per_hour is nan"):
         plan(config_of(big), price_per_hour=float("nan"))
-    for argument, value in (("tensor_parallel_size", 0), ("max_num_seqs", "many"), ("kv_cache_memory_bytes", -1)):
+    for argument, value in (
+        ("tensor_parallel_size", 0),
+        ("max_num_seqs", "many"),
+        ("kv_cache_memory_bytes", -1),
+    ):
         with pytest.raises(UserError, match=f"server: {argument} is {value!r}"):
             plan(config_of(big, server={argument: value}))
-    for name, value in (("num_attention_heads", 0), ("num_key_value_heads", "two"), ("vocab_size", -1)):
+    for name, value in (
+        ("num_attention_heads", 0),
+        ("num_key_value_heads", "two"),
+        ("vocab_size", -1),
+    ):
         (tmp_path / "config.json").write_text(json.dumps(QWEN | {name: value}))
-        with pytest.raises(ModelFolderError, match=rf"{name} is {value!r}|{name}'.* value {value!r}"):
+        with pytest.raises(
+            ModelFolderError, match=rf"{name} is {value!r}|{name}'.* value {value!r}"
+        ):
             plan(config_of(tmp_path / "config.json"))
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ModelFolderError, match="holds a list"):
         read_model_config(str(tmp_path))
 
 
-@pytest.mark.parametrize(("kind", "problem"), [("jamba", "Mamba 1"), ("llama4", "attention within chunks")])
-def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(kind, problem, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("kind", "problem"), [("jamba", "Mamba 1"), ("llama4", "attention within chunks")]
+)
+def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(
+    kind, problem, tmp_path, monkeypatch, capsys
+):
     """By the plan, and by the run before anything is downloaded or started."""
     folder = tmp_path / "model"
     CONFIG_MAPPING[kind]().save_pretrained(folder)
@@ -649,7 +911,9 @@ def test_a_model_that_is_not_trained_is_refused_by_its_config_alone(kind, proble
     config = config_of(folder, run=str(tmp_path / "run"), tasks_per_iteration=1)
     with pytest.raises(ModelFolderError, match=problem):
         make_plan(config)
-    monkeypatch.setattr("ttrl.loop.train.local_model", lambda *_: pytest.fail("the model was fetched"))
+    monkeypatch.setattr(
+        "ttrl.loop.train.local_model", lambda *_: pytest.fail("the model was fetched")
+    )
     with pytest.raises(ModelFolderError, match="its config asks for what ttrl does not compute"):
         train(config, [Task([{"role": "user", "content": "x"}], len)])
     assert not (tmp_path / "run").exists()
@@ -681,11 +945,14 @@ def test_the_best_speed_that_was_ever_measured_counts(big, tmp_path, monkeypatch
 def test_the_time_is_said_with_what_it_rests_on(big, world):
     made = plan(config_of(big))
     assert re.fullmatch(
-        r"plan: 10 iterations of about .*; rough, may be wrong by a factor of 3 \(completions of 3\d\d tokens are assumed\)",
+        r"plan: 10 iterations of about .*; rough, may be wrong by a factor of 3 \(completions of "
+        r"3\d\d tokens are assumed\)",
         made.time_line(),
     )
     assert made.time_line(may_end_early=True).startswith("plan: up to 10 iterations of about ")
-    assert made.does_not_fit is not None and plan(world.config(), world.tasks(3)).does_not_fit is None
+    assert (
+        made.does_not_fit is not None and plan(world.config(), world.tasks(3)).does_not_fit is None
+    )
     world.train(iterations=3)
     assert "assumed" not in plan(world.config(), run=world.run).time_line()
 
@@ -697,11 +964,15 @@ def test_the_time_is_said_with_what_it_rests_on(big, world):
         ("{{ 'x' * 10**9 }}", "builds more than"),
     ],
 )
-def test_a_chat_template_that_takes_all_time_or_memory_is_stopped(template, why, monkeypatch, tiny_model):
+def test_a_chat_template_that_takes_all_time_or_memory_is_stopped(
+    template, why, monkeypatch, tiny_model
+):
     """Templates come with the model, from strangers."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.chat_template = template
     monkeypatch.setattr("ttrl.data.chat.rendering.RENDER_SECONDS", 0.2)
     task = Task(id="a", messages=[{"role": "user", "content": "x"}], grader=lambda _: 1.0)
-    with pytest.raises(UserError, match=f"task 'a': the model's chat template cannot write its messages .*{why}"):
+    with pytest.raises(
+        UserError, match=f"task 'a': the model's chat template cannot write its messages .*{why}"
+    ):
         lengths.prompt_ids(task, tokenizer)

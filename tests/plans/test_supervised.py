@@ -10,7 +10,9 @@ from ttrl import TrainConfig
 from ttrl.plans.choices import IGNORE_VARIABLE
 from ttrl.plans.supervised import ArmsPlan, Hardware, fit_supervised, sft_settings, start_settings
 
-MODELS = json.loads((Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text())
+MODELS = json.loads(
+    (Path(__file__).parents[2] / "ttrl" / "costs" / "architectures.json").read_text()
+)
 OWN = {"lr": 1e-5, "batch_size": 32, "seq_len": 4096, "rows_per_microbatch": 4}
 CPU = Hardware([], 64e9)
 
@@ -31,17 +33,30 @@ def config_of(model, **settings):
 
 
 def test_on_a_cpu_a_start_computes_as_it_always_did(model):
-    """A run in fp32 with one process: not a setting more, whatever the run says of its own training."""
-    config = config_of(model("qwen2.5_0.5b"), training={"lr": 1e-6, "rows_per_microbatch": 8, "weight_decay": 0.1})
+    """A run in fp32 with one process: not a setting more, whatever the run says of its own
+    training.
+    """
+    config = config_of(
+        model("qwen2.5_0.5b"), training={"lr": 1e-6, "rows_per_microbatch": 8, "weight_decay": 0.1}
+    )
     settings = start_settings(config, OWN, cuda=False)
     assert settings == {"model": config.model, "seed": 0, **OWN}
     fitted = fit_supervised(settings, config, CPU)
     assert (fitted.settings, fitted.processes) == (settings, 1)
-    assert str(fitted).startswith("1 process in fp32, each with up to") and fitted.choices.problem is None
+    assert (
+        str(fitted).startswith("1 process in fp32, each with up to")
+        and fitted.choices.problem is None
+    )
 
 
 def test_on_a_cpu_a_start_takes_over_dtype_and_processes(model):
-    config = config_of(model("qwen2.5_0.5b"), dtype="bf16", nproc_per_node=2, device="cpu", server={"max_model_len": 512})
+    config = config_of(
+        model("qwen2.5_0.5b"),
+        dtype="bf16",
+        nproc_per_node=2,
+        device="cpu",
+        server={"max_model_len": 512},
+    )
     settings = start_settings(config, OWN, cuda=False)
     threads = config.resolved(False).num_threads
     taken = {"device": "cpu", "dtype": "bf16", "context": 512, "num_threads": threads}
@@ -53,10 +68,15 @@ def test_a_cpu_without_room_is_named(model):
     config = config_of(model("qwen2.5_7b"))
     fitted = fit_supervised(start_settings(config, OWN, cuda=False), config, CPU)
     plan = ArmsPlan({}, {"start": fitted})
-    assert plan.problems() == [] and plan.notes()[0].startswith("start: does not fit: 1 process, each with up to")
+    assert plan.problems() == [] and plan.notes()[0].startswith(
+        "start: does not fit: 1 process, each with up to"
+    )
 
 
-@pytest.mark.parametrize(("name", "gpus", "fits"), [("1.5b", 1, True), ("7b", 1, False), ("7b", 2, True), ("32b", 8, True)])
+@pytest.mark.parametrize(
+    ("name", "gpus", "fits"),
+    [("1.5b", 1, True), ("7b", 1, False), ("7b", 2, True), ("32b", 8, True)],
+)
 def test_gpus_are_used_as_a_run_uses_them(model, name, gpus, fits):
     config = config_of(model(f"qwen2.5_{name}"))
     hardware = Hardware([80e9] * gpus, 1e12)
@@ -71,23 +91,37 @@ def test_gpus_are_used_as_a_run_uses_them(model, name, gpus, fits):
 
 
 def test_what_the_user_says_of_memory_holds_for_supervised_training(model, monkeypatch):
-    config = config_of(model("qwen2.5_7b"), nproc_per_node=1, training={"cpu_offload": True, "activation_checkpointing": True})
+    config = config_of(
+        model("qwen2.5_7b"),
+        nproc_per_node=1,
+        training={"cpu_offload": True, "activation_checkpointing": True},
+    )
     settings = start_settings(config, OWN, cuda=True)
     fitted = fit_supervised(settings, config, Hardware([80e9, 80e9], 1e12))
     assert fitted.settings["cpu_offload"] and fitted.settings["activation_checkpointing"]
     assert fitted.processes == 1 and fitted.choices.problem is None
     whole = config_of(config.model)
-    refused = ArmsPlan({}, {"x": fit_supervised(start_settings(whole, OWN, cuda=True), whole, Hardware([24e9], 1e12))})
+    refused = ArmsPlan(
+        {},
+        {"x": fit_supervised(start_settings(whole, OWN, cuda=True), whole, Hardware([24e9], 1e12))},
+    )
     assert refused.problems()
     monkeypatch.setenv(IGNORE_VARIABLE, "1")
     assert refused.problems() == []
 
 
 def test_sft_is_trained_as_the_run_but_for_its_learning_rate(model):
-    config = config_of(model("qwen2.5_0.5b"), training={"lr": 1e-6, "lora_rank": 8, "kl_coefficient": 0.1, "optimizer": "sgd"})
+    config = config_of(
+        model("qwen2.5_0.5b"),
+        training={"lr": 1e-6, "lora_rank": 8, "kl_coefficient": 0.1, "optimizer": "sgd"},
+    )
     settings = sft_settings(config.resolved(True), OWN)
     assert settings["lora_rank"] == 8 and settings["optimizer"] == "sgd" and settings["lr"] == 1e-5
-    assert settings["dtype"] == "bf16" and settings["device"] == "cuda" and "kl_coefficient" not in settings
+    assert (
+        settings["dtype"] == "bf16"
+        and settings["device"] == "cuda"
+        and "kl_coefficient" not in settings
+    )
 
 
 def test_what_was_chosen_when_it_was_begun_stays(model, tmp_path):

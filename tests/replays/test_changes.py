@@ -13,13 +13,21 @@ from ttrl.replays.changes import ReplayComparison, RewardComparison
 from ttrl.replays.text import changes_text, one_line
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0]))
-groups = st.lists(st.lists(st.tuples(rewards, rewards), min_size=1, max_size=6), min_size=1, max_size=5)
+groups = st.lists(
+    st.lists(st.tuples(rewards, rewards), min_size=1, max_size=6), min_size=1, max_size=5
+)
 
 
 def group(number, values):
     messages = [{"role": "user", "content": f"question {number}"}]
     samples = [
-        Sample(task_id=f"task/{number}", sample=k, messages=messages, reward=value, error=None if value is not None else "failed")
+        Sample(
+            task_id=f"task/{number}",
+            sample=k,
+            messages=messages,
+            reward=value,
+            error=None if value is not None else "failed",
+        )
         for k, value in enumerate(values)
     ]
     return TaskResult(task_id=f"task/{number}", messages=messages, samples=samples)
@@ -33,7 +41,9 @@ def test_counts_are_what_they_say(drawn, method):
         before, after = (group(number, [value[side] for value in values]) for side in (0, 1))
         comparison.add(before, after)
         both = [(old, new) for old, new in values if old is not None and new is not None]
-        pairs += [(np.sign(a[0] - b[0]), np.sign(a[1] - b[1])) for a, b in itertools.combinations(both, 2)]
+        pairs += [
+            (np.sign(a[0] - b[0]), np.sign(a[1] - b[1])) for a, b in itertools.combinations(both, 2)
+        ]
         known = []
         for side, result in enumerate((before, after)):
             given_ = iter(group_advantages(result.rewards, method))
@@ -50,7 +60,11 @@ def test_counts_are_what_they_say(drawn, method):
     for side, mean in enumerate((c.mean_before, c.mean_after)):
         graded = [value[side] for value in flat if value[side] is not None]
         assert mean == (pytest.approx(np.mean(graded)) if graded else None)
-    assert c.pairs_ordered == sum(old != 0 for old, _ in pairs) == c.pairs_kept + c.pairs_flipped + c.pairs_tied
+    assert (
+        c.pairs_ordered
+        == sum(old != 0 for old, _ in pairs)
+        == c.pairs_kept + c.pairs_flipped + c.pairs_tied
+    )
     assert c.pairs_flipped == sum(old * new < 0 for old, new in pairs)
     assert c.pairs_kept == sum(old * new > 0 for old, new in pairs)
     assert c.pairs_untied == sum(old == 0 and new != 0 for old, new in pairs)
@@ -62,9 +76,15 @@ def test_counts_are_what_they_say(drawn, method):
 def test_the_text_fits_the_terminal():
     compared, pairs = ReplayComparison("std"), []
     for number in range(7):
-        before, after = group(number, [0.0, -123.25, 1.0, None]), group(number, [1.0, 0.5, None, 0.0])
+        before, after = (
+            group(number, [0.0, -123.25, 1.0, None]),
+            group(number, [1.0, 0.5, None, 0.0]),
+        )
         for sample in before.samples:
-            sample.task_id, sample.text = f"a-rather-long-name-of-a-task/{number}" * 3, "an answer of many words " * 20
+            sample.task_id, sample.text = (
+                f"a-rather-long-name-of-a-task/{number}" * 3,
+                "an answer of many words " * 20,
+            )
         after.samples[2].error = "why " * 90
         pairs.append((before, after))
     compared.add(12, pairs)

@@ -29,14 +29,24 @@ def test_graders_of_tasks(run):
 def test_rollouts_without_a_task(run):
     other = Task([{"role": "user", "content": "another question"}], inverse, id="task/0")
     with pytest.raises(
-        TaskError, match=r"1 task of iteration 1 is not among.*'task/0' \(for some there is a task of that id"
+        TaskError,
+        match=r"1 task of iteration 1 is not among.*'task/0' \(for some there is a task of that id",
     ) as raised:
         run.replay(tasks=[*tasks_of(run, 1), other])
     assert "--skip-missing" in str(raised.value)
-    assert not (run.folder.path / "replays").exists() or not list((run.folder.path / "replays").iterdir())
+    assert not (run.folder.path / "replays").exists() or not list(
+        (run.folder.path / "replays").iterdir()
+    )
     result = run.replay(tasks=[*tasks_of(run, 1), other], skip_missing=True)
-    assert (result.total.rollouts, result.total.left_out, result.total.compared, result.total.groups) == (24, 12, 12, 3)
-    assert {row["task_id"] for number in (1, 2, 3) for row in run.rows(result, number)} == {"task/1"}
+    assert (
+        result.total.rollouts,
+        result.total.left_out,
+        result.total.compared,
+        result.total.groups,
+    ) == (24, 12, 12, 3)
+    assert {row["task_id"] for number in (1, 2, 3) for row in run.rows(result, number)} == {
+        "task/1"
+    }
     with pytest.raises(TaskError, match=r"no rollout of .* has a task"):
         run.replay(tasks=[other], skip_missing=True)
 
@@ -50,8 +60,15 @@ def test_rollouts_without_a_task(run):
         ("graders", "give module:name or path/to/file.py:name"),
         ("nowhere_at_all:f", "there is no module 'nowhere_at_all'"),
         ("nowhere.py:f", "nowhere.py is not a file"),
-        ("broken:f", r"importing broken failed: ModuleNotFoundError: No module named 'nowhere_at_all' \(broken.py, line 1\)"),
-        ("broken.py:f", r"importing broken.py failed: ModuleNotFoundError: .* \(broken.py, line 1\)"),
+        (
+            "broken:f",
+            r"importing broken failed: ModuleNotFoundError: No module named 'nowhere_at_all' "
+            r"\(broken.py, line 1\)",
+        ),
+        (
+            "broken.py:f",
+            r"importing broken.py failed: ModuleNotFoundError: .* \(broken.py, line 1\)",
+        ),
         ("exits.py:f", r"importing exits.py failed: SystemExit: 3"),
         ("graders:strct", "did you mean 'strict'"),
         ("graders:number", "cannot be called"),
@@ -80,7 +97,11 @@ def test_references_that_lead_nowhere(run, place, reference, said):
 
 def test_tasks_that_are_none(run, place):
     place("mine", "tasks = [1]\ndef fails(): raise KeyError('x')\nnothing = []")
-    for name, said in (("tasks", "1 of 1 are not Tasks"), ("fails", "failed: KeyError: 'x'"), ("nothing", "there are no tasks")):
+    for name, said in (
+        ("tasks", "1 of 1 are not Tasks"),
+        ("fails", "failed: KeyError: 'x'"),
+        ("nothing", "there are no tasks"),
+    ):
         with pytest.raises(UserError, match=said):
             run.replay(tasks=f"mine:{name}")
 
@@ -100,7 +121,8 @@ def test_runs_that_are_none(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "numbers"), [("2", [2]), ("1-3", [1, 2, 3]), ("3, 1", [1, 3]), ([3, 2, 3], [2, 3]), ("1-2,3", [1, 2, 3])]
+    ("wanted", "numbers"),
+    [("2", [2]), ("1-3", [1, 2, 3]), ("3, 1", [1, 3]), ([3, 2, 3], [2, 3]), ("1-2,3", [1, 2, 3])],
 )
 def test_chosen_iterations(run, wanted, numbers):
     assert [one.iteration for one in run.replay(inverse, iterations=wanted).iterations] == numbers
@@ -108,7 +130,11 @@ def test_chosen_iterations(run, wanted, numbers):
 
 @pytest.mark.parametrize(
     ("wanted", "said"),
-    [("4", "iterations 4 have no rollouts .* there are 1 to 3"), ("3-1", "give numbers"), ("x", "give numbers")],
+    [
+        ("4", "iterations 4 have no rollouts .* there are 1 to 3"),
+        ("3-1", "give numbers"),
+        ("x", "give numbers"),
+    ],
 )
 def test_wrong_iterations(run, wanted, said):
     with pytest.raises(UserError, match=said):
@@ -120,7 +146,9 @@ def test_a_grader_that_always_fails_ends_it_and_leaves_nothing(run):
         raise KeyError("answer")
 
     with pytest.raises(
-        GraderError, match=r"iteration 1: all 8 samples of 2 tasks failed, 8 of them with: (?s:.*)KeyError: 'answer'"
+        GraderError,
+        match=r"iteration 1: all 8 samples of 2 tasks failed, 8 of them with: (?s:.*)KeyError: "
+        r"'answer'",
     ):
         run.replay(grader)
     assert list((run.folder.path / "replays").iterdir()) == []
@@ -147,11 +175,17 @@ def test_folders_that_are_something_else(run, tmp_path):
 def shortest(choices):
     """1 for the replies that no other one is shorter than."""
     least = min(len(choice.message.content) for choice in choices)
-    return [(float(len(choice.message.content) == least), {"of": float(len(choices))}) for choice in choices]
+    return [
+        (float(len(choice.message.content) == least), {"of": float(len(choices))})
+        for choice in choices
+    ]
 
 
 def test_a_grader_of_groups_by_the_name_of_its_argument(run, place):
-    place("groups", "def shortest(choices):\n    return [float(len(c.message.content) == 2) for c in choices]")
+    place(
+        "groups",
+        "def shortest(choices):\n    return [float(len(c.message.content) == 2) for c in choices]",
+    )
     for grader in (shortest, "groups:shortest"):
         result = run.replay(grader)
         assert [row["reward"] for row in run.rows(result, 2)] == [0.0, 1.0, 1.0, 1.0] * 2
@@ -167,11 +201,15 @@ def test_graders_of_groups_of_tasks_are_added_to_their_own(run):
         return 0.25
 
     messages = [run.sample(1, task, 0).messages for task in (0, 1)]
-    tasks = [Task(messages[0], own, id="task/0", group_grader=shortest), Task(messages[1], id="task/1", group_grader=shortest)]
+    tasks = [
+        Task(messages[0], own, id="task/0", group_grader=shortest),
+        Task(messages[1], id="task/1", group_grader=shortest),
+    ]
     result = run.replay(tasks=tasks)
     rows = run.rows(result, 1)
     assert [row["reward"] for row in rows] == [None, None, 1.25, 1.25, 0.0, 0.0, 1.0, 1.0]
-    assert [row["metrics"].get("of") for row in rows] == [None, None, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0]  # without those that failed
+    # Without those that failed.
+    assert [row["metrics"].get("of") for row in rows] == [None, None, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0]
     assert rows[0]["error"].startswith("GraderError") and "not this one" in rows[0]["error"]
 
 
@@ -184,7 +222,9 @@ def test_what_a_grader_of_groups_gets_wrong_costs_its_group(run):
     run.change(3, 4, text="maybe")
     rows = run.rows(run.replay(picky), 3)
     assert [row["reward"] for row in rows] == [1.0, None, 0.0, 0.0] + [None] * 4
-    assert rows[1]["error"] == "GraderError: no verdict" and all("KeyError: 'first'" in row["error"] for row in rows[4:])
+    assert rows[1]["error"] == "GraderError: no verdict" and all(
+        "KeyError: 'first'" in row["error"] for row in rows[4:]
+    )
 
 
 def test_a_judge_that_compares_replies(run, place):
@@ -192,7 +232,9 @@ def test_a_judge_that_compares_replies(run, place):
         """The reply that says no, in whatever order it is shown."""
 
         def reply(self, body):
-            first, second = re.findall(r"Reply \d:\s*<[^>]*>\s*(\w+)", body["messages"][0]["content"])
+            first, second = re.findall(
+                r"Reply \d:\s*<[^>]*>\s*(\w+)", body["messages"][0]["content"]
+            )
             return f"Better: {'tie' if first == second else 1 if first == 'no' else 2}", "stop"
 
     with threaded(Prefers) as url:

@@ -1,4 +1,6 @@
-"""Training again on new grades, with a trainer that pretends: from which checkpoints, and what is not done twice."""
+"""Training again on new grades, with a trainer that pretends: from which checkpoints, and what is
+not done twice.
+"""
 
 import json
 import sys
@@ -25,10 +27,17 @@ def test_training_goes_on_from_its_own_checkpoints(run, world, capsys):
     result = replay(run.folder.path, grader=inverse, train=True)
     own, iterations = result.folder / "iterations", run.folder.path / "iterations"
     assert [config["model"] for config in world.recipes] == [
-        str(iterations / "0000/checkpoint"), str(own / "0001/checkpoint"), str(own / "0002/checkpoint"),
+        str(iterations / "0000/checkpoint"), str(own / "0001/checkpoint"),
+        str(own / "0002/checkpoint"),
     ]  # fmt: skip
-    assert [config["state"] for config in world.recipes] == [None, str(own / "0001/state"), str(own / "0002/state")]
-    assert [config["packed"] for config in world.recipes] == [str(own / f"000{n}/packed.safetensors") for n in (1, 2, 3)]
+    assert [config["state"] for config in world.recipes] == [
+        None,
+        str(own / "0001/state"),
+        str(own / "0002/state"),
+    ]
+    assert [config["packed"] for config in world.recipes] == [
+        str(own / f"000{n}/packed.safetensors") for n in (1, 2, 3)
+    ]
     assert {config["seed"] for config in world.recipes} == {0}
     assert result.checkpoint == own / "0003/checkpoint"
     assert run.files() == before
@@ -41,7 +50,10 @@ def test_training_goes_on_from_its_own_checkpoints(run, world, capsys):
         (2, 0.75, True),
         (3, 0.25, True),
     ]
-    assert "0.75" in (result.folder / "report.html").read_text() and main(["report", str(result.folder)]) == 0
+    assert (
+        "0.75" in (result.folder / "report.html").read_text()
+        and main(["report", str(result.folder)]) == 0
+    )
 
 
 def test_an_unchanged_grader_gives_the_same_packed_rows(run):
@@ -64,9 +76,18 @@ def test_training_from_the_checkpoints_of_the_run(run, world, capsys):
     run.train()
     replay(run.folder.path, grader=inverse, train=True, from_checkpoints=True)
     iterations = run.folder.path / "iterations"
-    assert [config["model"] for config in world.recipes] == [str(iterations / f"000{n}/checkpoint") for n in (0, 1, 2)]
-    assert [config["state"] for config in world.recipes] == [None, str(iterations / "0001/state"), str(iterations / "0002/state")]
-    assert "each iteration from the checkpoint of the run that sampled its rollouts" in capsys.readouterr().out
+    assert [config["model"] for config in world.recipes] == [
+        str(iterations / f"000{n}/checkpoint") for n in (0, 1, 2)
+    ]
+    assert [config["state"] for config in world.recipes] == [
+        None,
+        str(iterations / "0001/state"),
+        str(iterations / "0002/state"),
+    ]
+    assert (
+        "each iteration from the checkpoint of the run that sampled its rollouts"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_starting_model_outlives_its_links(run, world):
@@ -76,7 +97,10 @@ def test_the_starting_model_outlives_its_links(run, world):
     run.replay(inverse, train=True)
     assert world.recipes[0]["model"] == str(world.model)
     marker = json.loads((run.start.path / "done/prepare.json").read_text())
-    write_json(run.start.path / "done/prepare.json", marker | {"files": {"checkpoint/model.safetensors": "0" * 64}})
+    write_json(
+        run.start.path / "done/prepare.json",
+        marker | {"files": {"checkpoint/model.safetensors": "0" * 64}},
+    )
     with pytest.raises(RunFolderError, match=r"is not the model that .* started from"):
         run.replay(inverse, train=True)
 
@@ -84,7 +108,10 @@ def test_the_starting_model_outlives_its_links(run, world):
 def test_checkpoints_that_are_gone(run, world):
     run.train()
     run.folder.prune(3, 2, None)
-    with pytest.raises(RunFolderError, match=r"of iteration 1, from which .*training can start at iteration 1, 3: choose"):
+    with pytest.raises(
+        RunFolderError,
+        match=r"of iteration 1, from which .*training can start at iteration 1, 3: choose",
+    ):
         run.replay(inverse, train=True, from_checkpoints=True)
     with pytest.raises(RunFolderError, match="of iteration 1, from which"):
         run.replay(inverse, train=True, iterations=[2, 3])
@@ -94,7 +121,11 @@ def test_checkpoints_that_are_gone(run, world):
 
 
 def test_a_replay_that_was_interrupted_continues(run, world, place):
-    place("mine", "calls = []\ndef grade(choice):\n    calls.append(1)\n    return len(choice.message.content)")
+    place(
+        "mine",
+        "calls = []\ndef grade(choice):\n    calls.append(1)\n    return "
+        "len(choice.message.content)",
+    )
 
     def dies(config, *args, **kwargs):
         if config["iteration"] == 2:
@@ -107,10 +138,15 @@ def test_a_replay_that_was_interrupted_continues(run, world, place):
         run.replay("mine:grade", train=True)
     world.fake_tune = trains
     result = run.replay("mine:grade", train=True)
-    assert world.events == ["train 1", "train 2", "train 3"] and len(sys.modules["mine"].calls) == 24
+    assert (
+        world.events == ["train 1", "train 2", "train 3"] and len(sys.modules["mine"].calls) == 24
+    )
     assert run.replay("mine:grade", train=True).checkpoint == result.checkpoint
     assert len(world.events) == 3
-    with pytest.raises(RunFolderError, match="holds another training: each iteration from the one before, iterations 1, 2, 3"):
+    with pytest.raises(
+        RunFolderError,
+        match="holds another training: each iteration from the one before, iterations 1, 2, 3",
+    ):
         run.replay("mine:grade", train=True, iterations=[1, 3])
 
 
@@ -143,6 +179,8 @@ class ForEvaluation:
 
 def test_no_policy_is_trained_on_grades_that_are_for_evaluation_alone(run):
     grader = ForEvaluation()
-    with pytest.raises(UserError, match="which is for evaluation alone: a program can read its tests"):
+    with pytest.raises(
+        UserError, match="which is for evaluation alone: a program can read its tests"
+    ):
         run.replay(lambda choice: grader(choice), train=True)
     run.replay(grader)

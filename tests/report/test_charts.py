@@ -24,7 +24,15 @@ def test_ticks_are_round_and_cover_the_data(low: float, high: float, expected: l
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0, "0"), (0.0312, "0.0312"), (12.54, "12.5"), (8300, "8,300"), (3.2e-5, "3.2e-5"), (-2e-7, "-2e-7"), (999.6, "1,000")],
+    [
+        (0, "0"),
+        (0.0312, "0.0312"),
+        (12.54, "12.5"),
+        (8300, "8,300"),
+        (3.2e-5, "3.2e-5"),
+        (-2e-7, "-2e-7"),
+        (999.6, "1,000"),
+    ],
 )
 def test_numbers_for_people(value: float, expected: str) -> None:
     assert charts.compact(value) == expected

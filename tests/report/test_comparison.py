@@ -1,4 +1,6 @@
-"""`ttrl compare RUN RUN …`: where runs are compared, which of them are one arm, and what it says of their difference."""
+"""`ttrl compare RUN RUN …`: where runs are compared, which of them are one arm, and what it says of
+their difference.
+"""
 
 import json
 import random
@@ -15,26 +17,48 @@ from ttrl.run_folder.reader import read_run
 
 def test_arms_are_compared_where_the_shortest_ended(tmp_path):
     base = make_run(tmp_path / "base", iterations=6)
-    better = make_run(tmp_path / "better", skill=0.7, training={"lr": 2e-4}, tasks_per_iteration=8, flops=2e12)
+    better = make_run(
+        tmp_path / "better", skill=0.7, training={"lr": 2e-4}, tasks_per_iteration=8, flops=2e12
+    )
     found = compare_runs([base, better])
-    assert found.reached == 4 and [point.iteration for arm in found.arms for point in arm.points] == [4, 4]
+    assert found.reached == 4 and [
+        point.iteration for arm in found.arms for point in arm.points
+    ] == [4, 4]
     assert found.num_tasks == TASKS and found.metric == "exact"
     one, two = found.arms
-    assert one.difference is None and two.difference.mean == pytest.approx(two.mean - one.mean) and two.difference.mean > 0.1
+    assert (
+        one.difference is None
+        and two.difference.mean == pytest.approx(two.mean - one.mean)
+        and two.difference.mean > 0.1
+    )
     assert two.difference.low > 0 and one.interval[0] < one.mean < one.interval[1]
-    assert dict(found.settings()) == {"training.lr": ["0.0001", "0.0002"], "tasks_per_iteration": ["not set", "8"]}
+    assert dict(found.settings()) == {
+        "training.lr": ["0.0001", "0.0002"],
+        "tasks_per_iteration": ["not set", "8"],
+    }
     assert "tell two runs apart, not their settings" in found.table()
     by_flops = compare_runs([base, better], by="flops")  # 7e12 and 10e12 in all
     assert by_flops.reached == 7e12 and [arm.points[0].iteration for arm in by_flops.arms] == [6, 2]
-    assert [compare_runs([base, better], by=by).reached for by in ("tokens", "seconds")] == [4000, 50]
+    assert [compare_runs([base, better], by=by).reached for by in ("tokens", "seconds")] == [
+        4000,
+        50,
+    ]
 
 
 def test_runs_that_differ_by_their_seed_are_one_arm(tmp_path):
     first = [make_run(tmp_path / f"a{seed}", seed=seed) for seed in range(3)]
-    second = [make_run(tmp_path / f"b{seed}", seed=seed, skill=0.75, objective="gspo") for seed in range(3)]
+    second = [
+        make_run(tmp_path / f"b{seed}", seed=seed, skill=0.75, objective="gspo")
+        for seed in range(3)
+    ]
     found = compare_runs([*first, *second])
-    assert [len(arm.points) for arm in found.arms] == [3, 3] and [name for name, _ in found.settings()] == ["objective"]
-    assert found.arms[0].name == "a0, a1, a2" and found.arms[1].difference.method == "t over tasks and seeds"
+    assert [len(arm.points) for arm in found.arms] == [3, 3] and [
+        name for name, _ in found.settings()
+    ] == ["objective"]
+    assert (
+        found.arms[0].name == "a0, a1, a2"
+        and found.arms[1].difference.method == "t over tasks and seeds"
+    )
     assert not found.notes
     alone = compare_runs(first)
     assert len(alone.arms) == 1 and "nothing but their seeds" in alone.table()
@@ -45,12 +69,16 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     with pytest.raises(UserError, match="one run alone"):
         compare_runs([run])
     other = make_run(tmp_path / "other")
-    (other / "metrics.jsonl").write_text((other / "metrics.jsonl").read_text().replace("exact", "near"))
+    (other / "metrics.jsonl").write_text(
+        (other / "metrics.jsonl").read_text().replace("exact", "near")
+    )
     with pytest.raises(UserError, match="no held-out metric in common"):
         compare_runs([run, other])
     old = make_run(tmp_path / "old")
     rows = [json.loads(line) for line in (old / "metrics.jsonl").read_text().splitlines()]
-    (old / "metrics.jsonl").write_text("".join(json.dumps({**row, "flops": None}) + "\n" for row in rows))
+    (old / "metrics.jsonl").write_text(
+        "".join(json.dumps({**row, "flops": None}) + "\n" for row in rows)
+    )
     with pytest.raises(UserError, match=r"old: no flops recorded; compare by another of"):
         compare_runs([run, old], by="flops")
     strange = make_run(tmp_path / "strange")
@@ -74,7 +102,9 @@ def test_the_command_prints_a_table_and_writes_a_page(tmp_path, capsys):
 
 @pytest.mark.parametrize(("tasks", "seeds"), [(30, 2), (100, 3), (20, 5)])
 def test_intervals_over_tasks_and_seeds_hold_the_truth(tasks, seeds):
-    """Simulated: tasks of different gains, seeds of different luck, answers right or wrong by chance."""
+    """Simulated: tasks of different gains, seeds of different luck, answers right or wrong by
+    chance.
+    """
     noise, held, drawn = random.Random(7), 0, 300
     for _ in range(drawn):
         chances = [min(0.9, max(0.1, noise.gauss(0.5, 0.2))) for _ in range(tasks)]
@@ -82,7 +112,12 @@ def test_intervals_over_tasks_and_seeds_hold_the_truth(tasks, seeds):
         sides = []
         for more in (0, 1):
             luck = [noise.gauss(0, 0.05) for _ in range(seeds)]
-            sides.append([[[float(noise.random() < p + more * g + l)] for p, g in zip(chances, gains)] for l in luck])  # noqa: E741
+            sides.append(
+                [
+                    [[float(noise.random() < p + more * g + lucky)] for p, g in zip(chances, gains)]
+                    for lucky in luck
+                ]
+            )
         found = difference_over_seeds(*sides)
         held += found.low <= 0.05 <= found.high
     assert held / drawn > 0.93
@@ -99,12 +134,20 @@ def test_one_seed_is_compared_over_tasks_alone():
 
 
 def test_named_arms_are_compared_seed_by_seed(tmp_path):
-    """Within 1%, of those that spent more too; seeds that took different FLOPs do not hold each other back."""
+    """Within 1%, of those that spent more too; seeds that took different FLOPs do not hold each
+    other back.
+    """
     folders, arms = [], []
     for seed, flops in ((0, 1e12), (1, 1.3e12)):
         folders += [make_run(tmp_path / f"a{seed}", seed=seed, flops=flops, training={"lr": 1e-4})]
         folders += [
-            make_run(tmp_path / f"b{seed}", seed=seed, flops=1.006 * flops, skill=0.7, training={"lr": 1e-3, "data": "x"})
+            make_run(
+                tmp_path / f"b{seed}",
+                seed=seed,
+                flops=1.006 * flops,
+                skill=0.7,
+                training={"lr": 1e-3, "data": "x"},
+            )
         ]
         arms += ["one", "two"]
     found = compare_runs(folders, by="flops", arms=arms)
@@ -134,17 +177,24 @@ def test_one_seed_and_few_tasks_are_said_first(tmp_path):
     other = make_run(tmp_path / "other", skill=0.9, gain=0, tasks=12, objective="gspo")
     found = compare_runs([base, other])
     (said,) = found.verdicts()
-    assert said.startswith("with one seed, other scored higher than base on these tasks: held-out exact +")
+    assert said.startswith(
+        "with one seed, other scored higher than base on these tasks: held-out exact +"
+    )
     text = found.table()
     assert "is better" not in text
-    warned = [text.index("tell two runs apart, not their settings"), text.index("only 12 held-out tasks: each of them is 0.083")]
+    warned = [
+        text.index("tell two runs apart, not their settings"),
+        text.index("only 12 held-out tasks: each of them is 0.083"),
+    ]
     assert max(warned) < text.index(said) < text.index("95% interval")
     page = found.write_html(tmp_path / "page.html").read_text()
     assert page.index("only 12 held-out tasks") < page.index(said) < page.index("<table")
 
 
 def test_a_difference_that_only_its_interval_sees_is_none():
-    """Of 8 tasks, 5 better and none worse: the interval leaves 0 out, and chance does so in one of 16."""
+    """Of 8 tasks, 5 better and none worse: the interval leaves 0 out, and chance does so in one of
+    16.
+    """
     d = paired_difference([[0.0]] * 5 + [[1.0]] * 3, [[1.0]] * 8)
     assert d.low > 0 and d.p_value == pytest.approx(2 / 2**5)
     assert d.verdict(0.95) == "no difference"
@@ -153,11 +203,18 @@ def test_a_difference_that_only_its_interval_sees_is_none():
 
 @pytest.mark.parametrize(
     ("skill", "verdict"),
-    [(0.8, "new is better than old: held-out exact +"), (0.5, "no difference seen between old and new"), (0.2, "old is better")],
+    [
+        (0.8, "new is better than old: held-out exact +"),
+        (0.5, "no difference seen between old and new"),
+        (0.2, "old is better"),
+    ],
 )
 def test_the_verdict_is_one_of_three(skill, verdict, tmp_path):
     folders = [make_run(tmp_path / f"old{seed}", seed=seed, gain=0) for seed in range(4)]
-    folders += [make_run(tmp_path / f"new{seed}", seed=seed + 9, gain=0, skill=skill, objective="gspo") for seed in range(4)]
+    folders += [
+        make_run(tmp_path / f"new{seed}", seed=seed + 9, gain=0, skill=skill, objective="gspo")
+        for seed in range(4)
+    ]
     found = compare_runs(folders, arms=["old"] * 4 + ["new"] * 4)
     (said,) = found.verdicts()
     assert said.startswith(verdict) and "p = " in said and "95%: " in said and said in found.table()

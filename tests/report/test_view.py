@@ -32,7 +32,9 @@ def save_pack(path: Path, tasks: int = 2, seq_len: int = 16) -> None:
         for number, answer in enumerate(([64] * 7, [65, 0] * 3))
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, share="prompt").save(path)
+    packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, share="prompt").save(
+        path
+    )
 
 
 @pytest.fixture
@@ -47,7 +49,9 @@ def run(tmp_path: Path) -> Path:
     for number in (1, 3):
         save_pack(folder / "iterations" / f"{number:04d}" / "packed.safetensors", tasks=number + 9)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.decoder = decoders.ByteLevel()
     (folder / "iterations" / "0000" / "checkpoint").mkdir()
     tokenizer.save(str(folder / "iterations" / "0000" / "checkpoint" / "tokenizer.json"))
@@ -56,10 +60,14 @@ def run(tmp_path: Path) -> Path:
 
 def data_of(path: Path) -> dict:
     page = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+    return json.loads(
+        re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    )
 
 
-def test_the_newest_pack_becomes_a_page_beside_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_newest_pack_becomes_a_page_beside_it(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["view", str(run)]) == 0
     out, err = capsys.readouterr()
     path = run / "iterations" / "0003" / "packed.html"
@@ -87,7 +95,9 @@ def test_text_is_printed_and_nothing_written(run: Path, capsys: pytest.CaptureFi
     assert not list(run.rglob("*.html"))
 
 
-def test_a_picture_is_written(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_is_written(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "rows.png"
     assert main(["view", str(run), "--rows", "0-1", "--png", str(path)]) == 0
@@ -101,7 +111,9 @@ def test_a_pack_may_be_given_by_itself(run: Path, tmp_path: Path) -> None:
     alone = tmp_path / "alone.safetensors"
     save_pack(alone)
     assert open_pack(alone).token_text is None
-    assert open_pack(alone, tokenizer=run / "iterations" / "0000" / "checkpoint").token_text(68) == "e"
+    assert (
+        open_pack(alone, tokenizer=run / "iterations" / "0000" / "checkpoint").token_text(68) == "e"
+    )
     assert main(["view", str(alone)]) == 0
     assert data_of(tmp_path / "alone.html")["texts"] is None
 
@@ -111,20 +123,44 @@ def test_a_pack_may_be_given_by_itself(run: Path, tmp_path: Path) -> None:
     [
         (["nowhere"], r"nowhere is not a run folder: it does not exist"),
         (["RUN", "--pack", "7"], r"mine has no iteration 7; iterations: 0-3; packs: 1, 3"),
-        (["RUN", "--pack", "2"], r"mine: iteration 2 has no packed.safetensors \(not packed yet, .*\); packs: 1, 3"),
-        (["RUN", "--pack", "0"], r"iteration 0 has no packed.safetensors \(it is the model before training\); packs: 1, 3"),
-        (["RUN", "--pack", "1", "--rows", "8-99"], r"--rows 8-99: 8-99 is not there; this pack has rows 0 to 9"),
-        (["RUN", "--rows", "one"], r"--rows 'one': 'one' is neither a row nor a range of rows; give such as 3, or 0-7"),
+        (
+            ["RUN", "--pack", "2"],
+            r"mine: iteration 2 has no packed.safetensors \(not packed yet, .*\); packs: 1, 3",
+        ),
+        (
+            ["RUN", "--pack", "0"],
+            r"iteration 0 has no packed.safetensors \(it is the model before training\); packs: "
+            r"1, 3",
+        ),
+        (
+            ["RUN", "--pack", "1", "--rows", "8-99"],
+            r"--rows 8-99: 8-99 is not there; this pack has rows 0 to 9",
+        ),
+        (
+            ["RUN", "--rows", "one"],
+            r"--rows 'one': 'one' is neither a row nor a range of rows; give such as 3, or 0-7",
+        ),
         (["RUN", "--rows", "3-1"], r"--rows 3-1: 3-1 is not there"),
         (["RUN", "--tokenizer", "RUN"], r"tokenizer.json: no tokenizer can be read from it"),
-        (["RUN/iterations/0001/packed.safetensors", "--pack", "1"], r"is one pack; give the run folder to choose an iteration"),
+        (
+            ["RUN/iterations/0001/packed.safetensors", "--pack", "1"],
+            r"is one pack; give the run folder to choose an iteration",
+        ),
         (["RUN/other.safetensors"], r"other.safetensors: there is no such file"),
-        (["DAMAGED"], r"packed.safetensors: cannot be read as safetensors .* damaged or incomplete, pack again"),
+        (
+            ["DAMAGED"],
+            r"packed.safetensors: cannot be read as safetensors .* damaged or incomplete, pack "
+            r"again",
+        ),
         (["EMPTY"], r"empty: there is no packed.safetensors in any of its iterations"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
-    run: Path, arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path,
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     damaged = tmp_path / "damaged" / "iterations" / "0001" / "packed.safetensors"
     if arguments == ["DAMAGED"]:
@@ -132,7 +168,10 @@ def test_what_is_wrong_is_said_in_a_line(
         damaged.write_bytes(damaged.read_bytes()[:300])
     (tmp_path / "empty" / "iterations").mkdir(parents=True)
     names = {"RUN": run, "DAMAGED": tmp_path / "damaged", "EMPTY": tmp_path / "empty"}
-    given = [re.sub(r"^(RUN|DAMAGED|EMPTY)", lambda match: str(names[match[1]]), one) for one in arguments]
+    given = [
+        re.sub(r"^(RUN|DAMAGED|EMPTY)", lambda match: str(names[match[1]]), one)
+        for one in arguments
+    ]
     assert main(["view", *given]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("ttrl: error: ") and err.count("\n") == 1
@@ -142,5 +181,6 @@ def test_what_is_wrong_is_said_in_a_line(
 def test_tokens_that_are_no_text_of_their_own(run: Path) -> None:
     text = folder_token_text(run / "iterations" / "0000" / "checkpoint")
     assert text(0) == "!" and text(220) == " " and text(198) == "\n"
-    assert {text(number) for number in range(94, 188)} >= {"⟨C3⟩", "⟨A1⟩"}  # bytes of longer characters
+    # Bytes of longer characters.
+    assert {text(number) for number in range(94, 188)} >= {"⟨C3⟩", "⟨A1⟩"}
     assert text(999) == "⟨no token 999⟩"

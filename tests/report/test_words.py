@@ -14,22 +14,39 @@ def write_run(folder, rows):
 def rows(wrong):
     groups = {"total": 10, "all_wrong": wrong, "kept": 10 - wrong}
     seconds = {"total": 2.0}
-    training = [{"iteration": n, "reward": 0.2 * n, "trained": True, "groups": groups, "seconds": seconds} for n in (1, 2)]
-    return [{"iteration": 0, "validation_reward": 0.25}, *training, {"iteration": 3, "validation_reward": 0.75}]
+    training = [
+        {"iteration": n, "reward": 0.2 * n, "trained": True, "groups": groups, "seconds": seconds}
+        for n in (1, 2)
+    ]
+    return [
+        {"iteration": 0, "validation_reward": 0.25},
+        *training,
+        {"iteration": 3, "validation_reward": 0.75},
+    ]
 
 
 def test_summary_figures_and_what_stands_out_fit_the_terminal(tmp_path):
     write_run(tmp_path / "run", rows(9))
     text = report_text(tmp_path / "run", width=60)
     assert all(len(line) <= 60 for line in text.splitlines())
-    assert text.startswith("Held-out reward rose from 0.25 to 0.75 in 3 iterations") and "Iterations" in text
+    assert (
+        text.startswith("Held-out reward rose from 0.25 to 0.75 in 3 iterations")
+        and "Iterations" in text
+    )
     assert " ! In 90% of the groups every sample was wrong" in text
 
 
 def test_the_headline_of_a_reward_names_what_is_solved(tmp_path):
-    ends = [{"iteration": n, "validation_reward": 0.2 + 0.2 * n, "trained": bool(n)} for n in (0, 1, 2)]
-    write_run(tmp_path / "run", [{**row, "validation": {"right": 0.0, "words": 12.5 * n}} for n, row in enumerate(ends, 1)])
-    assert "from 0.2 to 0.6 in 2 iterations. Held out, too: right 0% → 0%." in report_text(tmp_path / "run")
+    ends = [
+        {"iteration": n, "validation_reward": 0.2 + 0.2 * n, "trained": bool(n)} for n in (0, 1, 2)
+    ]
+    write_run(
+        tmp_path / "run",
+        [{**row, "validation": {"right": 0.0, "words": 12.5 * n}} for n, row in enumerate(ends, 1)],
+    )
+    assert "from 0.2 to 0.6 in 2 iterations. Held out, too: right 0% → 0%." in report_text(
+        tmp_path / "run"
+    )
 
 
 def test_a_run_in_which_nothing_stands_out_says_so(tmp_path):
@@ -62,6 +79,11 @@ def test_what_a_run_says_writes_no_escapes_to_the_terminal(tmp_path, capsys, mon
 def test_a_run_that_is_validated_on_what_it_is_trained_on_says_so(tmp_path):
     write_run(tmp_path / "run", rows(0))
     same = {"digest": "1", "count": 4}
-    (tmp_path / "run" / "tasks.json").write_text(json.dumps({"tasks": same, "validation_tasks": same}))
+    (tmp_path / "run" / "tasks.json").write_text(
+        json.dumps({"tasks": same, "validation_tasks": same})
+    )
     text = report_text(tmp_path / "run")
-    assert text.startswith("Reward on the trained tasks rose from 0.25 to 0.75") and "Held-out" not in text
+    assert (
+        text.startswith("Reward on the trained tasks rose from 0.25 to 0.75")
+        and "Held-out" not in text
+    )

@@ -1,4 +1,5 @@
-"""Sampling that is divided among workers: what one process would return, whatever becomes of workers and servers meanwhile.
+"""Sampling that is divided among workers: what one process would return, whatever becomes of
+workers and servers meanwhile.
 
 Workers are in this process; what passes between them and the lead is pickled, as between processes.
 """
@@ -38,10 +39,17 @@ def quick(monkeypatch):
 
 
 class Here:
-    """A worker in this process, which can be killed, and is back when it is asked again unless it is `gone`."""
+    """A worker in this process, which can be killed, and is back when it is asked again unless it
+    is `gone`.
+    """
 
     def __init__(self, name, dies_with=None, dies_after=None, tokenize=None):
-        self.name, self.dies_with, self.dies_after, self.tokenize = name, dies_with, dies_after, tokenize
+        self.name, self.dies_with, self.dies_after, self.tokenize = (
+            name,
+            dies_with,
+            dies_after,
+            tokenize,
+        )
         self.calls, self.deaths, self.given, self.gone, self.memory = {}, 0, [], False, []
 
     async def open(self, call, settings):
@@ -89,7 +97,10 @@ def make_tasks(count):
     def grader(choice):
         return zlib.crc32(choice.message.content.encode("utf-8", "surrogatepass")) / 2**32
 
-    return [Task([{"role": "user", "content": f"task {k}"}], grader, id=f"task {k}") for k in range(count)]
+    return [
+        Task([{"role": "user", "content": f"task {k}"}], grader, id=f"task {k}")
+        for k in range(count)
+    ]
 
 
 def seen(results):
@@ -99,7 +110,9 @@ def seen(results):
 @contextlib.asynccontextmanager
 async def servers(count, **settings):
     async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(bad_server.serving(**settings)) for _ in range(count)]
+        yield [
+            await stack.enter_async_context(bad_server.serving(**settings)) for _ in range(count)
+        ]
 
 
 def call(tasks, workers, *, each=1, down=(), done=None, **arguments):
@@ -151,7 +164,8 @@ def test_the_tasks_of_a_worker_that_dies_go_to_others_and_nothing_that_came_is_s
     results, _ = call(make_tasks(40), workers, done=done.append)
     assert seen(results) == seen(alone)
     assert [one.deaths for one in workers] == [1, 0, 1]
-    assert Counter(group.task_id for group in done) == Counter(task.id for task in make_tasks(40))  # none twice
+    # None twice.
+    assert Counter(group.task_id for group in done) == Counter(task.id for task in make_tasks(40))
 
 
 def test_a_worker_that_never_comes_is_named_once_and_the_others_do_all(alone, caplog):
@@ -159,7 +173,9 @@ def test_a_worker_that_never_comes_is_named_once_and_the_others_do_all(alone, ca
     workers[1].gone = True
     results, _ = call(make_tasks(40), workers, each=2)
     assert seen(results) == seen(alone)
-    assert [r.message for r in caplog.records if "b is gone" in r.message] == ["b is gone; its 2 servers stand idle meanwhile"]
+    assert [r.message for r in caplog.records if "b is gone" in r.message] == [
+        "b is gone; its 2 servers stand idle meanwhile"
+    ]
 
 
 def test_a_worker_without_servers_leaves_its_tasks_to_others(alone, monkeypatch):
@@ -172,7 +188,10 @@ def test_when_all_are_gone_it_ends_after_a_while(monkeypatch):
     workers = [Here("a"), Here("b")]
     for one in workers:
         one.gone = True
-    with pytest.raises(ServerDiedError, match=r"no sampling worker has been at work for \d s; the last words: .* is gone"):
+    with pytest.raises(
+        ServerDiedError,
+        match=r"no sampling worker has been at work for \d s; the last words: .* is gone",
+    ):
         call(make_tasks(4), workers, max_downtime=0.5)
 
 
@@ -180,7 +199,10 @@ def test_a_task_that_kills_workers_fails_alone(alone):
     workers = [Here("a", dies_with="task 7"), Here("b", dies_with="task 7")]
     results, _ = call(make_tasks(8), workers)
     killer = results[7]
-    assert all("5 sampling workers died" in sample.error and sample.reward is None for sample in killer.samples)
+    assert all(
+        "5 sampling workers died" in sample.error and sample.reward is None
+        for sample in killer.samples
+    )
     assert workers[0].deaths + workers[1].deaths == 5
     assert results.stats.num_failed == N
     kept = [sample for sample in seen(results) if sample["task_id"] != "task 7"]
@@ -192,7 +214,9 @@ def test_workers_tokenize_and_nothing_stays_in_the_memory_in_which_it_came():
         if result.task_id == "task 3":
             raise TokenizationError("on purpose")
         tokenizing = TaskResultTokenizer()
-        return [as_arrays(sequence) for sequence in tokenizing(result, [0.0] * N)], vars(tokenizing.counts)
+        return [as_arrays(sequence) for sequence in tokenizing(result, [0.0] * N)], vars(
+            tokenizing.counts
+        )
 
     results, _ = call(make_tasks(20), [Here("a", tokenize=tokenize), Here("b", tokenize=tokenize)])
     assert [k for k, group in enumerate(results) if group.prepared.sequences is None] == [3]
@@ -200,9 +224,24 @@ def test_workers_tokenize_and_nothing_stays_in_the_memory_in_which_it_came():
         here = TaskResultTokenizer()(dataclasses.replace(group, prepared=None), [0.5, 0.0, -0.5])
         there = TaskResultTokenizer()(group, [0.5, 0.0, -0.5])
         for one, other in zip(here, there, strict=True):
-            assert list(one.token_ids) == list(other.token_ids) and list(one.assistant_mask) == list(other.assistant_mask)
-            assert np.array_equal(np.array(one.logprobs, np.float32), np.array(other.logprobs, np.float32), equal_nan=True)
-            names = ("task_id", "sample", "reward", "advantage", "prompt_length", "weights_version", "finish_reason", "share")
+            assert list(one.token_ids) == list(other.token_ids) and list(
+                one.assistant_mask
+            ) == list(other.assistant_mask)
+            assert np.array_equal(
+                np.array(one.logprobs, np.float32),
+                np.array(other.logprobs, np.float32),
+                equal_nan=True,
+            )
+            names = (
+                "task_id",
+                "sample",
+                "reward",
+                "advantage",
+                "prompt_length",
+                "weights_version",
+                "finish_reason",
+                "share",
+            )
             assert all(getattr(one, name) == getattr(other, name) for name in names)
 
 
@@ -215,7 +254,9 @@ def test_each_worker_logs_its_requests_in_a_file_of_its_own(tmp_path):
 
 def test_equal_tasks_are_sampled_with_numbers_of_their_own():
     """They go to different workers, and share neither seeds nor cache entries."""
-    same = [Task([{"role": "user", "content": "same"}], lambda choice: 1.0, id="same") for _ in range(6)]
+    same = [
+        Task([{"role": "user", "content": "same"}], lambda choice: 1.0, id="same") for _ in range(6)
+    ]
 
     async def main():
         async with servers(1) as there:
@@ -235,7 +276,9 @@ def test_each_worker_gets_the_servers_of_its_machine_first():
     def named(*urls):
         return [Endpoint(f"http://{url}/v1", "key") for url in urls]
 
-    servers = named("10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1", "10.0.0.2:2", "10.0.0.3:1", "[fd00::7]:1")
+    servers = named(
+        "10.0.0.1:1", "10.0.0.1:2", "10.0.0.2:1", "10.0.0.2:2", "10.0.0.3:1", "[fd00::7]:1"
+    )
     shares = divided_servers(servers, ["10.0.0.2", "10.0.0.1", None])
     assert shares[0] == servers[2:4] and shares[1] == servers[:2] and shares[2] == servers[4:]
     assert divided_servers(servers[-1:], ["10.0.0.1", "fd00::7"]) == [[], servers[-1:]]

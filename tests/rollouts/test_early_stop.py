@@ -1,4 +1,6 @@
-"""InferenceEarlyStop against its formula, over any cutting of the tokens into chunks, streams and choices."""
+"""InferenceEarlyStop against its formula, over any cutting of the tokens into chunks, streams and
+choices.
+"""
 
 import asyncio
 import gc
@@ -22,10 +24,14 @@ class Completion:
 
 
 def part(logprobs, index=0, content="x"):
-    entries = None if logprobs is None else [types.SimpleNamespace(logprob=value) for value in logprobs]
+    entries = (
+        None if logprobs is None else [types.SimpleNamespace(logprob=value) for value in logprobs]
+    )
     delta = types.SimpleNamespace(content=content, tool_calls=None, role="assistant")
     given_logprobs = None if entries is None else types.SimpleNamespace(content=entries)
-    return types.SimpleNamespace(index=index, delta=delta, logprobs=given_logprobs, finish_reason=None)
+    return types.SimpleNamespace(
+        index=index, delta=delta, logprobs=given_logprobs, finish_reason=None
+    )
 
 
 def chunk(*parts):
@@ -52,7 +58,9 @@ def reference(logprobs, alpha, threshold):
     return None, mean
 
 
-LOGPROB = st.one_of(st.floats(-40, 0), st.just(-9999.0), st.none(), st.just(math.nan), st.just(-math.inf))
+LOGPROB = st.one_of(
+    st.floats(-40, 0), st.just(-9999.0), st.none(), st.just(math.nan), st.just(-math.inf)
+)
 
 
 @given(
@@ -73,7 +81,10 @@ def test_any_stream_in_any_chunks(logprobs, sizes, alpha, threshold):
     assert (ended is None) == (expected is None)
     if expected is not None:
         assert ended <= expected < start
-        assert completion.choices[0].stopped_early is True and completion.choices[0].finish_reason == "stopped_early"
+        assert (
+            completion.choices[0].stopped_early is True
+            and completion.choices[0].finish_reason == "stopped_early"
+        )
     found = stop.mean(completion)
     assert found == mean or (math.isnan(found) and math.isnan(mean))
 
@@ -100,15 +111,23 @@ def test_streams_and_choices_do_not_mix(tokens):
 def test_only_the_choices_that_fell_are_marked():
     stop, completion = InferenceEarlyStop(0.5, -3.0), Completion([2, 0, 1])
     assert stops(stop, completion, part([-1.0], 0), part([-20.0], 1), part([math.nan], 2))
-    marked = {choice.index: getattr(choice, "stopped_early", False) for choice in completion.choices}
+    marked = {
+        choice.index: getattr(choice, "stopped_early", False) for choice in completion.choices
+    }
     assert marked == {0: False, 1: True, 2: True}
-    assert [choice.finish_reason for choice in completion.choices] == ["stopped_early", None, "stopped_early"]
+    assert [choice.finish_reason for choice in completion.choices] == [
+        "stopped_early",
+        None,
+        "stopped_early",
+    ]
     assert stop.num_stopped == 2
 
 
 def test_openai_objects_are_marked_too():
     choice = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": None}
-    completion = ChatCompletion.construct(id="1", choices=[choice], created=1, model="m", object="chat.completion")
+    completion = ChatCompletion.construct(
+        id="1", choices=[choice], created=1, model="m", object="chat.completion"
+    )
     stop = InferenceEarlyStop(0.5, -3.0)
     assert stops(stop, completion, part([-20.0]))
     assert completion.choices[0].finish_reason == "stopped_early"
@@ -120,7 +139,8 @@ def test_missing_logprobs_are_passed_over_and_told_once(caplog):
     with caplog.at_level(logging.WARNING):
         stop(chunk(), completion)
         stop(types.SimpleNamespace(choices=None), completion)
-        stop(chunk(part(None, content=None)), completion)  # the role, or the finish_reason: no token
+        # The role, or the finish_reason: no token.
+        stop(chunk(part(None, content=None)), completion)
         assert caplog.text == "" and stop.num_unknown == 0
         for _ in range(3):
             stop(chunk(part(None)), completion)
@@ -154,7 +174,10 @@ def test_where_it_would_have_ended_an_earlier_sample(logprobs):
 
 
 def test_cache_key_is_what_it_does():
-    keys = {InferenceEarlyStop(*arguments).cache_key for arguments in ((), (0.992, -3.0), (0.9, -3.0), (0.992, -4))}
+    keys = {
+        InferenceEarlyStop(*arguments).cache_key
+        for arguments in ((), (0.992, -3.0), (0.9, -3.0), (0.992, -4))
+    }
     assert len(keys) == 3
     assert repr(InferenceEarlyStop()) == "InferenceEarlyStop(alpha=0.992, threshold=-3.0)"
 
@@ -177,14 +200,32 @@ def test_with_the_stream_reader():
     async def chunks():
         for k in range(60):
             for index, logprob in ((0, -0.1), (1, -20.0)):
-                logprobs = {"content": [{"token": "x", "logprob": logprob, "bytes": None, "top_logprobs": []}]}
+                logprobs = {
+                    "content": [
+                        {"token": "x", "logprob": logprob, "bytes": None, "top_logprobs": []}
+                    ]
+                }
                 end = "stop" if k == 59 else None
-                choice = {"index": index, "delta": {"content": "x"}, "logprobs": logprobs, "finish_reason": end}
-                yield {"id": "1", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+                choice = {
+                    "index": index,
+                    "delta": {"content": "x"},
+                    "logprobs": logprobs,
+                    "finish_reason": end,
+                }
+                yield {
+                    "id": "1",
+                    "object": "chat.completion.chunk",
+                    "created": 1,
+                    "model": "m",
+                    "choices": [choice],
+                }
 
     stop = InferenceEarlyStop()
     completion = asyncio.run(consume_chat_completion_stream(chunks(), stop))
-    assert [(len(c.message.content), c.finish_reason) for c in completion.choices] == [(60, "stop"), (21, "stopped_early")]
+    assert [(len(c.message.content), c.finish_reason) for c in completion.choices] == [
+        (60, "stop"),
+        (21, "stopped_early"),
+    ]
     del completion
     gc.collect()
     assert stop._streams == {}

@@ -1,7 +1,8 @@
-"""Every fault of the misbehaving server, one by one and all together: what can be mended is, what cannot has its reason.
+"""Every fault of the misbehaving server, one by one and all together: what can be mended is, what
+cannot has its reason.
 
-Samples are seeded, so the server answers sample k of a task with one and the same text in every run; results with faults are
-compared with those without, sample by sample.
+Samples are seeded, so the server answers sample k of a task with one and the same text in every
+run; results with faults are compared with those without, sample by sample.
 """
 
 import asyncio
@@ -49,7 +50,16 @@ def make_tasks(count, grades=None, prefix="task"):
 
 def seen(results):
     return [
-        (s.task_id, s.sample, s.text, s.token_ids, s.prompt_token_ids, s.logprobs, s.finish_reason, s.reward)
+        (
+            s.task_id,
+            s.sample,
+            s.text,
+            s.token_ids,
+            s.prompt_token_ids,
+            s.logprobs,
+            s.finish_reason,
+            s.reward,
+        )
         for s in results.samples
     ]
 
@@ -60,7 +70,9 @@ def ignore(chunk, completion):
 
 @contextlib.asynccontextmanager
 async def nothing_left(server):
-    """Fails where the call inside leaves tasks, connections, requests at the server, warnings or errors of the event loop."""
+    """Fails where the call inside leaves tasks, connections, requests at the server, warnings or
+    errors of the event loop.
+    """
     loop, complaints = asyncio.get_running_loop(), []
     loop.set_exception_handler(lambda _, context: complaints.append(context))
     before = asyncio.all_tasks() - server.tasks
@@ -78,13 +90,17 @@ async def nothing_left(server):
         gc.collect()
         await asyncio.sleep(0)
     assert complaints == []
-    assert [str(w.message) for w in warned if issubclass(w.category, ResourceWarning | RuntimeWarning)] == []
+    assert [
+        str(w.message) for w in warned if issubclass(w.category, ResourceWarning | RuntimeWarning)
+    ] == []
 
 
 def call(plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **arguments):
-    """One call of get_task_results against a server of its own: (results, its stats, what graders saw).
+    """One call of get_task_results against a server of its own: (results, its stats, what graders
+    saw).
 
-    Nobody runs out of time on a busy machine, unless a test says so: a request would be sent once more than expected.
+    Nobody runs out of time on a busy machine, unless a test says so: a request would be sent once
+    more than expected.
     """
     grades = Counter()
     arguments = {"n": N, "params": {"seed": 3}, "stall_timeout": 100.0, "pbar": False, **arguments}
@@ -92,17 +108,25 @@ def call(plan="", *, tasks=6, stream=False, settings=None, timeout=100.0, **argu
         arguments = {"on_chunk": ignore, "samples_per_request": arguments["n"], **arguments}
 
     async def main():
-        async with bad_server.serving(plan, refused_for=0.1, retry_after=0.2, **(settings or {})) as server:
+        async with bad_server.serving(
+            plan, refused_for=0.1, retry_after=0.2, **(settings or {})
+        ) as server:
             reading = functools.partial(http_transport.HTTPTransport, read_timeout=timeout)
             with mock.patch("ttrl.rollouts.client.transport.HTTPTransport", reading):
                 async with nothing_left(server):
-                    return await get_task_results(make_tasks(tasks, grades), server.url, "m", **arguments), server.stats()
+                    return await get_task_results(
+                        make_tasks(tasks, grades), server.url, "m", **arguments
+                    ), server.stats()
 
     results, stats = asyncio.run(main())
     assert grades == Counter((s.task_id, s.text) for s in results.samples if s.reward is not None)
     assert all((s.reward is None) != (s.error is None) for s in results.samples)
     stats_of_call = results.stats
-    assert stats_of_call.num_graded + stats_of_call.num_failed == len(results.samples) == tasks * arguments["n"]
+    assert (
+        stats_of_call.num_graded + stats_of_call.num_failed
+        == len(results.samples)
+        == tasks * arguments["n"]
+    )
     assert sum(stats_of_call.exceptions.values()) == stats_of_call.num_failed
     return results, stats, grades
 
@@ -114,7 +138,11 @@ IMPATIENT = {"timeout": 1.0, "stall_timeout": 0.7}
 def faults_of(stream, silent):
     """Those that only a time limit ends, or all others."""
     other = "plain" if stream else "stream"
-    return [fault for fault, (_, where) in bad_server.FAULTS.items() if where != other and (fault in SILENT) == silent]
+    return [
+        fault
+        for fault, (_, where) in bad_server.FAULTS.items()
+        if where != other and (fault in SILENT) == silent
+    ]
 
 
 def by_task(results):
@@ -133,7 +161,10 @@ def clean():
 
 
 def content(result):
-    return [(s.text, s.token_ids, s.prompt_token_ids, s.logprobs, s.finish_reason, s.reward) for s in result.samples]
+    return [
+        (s.text, s.token_ids, s.prompt_token_ids, s.logprobs, s.finish_reason, s.reward)
+        for s in result.samples
+    ]
 
 
 @pytest.mark.long(but=["False-True"])
@@ -188,7 +219,9 @@ def test_each_fault_for_ever_costs_one_task_and_not_the_others(clean, stream, si
         return faults[number // 2] if number % 2 == 0 else None
 
     limits = IMPATIENT if silent else {}
-    results, stats, _ = call(plan, tasks=2 * len(faults), stream=stream, max_retries=1, max_downtime=60.0, **limits)
+    results, stats, _ = call(
+        plan, tasks=2 * len(faults), stream=stream, max_retries=1, max_downtime=60.0, **limits
+    )
     for number, result in enumerate(results):
         fault = faults[number // 2]
         kind, _ = bad_server.FAULTS[fault]
@@ -203,7 +236,9 @@ def test_each_fault_for_ever_costs_one_task_and_not_the_others(clean, stream, si
         else:
             assert len(errors) == (1 if fault in ("abort", "error") else N), (fault, errors)
             assert len(set(errors)) == 1, (fault, errors)
-            assert errors[0].startswith(("RequestError: http://127.0.0.1:", "ServerError: http://127.0.0.1:")), errors[0]
+            assert errors[0].startswith(
+                ("RequestError: http://127.0.0.1:", "ServerError: http://127.0.0.1:")
+            ), errors[0]
             assert "attempts)" in errors[0], (fault, errors[0])
             assert 2 <= stats["asked"][result.task_id] <= 20, fault  # moves are bounded, too
 
@@ -235,7 +270,9 @@ def test_unusual_answers_are_graded_as_they_are():
 
 
 def test_choices_that_a_server_leaves_out_again_and_again():
-    """It gives every other one of those asked for, so 5 samples take several requests; each is sampled once."""
+    """It gives every other one of those asked for, so 5 samples take several requests; each is
+    sampled once.
+    """
     results, stats, _ = call(lambda ask: "fewer_choices", tasks=4, n=5)
     whole, _, _ = call(tasks=4, n=5)
     assert seen(results) == seen(whole)
@@ -257,9 +294,19 @@ def test_two_servers_of_which_one_dies_and_one_lies():
                 dies.close()
 
             dying = asyncio.create_task(later())
-            clients = [openai.AsyncOpenAI(base_url=s.url, api_key="k", timeout=1.0) for s in (lies, dies, good)]
+            clients = [
+                openai.AsyncOpenAI(base_url=s.url, api_key="k", timeout=1.0)
+                for s in (lies, dies, good)
+            ]
             results = await get_task_results(
-                make_tasks(60, grades), clients, "m", n=N, params={"seed": 3}, concurrency=12, pbar=False, stall_timeout=0.7
+                make_tasks(60, grades),
+                clients,
+                "m",
+                n=N,
+                params={"seed": 3},
+                concurrency=12,
+                pbar=False,
+                stall_timeout=0.7,
             )
             await dying
             for client in clients:
@@ -269,7 +316,9 @@ def test_two_servers_of_which_one_dies_and_one_lies():
     results, grades = asyncio.run(main())
     assert grades == Counter((s.task_id, s.text) for s in results.samples if s.reward is not None)
     for sample in results.samples:  # what failed is what cannot be mended
-        assert sample.error is None or any(words in sample.error for words in REASONS.values()), sample.error
+        assert sample.error is None or any(words in sample.error for words in REASONS.values()), (
+            sample.error
+        )
 
 
 @pytest.fixture
@@ -287,7 +336,8 @@ def many_files():
     [(500, False), pytest.param(5000, True, marks=[pytest.mark.e2e, pytest.mark.long])],
 )
 def test_hundreds_of_concurrent_requests_and_thousands(many_files, count, stream):
-    """All of them wait at the server at the same time; then all are answered. The server is a process of its own.
+    """All of them wait at the server at the same time; then all are answered. The server is a
+    process of its own.
 
     Long for 5,000 streams: only this has more connections than most limits of a shell allow.
     """
@@ -318,7 +368,8 @@ def test_hundreds_of_concurrent_requests_and_thousands(many_files, count, stream
 @pytest.mark.long(but=["False"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_cancelled_in_the_middle(tmp_path, stream):
-    """What was finished is in the exception, in the cache, and was handed to the callback; nothing else is left anywhere.
+    """What was finished is in the exception, in the cache, and was handed to the callback; nothing
+    else is left anywhere.
 
     Long for streams: only these are cut between two chunks.
     """
@@ -337,7 +388,9 @@ def test_cancelled_in_the_middle(tmp_path, stream):
             }
             async with nothing_left(server):
                 sampling = asyncio.create_task(
-                    get_task_results(make_tasks(30), server.url, "m", on_task_done=done.append, **arguments)
+                    get_task_results(
+                        make_tasks(30), server.url, "m", on_task_done=done.append, **arguments
+                    )
                 )
                 while len(done) < 5 or not server.in_flight:
                     await asyncio.sleep(0.001)
@@ -406,7 +459,11 @@ def bench():
 
 @pytest.mark.parametrize(("streamed", "per_request"), [(False, 8), (True, 1)])
 def test_every_fault_at_once(bench, streamed, per_request):
-    check(bench, bench.run(completions=240, share=0.3, seed=1, ways=[bench.Way(streamed, per_request)]), 240)
+    check(
+        bench,
+        bench.run(completions=240, share=0.3, seed=1, ways=[bench.Way(streamed, per_request)]),
+        240,
+    )
 
 
 @pytest.mark.e2e

@@ -1,4 +1,6 @@
-"""Ctrl-C as a terminal sends it, to the process and all of its children, while everything is under way."""
+"""Ctrl-C as a terminal sends it, to the process and all of its children, while everything is under
+way.
+"""
 
 import json
 import os
@@ -66,12 +68,22 @@ NOISE = (
 @pytest.mark.long(but=["plain"])
 @pytest.mark.parametrize("how", ["caught stream isolated", "plain"])
 def test_ctrl_c_in_the_middle(tmp_path, how):
-    """Long for a stream that is caught and isolated graders: only that shows that their process ends as well."""
+    """Long for a stream that is caught and isolated graders: only that shows that their process
+    ends as well.
+    """
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     with bad_server.process(
         "--latency", "0.05", "--token-delay", "0.001", "--faults", "all=0.1", "--retry-after", "0.2"
     ) as server:
-        command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-W", "error::RuntimeWarning"]
+        command = [
+            sys.executable,
+            "-X",
+            "dev",
+            "-W",
+            "error::ResourceWarning",
+            "-W",
+            "error::RuntimeWarning",
+        ]
         process = subprocess.Popen(
             [*command, tmp_path / "script.py", server.url, tmp_path / "cache", how],
             stdout=subprocess.PIPE,
@@ -90,7 +102,9 @@ def test_ctrl_c_in_the_middle(tmp_path, how):
         while server.stats()["in_flight"] and time.monotonic() < deadline:
             time.sleep(0.05)
         assert server.stats()["in_flight"] == 0
-    assert not [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    assert not [
+        child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+    ]
     kept, *rest = out.splitlines()
     kept = json.loads(kept)
     assert kept["done"] == kept["kept"] >= 10
@@ -99,8 +113,13 @@ def test_ctrl_c_in_the_middle(tmp_path, how):
     if "caught" in how:
         assert rest == ["interrupted"]
         slow_callback = "Executing <"  # what asyncio's debug mode says on a busy machine
-        usual = (slow_callback, server.url)  # the server is taken out where all of its faults come at once
-        assert [line for line in err.splitlines() if not line.startswith(usual) and "sampling" not in line] == []
+        # The server is taken out where all of its faults come at once.
+        usual = (slow_callback, server.url)
+        assert [
+            line
+            for line in err.splitlines()
+            if not line.startswith(usual) and "sampling" not in line
+        ] == []
         assert process.returncode == 0
     else:
         assert err.rstrip().endswith("KeyboardInterrupt")

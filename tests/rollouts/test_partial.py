@@ -1,7 +1,9 @@
-"""Completions that were cut off anywhere and continued are what they would have been uncut: against a server in this process.
+"""Completions that were cut off anywhere and continued are what they would have been uncut: against
+a server in this process.
 
-The server stands in for vLLM at the transport: it decodes as vLLM 0.32 does, faults included (see Decoder), and says what its
-script says. The same is shown with a real server in tests/e2e/test_partial.py.
+The server stands in for vLLM at the transport: it decodes as vLLM 0.32 does, faults included (see
+Decoder), and says what its script says. The same is shown with a real server in
+tests/e2e/test_partial.py.
 """
 
 import asyncio
@@ -18,7 +20,13 @@ from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.partial import ContinueAttempt, TokenBudget, check_continuable, extend, first_part
+from ttrl.rollouts.partial import (
+    ContinueAttempt,
+    TokenBudget,
+    check_continuable,
+    extend,
+    first_part,
+)
 from ttrl.rollouts.results import TaskResults
 
 EOS, START, NOTHING = 256, 257, 258
@@ -35,8 +43,8 @@ def decode(ids, skip_special):
 
 
 class Decoder:
-    """What the tokenizers package's DecodeStream makes of a completion, primed with the prompt: where the prompt ends within a
-    character, the first text that comes is the whole prompt's."""
+    """What the tokenizers package's DecodeStream makes of a completion, primed with the prompt:
+    where the prompt ends within a character, the first text that comes is the whole prompt's."""
 
     def __init__(self, prompt, skip_special):
         self.skip_special = skip_special
@@ -68,7 +76,9 @@ class Server:
         self.streams = 0
 
     def complete(self, body):
-        """(text, ids, finish_reason, stop_reason) after every token, as a stream would have them."""
+        """(text, ids, finish_reason, stop_reason) after every token, as a stream would have
+        them.
+        """
         prompt, forced = body["prompt"], body.get("allowed_token_ids")
         if forced is None:
             assert prompt[: len(self.prompt)] == self.prompt
@@ -87,7 +97,9 @@ class Server:
             text += new
             stop = None
             for string in stops:
-                at = text.find(string, max(0, len(text) - len(new) - len(string) + 1)) if new else -1
+                at = (
+                    text.find(string, max(0, len(text) - len(new) - len(string) + 1)) if new else -1
+                )
                 if at >= 0 and (stop is None or at + len(string) < stop[0]):
                     stop = (at + len(string), at, string)
             if stop is not None:
@@ -101,7 +113,11 @@ class Server:
 
     def logprobs(self, body, first, count):
         had = len(body["prompt"]) - len(self.prompt)
-        return {"tokens": [""] * count, "token_logprobs": [-(had + first + k) / 8 for k in range(count)], "top_logprobs": None}
+        return {
+            "tokens": [""] * count,
+            "token_logprobs": [-(had + first + k) / 8 for k in range(count)],
+            "top_logprobs": None,
+        }
 
     async def post(self, path, body, *, root=False):
         await asyncio.sleep(0)
@@ -112,10 +128,21 @@ class Server:
         assert path == "/completions" and body["return_token_ids"] is True
         self.bodies.append(body)
         *_, (text, ids, reason, stop) = self.complete(body)
-        choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": reason, "stop_reason": stop}
+        choice = {
+            "index": 0,
+            "text": text,
+            "token_ids": ids,
+            "finish_reason": reason,
+            "stop_reason": stop,
+        }
         choice["logprobs"] = self.logprobs(body, 0, len(ids)) if "logprobs" in body else None
-        usage = {"prompt_tokens": len(body["prompt"]), "prompt_tokens_details": {"cached_tokens": 8}}
-        return json.dumps({"id": "c", "created": 7, "model": "m", "choices": [choice], "usage": usage}).encode()
+        usage = {
+            "prompt_tokens": len(body["prompt"]),
+            "prompt_tokens_details": {"cached_tokens": 8},
+        }
+        return json.dumps(
+            {"id": "c", "created": 7, "model": "m", "choices": [choice], "usage": usage}
+        ).encode()
 
     @contextlib.asynccontextmanager
     async def stream(self, path, body):
@@ -125,8 +152,16 @@ class Server:
         async def chunks():
             shown, count = "", 0
             for text, ids, reason, stop in self.complete(body):
-                choice = {"index": 0, "text": text[len(shown) :], "token_ids": ids[count:], "finish_reason": reason}
-                choice |= {"stop_reason": stop, "logprobs": self.logprobs(body, count, len(ids) - count)}
+                choice = {
+                    "index": 0,
+                    "text": text[len(shown) :],
+                    "token_ids": ids[count:],
+                    "finish_reason": reason,
+                }
+                choice |= {
+                    "stop_reason": stop,
+                    "logprobs": self.logprobs(body, count, len(ids) - count),
+                }
                 shown, count = text, len(ids)
                 data = b"data: " + json.dumps({"id": "c", "choices": [choice]}).encode() + b"\n\n"
                 for part in (data[:11], data[11:]):  # events are not what arrives together
@@ -150,7 +185,9 @@ def request(**params):
 
 
 async def continue_answer(server, request, sample, *, max_tokens, on_tokens=None, cut=None):
-    attempt = ContinueAttempt(request=request, sample=sample, max_tokens=max_tokens, count=on_tokens, cut=cut)
+    attempt = ContinueAttempt(
+        request=request, sample=sample, max_tokens=max_tokens, count=on_tokens, cut=cut
+    )
     return (await attempt(server))[0]
 
 
@@ -161,15 +198,24 @@ def uncut(server, params, max_tokens=None, cut_after=None):
         if cut_after is not None and len(ids) == cut_after:
             break
     logprobs = server.logprobs(body, 0, len(ids))["token_logprobs"]
-    sample = Sample(task_id="t", sample=0, messages=[], prompt_token_ids=server.prompt, weights_version=0)
-    sample.text, sample.token_ids, sample.logprobs, sample.finish_reason = text, ids, logprobs, reason
+    sample = Sample(
+        task_id="t", sample=0, messages=[], prompt_token_ids=server.prompt, weights_version=0
+    )
+    sample.text, sample.token_ids, sample.logprobs, sample.finish_reason = (
+        text,
+        ids,
+        logprobs,
+        reason,
+    )
     if reason is None or (reason == "length" and max_tokens and len(ids) < params["max_tokens"]):
         sample.finish_reason = "unfinished"
     return sample, stop
 
 
 def run(server, sample, params, cuts, streamed=()):
-    """Continues with at most these many new tokens each time (the last one again and again). Returns the last answer's choice."""
+    """Continues with at most these many new tokens each time (the last one again and again).
+    Returns the last answer's choice.
+    """
     choice, version, number = None, 0, 0
     while sample.finish_reason == "unfinished":
         version += 1
@@ -185,22 +231,39 @@ def run(server, sample, params, cuts, streamed=()):
 
         had = len(sample.token_ids)
         answer = asyncio.run(
-            continue_answer(server, request(**params), sample, max_tokens=None if cut else step, on_tokens=on_tokens, cut=cut)
+            continue_answer(
+                server,
+                request(**params),
+                sample,
+                max_tokens=None if cut else step,
+                on_tokens=on_tokens,
+                cut=cut,
+            )
         )
         assert server.streams == 0
         choice = json.loads(answer.choice)
         assert sum(arrived) >= answer.completion_tokens - had > 0
-        assert (answer.completion_tokens, answer.prompt_tokens) == (len(choice["token_ids"]), len(server.prompt))
+        assert (answer.completion_tokens, answer.prompt_tokens) == (
+            len(choice["token_ids"]),
+            len(server.prompt),
+        )
         extend(sample, answer, version)
         versions = sample.token_versions
-        assert versions == sorted(versions) and versions.count(version) == answer.completion_tokens - had
+        assert (
+            versions == sorted(versions)
+            and versions.count(version) == answer.completion_tokens - had
+        )
     return choice
 
 
 def check(script, params, cuts, streamed=(), first_streamed=False):
     server = Server(script)
     expected, stop = uncut(server, params)
-    first = {"cut_after": cuts[0]} if first_streamed else {"max_tokens": min(cuts[0], params["max_tokens"])}
+    first = (
+        {"cut_after": cuts[0]}
+        if first_streamed
+        else {"max_tokens": min(cuts[0], params["max_tokens"])}
+    )
     sample, _ = uncut(server, params, **first)
     choice = run(server, sample, params, cuts[1:] or cuts, streamed)
     assert (sample.token_ids, sample.text) == (expected.token_ids, expected.text)
@@ -222,10 +285,29 @@ def test_characters_of_several_bytes_over_the_border(step):
 
 
 def test_bytes_that_are_no_character_and_special_tokens():
-    script = [0xFF, 0xC3, START, *b"a", 0xC3, EOS, NOTHING, *"é".encode(), 0xF0, 0x9F, START, START, *b"<|start|>", 0x80]
+    script = [
+        0xFF,
+        0xC3,
+        START,
+        *b"a",
+        0xC3,
+        EOS,
+        NOTHING,
+        *"é".encode(),
+        0xF0,
+        0x9F,
+        START,
+        START,
+        *b"<|start|>",
+        0x80,
+    ]
     for step in range(1, len(script)):
         check(script, {"max_tokens": len(script), "ignore_eos": True}, [step])
-        check(script, {"max_tokens": len(script), "ignore_eos": True, "skip_special_tokens": False}, [step])
+        check(
+            script,
+            {"max_tokens": len(script), "ignore_eos": True, "skip_special_tokens": False},
+            [step],
+        )
 
 
 @pytest.mark.parametrize("step", range(1, 12))
@@ -233,7 +315,11 @@ def test_bytes_that_are_no_character_and_special_tokens():
 def test_a_stop_string_over_the_border(step, include):
     params = {"max_tokens": 100, "stop": ["</b>", "</a>"], "include_stop_str_in_output": include}
     server = check([*b"one </", *"漢</a> two".encode(), EOS], params, [step])
-    assert all(body["stop"] == ["</b>", "</a>"] for body in server.bodies if body["prompt"][-1] < 128 and "stop" in body)
+    assert all(
+        body["stop"] == ["</b>", "</a>"]
+        for body in server.bodies
+        if body["prompt"][-1] < 128 and "stop" in body
+    )
 
 
 def test_of_several_stop_strings_the_one_that_is_complete_first():
@@ -243,12 +329,15 @@ def test_of_several_stop_strings_the_one_that_is_complete_first():
 
 
 token = st.one_of(
-    st.sampled_from([*b"ab </>"]), st.sampled_from([*"é漢🙂".encode()]), st.integers(0, 255), st.sampled_from([START, NOTHING])
+    st.sampled_from([*b"ab </>"]),
+    st.sampled_from([*"é漢🙂".encode()]),
+    st.integers(0, 255),
+    st.sampled_from([START, NOTHING]),
 )
 words = st.sampled_from([[*b"</a>"], [*"漢字".encode()], [*"🙂".encode()], [*b"abab"]])
-scripts = st.lists(st.one_of(st.lists(token, min_size=1, max_size=3), words), min_size=1, max_size=12).map(
-    lambda parts: [*itertools.chain(*parts)]
-)
+scripts = st.lists(
+    st.one_of(st.lists(token, min_size=1, max_size=3), words), min_size=1, max_size=12
+).map(lambda parts: [*itertools.chain(*parts)])
 
 
 @given(
@@ -263,7 +352,9 @@ scripts = st.lists(st.one_of(st.lists(token, min_size=1, max_size=3), words), mi
 @settings(max_examples=80)
 @example([97, 98, 97, 98], [2], ["ab", "bab"], True, set(), False, 0)
 @example([97, 195, 257, 169], [4], None, False, set(), False, 0)
-def test_any_script_cut_anywhere_is_what_it_would_have_been(script, cuts, stop, include, streamed, first_streamed, spare):
+def test_any_script_cut_anywhere_is_what_it_would_have_been(
+    script, cuts, stop, include, streamed, first_streamed, spare
+):
     script = [*script, EOS]
     params = {"max_tokens": max(1, len(script) - spare), "include_stop_str_in_output": include}
     check(script, params | ({"stop": stop} if stop else {}), cuts, streamed, first_streamed)
@@ -281,7 +372,10 @@ def test_lengths_and_limits_are_counted_over_all_parts():
     sample, _ = uncut(Server(script), {"max_tokens": 10}, max_tokens=4)
     server = Server(script)
     run(server, sample, {"max_tokens": 10, "min_tokens": 6}, [3])
-    assert [(len(body["prompt"]) - len(PROMPT), body["max_tokens"], body["min_tokens"]) for body in server.bodies] == [
+    assert [
+        (len(body["prompt"]) - len(PROMPT), body["max_tokens"], body["min_tokens"])
+        for body in server.bodies
+    ] == [
         (4, 3, 2),
         (7, 3, 0),
     ]
@@ -312,19 +406,37 @@ def test_each_part_has_a_seed_of_its_own():
 
     first = seeds(0)
     assert len(set(first)) == 3 and all(0 <= seed < 2**63 for seed in first)
-    assert seeds(0) == first and not set(seeds(1)) & set(first) and not set(seeds(0, seed=4)) & set(first)
+    assert (
+        seeds(0) == first
+        and not set(seeds(1)) & set(first)
+        and not set(seeds(0, seed=4)) & set(first)
+    )
     assert seeds(0, seed=None) == [None] * 3
 
 
 def test_parameters_travel_along():
-    params = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1, "logit_bias": {"3": 1.0}}
-    params |= {"stop_token_ids": [9], "ignore_eos": False, "max_tokens": 9, "chat_template_kwargs": {"thinking": True}}
+    params = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"3": 1.0},
+    }
+    params |= {
+        "stop_token_ids": [9],
+        "ignore_eos": False,
+        "max_tokens": 9,
+        "chat_template_kwargs": {"thinking": True},
+    }
     server = Server([*b"abcdefghij", EOS])
     sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=3)
     run(server, sample, params, [20])
     (body,) = server.bodies
     known = {name: body.pop(name) for name in params if name in body}
-    assert known == {name: value for name, value in params.items() if name != "chat_template_kwargs"} | {"max_tokens": 6}
+    assert known == {
+        name: value for name, value in params.items() if name != "chat_template_kwargs"
+    } | {"max_tokens": 6}
     assert body == {
         "model": "m",
         "prompt": [*PROMPT, *b"abc"],
@@ -345,7 +457,10 @@ def test_parameters_travel_along():
         ({"structured_outputs": {"regex": "a+"}}, "structured_outputs.*begin anew"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.*cannot be read"),
         ({"thinking_token_budget": 5}, "thinking_token_budget.*counted anew"),
-        ({"extra_body": {"repetition_detection": {"min_count": 3}}}, "repetition_detection.*generated tokens"),
+        (
+            {"extra_body": {"repetition_detection": {"min_count": 3}}},
+            "repetition_detection.*generated tokens",
+        ),
         ({"extra_body": {"brand_new": 1}}, "brand_new.*nothing is known"),
         ({"min_tokens": 3, "stop": ["x"]}, "min_tokens together with stop"),
     ],
@@ -361,9 +476,16 @@ def test_what_cannot_be_continued_exactly_is_refused_before_anything_is_sent(par
 
 
 def test_neutral_values_are_no_parameters():
-    neutral = {"presence_penalty": 0.0, "frequency_penalty": 0, "top_logprobs": 0, "bad_words": [], "min_tokens": 0}
+    neutral = {
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "top_logprobs": 0,
+        "bad_words": [],
+        "min_tokens": 0,
+    }
     check_continuable(request(**neutral, response_format={"type": "text"}, stop=["x"]))
-    check_continuable(request(routed_experts_prompt_start=0))  # a continuation brings none, and they count as unknown
+    # A continuation brings none, and they count as unknown.
+    check_continuable(request(routed_experts_prompt_start=0))
 
 
 def test_samples_that_cannot_be_continued_are_named():
@@ -408,13 +530,21 @@ def test_a_stream_that_breaks_or_stalls_is_an_error_and_leaves_nothing_behind():
         server.how = how
         sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=2)
         before = sample.to_json()
-        given = ChatRequest.of("m", n=1, params={"max_tokens": 9}, token_ids=True, max_retries=0, stall_timeout=0.05)
+        given = ChatRequest.of(
+            "m", n=1, params={"max_tokens": 9}, token_ids=True, max_retries=0, stall_timeout=0.05
+        )
         with pytest.raises(RequestError) as caught:
             await continue_answer(server, given, sample, max_tokens=None, cut=asyncio.Event())
         assert sample.to_json() == before and len(asyncio.all_tasks()) == 1
         return caught.value
 
-    kinds = {"stall": "stall", "": "connection", "error": "malformed", "malformed": "malformed", "no ids": "malformed"}
+    kinds = {
+        "stall": "stall",
+        "": "connection",
+        "error": "malformed",
+        "malformed": "malformed",
+        "no ids": "malformed",
+    }
     for how, kind in kinds.items():
         assert asyncio.run(attempt(how)).kind == kind
 
@@ -426,29 +556,53 @@ def test_a_budget_that_is_spent_already_asks_for_nothing():
     async def attempt():
         cut = asyncio.Event()
         cut.set()
-        return await continue_answer(server, request(max_tokens=9), sample, max_tokens=None, cut=cut)
+        return await continue_answer(
+            server, request(max_tokens=9), sample, max_tokens=None, cut=cut
+        )
 
     assert asyncio.run(attempt()) is None and server.bodies == []
 
 
 def answer_of(sample, new, **changes):
-    content = [{"token": "", "logprob": -1.0, "bytes": [], "top_logprobs": []} for _ in [*(sample.token_ids or []), *new]]
-    choice = {"index": 0, "message": {"role": "assistant", "content": "text"}, "logprobs": {"content": content}}
+    content = [
+        {"token": "", "logprob": -1.0, "bytes": [], "top_logprobs": []}
+        for _ in [*(sample.token_ids or []), *new]
+    ]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "text"},
+        "logprobs": {"content": content},
+    }
     choice |= {"finish_reason": "stop", "token_ids": [*(sample.token_ids or []), *new]} | changes
     return Answer(choice=json.dumps(choice).encode(), prompt_token_ids=sample.prompt_token_ids)
 
 
 def test_versions_of_the_tokens():
-    sample = Sample(task_id="t", sample=0, messages=[], prompt_token_ids=[1], token_ids=[2, 3], logprobs=[-1.0, math.nan])
+    sample = Sample(
+        task_id="t",
+        sample=0,
+        messages=[],
+        prompt_token_ids=[1],
+        token_ids=[2, 3],
+        logprobs=[-1.0, math.nan],
+    )
     sample.weights_version, sample.finish_reason = 4, "unfinished"
     extend(sample, answer_of(sample, [5], finish_reason=None), 4)
-    assert (sample.token_versions, sample.weights_version, sample.finish_reason) == (None, 4, "unfinished")
+    assert (sample.token_versions, sample.weights_version, sample.finish_reason) == (
+        None,
+        4,
+        "unfinished",
+    )
     extend(sample, answer_of(sample, [], finish_reason=None), 6)
     assert (sample.token_versions, sample.weights_version) == (None, 4)  # nothing new came
     extend(sample, answer_of(sample, [6, 7], finish_reason=None), 6)
     assert (sample.token_versions, sample.weights_version) == ([4, 4, 4, 6, 6], 6)
     extend(sample, answer_of(sample, [8]), 7)
-    assert (sample.token_versions, sample.weights_version, sample.finish_reason) == ([4, 4, 4, 6, 6, 7], 7, "stop")
+    assert (sample.token_versions, sample.weights_version, sample.finish_reason) == (
+        [4, 4, 4, 6, 6, 7],
+        7,
+        "stop",
+    )
     assert sample.text == "text" and sample.token_ids == [2, 3, 5, 6, 7, 8]
     before = sample.to_json()
     with pytest.raises(TokenizationError, match="does not begin with the 6 tokens"):
@@ -485,7 +639,10 @@ def test_unfinished_groups():
         return TaskResult(
             task_id="t",
             messages=[],
-            samples=[Sample(task_id="t", sample=k, messages=[], finish_reason=reason) for k, reason in enumerate(reasons)],
+            samples=[
+                Sample(task_id="t", sample=k, messages=[], finish_reason=reason)
+                for k, reason in enumerate(reasons)
+            ],
         )
 
     groups = [group("stop", "length"), group("stop", "unfinished"), group("unfinished")]

@@ -1,4 +1,6 @@
-"""Tasks with a rollout: several replies become one sample, with the server's own ids; what goes wrong costs one sample."""
+"""Tasks with a rollout: several replies become one sample, with the server's own ids; what goes
+wrong costs one sample.
+"""
 
 import asyncio
 import json
@@ -9,7 +11,14 @@ from pathlib import Path
 import pytest
 
 from ttrl.data.tokenization import TaskResultTokenizer
-from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TaskError
+from ttrl.errors import (
+    GraderError,
+    RequestError,
+    RolloutError,
+    RolloutLimitError,
+    ServerError,
+    TaskError,
+)
 from ttrl.records import Sample
 from ttrl.rollouts.client.attempts import room_left
 from ttrl.rollouts.client.chat_completions import ChatRequest
@@ -24,8 +33,10 @@ EOS = 0
 
 
 def rendered(messages, *, keep=True):
-    """A chat template over characters: what each message says, its end, and for the assistant a header; ids from 1000 on are
-    headers. keep=False leaves what stands in <> out of earlier answers, as templates of thinking models do."""
+    """A chat template over characters: what each message says, its end, and for the assistant a
+    header; ids from 1000 on are headers. keep=False leaves what stands in <> out of earlier
+    answers, as templates of thinking models do.
+    """
     ids = []
     for message in messages:
         text = message.get("content") or ""
@@ -46,7 +57,11 @@ def talking(answer, *, keep=True, kit=None, seen=None):
             return text
         prompt = rendered(body["messages"], keep=keep)
         choice = kit.choice(0, text)
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(text) + 1, "total_tokens": len(prompt) + len(text) + 1}
+        usage = {
+            "prompt_tokens": len(prompt),
+            "completion_tokens": len(text) + 1,
+            "total_tokens": len(prompt) + len(text) + 1,
+        }
         return kit.completion([choice], prompt_token_ids=prompt, usage=usage)
 
     return behaviour
@@ -65,7 +80,12 @@ async def two_turns(chat):
 
 def test_two_turns_are_one_sample(kit):
     seen = []
-    results, _ = kit.run(talking(replies, kit=kit, seen=seen), [Task(SYSTEM, rollout=two_turns, id="t")], n=2, weights_version=3)
+    results, _ = kit.run(
+        talking(replies, kit=kit, seen=seen),
+        [Task(SYSTEM, rollout=two_turns, id="t")],
+        n=2,
+        weights_version=3,
+    )
     assert [body["n"] for body in seen] == [1] * 4
     for sample in results.samples:
         assert (sample.reward, sample.metrics, sample.error) == (3.0, {"turns": 2.0}, None)
@@ -73,7 +93,10 @@ def test_two_turns_are_one_sample(kit):
         assert sample.prompt_token_ids == rendered([*SYSTEM, {"role": "user", "content": "begin"}])
         assert sample.token_ids == [*map(ord, "one"), EOS, *map(ord, "two"), EOS]
         assert sample.logprobs == kit.expected_logprobs("one") + kit.expected_logprobs("two")
-        assert [(turn.follows, turn.continues, turn.num_tokens, turn.finish_reason) for turn in sample.turns] == [
+        assert [
+            (turn.follows, turn.continues, turn.num_tokens, turn.finish_reason)
+            for turn in sample.turns
+        ] == [
             (-1, None, 4, "stop"),
             (0, 0, 4, "stop"),
         ]
@@ -83,14 +106,35 @@ def test_two_turns_are_one_sample(kit):
         ]
         assert sample.turns[1].prompt_token_ids == [1004, *map(ord, "after one"), EOS, 1009]
         assert sample.sent(1) == seen[-1]["messages"]
-        assert [m["role"] for m in sample.conversation] == ["system", "user", "assistant", "user", "assistant"]
+        assert [m["role"] for m in sample.conversation] == [
+            "system",
+            "user",
+            "assistant",
+            "user",
+            "assistant",
+        ]
         assert Sample.from_json(sample.to_json()) == sample
     stats = results.stats
-    assert (stats.num_graded, stats.num_turns, stats.num_breaks, stats.completion_tokens) == (2, 4, 0, 16)
-    assert stats.new_prompt_tokens == 2 * sum(len(rendered(body["messages"])) for body in (seen[0], seen[-1]))
+    assert (stats.num_graded, stats.num_turns, stats.num_breaks, stats.completion_tokens) == (
+        2,
+        4,
+        0,
+        16,
+    )
+    assert stats.new_prompt_tokens == 2 * sum(
+        len(rendered(body["messages"])) for body in (seen[0], seen[-1])
+    )
     assert stats.finish_reasons == {"stop": 2}
-    read = TaskResults.from_samples([Sample.from_json(sample.to_json()) for sample in results.samples]).stats
-    for name in ("prompt_tokens", "completion_tokens", "new_prompt_tokens", "new_completion_tokens", "num_turns"):
+    read = TaskResults.from_samples(
+        [Sample.from_json(sample.to_json()) for sample in results.samples]
+    ).stats
+    for name in (
+        "prompt_tokens",
+        "completion_tokens",
+        "new_prompt_tokens",
+        "new_completion_tokens",
+        "num_turns",
+    ):
         assert getattr(read, name) == getattr(stats, name), name
 
 
@@ -105,8 +149,12 @@ def test_they_are_one_sequence_whose_every_reply_is_trained(kit):
     mask = [False] * len(given) + [True] * 4 + [False] * len(between) + [True] * 4
     assert one.assistant_mask == mask and one.prompt_length == len(given)
     assert [i for i, kept in zip(one.token_ids, mask, strict=True) if kept] == sample.token_ids
-    assert [logprob for logprob, kept in zip(one.logprobs, mask, strict=True) if kept] == sample.logprobs
-    assert all(math.isnan(logprob) for logprob, kept in zip(one.logprobs, mask, strict=True) if not kept)
+    assert [
+        logprob for logprob, kept in zip(one.logprobs, mask, strict=True) if kept
+    ] == sample.logprobs
+    assert all(
+        math.isnan(logprob) for logprob, kept in zip(one.logprobs, mask, strict=True) if not kept
+    )
     assert (one.advantage, one.reward, one.share, one.token_versions) == (0.5, 3.0, 1.0, None)
     assert (tokenize.counts.sequences, tokenize.counts.turns) == (1, 2)
 
@@ -115,10 +163,16 @@ def test_a_template_that_strips_earlier_thinking_makes_two_sequences(kit):
     def answer(body):
         return "<hm>" + replies(body)
 
-    results, _ = kit.run(talking(answer, keep=False, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")])
+    results, _ = kit.run(
+        talking(answer, keep=False, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")]
+    )
     (sample,) = results.samples
-    assert [turn.continues for turn in sample.turns] == [None, None] and results.stats.num_breaks == 1
-    assert [turn.follows for turn in sample.turns] == [-1, 0]  # the messages go on; the tokens do not
+    assert [turn.continues for turn in sample.turns] == [
+        None,
+        None,
+    ] and results.stats.num_breaks == 1
+    # The messages go on; the tokens do not.
+    assert [turn.follows for turn in sample.turns] == [-1, 0]
     tokenize = TaskResultTokenizer()
     first, second = tokenize(results[0], [0.5])
     conversation = sample.sent(1)
@@ -126,7 +180,9 @@ def test_a_template_that_strips_earlier_thinking_makes_two_sequences(kit):
     assert second.token_ids == [*rendered(conversation, keep=False), *map(ord, "<hm>two"), EOS]
     for one, text in ((first, "<hm>one"), (second, "<hm>two")):
         kept = [i for i, trained in zip(one.token_ids, one.assistant_mask, strict=True) if trained]
-        assert kept == [*map(ord, text), EOS] and one.logprobs[one.prompt_length :] == kit.expected_logprobs(text)
+        assert kept == [*map(ord, text), EOS] and one.logprobs[
+            one.prompt_length :
+        ] == kit.expected_logprobs(text)
     assert (first.share, second.share, first.sample, second.sample) == (0.5, 0.5, 0, 0)
     assert tokenize.counts.sequences == 2
 
@@ -144,21 +200,33 @@ def test_branches_of_one_conversation_train_the_common_turn_once(kit):
 
     results, _ = kit.run(talking(answer, kit=kit), [Task(SYSTEM, rollout=branching, id="t")])
     (sample,) = results.samples
-    assert [(turn.follows, turn.continues) for turn in sample.turns] == [(-1, None), (0, 0), (0, 0), (2, 2)]
+    assert [(turn.follows, turn.continues) for turn in sample.turns] == [
+        (-1, None),
+        (0, 0),
+        (0, 0),
+        (2, 2),
+    ]
     assert sample.sent(3) == [
         *SYSTEM,
         *[
             {"role": role, "content": text}
-            for role, text in zip(["user", "assistant"] * 3, ["begin", "BEGIN", "right", "RIGHT", "on"], strict=False)
+            for role, text in zip(
+                ["user", "assistant"] * 3, ["begin", "BEGIN", "right", "RIGHT", "on"], strict=False
+            )
         ],
     ]
     left, right = TaskResultTokenizer()(results[0], [1.0])
 
     def trained(one):
-        return "".join(chr(i) for i, kept in zip(one.token_ids, one.assistant_mask, strict=True) if kept)
+        return "".join(
+            chr(i) for i, kept in zip(one.token_ids, one.assistant_mask, strict=True) if kept
+        )
 
     assert [trained(left), trained(right)] == ["BEGIN\0LEFT\0", "RIGHT\0ON\0"]
-    assert left.share + right.share == pytest.approx(1) and left.token_ids[: right.prompt_length][:15] == right.token_ids[:15]
+    assert (
+        left.share + right.share == pytest.approx(1)
+        and left.token_ids[: right.prompt_length][:15] == right.token_ids[:15]
+    )
 
 
 def test_other_conversations_of_the_same_sample(kit):
@@ -176,13 +244,23 @@ def test_other_conversations_of_the_same_sample(kit):
         seen.append(choice)
         return 0.5
 
-    results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, grader, rollout=with_helper, id="t")])
+    results, _ = kit.run(
+        talking(replies, kit=kit), [Task(SYSTEM, grader, rollout=with_helper, id="t")]
+    )
     (sample,) = results.samples
     assert [turn.follows for turn in sample.turns] == [-1, None, 0, -1]
     assert [turn.continues for turn in sample.turns] == [None, None, 0, None]
-    assert sample.reward == 0.5 and [m["content"] for m in seen[0].messages] == ["You count.", "forget it", "one"]
+    assert sample.reward == 0.5 and [m["content"] for m in seen[0].messages] == [
+        "You count.",
+        "forget it",
+        "one",
+    ]
     text = sample_text(sample)
-    assert "turn 1: another conversation" in text and text.count("help") == 1 and "turn 2: answer (stop, 4 tokens)" in text
+    assert (
+        "turn 1: another conversation" in text
+        and text.count("help") == 1
+        and "turn 2: answer (stop, 4 tokens)" in text
+    )
 
 
 def test_the_grader_is_given_the_last_choice_and_the_conversation(kit):
@@ -197,16 +275,29 @@ def test_the_grader_is_given_the_last_choice_and_the_conversation(kit):
 
     results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, grader, rollout=quiet, id="t")])
     (sample,) = results.samples
-    assert sample.reward == 1.0 and [m["role"] for m in given[0].messages][-2:] == ["user", "assistant"]
+    assert sample.reward == 1.0 and [m["role"] for m in given[0].messages][-2:] == [
+        "user",
+        "assistant",
+    ]
     again = choice_of_sample(Sample.from_json(sample.to_json()))
     for choice in (given[0], again):
         assert choice.token_ids == [*map(ord, "two"), EOS] and choice.finish_reason == "stop"
         assert [entry.logprob for entry in choice.logprobs.content] == kit.expected_logprobs("two")
         assert choice.messages == given[0].messages
-        assert [len(turn["messages"]) for turn in choice.turns] == [3, 5] and choice.turns[-1]["messages"] == choice.messages
-        assert choice.turns[0] == {"messages": choice.messages[:3], "tools": None, "finish_reason": "stop"}
-    sent = choice_from_json(choice_to_json(given[0]))  # as graders in processes of their own are given it
-    assert (sent.messages, sent.turns) == (given[0].messages, given[0].turns) and sent.message.content == "two"
+        assert [len(turn["messages"]) for turn in choice.turns] == [3, 5] and choice.turns[-1][
+            "messages"
+        ] == choice.messages
+        assert choice.turns[0] == {
+            "messages": choice.messages[:3],
+            "tools": None,
+            "finish_reason": "stop",
+        }
+    # As graders in processes of their own are given it.
+    sent = choice_from_json(choice_to_json(given[0]))
+    assert (sent.messages, sent.turns) == (
+        given[0].messages,
+        given[0].turns,
+    ) and sent.message.content == "two"
 
 
 def grade_messages(choice):
@@ -214,15 +305,27 @@ def grade_messages(choice):
 
 
 def test_tools_are_called_and_their_results_are_not_trained(kit):
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    tool = {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'},
+    }
     seen = []
 
     def behaviour(body, attempt):
         seen.append(body)
         prompt = rendered(body["messages"])
         if len(seen) == 1:
-            message = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "I add"}
+            message = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [call],
+                "reasoning": "I add",
+            }
             choice = kit.choice(0, "call", message=message, finish_reason="tool_calls")
         else:
             choice = kit.choice(0, "3")
@@ -237,11 +340,18 @@ def test_tools_are_called_and_their_results_are_not_trained(kit):
 
     results, _ = kit.run(behaviour, [Task(SYSTEM, rollout=use, id="t")])
     (sample,) = results.samples
-    assert sample.reward == 3.0 and [turn.finish_reason for turn in sample.turns] == ["tool_calls", "stop"]
+    assert sample.reward == 3.0 and [turn.finish_reason for turn in sample.turns] == [
+        "tool_calls",
+        "stop",
+    ]
     assert seen[0]["tools"] == seen[1]["tools"] == [tool] == sample.turns[1].tools
     reply = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "I add"}
     assert seen[1]["messages"][2] == reply == sample.turns[0].reply
-    assert seen[1]["messages"][3] == {"role": "tool", "tool_call_id": "c1", "content": "3"} == sample.turns[1].messages[0]
+    assert (
+        seen[1]["messages"][3]
+        == {"role": "tool", "tool_call_id": "c1", "content": "3"}
+        == sample.turns[1].messages[0]
+    )
     assert "add" in sample_text(sample) and "I add" in sample_text(sample)
 
 
@@ -315,12 +425,17 @@ def test_what_a_rollout_does_to_its_messages_changes_no_earlier_turn(kit):
     results, _ = kit.run(behaviour, [Task(SYSTEM, rollout=rewriting, id="t")])
     (sample,) = results.samples
     assert sample.turns[0].reply["tool_calls"] == [call] and sample.turns[1].follows == -1
-    assert sample.sent(1) == seen[1]["messages"] and seen[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == "{}"
+    assert (
+        sample.sent(1) == seen[1]["messages"]
+        and seen[1]["messages"][2]["tool_calls"][0]["function"]["arguments"] == "{}"
+    )
 
 
 @pytest.mark.parametrize("arguments", [{}, {"params": {"seed": 1}}])
 def test_a_chat_is_numbered_as_its_sample(kit, arguments):
-    """Also where other tasks have the same messages: by these numbers a game can be played again from what was kept."""
+    """Also where other tasks have the same messages: by these numbers a game can be played again
+    from what was kept.
+    """
     seen = []
 
     async def numbered(chat):
@@ -350,16 +465,26 @@ def test_the_examples_of_the_guide(kit):
     assert [(sample.reward, len(sample.turns)) for sample in results.samples] == expected
 
     def behaviour(body, attempt):
-        call = {"id": "c1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 20, "b": 31}'}}
+        call = {
+            "id": "c1",
+            "type": "function",
+            "function": {"name": "multiply", "arguments": '{"a": 20, "b": 31}'},
+        }
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
-        choice = kit.choice(0, "It is 620.", **({"message": message} if body["messages"][-1]["role"] == "user" else {}))
+        choice = kit.choice(
+            0,
+            "It is 620.",
+            **({"message": message} if body["messages"][-1]["role"] == "user" else {}),
+        )
         return kit.completion([choice], prompt_token_ids=rendered(body["messages"]))
 
     names = {}
     exec(tool, names)  # it needs nothing of the first
     results, _ = kit.run(behaviour, names["tasks"][:2])
     assert [sample.reward for sample in results.samples] == [0.0, 1.0]
-    assert results.samples[0].turns[1].messages == [{"role": "tool", "tool_call_id": "c1", "content": "620"}]
+    assert results.samples[0].turns[1].messages == [
+        {"role": "tool", "tool_call_id": "c1", "content": "620"}
+    ]
     assert names["run"]("none").startswith("error: ")
 
 
@@ -434,17 +559,45 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
     cases = [
         (raising, r"RolloutError: PLACE: the rollout raised KeyError: 'move'\n.*in raising", 1),
         (silent, "RolloutError: PLACE: the rollout ended without a reply of the model", 0),
-        (no_number, "GraderError: PLACE: the rollout returned 'good'; a rollout returns a finite number", 1),
-        (no_reward, "GraderError: PLACE: the rollout returned no reward, and the task has no grader", 1),
+        (
+            no_number,
+            "GraderError: PLACE: the rollout returned 'good'; a rollout returns a finite number",
+            1,
+        ),
+        (
+            no_reward,
+            "GraderError: PLACE: the rollout returned no reward, and the task has no grader",
+            1,
+        ),
         (beyond_exceptions, "RolloutError: PLACE: the rollout raised .*OwnError: stop", 1),
-        (beyond_floats, "GraderError: PLACE: the rollout returned 1000.*; a rollout returns a finite number", 1),
-        (beyond_words, "GraderError: PLACE: the rollout's metric 'digits' is a value of type int; it must be a finite number", 1),
-        (both_at_once, "RolloutError: this chat is waiting for a reply; ask at the same time in a copy", 0),
+        (
+            beyond_floats,
+            "GraderError: PLACE: the rollout returned 1000.*; a rollout returns a finite number",
+            1,
+        ),
+        (
+            beyond_words,
+            "GraderError: PLACE: the rollout's metric 'digits' is a value of type int; it must "
+            "be a finite number",
+            1,
+        ),
+        (
+            both_at_once,
+            "RolloutError: this chat is waiting for a reply; ask at the same time in a copy",
+            0,
+        ),
         (cancelled, "RolloutError: PLACE: the rollout raised .*CancelledError", 1),
-        (no_coroutine, "RolloutError: PLACE: the rollout is no coroutine function; write it as async def", 0),
+        (
+            no_coroutine,
+            "RolloutError: PLACE: the rollout is no coroutine function; write it as async def",
+            0,
+        ),
         (nothing_to_answer, "RolloutError: PLACE: there are no messages to answer", 0),
     ]
-    tasks = [Task(SYSTEM, rollout=rollout, id=rollout.__name__) for rollout in (two_turns, *(case[0] for case in cases))]
+    tasks = [
+        Task(SYSTEM, rollout=rollout, id=rollout.__name__)
+        for rollout in (two_turns, *(case[0] for case in cases))
+    ]
     results, _ = kit.run(talking(replies, kit=kit), tasks)
     good, *bad = results.samples
     assert good.reward == 3.0
@@ -460,20 +613,30 @@ def test_rollouts_that_fail_cost_their_samples_alone(kit):
 @pytest.mark.parametrize(
     ("rollouts", "kind", "message"),
     [
-        ([no_number, no_reward], GraderError, "all 2 samples of 2 tasks failed, 1 of them with: GraderError: "),
+        (
+            [no_number, no_reward],
+            GraderError,
+            "all 2 samples of 2 tasks failed, 1 of them with: GraderError: ",
+        ),
         (
             [no_number, raising, raising],
             RolloutError,
             "all 3 samples of 3 tasks failed, 2 of them with: RolloutError: .*in raising",
         ),
-        ([raising, no_answer], ServerError, "all 2 samples of 2 tasks failed, 1 of them with: RolloutError: "),
+        (
+            [raising, no_answer],
+            ServerError,
+            "all 2 samples of 2 tasks failed, 1 of them with: RolloutError: ",
+        ),
     ],
 )
 def test_where_all_fail_it_is_said_whose_fault_it_is(kit, rollouts, kind, message):
     def answer(body):
         return kit.error(422, "no") if body["messages"][-1]["content"] == "no answer" else "one"
 
-    tasks = [Task(SYSTEM, rollout=rollout, id=str(number)) for number, rollout in enumerate(rollouts)]
+    tasks = [
+        Task(SYSTEM, rollout=rollout, id=str(number)) for number, rollout in enumerate(rollouts)
+    ]
     results, _ = kit.run(talking(answer, kit=kit), tasks)
     with pytest.raises(kind, match=re.compile(message, re.DOTALL)):
         results.raise_if_all_failed()
@@ -486,20 +649,32 @@ def test_graders_that_fail_cost_their_samples_alone(kit):
     async def quiet(chat):
         await two_turns(chat)
 
-    tasks = [Task(SYSTEM, grader, rollout=quiet, id=name) for name, grader in (("a", aborting), ("b", lambda choice: 10**400))]
+    tasks = [
+        Task(SYSTEM, grader, rollout=quiet, id=name)
+        for name, grader in (("a", aborting), ("b", lambda choice: 10**400))
+    ]
     tasks += [Task(SYSTEM, aborting, id="single"), Task(SYSTEM, rollout=two_turns, id="good")]
     results, _ = kit.run(talking(replies, kit=kit), tasks)
     aborted, huge, single, good = results.samples
-    assert aborted.error.startswith("GraderError: task 'a', sample 0: the grader raised") and "OwnError: stop" in aborted.error
+    assert (
+        aborted.error.startswith("GraderError: task 'a', sample 0: the grader raised")
+        and "OwnError: stop" in aborted.error
+    )
     assert huge.error.startswith("GraderError: task 'b', sample 0: the grader returned 1000")
     assert single.error.startswith("GraderError: task 'single'") and good.reward == 3.0
 
 
 def test_a_rollout_that_hangs(kit):
-    tasks = [Task(SYSTEM, rollout=slow, id="t", limits=RolloutLimits(seconds=0.2)), Task(SYSTEM, rollout=two_turns, id="good")]
+    tasks = [
+        Task(SYSTEM, rollout=slow, id="t", limits=RolloutLimits(seconds=0.2)),
+        Task(SYSTEM, rollout=two_turns, id="good"),
+    ]
     results, _ = kit.run(talking(replies, kit=kit), tasks)
     bad, good = results.samples
-    assert bad.error.startswith("RolloutError: task 't', sample 0: the rollout worked for more than 0.2 s between two requests")
+    assert bad.error.startswith(
+        "RolloutError: task 't', sample 0: the rollout worked for more than 0.2 s between two "
+        "requests"
+    )
     assert good.reward == 3.0
 
 
@@ -538,7 +713,12 @@ def test_a_server_that_fails_for_good_costs_the_sample_unless_it_is_caught(kit):
         [Task(SYSTEM, rollout=two_turns, id="t"), Task(SYSTEM, rollout=careful, id="careful")],
     )
     bad, caught = results.samples
-    assert bad.error.startswith("RequestError") and "no" in bad.error and bad.finish_reason is None and len(bad.turns) == 1
+    assert (
+        bad.error.startswith("RequestError")
+        and "no" in bad.error
+        and bad.finish_reason is None
+        and len(bad.turns) == 1
+    )
     assert caught.reward == 422.0 and caught.error is None and len(caught.turns) == 1
 
 
@@ -566,27 +746,42 @@ async def stubborn(chat):
 @pytest.mark.timeout(30)
 def test_a_rollout_that_asks_on_at_its_limit_holds_up_nobody(kit):
     tasks = [Task(SYSTEM, rollout=stubborn, id="t", limits=RolloutLimits(turns=1, seconds=0.2))]
-    results, _ = kit.run(talking(replies, kit=kit), [*tasks, Task(SYSTEM, rollout=two_turns, id="good")])
+    results, _ = kit.run(
+        talking(replies, kit=kit), [*tasks, Task(SYSTEM, rollout=two_turns, id="good")]
+    )
     bad, good = results.samples
-    assert bad.error.startswith("RolloutError: task 't', sample 0: the rollout worked for more than 0.2 s")
+    assert bad.error.startswith(
+        "RolloutError: task 't', sample 0: the rollout worked for more than 0.2 s"
+    )
     assert good.reward == 3.0
 
 
 @pytest.mark.parametrize(
     ("limits", "turns", "finish_reason", "said"),
-    [(RolloutLimits(turns=2), 2, "max_turns", "its 2 turns"), (RolloutLimits(tokens=7), 2, "length", "its 7 tokens")],
+    [
+        (RolloutLimits(turns=2), 2, "max_turns", "its 2 turns"),
+        (RolloutLimits(tokens=7), 2, "length", "its 7 tokens"),
+    ],
 )
 def test_limits_end_a_rollout_which_is_graded_as_it_is(kit, limits, turns, finish_reason, said):
     seen = []
     tasks = [
-        Task(SYSTEM, lambda choice: len(choice.messages), rollout=endless, id="graded", limits=limits),
+        Task(
+            SYSTEM, lambda choice: len(choice.messages), rollout=endless, id="graded", limits=limits
+        ),
         Task(SYSTEM, rollout=endless, id="not", limits=limits),
     ]
     results, _ = kit.run(talking(replies, kit=kit, seen=seen), tasks, params={"max_tokens": 5})
     graded, without = results.samples
-    assert graded.reward == 1 + 2 * turns and graded.finish_reason == finish_reason and len(graded.turns) == turns
+    assert (
+        graded.reward == 1 + 2 * turns
+        and graded.finish_reason == finish_reason
+        and len(graded.turns) == turns
+    )
     assert graded.turns[-1].finish_reason == "stop"
-    assert without.reward is None and without.error.startswith("RolloutLimitError: task 'not', sample 0: the rollout has had")
+    assert without.reward is None and without.error.startswith(
+        "RolloutLimitError: task 'not', sample 0: the rollout has had"
+    )
     assert said in without.error and len(without.turns) == turns
     if limits.tokens:
         assert {body["max_tokens"] for body in seen} == {5, 3}
@@ -629,8 +824,13 @@ def test_a_limit_can_be_caught(kit):
         except RolloutLimitError as limit:
             return 1.0, {limit.limit: 1.0}
 
-    results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, rollout=careful, id="t", limits=RolloutLimits(turns=1))])
-    assert results.samples[0].metrics == {"turns": 1.0} and results.samples[0].finish_reason == "stop"
+    results, _ = kit.run(
+        talking(replies, kit=kit),
+        [Task(SYSTEM, rollout=careful, id="t", limits=RolloutLimits(turns=1))],
+    )
+    assert (
+        results.samples[0].metrics == {"turns": 1.0} and results.samples[0].finish_reason == "stop"
+    )
 
 
 TOO_LONG = "This model's maximum context length is 40 tokens. However, you requested 50 tokens"
@@ -642,11 +842,16 @@ def test_a_full_context_ends_it(kit):
     def answer(body):
         return kit.error(400, TOO_LONG) if len(body["messages"]) > 2 else "one"
 
-    tasks = [Task(SYSTEM, lambda choice: 0.25, rollout=two_turns, id="t"), Task(SYSTEM, rollout=two_turns, id="not")]
+    tasks = [
+        Task(SYSTEM, lambda choice: 0.25, rollout=two_turns, id="t"),
+        Task(SYSTEM, rollout=two_turns, id="not"),
+    ]
     results, _ = kit.run(talking(answer, kit=kit), tasks)
     graded, without = results.samples
     assert (graded.reward, graded.finish_reason, len(graded.turns)) == (0.25, "length", 1)
-    assert without.error.startswith("RolloutLimitError: task 'not', sample 0: the conversation fills the model's context: ")
+    assert without.error.startswith(
+        "RolloutLimitError: task 'not', sample 0: the conversation fills the model's context: "
+    )
     full, _ = kit.run(talking(lambda body: kit.error(400, TOO_LONG), kit=kit), tasks)
     assert {sample.error.split(":")[0] for sample in full.samples} == {"RolloutLimitError"}
 
@@ -661,14 +866,22 @@ def test_a_shorter_answer_is_asked_for_where_there_is_room(kit):
 
     tasks = [Task(SYSTEM, rollout=two_turns, id="t")]
     results, _ = kit.run(talking(answer, kit=kit, seen=seen), tasks, params={"max_tokens": 50})
-    assert results.samples[0].reward == 3.0 and [body.get("max_tokens") for body in seen] == [50, None, 9] * 2
+    assert (
+        results.samples[0].reward == 3.0
+        and [body.get("max_tokens") for body in seen] == [50, None, 9] * 2
+    )
 
 
 @pytest.mark.parametrize(
     ("status", "said", "tokenized", "room"),
     [
         (400, TOO_LONG, {"count": 31, "max_model_len": 40}, 9),
-        (400, "the request exceeds the available context size", {"count": 41, "max_model_len": 40}, 0),
+        (
+            400,
+            "the request exceeds the available context size",
+            {"count": 41, "max_model_len": 40},
+            0,
+        ),
         (400, TOO_LONG, {"count": "31"}, 0),
         (400, TOO_LONG, [31, 40], 0),
         (413, TOO_LONG, None, 0),
@@ -686,11 +899,17 @@ def test_how_much_room_a_conversation_leaves(status, said, tokenized, room):
                 raise RequestError("no such page", "status", status=404)
             return json.dumps(tokenized).encode()
 
-    request = ChatRequest.of("m", params={"tools": [{"type": "function"}], "top_p": 0.9}, token_ids=True, max_retries=0)
-    found = asyncio.run(room_left(RequestError(said, "status", status=status), Fake(), request, SYSTEM))
+    request = ChatRequest.of(
+        "m", params={"tools": [{"type": "function"}], "top_p": 0.9}, token_ids=True, max_retries=0
+    )
+    found = asyncio.run(
+        room_left(RequestError(said, "status", status=status), Fake(), request, SYSTEM)
+    )
     assert found == room
     if room is not None:
-        assert asked == [("/tokenize", {"tools": [{"type": "function"}], "model": "m", "messages": SYSTEM}, True)]
+        assert asked == [
+            ("/tokenize", {"tools": [{"type": "function"}], "model": "m", "messages": SYSTEM}, True)
+        ]
 
 
 def test_requests_that_a_rollout_leaves_behind_are_ended(kit, tmp_path):
@@ -711,9 +930,14 @@ def test_requests_that_a_rollout_leaves_behind_are_ended(kit, tmp_path):
         seen.append(left[0].done() or left[0].cancelling() > 0)
 
     tasks = [Task(SYSTEM, rollout=careless, id="t")]
-    results, _ = kit.run(lambda body, attempt: answer(body), tasks, on_task_done=on_task_done, requests_log=log)
-    assert results.samples[0].reward == 1.0 and len(results.samples[0].turns) == 1 and seen == [True]
-    (row,) = map(json.loads, log.read_text().splitlines())  # as if nobody had asked for what nobody waited for
+    results, _ = kit.run(
+        lambda body, attempt: answer(body), tasks, on_task_done=on_task_done, requests_log=log
+    )
+    assert (
+        results.samples[0].reward == 1.0 and len(results.samples[0].turns) == 1 and seen == [True]
+    )
+    # As if nobody had asked for what nobody waited for.
+    (row,) = map(json.loads, log.read_text().splitlines())
     assert row["completion_tokens"] == 4 and row["error"] is None
 
 
@@ -742,15 +966,24 @@ def test_cancelling_the_call_cancels_its_rollouts(kit):
 
 
 def test_a_token_budget_is_refused(kit):
-    with pytest.raises(TaskError, match="task 't' has a rollout, which cannot be cut off by a token budget"):
-        kit.run(talking(replies, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")], token_budget=100)
+    with pytest.raises(
+        TaskError, match="task 't' has a rollout, which cannot be cut off by a token budget"
+    ):
+        kit.run(
+            talking(replies, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")], token_budget=100
+        )
 
 
 # Cache, logs, seeds
 
 
 def test_every_turn_of_every_sample_has_a_cache_entry_of_its_own(kit, tmp_path):
-    arguments = {"n": 2, "cache": tmp_path / "cache", "weights_digest": "w", "requests_log": tmp_path / "requests.jsonl"}
+    arguments = {
+        "n": 2,
+        "cache": tmp_path / "cache",
+        "weights_digest": "w",
+        "requests_log": tmp_path / "requests.jsonl",
+    }
 
     async def twice_the_same(chat):
         await two_turns(chat)
@@ -762,7 +995,11 @@ def test_every_turn_of_every_sample_has_a_cache_entry_of_its_own(kit, tmp_path):
     first, server = kit.run(talking(replies, kit=kit), tasks, **arguments)
     assert len(server.requests) == 8 and first.stats.new_completion_tokens == 32
     again, server = kit.run(talking(replies, kit=kit), tasks, **arguments)
-    assert server.requests == [] and again.stats.num_cached == 2 and again.stats.new_completion_tokens == 0
+    assert (
+        server.requests == []
+        and again.stats.num_cached == 2
+        and again.stats.new_completion_tokens == 0
+    )
     assert again.stats.completion_tokens == 32 and again.stats.new_prompt_tokens == 0
     for a, b in zip(first.samples, again.samples, strict=True):
         assert (a.token_ids, a.logprobs, a.reward) == (b.token_ids, b.logprobs, b.reward)
@@ -772,7 +1009,9 @@ def test_every_turn_of_every_sample_has_a_cache_entry_of_its_own(kit, tmp_path):
     lines = (tmp_path / "requests.jsonl").read_text().splitlines()
     assert len(lines) == 8 + 8 + 12
     rows = [json.loads(line) for line in lines[:8]]
-    assert len({(row["digest"], *row["samples"]) for row in rows}) == 8 and not any(row["hit"] for row in rows)
+    assert len({(row["digest"], *row["samples"]) for row in rows}) == 8 and not any(
+        row["hit"] for row in rows
+    )
 
 
 def test_seeds_differ_between_turns_and_samples(kit):
@@ -782,17 +1021,28 @@ def test_seeds_differ_between_turns_and_samples(kit):
         await chat()
         return await two_turns(chat)
 
-    kit.run(talking(replies, kit=kit, seen=seen), [Task(SYSTEM, rollout=begins_as_given, id="t")], n=3, params={"seed": 5})
+    kit.run(
+        talking(replies, kit=kit, seen=seen),
+        [Task(SYSTEM, rollout=begins_as_given, id="t")],
+        n=3,
+        params={"seed": 5},
+    )
     seeds = [body["seed"] for body in seen]
     assert len(set(seeds)) == 9 and all(0 <= seed < 2**63 for seed in seeds)
-    assert {body["seed"] for body in seen if body["messages"] == SYSTEM} == {5, 6, 7}  # as without a rollout
+    # As without a rollout.
+    assert {body["seed"] for body in seen if body["messages"] == SYSTEM} == {5, 6, 7}
 
 
 def test_servers_without_ids(kit):
-    results, _ = kit.run(talking(replies, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")], token_ids=False)
+    results, _ = kit.run(
+        talking(replies, kit=kit), [Task(SYSTEM, rollout=two_turns, id="t")], token_ids=False
+    )
     (sample,) = results.samples
-    assert sample.token_ids is None and sample.logprobs == kit.expected_logprobs("one") + kit.expected_logprobs("two")
-    assert [turn.num_tokens for turn in sample.turns] == [4, 4] and results.stats.num_breaks == 0  # not known
+    assert sample.token_ids is None and sample.logprobs == kit.expected_logprobs(
+        "one"
+    ) + kit.expected_logprobs("two")
+    # Not known.
+    assert [turn.num_tokens for turn in sample.turns] == [4, 4] and results.stats.num_breaks == 0
     assert sample.logprob_tokens == [*"one", "\0", *"two", "\0"]
     assert Sample.from_json(sample.to_json()) == sample
 
@@ -816,11 +1066,18 @@ def test_one_sample_is_kept_with_its_tokens_strings(kit):
     """To be checked against its ids, as of tasks without a rollout."""
     tasks = [Task(SYSTEM, rollout=two_turns, id=name) for name in "ab"]
     results, _ = kit.run(talking(replies, kit=kit), tasks, n=2)
-    assert [sample.logprob_tokens for sample in results.samples] == [[*"one", "\0", *"two", "\0"], None, None, None]
+    assert [sample.logprob_tokens for sample in results.samples] == [
+        [*"one", "\0", *"two", "\0"],
+        None,
+        None,
+        None,
+    ]
 
 
 def test_a_conversation_goes_before_those_that_are_not_begun(kit):
-    """One request at a time: the second turn of the first sample is asked before the first turn of the third."""
+    """One request at a time: the second turn of the first sample is asked before the first turn of
+    the third.
+    """
     order = []
 
     def answer(body):
@@ -845,7 +1102,15 @@ def test_tasks_that_cannot_be_sampled(changes, message):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"turns": 0}, {"turns": None}, {"tokens": 0}, {"turns": True}, {"seconds": 0}, {"seconds": math.inf}]
+    "wrong",
+    [
+        {"turns": 0},
+        {"turns": None},
+        {"tokens": 0},
+        {"turns": True},
+        {"seconds": 0},
+        {"seconds": math.inf},
+    ],
 )
 def test_limits_that_are_none(wrong):
     (name,) = wrong

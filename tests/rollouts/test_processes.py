@@ -1,4 +1,6 @@
-"""What real processes do: which modules they load, how they take Ctrl-C, that a hanging grader does not keep them alive."""
+"""What real processes do: which modules they load, how they take Ctrl-C, that a hanging grader does
+not keep them alive.
+"""
 
 import json
 import pathlib
@@ -22,7 +24,13 @@ from ttrl import Task, get_task_results
 
 def loaded(statements: str) -> set[str]:
     code = f"import sys, json\n{statements}\nprint(json.dumps(sorted(sys.modules)))"
-    return set(json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout))
+    return set(
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            ).stdout
+        )
+    )
 
 
 @pytest.mark.parametrize(
@@ -40,7 +48,8 @@ def loaded(statements: str) -> set[str]:
             marks=pytest.mark.long,
         ),
         (
-            "from ttrl import get_task_results\nfrom ttrl.tasks.sort_letters import get_sort_letters_tasks\n"
+            "from ttrl import get_task_results\nfrom ttrl.tasks.sort_letters import "
+            "get_sort_letters_tasks\n"
             "from ttrl.tasks.letter_counting import get_letter_counting_tasks\n"
             "get_sort_letters_tasks(n=2), get_letter_counting_tasks(n=2)",
             {"torch", "transformers", "vllm", "torchtune"},
@@ -48,7 +57,9 @@ def loaded(statements: str) -> set[str]:
     ],
 )
 def test_a_process_that_only_samples_loads_no_torch(statements, forbidden):
-    """Long for two of four: only these say which import it is. What a process does with all of them stays."""
+    """Long for two of four: only these say which import it is. What a process does with all of them
+    stays.
+    """
     assert not loaded(statements) & forbidden
 
 
@@ -57,7 +68,9 @@ def script(body: str) -> list[str]:
 
 
 def test_ctrl_c_while_requests_graders_and_transforms_run():
-    """Everything is under way; then SIGINT. Nothing is left pending, nothing warns, and the process ends."""
+    """Everything is under way; then SIGINT. Nothing is left pending, nothing warns, and the process
+    ends.
+    """
     body = """
         async def behaviour(body, attempt):
             text = body["messages"][0]["content"]
@@ -98,7 +111,9 @@ def test_ctrl_c_while_requests_graders_and_transforms_run():
         except KeyboardInterrupt:
             print("interrupted", flush=True)
     """
-    process = subprocess.Popen(script(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        script(body), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
         assert process.stdout.readline() == "all running\n"
         process.send_signal(signal.SIGINT)
@@ -123,5 +138,8 @@ def test_a_hanging_sync_grader_does_not_keep_the_process_alive():
         asyncio.run(main())
     """
     done = subprocess.run(script(body), capture_output=True, text=True, timeout=60)
-    assert "'GraderError: the grader took longer than 0.2 s; make it faster or raise grader_timeout': 3" in done.stdout
+    assert (
+        "'GraderError: the grader took longer than 0.2 s; make it faster or raise "
+        "grader_timeout': 3"
+    ) in done.stdout
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0)

@@ -24,7 +24,13 @@ from ttrl.text import si
 
 
 def sample(reward, **changes):
-    fields = {"task_id": "t", "sample": 0, "messages": [], "reward": reward, "error": None if reward is not None else "E"}
+    fields = {
+        "task_id": "t",
+        "sample": 0,
+        "messages": [],
+        "reward": reward,
+        "error": None if reward is not None else "E",
+    }
     return Sample(**{**fields, **changes})
 
 
@@ -41,17 +47,23 @@ def test_the_line_and_its_summary(clock):
     bar.add_tokens(1500, prompt=1000)
     bar.add_tokens(700)
     bar.add_tokens(-200)  # lost with their stream
-    bar.add_sample(sample(1.0, metrics={"exact": 1.0, "a very long name of a metric": 5000.0}, token_ids=[1] * 10))
+    bar.add_sample(
+        sample(
+            1.0, metrics={"exact": 1.0, "a very long name of a metric": 5000.0}, token_ids=[1] * 10
+        )
+    )
     bar.add_sample(sample(0.5, metrics={"exact": 0.0}, logprobs=[-1.0] * 20), cached=True)
     bar.add_sample(sample(None))
     bar.add_sample(sample(None, error=None, finish_reason="unfinished", token_ids=[1] * 1000))
     clock.time += 10
     assert bar.line(200) == (
-        "d 4/8 |█████████         | 0:10<0:13  reward 0.750  1 failed  200 tok/s  $0.021  exact 0.500  a very long nam… 5k  "
+        "d 4/8 |█████████         | 0:10<0:13  reward 0.750  1 failed  200 tok/s  $0.021  exact "
+        "0.500  a very long nam… 5k  "
         "2k tokens  15 tok/sample  1 unfinished  1 cached"
     )
     assert bar.summary() == (
-        "d: 4 of 8 samples in 10.0 s, reward 0.750, exact 0.500, a very long nam… 5k, 1 failed, 1 unfinished, 1 cached, "
+        "d: 4 of 8 samples in 10.0 s, reward 0.750, exact 0.500, a very long nam… 5k, 1 failed, "
+        "1 unfinished, 1 cached, "
         "2k new tokens (200 tok/s), 15 tok/sample, $0.021"
     )
 
@@ -157,19 +169,45 @@ def test_an_interrupted_call_says_so():
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (999, "999"), (1000, "1k"), (12_345, "12.3k"), (999_999, "1M"), (4_560_000, "4.56M"), (2e9, "2G")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1k"),
+        (12_345, "12.3k"),
+        (999_999, "1M"),
+        (4_560_000, "4.56M"),
+        (2e9, "2G"),
+    ],
 )
 def test_si(number, text):
     assert si(number) == text
 
 
 def test_prices():
-    assert Prices.of((0.5, 2)) == Prices(0.5, 2.0) == Prices.of([0.5, 2.0]) == Prices.of(Prices(0.5, 2.0))
+    assert (
+        Prices.of((0.5, 2))
+        == Prices(0.5, 2.0)
+        == Prices.of([0.5, 2.0])
+        == Prices.of(Prices(0.5, 2.0))
+    )
     assert Prices(0.5, 2.0).spend(prompt=3_000_000, completion=1_000_000) == 3.5
 
 
 @pytest.mark.parametrize(
-    "value", [None, 1.0, (1.0,), (1, 2, 3), (-1, 0), (math.nan, 0), (0, math.inf), ("1", 2), "12", {1, 2}, (True, 1)]
+    "value",
+    [
+        None,
+        1.0,
+        (1.0,),
+        (1, 2, 3),
+        (-1, 0),
+        (math.nan, 0),
+        (0, math.inf),
+        ("1", 2),
+        "12",
+        {1, 2},
+        (True, 1),
+    ],
 )
 def test_prices_that_are_none(value):
     with pytest.raises(UserError, match=r"prices is .*; give \(input, output\)"):
@@ -182,7 +220,9 @@ def test_nothing_is_written_to_a_file(kit, capsys):
     with Progress(2, "d", progress.screen()) as bar:
         bar.add_sample(sample(1.0))
     assert capsys.readouterr().err == ""
-    kit.run(kit.echo, [Task(messages=[{"role": "user", "content": "x"}], grader=lambda choice: 1.0)])
+    kit.run(
+        kit.echo, [Task(messages=[{"role": "user", "content": "x"}], grader=lambda choice: 1.0)]
+    )
     assert capsys.readouterr().err == ""
 
 
@@ -204,7 +244,9 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys, clock):
         return Handle(data)
 
     shell = types.SimpleNamespace(kernel=object())
-    ipython = types.SimpleNamespace(get_ipython=lambda: shell, display=types.SimpleNamespace(display=display))
+    ipython = types.SimpleNamespace(
+        get_ipython=lambda: shell, display=types.SimpleNamespace(display=display)
+    )
     monkeypatch.setitem(sys.modules, "IPython", ipython)
     with Progress(2, "d", progress.screen()) as bar:
         for _ in range(2):
@@ -222,7 +264,9 @@ def test_a_notebook_has_one_output_that_changes(monkeypatch, capsys, clock):
 def shown_in_a_terminal(script, columns):
     leader, follower = pty.openpty()
     termios.tcsetwinsize(follower, (24, columns))
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stderr=follower, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stderr=follower, stdout=subprocess.DEVNULL
+    )
     os.close(follower)
     shown = b""
     try:
@@ -253,5 +297,7 @@ def test_a_terminal_sees_it_and_pbar_false_hides_it(columns):
     assert "sampling True 2/2" in text
     assert "reward 0.500" in text
     assert text.rstrip().splitlines()[-1].endswith("tok/s)")
-    assert re.search(r"\rsampling True: 2 samples in \d+\.\d s, reward 0\.500, 10 new tokens \(", text)
+    assert re.search(
+        r"\rsampling True: 2 samples in \d+\.\d s, reward 0\.500, 10 new tokens \(", text
+    )
     assert "sampling False" not in text

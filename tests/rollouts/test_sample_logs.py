@@ -18,7 +18,12 @@ from ttrl.tasks.task import Task
 
 
 def make(**changes):
-    fields = {"task_id": "letters-7", "sample": 2, "messages": [{"role": "user", "content": "How many?"}], "text": "3"}
+    fields = {
+        "task_id": "letters-7",
+        "sample": 2,
+        "messages": [{"role": "user", "content": "How many?"}],
+        "text": "3",
+    }
     return Sample(**{**fields, **changes})
 
 
@@ -30,14 +35,23 @@ def test_a_whole_file(tmp_path):
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "What is this?"},
-                    {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 5000}},
+                    {
+                        "type": "image_url",
+                        "image_url": {"url": "data:image/png;base64," + "A" * 5000},
+                    },
                     {"type": "input_audio", "input_audio": {"data": "B" * 5000}},
                 ],
             },
             {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"x": 1}'}}],
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "look", "arguments": '{"x": 1}'},
+                    }
+                ],
             },
             {"role": "tool", "tool_call_id": "c1", "content": "a cat"},
         ],
@@ -53,7 +67,10 @@ def test_a_whole_file(tmp_path):
     )
     path = SampleLogs(tmp_path / "logs").write(sample)
     assert path == tmp_path / "logs" / "letters-7_002.txt"
-    rule = {name: f"── {name} ".ljust(100, "─") for name in ("system", "user", "assistant", "tool c1", "answer (stop)")}
+    rule = {
+        name: f"── {name} ".ljust(100, "─")
+        for name in ("system", "user", "assistant", "tool c1", "answer (stop)")
+    }
     assert path.read_text(encoding="utf-8") == (
         "task               letters-7\n"
         "sample             2\n"
@@ -77,7 +94,9 @@ def test_a_whole_file(tmp_path):
 
 
 def test_failed_and_continued_samples():
-    text = sample_text(make(error="GraderError: it broke\nTraceback …\nValueError: x", finish_reason=None))
+    text = sample_text(
+        make(error="GraderError: it broke\nTraceback …\nValueError: x", finish_reason=None)
+    )
     assert "reward         none\n" in text and "finish reason  unknown\n" in text
     assert text.index("── error ─") < text.index("ValueError: x") < text.index("── user ─")
     text = sample_text(make(weights_version=3, token_ids=[1] * 5, token_versions=[2, 2, 3, 3, 3]))
@@ -85,7 +104,9 @@ def test_failed_and_continued_samples():
 
 
 def test_what_no_file_or_terminal_takes(tmp_path):
-    path = SampleLogs(tmp_path).write(make(task_id="a\nb", text="\ud83d half, \x1b[31mred, tab\tstays"))
+    path = SampleLogs(tmp_path).write(
+        make(task_id="a\nb", text="\ud83d half, \x1b[31mred, tab\tstays")
+    )
     text = path.read_text(encoding="utf-8")
     assert "\\ud83d half, \\x1b[31mred, tab\tstays" in text
     assert text.startswith("task           a b\n")
@@ -126,7 +147,12 @@ def test_names_are_safe_and_different(ids):
     names = [file_name(task_id) for task_id in ids]
     assert len({name.lower() for name in names}) == len(ids)
     for name in names:
-        assert 0 < len(name.encode()) <= 100 and name[0] not in ".-" and "/" not in name and "\0" not in name
+        assert (
+            0 < len(name.encode()) <= 100
+            and name[0] not in ".-"
+            and "/" not in name
+            and "\0" not in name
+        )
 
 
 def test_ordinary_ids_are_kept():
@@ -169,20 +195,32 @@ def test_a_full_disk(tmp_path, monkeypatch, caplog):
 
 
 def says(index, **delta):
-    return decoded_chunk(json.dumps({"id": "1", "choices": [{"index": index, "delta": delta}]}).encode(), "server")
+    return decoded_chunk(
+        json.dumps({"id": "1", "choices": [{"index": index, "delta": delta}]}).encode(), "server"
+    )
 
 
 def test_answers_are_in_their_files_while_they_come(tmp_path, monkeypatch):
-    """Two samples of one request, one of them thinking first; then the request is made again, and a late chunk comes."""
+    """Two samples of one request, one of them thinking first; then the request is made again, and a
+    late chunk comes.
+    """
     monkeypatch.setattr(sample_logs, "LIVE_SECONDS", 0.0)
     logs, samples = SampleLogs(tmp_path / "logs"), [make(sample=k) for k in range(2)]
     watch = LiveAnswers(logs, samples, [2, 3], [{"role": "user", "content": "How many?"}])
     paths = [logs.path_of(sample, 2 + number) for number, sample in enumerate(samples)]
     completion = LiveCompletion(2, watch)
     completion.take(says(0, role="assistant"))
-    head = f"task    letters-7\nsample  0\nbeing sampled\n\n{'── user ':─<100}\nHow many?\n\n{'── answer so far ':─<100}\n"
+    head = (
+        f"task    letters-7\nsample  0\nbeing sampled\n\n{'── user ':─<100}\nHow "
+        f"many?\n\n{'── answer so far ':─<100}\n"
+    )
     assert paths[0].read_text() == head and not paths[1].exists()
-    for chunk in (says(0, content="Thr"), says(1, reasoning="Let me"), says(0, content="ee\x1b"), says(1, reasoning=" see")):
+    for chunk in (
+        says(0, content="Thr"),
+        says(1, reasoning="Let me"),
+        says(0, content="ee\x1b"),
+        says(1, reasoning=" see"),
+    ):
         completion.take(chunk)
     completion.take(says(1, content="4"))
     assert paths[0].read_text() == head + "Three\\x1b"
@@ -200,7 +238,12 @@ def test_the_newest_request_of_a_sample_has_its_file(tmp_path, monkeypatch):
     monkeypatch.setattr(sample_logs, "LIVE_SECONDS", 0.0)
     logs = SampleLogs(tmp_path)
     first, second = (LiveCompletion(1, LiveAnswers(logs, [make()], [0], [])) for _ in range(2))
-    for completion, text in ((first, "one "), (second, "two "), (first, "more"), (second, "and more")):
+    for completion, text in (
+        (first, "one "),
+        (second, "two "),
+        (first, "more"),
+        (second, "and more"),
+    ):
         completion.take(says(0, content=text))
     assert logs.path_of(make(), 0).read_text().endswith("\ntwo and more")
 
@@ -218,15 +261,22 @@ def test_files_are_written_about_once_a_second(tmp_path, monkeypatch):
 
 def test_live_answers_that_cannot_be_written_cost_no_sample(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
-    completion = LiveCompletion(1, LiveAnswers(SampleLogs(tmp_path / "file" / "logs"), [make()], [0], []))
+    completion = LiveCompletion(
+        1, LiveAnswers(SampleLogs(tmp_path / "file" / "logs"), [make()], [0], [])
+    )
     with caplog.at_level(logging.WARNING):
         completion.take(says(0, content="a"))
-    assert completion.choices[0].message.content == "a" and caplog.text.count("sampling goes on without") == 1
+    assert (
+        completion.choices[0].message.content == "a"
+        and caplog.text.count("sampling goes on without") == 1
+    )
 
 
 @pytest.mark.parametrize("rollout", [None, lambda chat: chat()], ids=["samples", "rollout"])
 def test_a_folder_for_samples_has_answers_streamed(kit, tmp_path, rollout):
-    """Seen by a listener: the file of what is being sampled is there with the first chunk, and whole in the end."""
+    """Seen by a listener: the file of what is being sampled is there with the first chunk, and
+    whole in the end.
+    """
     seen = []
 
     def look(chunk, completion):
@@ -234,11 +284,20 @@ def test_a_folder_for_samples_has_answers_streamed(kit, tmp_path, rollout):
 
     def behaviour(body, attempt):
         assert body["stream"]
-        parts = [{**kit.choice(0, ""), "delta": {"content": text}, "finish_reason": None} for text in ("x", "y")]
+        parts = [
+            {**kit.choice(0, ""), "delta": {"content": text}, "finish_reason": None}
+            for text in ("x", "y")
+        ]
         for part, text in zip(parts, "xy", strict=True):
-            part |= {"token_ids": [ord(text)], "logprobs": {"content": [{"token": text, "logprob": -0.5}]}}
+            part |= {
+                "token_ids": [ord(text)],
+                "logprobs": {"content": [{"token": text, "logprob": -0.5}]},
+            }
         parts[1]["finish_reason"] = "stop"
-        chunks = [{"id": "1", "model": "m", "choices": [part], "prompt_token_ids": kit.prompt_ids} for part in parts]
+        chunks = [
+            {"id": "1", "model": "m", "choices": [part], "prompt_token_ids": kit.prompt_ids}
+            for part in parts
+        ]
         data = "".join(f"data: {json.dumps(one)}\n\n" for one in [*chunks]) + "data: [DONE]\n\n"
         return kit.Reply(data.encode(), headers={"content-type": "text/event-stream"})
 
@@ -248,9 +307,14 @@ def test_a_folder_for_samples_has_answers_streamed(kit, tmp_path, rollout):
     grade = {"grader": lambda choice: 1.0} if rollout is None else {"rollout": play}
     task = Task([{"role": "user", "content": "q"}], id="t", **grade)
     results, server = kit.run(behaviour, [task], log_dir=tmp_path / "logs", on_chunk=look)
-    assert len(seen) == 2 and all("being sampled" in text for text in seen) and seen[0].endswith("\nx")
+    assert (
+        len(seen) == 2 and all("being sampled" in text for text in seen) and seen[0].endswith("\nx")
+    )
     assert "being sampled" not in (tmp_path / "logs" / "t_000.txt").read_text()
     assert results[0].samples[0].reward == 1.0
     quiet, server = kit.run(behaviour, [task], log_dir=tmp_path / "more")
-    assert server.requests[0]["stream_interval"] > 1 and quiet[0].samples[0].token_ids == [ord("x"), ord("y")]
+    assert server.requests[0]["stream_interval"] > 1 and quiet[0].samples[0].token_ids == [
+        ord("x"),
+        ord("y"),
+    ]
     assert (tmp_path / "more" / "t_000.txt").read_text().startswith("task               t\n")

@@ -1,4 +1,6 @@
-"""Good and bad servers: every sample is graded once, or counted with its reason; results are in the order of the tasks."""
+"""Good and bad servers: every sample is graded once, or counted with its reason; results are in the
+order of the tasks.
+"""
 
 import asyncio
 import json
@@ -26,22 +28,47 @@ def test_samples_carry_what_the_server_said(kit):
         return len(choice.message.content), {"index": choice.index}
 
     tasks = [task("ab", grader, id="first"), task("c", grader, id="second")]
-    results, server = kit.run(kit.echo, tasks, n=3, params={"temperature": 0.5, "max_tokens": 9, "top_k": 4}, weights_version=5)
+    results, server = kit.run(
+        kit.echo,
+        tasks,
+        n=3,
+        params={"temperature": 0.5, "max_tokens": 9, "top_k": 4},
+        weights_version=5,
+    )
     assert [r.task_id for r in results] == ["first", "second"]
     assert len(results.samples) == 6
     for result, text in zip(results, ("ab", "c"), strict=True):
         for k, sample in enumerate(result.samples):
             answer = f"{text}#{k}"
-            assert (sample.sample, sample.text, sample.finish_reason, sample.error) == (k, answer, "stop", None)
-            assert sample.token_ids == [*map(ord, answer), 0]  # the end-of-turn token is there, with its logprob
+            assert (sample.sample, sample.text, sample.finish_reason, sample.error) == (
+                k,
+                answer,
+                "stop",
+                None,
+            )
+            # The end-of-turn token is there, with its logprob.
+            assert sample.token_ids == [*map(ord, answer), 0]
             assert sample.logprobs == kit.expected_logprobs(answer)
             assert sample.prompt_token_ids == kit.prompt_ids
             assert sample.messages == [{"role": "user", "content": text}]
-            assert (sample.reward, sample.metrics, sample.weights_version) == (len(answer), {"index": k}, 5)
+            assert (sample.reward, sample.metrics, sample.weights_version) == (
+                len(answer),
+                {"index": k},
+                5,
+            )
     request = server.requests[0]
     assert len(server.requests) == 2  # one per task, whatever n
     assert {
-        key: request[key] for key in ("model", "n", "logprobs", "return_token_ids", "temperature", "max_tokens", "top_k")
+        key: request[key]
+        for key in (
+            "model",
+            "n",
+            "logprobs",
+            "return_token_ids",
+            "temperature",
+            "max_tokens",
+            "top_k",
+        )
     } == {
         "model": "m",
         "n": 3,
@@ -65,7 +92,8 @@ def test_statistics(kit):
     assert stats.mean_reward == pytest.approx(1 / 3)  # rewards 0, 1, 0
     assert stats.metrics == {"m": pytest.approx(10 / 3)}
     assert stats.prompt_tokens == 6  # each prompt once
-    assert stats.completion_tokens == 2 * 4 + 2 * 5  # "a#0" and an end token; "bb#0" and an end token
+    # "a#0" and an end token; "bb#0" and an end token.
+    assert stats.completion_tokens == 2 * 4 + 2 * 5
     assert stats.mean_completion_tokens == 4.5
     assert stats.finish_reasons == {"stop": 4}
     assert stats.exceptions == {"GraderError: the grader raised KeyError: 'missing'": 1}
@@ -76,13 +104,17 @@ def test_statistics(kit):
 
 @pytest.mark.parametrize("content", [{1, 2}, float("nan")])
 def test_content_that_is_no_text_is_refused_when_the_task_is_made(content):
-    with pytest.raises(TaskError, match=f"task 't': message 0 holds content of type {type(content).__name__}"):
+    with pytest.raises(
+        TaskError, match=f"task 't': message 0 holds content of type {type(content).__name__}"
+    ):
         task(content, id="t")
 
 
 def test_a_metric_that_only_some_samples_have_says_so(kit):
     def grader(choice):
-        return 1.0, {"always": 1.0} | ({"sometimes": 0.5} if choice.message.content.startswith("a#") else {})
+        return 1.0, {"always": 1.0} | (
+            {"sometimes": 0.5} if choice.message.content.startswith("a#") else {}
+        )
 
     stats = kit.run(kit.echo, [task("a", grader), task("bb", grader)], n=2)[0].stats
     assert stats.metrics == {"always": 1.0, "sometimes": 0.5}
@@ -109,7 +141,13 @@ def test_order_is_that_of_the_tasks_and_not_of_the_answers(kit):
 
     tasks = [task(str(i)) for i in range(40)]
     done = []
-    results, _ = kit.run(slow, tasks, n=2, transform=lambda r: finished.append(r.task_id) or r.task_id, on_task_done=done.append)
+    results, _ = kit.run(
+        slow,
+        tasks,
+        n=2,
+        transform=lambda r: finished.append(r.task_id) or r.task_id,
+        on_task_done=done.append,
+    )
     assert [r.samples[0].text for r in results] == [f"{i}#0" for i in range(40)]
     assert results.transformed == [t.id for t in tasks]
     assert sorted(finished) == sorted(r.task_id for r in done) == sorted(t.id for t in tasks)
@@ -132,8 +170,14 @@ FAULTS = [
 ]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=8), n=st.integers(1, 4), seed=st.integers(0, 99))
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    faults=st.lists(st.sampled_from(FAULTS), min_size=1, max_size=8),
+    n=st.integers(1, 4),
+    seed=st.integers(0, 99),
+)
 def test_property_every_sample_is_graded_or_has_its_reason(kit, faults, n, seed):
     calls = []
 
@@ -181,10 +225,14 @@ def test_property_every_sample_is_graded_or_has_its_reason(kit, faults, n, seed)
         assert all((s.reward is None) == (s.error is not None) for s in result.samples)
         assert len(result.graded) == graded.get(fault, n), fault
         if fault == "shuffled":
-            assert [s.text for s in result.samples] == [f"{result.messages[0]['content']}#{k}" for k in range(n)]
+            assert [s.text for s in result.samples] == [
+                f"{result.messages[0]['content']}#{k}" for k in range(n)
+            ]
     gradable = {"400": 0, "lengths": n - 1, "no logprobs": n - 1}
-    assert len(calls) == sum(gradable.get(fault, n) for fault in faults)  # each once, and what is broken never
-    calls = [text for text in calls if text and "too few" not in text]  # the one that is asked for again is "#0" once more
+    # Each once, and what is broken never.
+    assert len(calls) == sum(gradable.get(fault, n) for fault in faults)
+    # The one that is asked for again is "#0" once more.
+    calls = [text for text in calls if text and "too few" not in text]
     assert len(set(calls)) == len(calls)
     stats = results.stats
     assert stats.num_graded + stats.num_failed == stats.num_samples == n * len(faults)
@@ -198,23 +246,35 @@ def test_graders_that_never_end_cost_their_samples_alone(kit):
     def grader(choice):
         return asyncio.sleep(3600) if choice.message.content.startswith("hang") else 0.5
 
-    results, _ = kit.run(kit.echo, [task(text, grader) for text in ("hang 1", "good", "hang 2")], n=3, grader_timeout=2.0)
+    results, _ = kit.run(
+        kit.echo,
+        [task(text, grader) for text in ("hang 1", "good", "hang 2")],
+        n=3,
+        grader_timeout=2.0,
+    )
     assert [len(result.graded) for result in results] == [0, 3, 0]
     assert list(results.stats.exceptions.values()) == [6]
-    assert all("took longer than 2 s" in sample.error for sample in (*results[0].samples, *results[2].samples))
+    assert all(
+        "took longer than 2 s" in sample.error
+        for sample in (*results[0].samples, *results[2].samples)
+    )
 
 
 def test_length_mismatch_names_the_numbers_and_the_way_out(kit):
     def behaviour(body, attempt):
         reply = kit.echo(body)
         broken = reply.body["choices"][3]
-        broken["token_ids"], broken["logprobs"]["content"] = [1] * 41, broken["logprobs"]["content"][:1] * 40
+        broken["token_ids"], broken["logprobs"]["content"] = (
+            [1] * 41,
+            broken["logprobs"]["content"][:1] * 40,
+        )
         return reply
 
     results, _ = kit.run(behaviour, [task("x", id="gsm8k/17")], n=4)
     sample = results.samples[3]
     assert sample.error == (
-        "TokenizationError: task 'gsm8k/17', sample 3: the server returned 41 token ids but 40 logprobs; "
+        "TokenizationError: task 'gsm8k/17', sample 3: the server returned 41 token ids but 40 "
+        "logprobs; "
         "request return_token_ids and logprobs together"
     )
     assert (sample.text, sample.reward, sample.logprobs) == ("x#3", None, None)
@@ -227,7 +287,10 @@ def test_length_mismatch_names_the_numbers_and_the_way_out(kit):
         (lambda b: b["choices"][0].pop("token_ids"), "returned no token_ids; use a vLLM server"),
         (lambda b: b.pop("prompt_token_ids"), "returned no prompt_token_ids"),
         (lambda b: b["choices"][0].update(logprobs=None), "returned 4 token ids but no logprobs"),
-        (lambda b: b["choices"][0]["logprobs"].update(content=None), "returned 4 token ids but 0 logprobs"),
+        (
+            lambda b: b["choices"][0]["logprobs"].update(content=None),
+            "returned 4 token ids but 0 logprobs",
+        ),
         (lambda b: b["choices"][0].update(token_ids=["a"]), "returned no token_ids"),
         (lambda b: b["choices"][0].update(finish_reason="abort"), "finish_reason 'abort'"),
         (lambda b: b["choices"][0].update(finish_reason="error"), "finish_reason 'error'"),
@@ -260,14 +323,22 @@ def test_broken_answers_are_failed_samples(kit, change, words):
 
 @pytest.mark.parametrize(
     ("body", "headers"),
-    [(b"<html>hello</html>", {"content-type": "text/html"}), (b'{"choices": [', {}), (b"[1, 2]", {}), (b"", {}), (b"null", {})],
+    [
+        (b"<html>hello</html>", {"content-type": "text/html"}),
+        (b'{"choices": [', {}),
+        (b"[1, 2]", {}),
+        (b"", {}),
+        (b"null", {}),
+    ],
 )
 def test_answers_that_are_no_chat_completion(kit, body, headers):
     def behaviour(request, attempt):
         return kit.Reply(body, headers=headers)
 
     results, _ = kit.run(behaviour, [task("x")], n=2)
-    assert all(s.error.startswith("RequestError: http://127.0.0.1:") for s in results.samples), results.samples[0].error
+    assert all(s.error.startswith("RequestError: http://127.0.0.1:") for s in results.samples), (
+        results.samples[0].error
+    )
 
 
 def test_choices_out_of_order_or_wrongly_numbered(kit):
@@ -299,9 +370,14 @@ def test_choices_out_of_order_or_wrongly_numbered(kit):
         return reply
 
     for behaviour in (shuffled, all_zero):
-        assert [s.text for s in kit.run(behaviour, [task("x")], n=3)[0].samples] == ["x#0", "x#1", "x#2"]
+        assert [s.text for s in kit.run(behaviour, [task("x")], n=3)[0].samples] == [
+            "x#0",
+            "x#1",
+            "x#2",
+        ]
     results, server = kit.run(one_missing, [task("x")], n=3)
-    assert [s.text for s in results.samples] == ["x#0", "x#0", "x#2"]  # the missing one was asked for again
+    # The missing one was asked for again.
+    assert [s.text for s in results.samples] == ["x#0", "x#0", "x#2"]
     assert [request["n"] for request in server.requests] == [3, 1]
     results, server = kit.run(one_at_a_time, [task("x")], n=3)  # a server that knows no n
     assert [s.reward for s in results.samples] == [1.0] * 3
@@ -324,12 +400,20 @@ def test_unknown_logprobs_become_nan_and_rows_stay_json(kit, tmp_path):
         return reply
 
     results, _ = kit.run(behaviour, [task("x"), task("x"), task("y")], n=2)
-    assert [kit.same(a, b) for a, b in zip(results.samples[0].logprobs, [float("nan"), 0.0, float("nan"), -0.5], strict=True)]
+    assert [
+        kit.same(a, b)
+        for a, b in zip(
+            results.samples[0].logprobs, [float("nan"), 0.0, float("nan"), -0.5], strict=True
+        )
+    ]
     assert results.samples[0].reward == 1.0
     write_jsonl(tmp_path / "rollouts.jsonl", results.to_jsonl_rows())
-    back = TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(tmp_path / "rollouts.jsonl"))
+    back = TaskResults.from_samples(
+        Sample.from_json(row) for row in read_jsonl(tmp_path / "rollouts.jsonl")
+    )
     assert back.to_jsonl_rows() == results.to_jsonl_rows()
-    assert [r.task_id for r in back] == [r.task_id for r in results]  # also the same task twice in a row
+    # Also the same task twice in a row.
+    assert [r.task_id for r in back] == [r.task_id for r in results]
     assert [len(r.samples) for r in back] == [2, 2, 2]
     live, read = results.stats.to_json(), back.stats.to_json()
     for stats in (live, read):
@@ -341,7 +425,9 @@ def test_empty_content_can_be_graded(kit):
     def behaviour(body, attempt):
         return kit.completion([kit.choice(0, ""), kit.choice(1, None)])
 
-    results, _ = kit.run(behaviour, [task("x", lambda choice: float(choice.message.content.strip() == ""))], n=2)
+    results, _ = kit.run(
+        behaviour, [task("x", lambda choice: float(choice.message.content.strip() == ""))], n=2
+    )
     assert results[0].rewards == [1.0, 1.0]
     assert results.samples[1].text == ""
 
@@ -357,7 +443,9 @@ def test_content_in_parts_is_its_text(kit, streamed):
         if not streamed:
             thought = {"type": "thinking", "thinking": parts("Hm.")}
             message = {"role": "assistant", "content": [thought, *parts("Hel", "lo")]}
-            return kit.completion([kit.choice(0, "Hello", message=message | {"reasoning": parts("I ", "say")})])
+            return kit.completion(
+                [kit.choice(0, "Hello", message=message | {"reasoning": parts("I ", "say")})]
+            )
         events = [{"delta": {"role": "assistant", "content": [], "reasoning": parts("I say")}}]
         events += [{"delta": {"content": parts("H", "el")}}, {"delta": {"content": "lo"}}]
         events += [{"delta": {"content": parts("")}, "finish_reason": "stop"}]
@@ -369,7 +457,9 @@ def test_content_in_parts_is_its_text(kit, streamed):
         return float((choice.message.content, choice.message.reasoning) == ("Hello", "I say"))
 
     seen = []
-    watch = {"on_chunk": lambda chunk, completion: seen.append(completion.choices[0].message.content)}
+    watch = {
+        "on_chunk": lambda chunk, completion: seen.append(completion.choices[0].message.content)
+    }
     params = {"logprobs": False}
     options = {"token_ids": False, "params": params, **(watch if streamed else {})}
     results, _ = kit.run(behaviour, [task("x", grader)], n=1, **options)
@@ -421,11 +511,19 @@ def test_transforms_and_callbacks_that_fail_are_kept_and_counted(kit, caplog):
 
     for function in (transform, async_transform):
         caplog.clear()
-        results, _ = kit.run(kit.echo, [task("a"), task("b"), task("c")], transform=function, on_task_done=on_task_done)
+        results, _ = kit.run(
+            kit.echo,
+            [task("a"), task("b"), task("c")],
+            transform=function,
+            on_task_done=on_task_done,
+        )
         assert isinstance(results.transformed[0], LookupError)
         assert results.transformed[1] == "fine"
         assert results.stats.num_graded == 3
-        assert results.stats.exceptions == {"on_task_done: OSError: callback": 3, "transform: LookupError: not there": 2}
+        assert results.stats.exceptions == {
+            "on_task_done: OSError: callback": 3,
+            "transform: LookupError: not there": 2,
+        }
         with_traceback = [record for record in caplog.records if record.exc_info]
         assert len(with_traceback) == 2  # each reason once
     assert kit.run(kit.echo, [task("a")])[0].transformed is None
@@ -455,14 +553,19 @@ def test_raise_if_all_failed(kit):
         return kit.error(404, "The model `m` does not exist.")
 
     results, _ = kit.run(down, [task("a"), task("b")], n=2)
-    with pytest.raises(ServerError, match=r"all 4 samples of 2 tasks failed, 4 .*HTTP 404: The model `m` does not exist"):
+    with pytest.raises(
+        ServerError,
+        match=r"all 4 samples of 2 tasks failed, 4 .*HTTP 404: The model `m` does not exist",
+    ):
         results.raise_if_all_failed()
 
     def broken(choice):
         raise ZeroDivisionError("mine")
 
     results, _ = kit.run(kit.echo, [task("a", broken), task("b", broken)])
-    with pytest.raises(GraderError, match=r"(?s)all 2 samples .*ZeroDivisionError: mine.*in broken"):
+    with pytest.raises(
+        GraderError, match=r"(?s)all 2 samples .*ZeroDivisionError: mine.*in broken"
+    ):
         results.raise_if_all_failed()
     kit.run(kit.echo, [task("a", broken), task("b")])[0].raise_if_all_failed()  # one is enough
 
@@ -508,7 +611,11 @@ def test_a_sync_client_is_refused():
     import openai
 
     with pytest.raises(UserError, match="AsyncOpenAI"):
-        asyncio.run(get_task_results([task("x")], openai.OpenAI(api_key="k", base_url="http://127.0.0.1:9/v1"), "m"))
+        asyncio.run(
+            get_task_results(
+                [task("x")], openai.OpenAI(api_key="k", base_url="http://127.0.0.1:9/v1"), "m"
+            )
+        )
 
 
 def test_one_summary_line_and_one_for_failures(kit, caplog):
@@ -535,7 +642,13 @@ def test_slices_and_lengths(kit):
 
 def test_the_prompt_is_counted_where_the_completions_come_from_the_cache(kit):
     def ask():
-        results, server = kit.run(kit.echo, [task("p"), task("q")], n=2, cache="memory://prompt-counted", weights_digest="w")
+        results, server = kit.run(
+            kit.echo,
+            [task("p"), task("q")],
+            n=2,
+            cache="memory://prompt-counted",
+            weights_digest="w",
+        )
         return results.stats, len(server.requests)
 
     (first, _), (second, requests) = ask(), ask()
@@ -593,7 +706,9 @@ def test_a_timeout_around_the_call_is_a_timeout_and_the_finished_tasks_are_there
                             done.set()
                             limit.reschedule(asyncio.get_running_loop().time() + 0.2)
 
-                    await get_task_results([task("slow"), task("quick")], client, "m", pbar=False, on_task_done=soon)
+                    await get_task_results(
+                        [task("slow"), task("quick")], client, "m", pbar=False, on_task_done=soon
+                    )
         assert [r.samples[0].text for r in caught.value.__cause__.results] == ["quick#0"]
 
     asyncio.run(main())

@@ -38,19 +38,29 @@ def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     (one.path / "checkpoint/deep").mkdir(parents=True)
     for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl"):
         (one.path / name).write_text(name)
-    assert one.mark("train", ["checkpoint", "train.jsonl", "absent"], {"seconds": 2.0}) == {"seconds": 2.0}
+    assert one.mark("train", ["checkpoint", "train.jsonl", "absent"], {"seconds": 2.0}) == {
+        "seconds": 2.0
+    }
     assert one.marker("train") == {"seconds": 2.0}
     content = json.loads((one.path / "done/train.json").read_text())
-    expected = {name: digest(one.path / name) for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl")}
+    expected = {
+        name: digest(one.path / name)
+        for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl")
+    }
     assert content["files"] == expected
     assert content["phase"] == "train"
     known = {"checkpoint/a": "known from its writing", "elsewhere": "not written by this phase"}
-    with pytest.raises(RunFolderError, match=r"train\.json is there already: another process .*same command again"):
+    with pytest.raises(
+        RunFolderError, match=r"train\.json is there already: another process .*same command again"
+    ):
         one.mark("train", ["checkpoint"], {}, known)
     assert one.files("train") == expected
     one.unmark("train")
     one.mark("train", ["checkpoint"], {}, known)
-    assert one.files("train") == {"checkpoint/a": "known from its writing", "checkpoint/deep/b": expected["checkpoint/deep/b"]}
+    assert one.files("train") == {
+        "checkpoint/a": "known from its writing",
+        "checkpoint/deep/b": expected["checkpoint/deep/b"],
+    }
 
 
 def test_files_that_changed_after_their_marker(tmp_path):
@@ -61,20 +71,27 @@ def test_files_that_changed_after_their_marker(tmp_path):
     one.mark("pack", ["packed"], {})
     one.verify("pack")
     (one.path / "packed").write_text("wrong")
-    with pytest.raises(RunFolderError, match=r"packed was changed .* remove .*pack\.json to run that phase again"):
+    with pytest.raises(
+        RunFolderError, match=r"packed was changed .* remove .*pack\.json to run that phase again"
+    ):
         one.verify("pack")
     (one.path / "packed").unlink()
     with pytest.raises(RunFolderError, match="packed is gone"):
         one.verify("pack")
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", "null", "5", "{}", '{"facts": 1, "files": {}}', '{"facts": {}}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", "null", "5", "{}", '{"facts": 1, "files": {}}', '{"facts": {}}', b"\xff\xfe"],
+)
 def test_a_damaged_marker(tmp_path, content):
     one = RunFolder(tmp_path).iteration(1)
     path = one.path / "done/pack.json"
     path.parent.mkdir(parents=True)
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(RunFolderError, match=r"pack\.json is damaged .*; remove it to run the phase again"):
+    with pytest.raises(
+        RunFolderError, match=r"pack\.json is damaged .*; remove it to run the phase again"
+    ):
         one.marker("pack")
 
 
@@ -153,20 +170,35 @@ def test_the_same_config_again(tmp_path):
     folder = RunFolder(tmp_path)
     for _ in range(2):
         folder.remember_config(BEFORE)
-    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == BEFORE | {"sampling": {"stop": ["x"]}}
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == BEFORE | {
+        "sampling": {"stop": ["x"]}
+    }
 
 
 def test_what_may_change_and_what_may_not(tmp_path):
     folder = RunFolder(tmp_path)
     folder.remember_config(BEFORE)
-    now = BEFORE | {"run": "b", "iterations": 9, "stop_at": 0.5, "keep_checkpoints": 4, "seq_len": 128}
+    now = BEFORE | {
+        "run": "b",
+        "iterations": 9,
+        "stop_at": 0.5,
+        "keep_checkpoints": 4,
+        "seq_len": 128,
+    }
     folder.remember_config(now)
     written = (tmp_path / "config.yaml").read_text()
     assert yaml.safe_load(written)["iterations"] == 9
     with pytest.raises(RunFolderError) as caught:
         folder.remember_config(now | {"seed": 1, "sampling": {}, "new": True, "iterations": 10})
     lines = str(caught.value).splitlines()
-    changed = ["- new: (not set)", "+ new: true", "- sampling.stop: [x]", "+ sampling.stop: (not set)", "- seed: 0", "+ seed: 1"]
+    changed = [
+        "- new: (not set)",
+        "+ new: true",
+        "- sampling.stop: [x]",
+        "+ sampling.stop: (not set)",
+        "- seed: 0",
+        "+ seed: 1",
+    ]
     assert lines[1:7] == [f"  {line}" for line in changed]
     assert "Choose another run folder" in lines[7]
     assert "allow_changes=['new', 'sampling.stop', 'seed']" in lines[7]
@@ -193,15 +225,21 @@ def test_a_setting_that_is_younger_than_the_run_folder_had_its_default_then(tmp_
 def test_an_unset_validation_temperature_of_an_older_run_was_that_of_training(tmp_path):
     folder = RunFolder(tmp_path)
     folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": None})
-    with pytest.raises(RunFolderError, match=r"- validation_temperature: 0\.7\n  \+ validation_temperature: 0\.0\n"):
+    with pytest.raises(
+        RunFolderError, match=r"- validation_temperature: 0\.7\n  \+ validation_temperature: 0\.0\n"
+    ):
         folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": 0.0})
     for unset_or_known in (None, 0.7):
-        folder.remember_config(BEFORE | {"temperature": 0.7, "validation_temperature": unset_or_known})
+        folder.remember_config(
+            BEFORE | {"temperature": 0.7, "validation_temperature": unset_or_known}
+        )
 
 
 @pytest.mark.parametrize("content", ["", "- a", "a: [", b"\xff\xfe\x00"])
 def test_a_damaged_config(tmp_path, content):
-    (tmp_path / "config.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "config.yaml").write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
     with pytest.raises(RunFolderError, match=r"config\.yaml is damaged"):
         RunFolder(tmp_path).remember_config(BEFORE)
 
@@ -226,16 +264,36 @@ def test_the_policy_of_an_iteration_that_trained_nothing_is_the_one_before(tmp_p
     for number, yes in enumerate([True, False, True, False, False, True]):
         trained(folder, number, yes)
     assert [folder.policy_version(n) for n in range(6)] == [0, 0, 2, 2, 2, 5]
-    assert [folder.checkpoint(n).parent.name for n in range(6)] == ["0000", "0000", "0002", "0002", "0002", "0005"]
+    assert [folder.checkpoint(n).parent.name for n in range(6)] == [
+        "0000",
+        "0000",
+        "0002",
+        "0002",
+        "0002",
+        "0005",
+    ]
     states = [folder.state(n) for n in range(6)]
-    assert [state and state.parent.name for state in states] == [None, None, "0002", "0002", "0002", "0005"]
+    assert [state and state.parent.name for state in states] == [
+        None,
+        None,
+        "0002",
+        "0002",
+        "0002",
+        "0005",
+    ]
     assert folder.policy_version(6) == 5  # in the middle of an iteration
 
 
 def test_metrics_are_in_order_whatever_was_appended_when(tmp_path):
     rows = [{"iteration": n, "x": x} for n, x in [(0, 1), (2, 1), (1, 1), (2, 5)]]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iterat')
-    assert RunFolder(tmp_path).metrics() == [{"iteration": 0, "x": 1}, {"iteration": 1, "x": 1}, {"iteration": 2, "x": 5}]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows) + '{"iterat'
+    )
+    assert RunFolder(tmp_path).metrics() == [
+        {"iteration": 0, "x": 1},
+        {"iteration": 1, "x": 1},
+        {"iteration": 2, "x": 5},
+    ]
 
 
 def test_metrics_without_an_iteration(tmp_path):
@@ -274,7 +332,9 @@ def test_without_a_best(tmp_path):
 @pytest.mark.parametrize("keep", [3, 4])
 @pytest.mark.parametrize("pattern", list(product([True, False], repeat=5)))
 def test_the_last_two_iterations_can_always_be_trained_again(tmp_path, pattern, keep):
-    """Pruned after each iteration, as the loop does, for every pattern of iterations that trained nothing."""
+    """Pruned after each iteration, as the loop does, for every pattern of iterations that trained
+    nothing.
+    """
     folder = RunFolder(tmp_path)
     trained(folder, 0)
     for newest, yes in enumerate([*pattern], 1):
@@ -301,7 +361,9 @@ def test_the_newest_policy_stays_whatever_is_asked_for(tmp_path):
 
 
 def test_a_pruning_that_is_cut_off_leaves_no_half_checkpoint(tmp_path, monkeypatch):
-    """Killed while files are removed: under its name a checkpoint is there as a whole or not at all, and the rest goes later."""
+    """Killed while files are removed: under its name a checkpoint is there as a whole or not at
+    all, and the rest goes later.
+    """
     folder = RunFolder(tmp_path)
     for number in range(4):
         trained(folder, number)

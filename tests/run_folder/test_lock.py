@@ -1,4 +1,6 @@
-"""The lock of a run folder: one process on a machine, one machine on a shared file system, whatever has died."""
+"""The lock of a run folder: one process on a machine, one machine on a shared file system, whatever
+has died.
+"""
 
 import errno
 import fcntl
@@ -44,7 +46,9 @@ ELSEWHERE = {"host": "another-host", "boot": "another-boot", "pid_namespace": ""
 
 
 def hold(path):
-    owner = subprocess.Popen([sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(path)], stdout=subprocess.PIPE, text=True
+    )
     assert owner.stdout is not None
     assert owner.stdout.readline() == "locked\n"
     return owner
@@ -54,7 +58,10 @@ def test_the_lock_names_its_owner_and_dies_with_it(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with hold(folder.path) as owner:
         try:
-            words = rf"run is in use by another process \(pid {owner.pid} on {socket.gethostname()}, user .*: -c …\)"
+            words = (
+                rf"run is in use by another process \(pid {owner.pid} on {socket.gethostname()}, "
+                r"user .*: -c …\)"
+            )
             with pytest.raises(RunFolderError, match=words), folder.locked():
                 pass
         finally:
@@ -66,8 +73,13 @@ def test_the_lock_names_its_owner_and_dies_with_it(tmp_path):
 
 
 def test_a_child_that_outlives_the_owner_does_not_hold_the_lock(tmp_path):
-    code = HOLD.replace("    print", "    import subprocess; subprocess.Popen(['sleep', '30'], stdout=-3)\n    print")
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True) as owner:
+    code = HOLD.replace(
+        "    print",
+        "    import subprocess; subprocess.Popen(['sleep', '30'], stdout=-3)\n    print",
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, start_new_session=True
+    ) as owner:
         assert owner.stdout is not None
         owner.stdout.readline()
         os.kill(owner.pid, signal.SIGKILL)
@@ -83,14 +95,21 @@ def test_the_lock_is_freed_by_an_error_and_can_be_taken_again(tmp_path):
     folder = RunFolder(tmp_path)
     with pytest.raises(ZeroDivisionError), folder.locked():
         raise ZeroDivisionError
-    with folder.locked(), pytest.raises(RunFolderError, match=str(os.getpid())), RunFolder(tmp_path).locked():
+    with (
+        folder.locked(),
+        pytest.raises(RunFolderError, match=str(os.getpid())),
+        RunFolder(tmp_path).locked(),
+    ):
         pass
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "run").write_text("")
     for path in (tmp_path / "run", tmp_path / "run/below"):
-        with pytest.raises(RunFolderError, match="cannot be a run folder"), RunFolder(path).locked():
+        with (
+            pytest.raises(RunFolderError, match="cannot be a run folder"),
+            RunFolder(path).locked(),
+        ):
             pass
 
 
@@ -103,7 +122,12 @@ def shared(monkeypatch):
 def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path, shared):
     folder = quick(tmp_path / "run")
     left_by(folder, **ELSEWHERE)
-    with pytest.raises(RunFolderError, match=r"pid 1 on another-host.*no sign of life.*TTRL_TAKE_OVER=1"), folder.locked():
+    with (
+        pytest.raises(
+            RunFolderError, match=r"pid 1 on another-host.*no sign of life.*TTRL_TAKE_OVER=1"
+        ),
+        folder.locked(),
+    ):
         pass
     assert owner_of(folder)["host"] == "another-host"
     with folder.locked(take_over=True):
@@ -134,10 +158,15 @@ def test_a_living_owner_on_another_machine_is_never_taken_over(tmp_path):
 
 
 def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path):
-    """On a disk of its own: the name of a machine is also that of the pod that takes its place, while it may live on."""
+    """On a disk of its own: the name of a machine is also that of the pod that takes its place,
+    while it may live on.
+    """
     folder = quick(tmp_path / "run")
     left_by(folder, boot="an-earlier-boot", pid=os.getpid())
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(RunFolderError, match="no sign of life"):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(RunFolderError, match="no sign of life"),
+    ):
         patch.setattr(lock, "_only_here", lambda folder: False)
         with folder.locked():
             pass
@@ -153,10 +182,14 @@ def test_which_disks_are_of_this_machine_alone(tmp_path, monkeypatch):
 """.replace("\\\\", "\\")
     monkeypatch.setattr(lock, "_MOUNTS", tmp_path / "mountinfo")
     assert not lock._only_here(tmp_path)  # there is no such list
-    stick = b"33 22 8:17 / /media/Gr\xf6\xdfe rw - vfat /dev/sdb1 rw\n"  # named on another system, whose letters were not UTF-8
+    # Named on another system, whose letters were not UTF-8.
+    stick = b"33 22 8:17 / /media/Gr\xf6\xdfe rw - vfat /dev/sdb1 rw\n"
     (tmp_path / "mountinfo").write_bytes(mounts.encode() + stick)
     (tmp_path / "link").symlink_to(tmp_path / "a b")
-    here = {name: lock._only_here(tmp_path / name) for name in ("", "a b", "a b/run", "a b/c/run", "a", "d/run", "link/run")}
+    here = {
+        name: lock._only_here(tmp_path / name)
+        for name in ("", "a b", "a b/run", "a b/c/run", "a", "d/run", "link/run")
+    }
     assert [name for name, yes in here.items() if yes] == ["", "a b/c/run", "a"]
 
 
@@ -167,7 +200,11 @@ def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, monke
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with folder.locked(), pytest.raises(RunFolderError, match=f"pid {os.getpid()}"), quick(folder.path).locked():
+    with (
+        folder.locked(),
+        pytest.raises(RunFolderError, match=f"pid {os.getpid()}"),
+        quick(folder.path).locked(),
+    ):
         pass
     left_by(folder, pid=2**22 + 1)  # above any pid: dead
     with folder.locked():
@@ -179,7 +216,9 @@ def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path):
     with folder.locked():
         folder.iteration(1).mark("pack", [], {})
         other = left_by(folder, **ELSEWHERE)
-        with pytest.raises(RunFolderError, match=r"was taken over by another process .*another-host"):
+        with pytest.raises(
+            RunFolderError, match=r"was taken over by another process .*another-host"
+        ):
             folder.iteration(1).mark("train", [], {})
     assert folder.iteration(1).marker("train") is None
     assert owner_of(folder) == other  # its name is not taken away
@@ -187,7 +226,8 @@ def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path):
 
 def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, monkeypatch):
     """The other one has taken its name away again."""
-    monkeypatch.setattr(fcntl, "flock", lambda *_: None)  # as on a file system whose locks do not reach other machines
+    # As on a file system whose locks do not reach other machines.
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     folder, other = (RunFolder(tmp_path / "run", beat_seconds=60) for _ in range(2))
     with folder.locked():
         folder.iteration(1).mark("pack", [], {})
@@ -195,7 +235,10 @@ def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, monkeypa
         folder.iteration(2).mark("pack", [], {})  # a name that is gone alone says nothing
         with other.locked():
             other.iteration(1).mark("train", [], {"trained": True})
-        with pytest.raises(RunFolderError, match=r"taken over by another process \(which has ended since\).*same command again"):
+        with pytest.raises(
+            RunFolderError,
+            match=r"taken over by another process \(which has ended since\).*same command again",
+        ):
             folder.iteration(2).mark("rollouts", [], {})
 
 
@@ -250,12 +293,16 @@ def test_a_disk_that_takes_nothing_is_no_other_owner(tmp_path, monkeypatch, name
         mkdir(path, *arguments, **options)
 
     monkeypatch.setattr(os, "mkdir", full)
-    with pytest.raises(StorageError, match=r"could not write .*run/owners.*No space left on device; make room"):
+    with pytest.raises(
+        StorageError, match=r"could not write .*run/owners.*No space left on device; make room"
+    ):
         RunFolder(tmp_path / "run").locked().__enter__()
 
 
 def test_a_file_that_the_last_owner_left_open_on_nfs(tmp_path, monkeypatch):
-    """There, what is removed while somebody has it open stays under another name, and is busy, until that one has gone."""
+    """There, what is removed while somebody has it open stays under another name, and is busy,
+    until that one has gone.
+    """
     folder, unlink, busy = RunFolder(tmp_path / "run"), os.unlink, [3]
     left = folder.path / "owners" / "1" / ".nfs0001"
     left.parent.mkdir(parents=True)

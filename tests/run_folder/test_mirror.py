@@ -1,4 +1,6 @@
-"""A run folder's copy in an object store: what is uploaded in which order, what another machine takes, what is refused."""
+"""A run folder's copy in an object store: what is uploaded in which order, what another machine
+takes, what is refused.
+"""
 
 import contextlib
 import json
@@ -22,8 +24,8 @@ from ttrl.system.mirror_store import MirrorStore
 
 
 class QuickStore(MirrorStore):
-    """One that waits for nothing long. `before["write"](key, content)` is called before each write, and may raise; so with
-    "fetch" and "keys"."""
+    """One that waits for nothing long. `before["write"](key, content)` is called before each write,
+    and may raise; so with "fetch" and "keys"."""
 
     first_pause, beat_seconds, last_wait_seconds, part_bytes = 0.01, 0.05, 60.0, 1000
     before = {}  # noqa: RUF012
@@ -101,9 +103,19 @@ class Machine:
         else:
             self.phase(number, "rollouts", "rollouts.jsonl")
             self.phase(number, "pack", "packed.safetensors")
-            self.phase(number, "train", "checkpoint/weights", "checkpoint/deep/config", "state/moments", trained=True)
+            self.phase(
+                number,
+                "train",
+                "checkpoint/weights",
+                "checkpoint/deep/config",
+                "state/moments",
+                trained=True,
+            )
         self.phase(number, "validate", "validation.jsonl")
-        append_jsonl(self.folder.path / "metrics.jsonl", {"iteration": number, "validation_reward": -abs(number - 2)})
+        append_jsonl(
+            self.folder.path / "metrics.jsonl",
+            {"iteration": number, "validation_reward": -abs(number - 2)},
+        )
         prune(self.folder, self.folder.metrics(), self.config, number)
 
     def run(self, first, last):
@@ -115,7 +127,11 @@ class Machine:
 
     def files(self):
         """All but the lock's."""
-        found = (path.relative_to(self.folder.path) for path in self.folder.path.rglob("*") if path.is_file())
+        found = (
+            path.relative_to(self.folder.path)
+            for path in self.folder.path.rglob("*")
+            if path.is_file()
+        )
         return {str(path) for path in found if path.parts[0] not in LOCK_FILES}
 
 
@@ -132,7 +148,9 @@ def test_the_mirror_is_the_run_folder(tmp_path, any_address):
 
 
 def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address, monkeypatch):
-    """Of a machine that vanished they are all that is left; the one that goes on leaves them alone, and takes none."""
+    """Of a machine that vanished they are all that is left; the one that goes on leaves them alone,
+    and takes none.
+    """
     first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
     logs = first.folder.path / "logs"
     logs.mkdir(parents=True)
@@ -150,7 +168,9 @@ def test_the_ends_of_logs_are_copied_under_the_machine_s_name(tmp_path, address,
         (second.folder.path / "logs").mkdir()
         (second.folder.path / "logs/server.log").write_text("fine")
         second.iteration(4)
-    assert store.read(name).endswith(b"! it died") and store.read("logs/other/server.log") == b"fine"
+    assert (
+        store.read(name).endswith(b"! it died") and store.read("logs/other/server.log") == b"fine"
+    )
 
 
 def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, before):
@@ -160,12 +180,19 @@ def test_a_marker_is_uploaded_after_what_it_stands_for(tmp_path, address, before
     for position, key in enumerate(order):
         if "/done/" in key:
             folder, phase = key.split("/done/")
-            mine = {"train.json": "checkpoint/", "rollouts.json": "rollouts", "pack.json": "packed"}.get(phase, "?")
+            mine = {
+                "train.json": "checkpoint/",
+                "rollouts.json": "rollouts",
+                "pack.json": "packed",
+            }.get(phase, "?")
             assert not any(later.startswith(f"{folder}/{mine}") for later in order[position:])
 
 
 def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, any_address):
-    first, second = Machine(tmp_path / "first", any_address), Machine(tmp_path / "second", any_address)
+    first, second = (
+        Machine(tmp_path / "first", any_address),
+        Machine(tmp_path / "second", any_address),
+    )
     first.run(0, 6)
     with first:
         first.phase(7, "rollouts", "rollouts.jsonl")
@@ -178,17 +205,22 @@ def test_a_fresh_machine_takes_what_it_needs_and_goes_on(tmp_path, any_address):
             f"iterations/{number:04d}/checkpoint/weights" for number in (5, 6)
         }
         for name in taken:
-            assert (second.folder.path / name).read_bytes() == (first.folder.path / name).read_bytes()
+            assert (second.folder.path / name).read_bytes() == (
+                first.folder.path / name
+            ).read_bytes()
         second.folder.iteration(7).verify("pack")
         second.phase(7, "train", "checkpoint/weights", "state/moments", trained=True)
         second.phase(7, "validate", "validation.jsonl")
-        append_jsonl(second.folder.path / "metrics.jsonl", {"iteration": 7, "validation_reward": -5})
+        append_jsonl(
+            second.folder.path / "metrics.jsonl", {"iteration": 7, "validation_reward": -5}
+        )
         prune(second.folder, second.folder.metrics(), second.config, 7)
         mirror.bring_checkpoint(2)
         best = "iterations/0002/checkpoint/weights"
         assert (second.folder.path / best).read_bytes() == (first.folder.path / best).read_bytes()
     keys = MirrorStore(any_address).keys()
-    assert {int(key.split("/")[1]) for key in keys if "/checkpoint/" in key} == {2, 5, 6, 7}  # what is not here is not lost there
+    # What is not here is not lost there.
+    assert {int(key.split("/")[1]) for key in keys if "/checkpoint/" in key} == {2, 5, 6, 7}
     # And back: the first machine, which had no part in iteration 7, takes it and goes on.
     with first:
         assert first.folder.policy_version(8) == 7
@@ -261,14 +293,20 @@ def test_keys_that_lie_in_the_run_folder_stay_there(tmp_path, address):
 
 
 def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_address):
-    first, second = Machine(tmp_path / "first", any_address), Machine(tmp_path / "second", any_address)
+    first, second = (
+        Machine(tmp_path / "first", any_address),
+        Machine(tmp_path / "second", any_address),
+    )
     first.run(0, 5)
     store = MirrorStore(any_address)
     store.remove(["iterations/0005/state/moments"])
     with second:
         folder = second.folder
         assert folder.policy_version(9) == 4
-        assert [folder.iteration(5).marker(name) is None for name in ("rollouts", "pack", "train", "validate")] == [0, 0, 1, 1]
+        assert [
+            folder.iteration(5).marker(name) is None
+            for name in ("rollouts", "pack", "train", "validate")
+        ] == [0, 0, 1, 1]
         assert folder.metrics()[-1]["iteration"] == 4
         assert "iterations/0005/done/train.json" not in set(store.keys())
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
@@ -276,8 +314,12 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
         pass
 
 
-def test_what_is_needed_at_once_is_stored_before_its_phase_is_finished(tmp_path, any_address, before):
-    """An adapter that servers elsewhere wait for: once, again where it was pruned there, and by the run's owner alone."""
+def test_what_is_needed_at_once_is_stored_before_its_phase_is_finished(
+    tmp_path, any_address, before
+):
+    """An adapter that servers elsewhere wait for: once, again where it was pruned there, and by the
+    run's owner alone.
+    """
     written, key = [], "iterations/0001/checkpoint/adapter/weights"
     machine, store = Machine(tmp_path / "here", any_address), MirrorStore(any_address)
     adapter = machine.folder.iteration(1).path / "checkpoint" / "adapter"
@@ -305,7 +347,9 @@ def test_what_is_needed_at_once_is_stored_before_its_phase_is_finished(tmp_path,
 
 
 def test_what_is_published_while_it_is_followed_is_stored_once(tmp_path, address, before):
-    """As an adapter is, whose phase has just been finished; and a store that fails once is asked again."""
+    """As an adapter is, whose phase has just been finished; and a store that fails once is asked
+    again.
+    """
     machine, written, refusals = Machine(tmp_path / "here", address), [], ["once"]
 
     def slowly(key, _):
@@ -317,9 +361,18 @@ def test_what_is_published_while_it_is_followed_is_stored_once(tmp_path, address
     with machine as mirror:
         machine.iteration(0)
         before["write"] = slowly
-        machine.phase(1, "train", "checkpoint/adapter/weights", "checkpoint/adapter/settings", "state/moments", trained=True)
+        machine.phase(
+            1,
+            "train",
+            "checkpoint/adapter/weights",
+            "checkpoint/adapter/settings",
+            "state/moments",
+            trained=True,
+        )
         read, fails = mirror.claim.other, ["once"]
-        mirror.claim.other = lambda: read() if not fails else (_ for _ in ()).throw(OSError(fails.pop()))
+        mirror.claim.other = lambda: (
+            read() if not fails else (_ for _ in ()).throw(OSError(fails.pop()))
+        )
         found = mirror.publish(machine.folder.iteration(1).path / "checkpoint" / "adapter")
     assert len(found) == 2 and all(written.count(key) == 1 for key in found)
 
@@ -337,7 +390,10 @@ def test_two_runs_in_one_place_are_refused(tmp_path, address):
 def test_a_mirror_without_a_whole_policy(tmp_path, address):
     Machine(tmp_path / "first", address).run(0, 0)
     MirrorStore(address).remove(["iterations/0000/checkpoint/weights"])
-    with pytest.raises(RunFolderError, match="nothing to go on from"), Machine(tmp_path / "second", address):
+    with (
+        pytest.raises(RunFolderError, match="nothing to go on from"),
+        Machine(tmp_path / "second", address),
+    ):
         pass
 
 
@@ -351,7 +407,10 @@ def test_a_damaged_file_there_is_not_taken(tmp_path, address):
 
 
 def test_one_machine_at_a_time(tmp_path, any_address):
-    first, second = Machine(tmp_path / "first", any_address), Machine(tmp_path / "second", any_address)
+    first, second = (
+        Machine(tmp_path / "first", any_address),
+        Machine(tmp_path / "second", any_address),
+    )
     with first:
         first.iteration(0)
         with pytest.raises(RunFolderError, match="in use by another process"), second:
@@ -361,9 +420,13 @@ def test_one_machine_at_a_time(tmp_path, any_address):
 
 
 def test_two_that_start_at_once(tmp_path, any_address, before):
-    """One of them has it, whoever looked first; an earlier owner's record changes nothing about that."""
+    """One of them has it, whoever looked first; an earlier owner's record changes nothing about
+    that.
+    """
     for earlier in (False, True):
-        first, second = (Machine(tmp_path / f"{name} {earlier}", any_address) for name in ("first", "second"))
+        first, second = (
+            Machine(tmp_path / f"{name} {earlier}", any_address) for name in ("first", "second")
+        )
         with contextlib.ExitStack() as stack:
 
             def write(key, content, second=second, stack=stack):
@@ -375,9 +438,13 @@ def test_two_that_start_at_once(tmp_path, any_address, before):
                 pass
             second.iteration(2 * earlier)
             assert second.folder.lock.epoch == 1 + earlier
-    with Machine(tmp_path / "third", any_address) as mirror:  # each owner's number is above those before, wherever it runs
+    # Each owner's number is above those before, wherever it runs.
+    with Machine(tmp_path / "third", any_address) as mirror:
         assert mirror.claim.epoch == 3
-        markers = sorted((tmp_path / "third").rglob("done/*.json"), key=lambda path: json.loads(path.read_text())["finished"])
+        markers = sorted(
+            (tmp_path / "third").rglob("done/*.json"),
+            key=lambda path: json.loads(path.read_text())["finished"],
+        )
         assert [json.loads(path.read_text())["epoch"] for path in markers] == [1, 1, 2, 2, 2, 2]
 
 
@@ -403,7 +470,9 @@ def test_answers_that_are_lost(tmp_path, any_address, monkeypatch):
 
 
 def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
-    """What was under way to the store when another took over arrives there; never in place of a later owner's."""
+    """What was under way to the store when another took over arrives there; never in place of a
+    later owner's.
+    """
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
     with machine as mirror:
         machine.folder.lock.lift(4)
@@ -419,16 +488,26 @@ def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
         mirror.claim.read()
         mirror.claim.sign()
         assert not mirror._try_pass() and store.read(key) == other
-        assert re.search(r"has another iterations/0001/done/rollouts.json \(of epoch [45], and here of 4\)", mirror.status())
+        assert re.search(
+            r"has another iterations/0001/done/rollouts.json \(of epoch [45], and here of 4\)",
+            mirror.status(),
+        )
 
 
 def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
-    """A pod that is started again, while the one before may live on, cut off; but who holds the run folder of before knows."""
+    """A pod that is started again, while the one before may live on, cut off; but who holds the run
+    folder of before knows.
+    """
     first, second = Machine(tmp_path / "first", address), Machine(tmp_path / "second", address)
     first.run(0, 0)
     store = MirrorStore(address)
-    left = json.loads(store.read("owner.json")) | {"boot": "an earlier one", "token": "of another process"}
-    store.write("owner.json", json.dumps({name: left[name] for name in left if name != "released"}).encode())
+    left = json.loads(store.read("owner.json")) | {
+        "boot": "an earlier one",
+        "token": "of another process",
+    }
+    store.write(
+        "owner.json", json.dumps({name: left[name] for name in left if name != "released"}).encode()
+    )
     with pytest.raises(RunFolderError, match="no sign of life"), second:
         pass
     with first:
@@ -475,7 +554,10 @@ def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
         deadline = time.monotonic() + 60
         while mirror.claim.lost_to is None and time.monotonic() < deadline:
             time.sleep(0.01)
-        with pytest.raises(RunFolderError, match=r"taken over in the mirror .*pid 1 on another.*; this one stops here"):
+        with pytest.raises(
+            RunFolderError,
+            match=r"taken over in the mirror .*pid 1 on another.*; this one stops here",
+        ):
             machine.iteration(0)
         assert "another process has taken over: pid 1 on another" in mirror.status()
     assert set(store.keys()) == {"owner.json"}
@@ -491,7 +573,9 @@ def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, addres
     slept = Mirror(store, first.folder, first.config)
     slept.claim.read()
     slept.claim.sign()
-    store.write("owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode())
+    store.write(
+        "owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode()
+    )
     with second:
         second.iteration(1)
     before = store.keys()
@@ -521,10 +605,14 @@ def test_a_store_that_fails_never_stops_the_run(tmp_path, address, before, caplo
         failing[0] = False
     assert mirror.status() is None
     assert MirrorStore(address).keys().keys() - {"owner.json"} == machine.files()
-    assert "the mirror is behind: 503 Slow Down" in caplog.text and "up to date again" in caplog.text
+    assert (
+        "the mirror is behind: 503 Slow Down" in caplog.text and "up to date again" in caplog.text
+    )
 
 
-def test_a_store_that_stays_broken_is_said_at_the_end(tmp_path, address, before, monkeypatch, caplog):
+def test_a_store_that_stays_broken_is_said_at_the_end(
+    tmp_path, address, before, monkeypatch, caplog
+):
     monkeypatch.setattr(QuickStore, "last_wait_seconds", 0.05)
 
     def write(key, content):
@@ -541,7 +629,10 @@ def test_a_store_that_cannot_be_read_at_the_start(tmp_path, address, before):
         raise OSError("access denied")
 
     before["keys"] = keys
-    with pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"), Machine(tmp_path / "a", address):
+    with (
+        pytest.raises(StorageError, match=r"access denied; put it right .*leave `mirror` out"),
+        Machine(tmp_path / "a", address),
+    ):
         pass
 
 
@@ -569,7 +660,9 @@ def test_large_files_are_moved_in_parts(tmp_path, any_address):
 
 
 def test_an_address_as_run(tmp_path):
-    config = with_local_run(TrainConfig(run="s3://bucket/runs/letters/?region=x", model="m", iterations=1))
+    config = with_local_run(
+        TrainConfig(run="s3://bucket/runs/letters/?region=x", model="m", iterations=1)
+    )
     assert (config.run, config.mirror) == ("runs/letters", "s3://bucket/runs/letters/?region=x")
     assert with_local_run(TrainConfig(run="runs/x", model="m", iterations=1)).mirror is None
     with pytest.raises(ConfigError, match="give one of them"):
@@ -578,7 +671,8 @@ def test_an_address_as_run(tmp_path):
         with pytest.raises(ConfigError, match="carries credentials") as caught:
             with_local_run(TrainConfig(run="x", model="m", iterations=1, mirror=secret))
         assert "sesame" not in str(caught.value)
-        with pytest.raises(ConfigError, match=r"cache\[1\] .* carries credentials") as caught:  # it would stand in config.yaml
+        # It would stand in config.yaml.
+        with pytest.raises(ConfigError, match=r"cache\[1\] .* carries credentials") as caught:
             with_local_run(TrainConfig(run="x", model="m", iterations=1, cache=["kept", secret]))
         assert "sesame" not in str(caught.value)
     with pytest.raises(UserError, match="a mirror cannot be at"):

@@ -1,5 +1,5 @@
-"""The mirror of a run folder in a real S3 server (moto's), by address and with credentials from the environment; and what S3 and
-Google's store ask of conditional writes, as they document it."""
+"""The mirror of a run folder in a real S3 server (moto's), by address and with credentials from the
+environment; and what S3 and Google's store ask of conditional writes, as they document it."""
 
 import json
 import threading
@@ -24,7 +24,10 @@ def config(path, address):
 
 
 def make_run(folder, size):
-    for number, phase, names in ((0, "prepare", ["checkpoint"]), (1, "train", ["checkpoint", "state"])):
+    for number, phase, names in (
+        (0, "prepare", ["checkpoint"]),
+        (1, "train", ["checkpoint", "state"]),
+    ):
         for name in names:
             path = folder.iteration(number).path / name / "weights"
             path.parent.mkdir(parents=True)
@@ -85,7 +88,9 @@ class Objects(BaseHTTPRequestHandler):
     def do_PUT(self):
         server, body = self.server, self.rfile.read(int(self.headers["Content-Length"]))
         there = 0 if server.content is None else server.number
-        wanted = self.headers.get("x-goog-if-generation-match") or (self.headers.get("If-Match") or "").strip('"')
+        wanted = self.headers.get("x-goog-if-generation-match") or (
+            self.headers.get("If-Match") or ""
+        ).strip('"')
         conditional = wanted or self.headers.get("If-None-Match")
         if server.refusal is not None and conditional:
             return self.answer(*server.refusal)
@@ -99,7 +104,9 @@ class Objects(BaseHTTPRequestHandler):
     def do_GET(self):
         if self.server.content is None:
             return self.answer(404)
-        return self.answer(200, self.server.content, Last_Modified=formatdate(usegmt=True), **self.named())
+        return self.answer(
+            200, self.server.content, Last_Modified=formatdate(usegmt=True), **self.named()
+        )
 
 
 @pytest.fixture
@@ -112,7 +119,13 @@ def objects(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", address)
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.setenv(name, "x")
-    key = {"gcs_base_url": address, "disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    key = {
+        "gcs_base_url": address,
+        "disable_oauth": True,
+        "client_email": "",
+        "private_key": "",
+        "private_key_id": "",
+    }
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
     yield server
     server.shutdown()
@@ -126,19 +139,33 @@ def test_an_owner_is_swapped_as_the_store_wants_it(objects, address):
     first = store.swap("owner.json", b"1", None)
     assert store.swap("owner.json", b"other", None) is None
     second = store.swap("owner.json", b"2", first)
-    assert second is not None and store.swap("owner.json", b"3", first) is None and objects.content == b"2"
+    assert (
+        second is not None
+        and store.swap("owner.json", b"3", first) is None
+        and objects.content == b"2"
+    )
     content, tag = store.read_tagged("owner.json")  # as one that takes over does
     assert content == b"2"
     third = store.swap("owner.json", b"taken", tag)
-    assert third is not None and store.swap("owner.json", b"3", second) is None and objects.content == b"taken"
+    assert (
+        third is not None
+        and store.swap("owner.json", b"3", second) is None
+        and objects.content == b"taken"
+    )
     objects.content = None  # removed by hand
     assert store.swap("owner.json", b"4", third) is None
 
 
-@pytest.mark.parametrize(("status", "code", "written"), [(501, "NotImplemented", True), (400, "Bad</Code><Id>A501", False)])
+@pytest.mark.parametrize(
+    ("status", "code", "written"),
+    [(501, "NotImplemented", True), (400, "Bad</Code><Id>A501", False)],
+)
 def test_only_a_store_without_conditions_is_written_without(objects, status, code, written):
     """An error that has the number in it, such as that of a request, is none of that."""
-    objects.content, objects.refusal = b"another's", (status, f"<Error><Code>{code}</Code></Error>".encode())
+    objects.content, objects.refusal = (
+        b"another's",
+        (status, f"<Error><Code>{code}</Code></Error>".encode()),
+    )
     store = MirrorStore("s3://bucket/x")
     if written:
         assert store.swap("owner.json", b"1", None) is not None

@@ -26,13 +26,17 @@ def folder_of(path, trained):
         if yes:
             for name in ("checkpoint", "state") if number else ("checkpoint",):
                 (one.path / name).mkdir(parents=True)
-                (one.path / name / "weights").write_bytes(b"x" * (1000 if name == "checkpoint" else 3000))
+                (one.path / name / "weights").write_bytes(
+                    b"x" * (1000 if name == "checkpoint" else 3000)
+                )
         one.mark("train" if number else "prepare", [], {"trained": yes})
     return folder
 
 
 def rows(*rewards):
-    return [{"iteration": number, "validation_reward": reward} for number, reward in enumerate(rewards)]
+    return [
+        {"iteration": number, "validation_reward": reward} for number, reward in enumerate(rewards)
+    ]
 
 
 def test_newest_best_and_every_nth(tmp_path):
@@ -52,14 +56,25 @@ def test_one_more_than_there_are_iterations_keeps_all_and_the_start(tmp_path):
     folder = folder_of(tmp_path, [True] * 7)
     kept = kept_of(folder, rows(*[0.5] * 7), config(tmp_path, keep_checkpoints=7), 6)
     assert kept.checkpoints == set(range(7)) and set(range(1, 7)) <= kept.states
-    assert 0 not in kept_of(folder, rows(*[0.5] * 7), config(tmp_path, keep_checkpoints=6), 6).checkpoints
+    assert (
+        0
+        not in kept_of(
+            folder, rows(*[0.5] * 7), config(tmp_path, keep_checkpoints=6), 6
+        ).checkpoints
+    )
 
 
 def test_the_best_are_policies_not_iterations(tmp_path):
-    """Iterations that trained nothing have the policy before; of equals the newest counts, and it counts once."""
+    """Iterations that trained nothing have the policy before; of equals the newest counts, and it
+    counts once.
+    """
     folder = folder_of(tmp_path, [True, True, False, True])
     assert best_policies(folder, rows(0.1, 0.9, 0.9, 0.5), config(tmp_path, keep_best=2)) == [1, 3]
-    assert best_policies(folder, rows(0.5, 0.5, 0.5, 0.5), config(tmp_path, keep_best=9)) == [3, 1, 0]
+    assert best_policies(folder, rows(0.5, 0.5, 0.5, 0.5), config(tmp_path, keep_best=9)) == [
+        3,
+        1,
+        0,
+    ]
     assert best_policies(folder, rows(None, None, None, None), config(tmp_path)) == []
 
 
@@ -69,11 +84,16 @@ def test_policies_that_were_not_written(tmp_path):
     folder.iteration(0).mark("prepare", [], {})
     for number in range(1, 9):
         folder.iteration(number).mark("train", [], {"trained": True, "saved": number % 3 == 0})
-    assert folder.written_until(8) == [6, 3, 0] and (folder.written_version(8), folder.policy_version(8)) == (6, 8)
+    assert folder.written_until(8) == [6, 3, 0] and (
+        folder.written_version(8),
+        folder.policy_version(8),
+    ) == (6, 8)
     rewards = rows(0.1, 0.2, 0.3, 0.4, 0.9, 0.5, 0.3, 0.2, 0.8)
     assert best_policies(folder, rewards, every_third) == [3]
     folder.iteration(8).mark("save", [], {})  # written after all
-    assert folder.written_until(8) == [8, 6, 3, 0] and best_policies(folder, rewards, every_third) == [8]
+    assert folder.written_until(8) == [8, 6, 3, 0] and best_policies(
+        folder, rewards, every_third
+    ) == [8]
     assert most_kept(every_third, 9) == (3, 3) and most_kept(config(tmp_path), 9) == (5, 4)
 
 
@@ -94,10 +114,15 @@ def test_a_policy_that_is_written_while_another_thread_prunes(tmp_path, monkeypa
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_rules_take_what_is_needed(tmp_path, seed):
-    """Pruned after each iteration: the newest two iterations can be trained again, the best so far are there, and there is never
-    more than was estimated."""
+    """Pruned after each iteration: the newest two iterations can be trained again, the best so far
+    are there, and there is never more than was estimated."""
     chance = random.Random(seed)
-    settings = config(tmp_path, keep_checkpoints=3, keep_best=chance.randint(1, 3), keep_every=chance.choice([None, 1, 2, 5]))
+    settings = config(
+        tmp_path,
+        keep_checkpoints=3,
+        keep_best=chance.randint(1, 3),
+        keep_every=chance.choice([None, 1, 2, 5]),
+    )
     folder, scores = folder_of(tmp_path, [True]), [chance.random()]
     for number in range(1, 8):
         yes = chance.random() < 0.8
@@ -107,7 +132,10 @@ def test_no_rules_take_what_is_needed(tmp_path, seed):
         one.mark("train", [], {"trained": yes})
         scores.append(chance.random())
         for name, most in zip(("checkpoint", "state"), most_kept(settings, number), strict=True):
-            assert sum((folder.iteration(n).path / name).exists() for n in range(1, number + 1)) <= most
+            assert (
+                sum((folder.iteration(n).path / name).exists() for n in range(1, number + 1))
+                <= most
+            )
         prune(folder, rows(*scores), settings, number)
         for again in range(max(1, number - 1), number + 1):
             assert folder.checkpoint(again - 1).is_dir()
@@ -118,7 +146,9 @@ def test_no_rules_take_what_is_needed(tmp_path, seed):
             assert (folder.iteration(best).path / "checkpoint").is_dir()
 
 
-@pytest.mark.parametrize("wrong", [{"keep_best": 0}, {"keep_every": 0}, {"mirror": " "}, {"keep_checkpoints": 2}])
+@pytest.mark.parametrize(
+    "wrong", [{"keep_best": 0}, {"keep_every": 0}, {"mirror": " "}, {"keep_checkpoints": 2}]
+)
 def test_wrong_rules(tmp_path, wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         config(tmp_path, **wrong).check("TrainConfig")
@@ -146,7 +176,8 @@ def test_a_run_that_is_continued_is_measured(tmp_path):
     prune(folder, rows(0.1, 0.2, 0.3, 0.4, 0.5), config(tmp_path), 4)
     needs = disk_needs(config(tmp_path), tmp_path / "no model", folder)
     assert (needs.checkpoint, needs.state) == (1000, 3000)
-    assert needs.next == 2 * 1000 + 3000  # of 3 + 1 best checkpoints, one is the best and among the newest at the same time
+    # Of 3 + 1 best checkpoints, one is the best and among the newest at the same time.
+    assert needs.next == 2 * 1000 + 3000
     assert disk_needs(config(tmp_path), tmp_path / "no model", RunFolder(tmp_path / "new")) is None
     done = TrainConfig(run=str(tmp_path / "run"), model="m", iterations=4)
     assert disk_needs(done, tmp_path, folder).next == disk_needs(done, tmp_path, folder).whole == 0
@@ -158,7 +189,9 @@ def test_too_little_room(tmp_path):
     warning = judge_disk(DiskNeeds(**(vars(needs) | {"free": 30e9})), tmp_path)
     for word in ("60 GB more", "4 GB a checkpoint", "30 GB are free", "keep_checkpoints=3"):
         assert word in warning
-    with pytest.raises(StorageError, match=r"next 2 iterations need 24 GB .* but 20 GB are free there; make room"):
+    with pytest.raises(
+        StorageError, match=r"next 2 iterations need 24 GB .* but 20 GB are free there; make room"
+    ):
         judge_disk(DiskNeeds(**(vars(needs) | {"free": 20e9})), tmp_path)
     assert judge_disk(DiskNeeds(**(vars(needs) | {"free": None})), tmp_path) is None
 

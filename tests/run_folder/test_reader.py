@@ -4,16 +4,36 @@ from ttrl.run_folder import reader
 
 
 def test_intervals_are_only_given_for_counts_of_successes() -> None:
-    assert reader.interval({"validation": {"exact": 0.5}, "validation_samples": 200}, "validation.exact") is not None
-    assert reader.interval({"validation": {"exact": 0.5017}, "validation_samples": 200}, "validation.exact") is None
+    assert (
+        reader.interval(
+            {"validation": {"exact": 0.5}, "validation_samples": 200}, "validation.exact"
+        )
+        is not None
+    )
+    assert (
+        reader.interval(
+            {"validation": {"exact": 0.5017}, "validation_samples": 200}, "validation.exact"
+        )
+        is None
+    )
     assert reader.interval({"validation": {"exact": 0.5}}, "validation.exact") is None
-    assert reader.interval({"validation_reward": -1.0, "validation_samples": 4}, "validation_reward") is None
+    assert (
+        reader.interval({"validation_reward": -1.0, "validation_samples": 4}, "validation_reward")
+        is None
+    )
 
 
 def test_failed_held_out_samples_are_named_with_the_figure() -> None:
-    row = {"iteration": 1, "validation_reward": 0.5, "validation_sampling": "greedy, 4 tasks", "validation_failed": 3}
+    row = {
+        "iteration": 1,
+        "validation_reward": 0.5,
+        "validation_sampling": "greedy, 4 tasks",
+        "validation_failed": 3,
+    }
     assert reader.held_out_text(row, "reward") == "0.500 (greedy, 4 tasks, 3 samples failed)"
-    assert reader.held_out_text(row | {"validation_failed": 0}, "reward") == "0.500 (greedy, 4 tasks)"
+    assert (
+        reader.held_out_text(row | {"validation_failed": 0}, "reward") == "0.500 (greedy, 4 tasks)"
+    )
 
 
 def test_a_held_out_metric_that_some_samples_lack_says_so() -> None:

@@ -1,4 +1,6 @@
-"""Iterations that a run was stopped for, thrown away and done again: only where that is asked for. On fake parts."""
+"""Iterations that a run was stopped for, thrown away and done again: only where that is asked for.
+On fake parts.
+"""
 
 import logging
 from uuid import uuid4
@@ -17,11 +19,16 @@ from ttrl.system.mirror_store import MirrorStore
 GOOD = {"tokens": 4000, "not_finite": 0, "mean": 1e-6, "p999": 1e-5, "ess": 1.0, "outside": 0.0}
 BAD = GOOD | {"mean": 0.07}
 DRIFTED = {"sampler_trainer": GOOD | {"by_version": {"1": BAD}}}
-OFF_POLICY = {"sampler_trainer": BAD | {"by_version": {"1": BAD}, "own_weights": BAD | {"version": 1, "rows": 4}}}
+OFF_POLICY = {
+    "sampler_trainer": BAD
+    | {"by_version": {"1": BAD}, "own_weights": BAD | {"version": 1, "rows": 4}}
+}
 
 
 def train(world, redo=None, **changes):
-    return train_module.train(world.config(**changes), world.tasks(8), world.tasks(2, "held-out"), redo=redo)
+    return train_module.train(
+        world.config(**changes), world.tasks(8), world.tasks(2, "held-out"), redo=redo
+    )
 
 
 def content(world):
@@ -31,9 +38,13 @@ def content(world):
         name = str(path.relative_to(world.run))
         if path.name in ("rollouts.jsonl", "validation.jsonl"):
             found[name] = [{**row, "logprob_tokens": None} for row in read_jsonl(path)]
-        elif path.is_file() and (path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"):
+        elif path.is_file() and (
+            path.suffix in (".safetensors", ".txt") or path.name == "train.jsonl"
+        ):
             found[name] = digest(path)
-    return found | {row["iteration"]: (row.get("reward"), row["validation_reward"]) for row in world.rows()}
+    return found | {
+        row["iteration"]: (row.get("reward"), row["validation_reward"]) for row in world.rows()
+    }
 
 
 @pytest.fixture
@@ -53,10 +64,15 @@ def undisturbed(world, tmp_path):
 
 @pytest.mark.long(but=["1-3-facts1"])
 @pytest.mark.parametrize(("steps", "number", "facts"), [(0, 2, DRIFTED), (1, 3, OFF_POLICY)])
-def test_drift_ends_the_run_until_its_iteration_is_done_again(world, undisturbed, monkeypatch, caplog, steps, number, facts):
+def test_drift_ends_the_run_until_its_iteration_is_done_again(
+    world, undisturbed, monkeypatch, caplog, steps, number, facts
+):
     """Long for the first iteration: only that has no policy before it."""
     world.step_facts = {number: facts}
-    with pytest.raises(DriftError, match=rf"4,000 tokens that policy 1 sampled(?s:.*)TTRL_REDO={number} in front of it"):
+    with pytest.raises(
+        DriftError,
+        match=rf"4,000 tokens that policy 1 sampled(?s:.*)TTRL_REDO={number} in front of it",
+    ):
         train(world, off_policy_steps=steps)
     asked = len(world.requests)
     with pytest.raises(DriftError):  # never by itself
@@ -77,7 +93,9 @@ def test_drift_ends_the_run_until_its_iteration_is_done_again(world, undisturbed
 
 
 def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
-    """With drift="warn" the run went on, so that there are later iterations, and lines of metrics."""
+    """With drift="warn" the run went on, so that there are later iterations, and lines of
+    metrics.
+    """
     world.step_facts = {2: DRIFTED}
     train(world, drift="warn")
     world.step_facts = {}
@@ -94,7 +112,9 @@ def test_killed_while_throwing_away(world, undisturbed, monkeypatch):
             patch.setattr(folder, "remove_folder", killed)
             train(world, redo=2, drift="warn")
         assert [row["iteration"] for row in world.rows()] == [0, 1]
-        assert (world.run / "iterations/0003").exists() == (count == 0) and (world.run / "iterations/0002").exists()
+        assert (world.run / "iterations/0003").exists() == (count == 0) and (
+            world.run / "iterations/0002"
+        ).exists()
     train(world, redo=2)
     assert content(world) == undisturbed(0)
 
@@ -119,7 +139,9 @@ def test_the_mirror_is_thrown_away_too(world, undisturbed):
         throw_away(run, TrainConfig.parse(run.config(), "config"), 2, Remembering(address))
     train(world, mirror=address)
     # Cut off anywhere, what is left is the beginning of the run.
-    assert removed[0] == [f"iterations/0002/done/{phase}.json" for phase in ("train", "pack", "rollouts")]
+    assert removed[0] == [
+        f"iterations/0002/done/{phase}.json" for phase in ("train", "pack", "rollouts")
+    ]
     for key in store.keys():  # noqa: SIM118
         if key.startswith("iterations/"):
             assert store.read(key) == (world.run / key).read_bytes()
@@ -131,7 +153,9 @@ def test_what_cannot_be_done_again_is_kept(world, monkeypatch):
     with pytest.raises(DriftError):
         train(world)
     (world.run / "iterations/0001/state").rename(world.folder / "state")
-    with pytest.raises(RunFolderError, match=r"iteration 2 cannot be done again: .*0001/state is no longer there"):
+    with pytest.raises(
+        RunFolderError, match=r"iteration 2 cannot be done again: .*0001/state is no longer there"
+    ):
         train(world, redo=2)
     assert RunFolder(world.run).iteration(2).marker("train") is not None
     for wrong in (0, -1, "2", True, 2.0):

@@ -1,8 +1,10 @@
-"""Two owners of one run that stall, are killed and take over from each other at any moment: never two leads, no marker lost.
+"""Two owners of one run that stall, are killed and take over from each other at any moment: never
+two leads, no marker lost.
 
-A model-based test of both media: a disk that two machines share, whose flock does not reach, and an object store. Each owner is a
-thread that stops before every operation on the medium; what hypothesis draws is who does how many next, and what goes wrong.
-TTRL_TESTS_SCHEDULES=1000 tries that many.
+A model-based test of both media: a disk that two machines share, whose flock does not reach, and an
+object store. Each owner is a thread that stops before every operation on the medium; what
+hypothesis draws is who does how many next, and what goes wrong. TTRL_TESTS_SCHEDULES=1000 tries
+that many.
 """
 
 import contextlib
@@ -19,7 +21,13 @@ from uuid import uuid4
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
@@ -72,7 +80,9 @@ class Owner(threading.Thread):
 
 
 def doing(operation):
-    """Do an operation, once the owner whose thread this is is let do it. ESTALE comes in its place, EIO instead of its answer."""
+    """Do an operation, once the owner whose thread this is is let do it. ESTALE comes in its place,
+    EIO instead of its answer.
+    """
     owner = threading.current_thread()
     if not isinstance(owner, Owner):
         return operation()
@@ -182,9 +192,13 @@ class Disk(RuleBasedStateMachine):
         there, seen = self.markers(), self.seen
         self.seen = there
         for key, content in seen.items():
-            assert there.get(key) == content, f"{key} was overwritten, by {self.by(there[key])} after {self.by(content)}"
+            assert there.get(key) == content, (
+                f"{key} was overwritten, by {self.by(there[key])} after {self.by(content)}"
+            )
         for key in there.keys() - seen.keys():
-            assert self.by(there[key]) == self.leads[-1], f"{key} is by {self.by(there[key])}, while {self.leads[-1]} leads"
+            assert self.by(there[key]) == self.leads[-1], (
+                f"{key} is by {self.by(there[key])}, while {self.leads[-1]} leads"
+            )
 
     def teardown(self):
         """Whatever has happened, the next one does what is left."""
@@ -201,16 +215,22 @@ class Disk(RuleBasedStateMachine):
 
 
 class Store(Disk):
-    """An object store; each owner comes on a machine of its own, with nothing of the run. What was under way to the store when
-    another took over may still arrive there, but never in place of the other's."""
+    """An object store; each owner comes on a machine of its own, with nothing of the run. What was
+    under way to the store when another took over may still arrive there, but never in place of the
+    other's.
+    """
 
     def prepare(self):
-        self.patch.setattr(Mirror, "following", lambda mirror: contextlib.nullcontext())  # uploads by the owner itself
+        # Uploads by the owner itself.
+        self.patch.setattr(Mirror, "following", lambda mirror: contextlib.nullcontext())
 
     def work(self, name):
         folder = RunFolder(self.folder / name, beat_seconds=NEVER)
         config = TrainConfig(run=str(folder.path), model="m", iterations=9, mirror=self.address)
-        with folder.locked(), mirrored(config, folder, take_over=True, store_class=SteppedStore) as mirror:
+        with (
+            folder.locked(),
+            mirrored(config, folder, take_over=True, store_class=SteppedStore) as mirror,
+        ):
             self.do(folder, name, mirror._try_pass)
 
     def markers(self):
@@ -219,11 +239,17 @@ class Store(Disk):
 
     @invariant()
     def nothing_is_lost(self):
-        there, seen, record = self.markers(), self.seen, MirrorStore(self.address).read("owner.json")
+        there, seen, record = (
+            self.markers(),
+            self.seen,
+            MirrorStore(self.address).read("owner.json"),
+        )
         self.seen = there
         for key, content in seen.items():
             before, now = (self.leads.index(self.by(one[key])) for one in (seen, there))
-            assert there[key] == content or now > before, f"{key} was overwritten, by {self.leads[now]}, of {self.leads}"
+            assert there[key] == content or now > before, (
+                f"{key} was overwritten, by {self.leads[now]}, of {self.leads}"
+            )
         if record is not None and (token := json.loads(record)["token"]) != self.tokens[-1]:
             assert token not in self.tokens, "who was taken over owns the run again"
             self.tokens.append(token)
@@ -231,4 +257,6 @@ class Store(Disk):
 
 @pytest.mark.parametrize("medium", [Disk, Store])
 def test_never_two_leads_and_no_marker_lost(medium):
-    run_state_machine_as_test(medium, settings=settings(max_examples=SCHEDULES, stateful_step_count=25))
+    run_state_machine_as_test(
+        medium, settings=settings(max_examples=SCHEDULES, stateful_step_count=25)
+    )

@@ -13,11 +13,18 @@ def checkpoints(tmp_path):
 
 @pytest.fixture
 def fake_server(tmp_path, checkpoints):
-    """A function that makes a server (not started yet) with a behaviour; all are stopped at the end."""
+    """A function that makes a server (not started yet) with a behaviour; all are stopped at the
+    end.
+    """
     made: list[VLLMServer] = []
 
     def make(behaviour: str = "fine", **arguments) -> VLLMServer:
-        arguments = {"served_model_name": "m", "log_path": tmp_path / "server.log", "dtype": "float32", **arguments}
+        arguments = {
+            "served_model_name": "m",
+            "log_path": tmp_path / "server.log",
+            "dtype": "float32",
+            **arguments,
+        }
         server = FakeVLLM(checkpoints[0], **arguments)
         server.behaviour = behaviour
         made.append(server)

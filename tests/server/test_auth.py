@@ -26,7 +26,13 @@ def ask(path="/collective_rpc", headers=(), kind="http", key="right", monkeypatc
     async def receive():
         return {"type": "http.request"}
 
-    scope = {"type": kind, "path": path, "method": "POST", "headers": [(k.encode(), v.encode()) for k, v in headers], **more}
+    scope = {
+        "type": kind,
+        "path": path,
+        "method": "POST",
+        "headers": [(k.encode(), v.encode()) for k, v in headers],
+        **more,
+    }
     asyncio.run(RequireKey(app)(scope, receive, send))
     return reached, sent
 
@@ -44,32 +50,57 @@ def ask(path="/collective_rpc", headers=(), kind="http", key="right", monkeypatc
         [("authorization", "Bearer wrong"), ("authorization", "Bearer right")],
     ],
 )
-@pytest.mark.parametrize("path", ["/collective_rpc", "/health/", "/Health", "//health", "/v1/models", "/metrics", ""])
+@pytest.mark.parametrize(
+    "path", ["/collective_rpc", "/health/", "/Health", "//health", "/v1/models", "/metrics", ""]
+)
 def test_without_the_key_nothing_is_reached(path, headers, monkeypatch):
     reached, sent = ask(path, headers, monkeypatch=monkeypatch)
     assert reached == [] and sent[0]["status"] == 401 and b"OPENAI_API_KEY" in sent[1]["body"]
 
 
 def test_an_address_without_v1_is_told_so(monkeypatch):
-    reached, sent = ask("/chat/completions", headers=[("authorization", "Bearer right")], monkeypatch=monkeypatch)
-    assert reached == [] and sent[0]["status"] == 404 and b"the server's address ends in /v1" in sent[1]["body"]
+    reached, sent = ask(
+        "/chat/completions", headers=[("authorization", "Bearer right")], monkeypatch=monkeypatch
+    )
+    assert (
+        reached == []
+        and sent[0]["status"] == 404
+        and b"the server's address ends in /v1" in sent[1]["body"]
+    )
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer"])
 def test_with_the_key_everything_is_reached(scheme, monkeypatch):
-    assert ask(headers=[("authorization", f"{scheme} right")], monkeypatch=monkeypatch) == (["http"], [])
+    assert ask(headers=[("authorization", f"{scheme} right")], monkeypatch=monkeypatch) == (
+        ["http"],
+        [],
+    )
 
 
 def test_its_proof_and_the_key_derived_for_it(monkeypatch):
     monkeypatch.setenv("TTRL_SERVER_NAME", "one")
     reached, sent = ask("/ttrl/proof", monkeypatch=monkeypatch, query_string=b"17")
-    right = {words: hmac.new(b"right", "\n".join(words).encode(), "sha256").hexdigest() for words in PROOFS}
-    assert reached == [] and json.loads(sent[1]["body"]) == {"name": "one", "proof": right["proof", "17", "one"]}
+    right = {
+        words: hmac.new(b"right", "\n".join(words).encode(), "sha256").hexdigest()
+        for words in PROOFS
+    }
+    assert reached == [] and json.loads(sent[1]["body"]) == {
+        "name": "one",
+        "proof": right["proof", "17", "one"],
+    }
     for words, given in right.items():
-        reached, sent = ask(headers=[("x", "y"), ("authorization", f"Bearer {given}")], monkeypatch=monkeypatch)
+        reached, sent = ask(
+            headers=[("x", "y"), ("authorization", f"Bearer {given}")], monkeypatch=monkeypatch
+        )
         assert (reached == ["http"]) == (words == ("key", "one")) == (sent == [])
-    scope = {"type": "http", "headers": [(b"authorization", b"Bearer " + right["key", "one"].encode())]}
-    assert RequireKey(None)._has_key(scope) and scope["headers"] == [(b"authorization", b"Bearer right")]  # for vLLM's own check
+    scope = {
+        "type": "http",
+        "headers": [(b"authorization", b"Bearer " + right["key", "one"].encode())],
+    }
+    # For vLLM's own check.
+    assert RequireKey(None)._has_key(scope) and scope["headers"] == [
+        (b"authorization", b"Bearer right")
+    ]
 
 
 def test_health_and_lifespan_are_open_and_websockets_closed(monkeypatch):
@@ -89,12 +120,14 @@ def test_a_server_without_a_key_does_not_start(monkeypatch):
 
 @pytest.fixture
 def fence(monkeypatch, tmp_path):
-    """A function that sends a request with the key to a server that can tell weights, and returns whether it got through, the
-    status and the answer."""
+    """A function that sends a request with the key to a server that can tell weights, and returns
+    whether it got through, the status and the answer."""
     monkeypatch.setenv("TTRL_WEIGHTS_FILE", str(tmp_path / "weights"))
 
     def send(method, path, version=None, key="right"):
-        headers = [("authorization", f"Bearer {key}")] + ([("x-ttrl-weights", version)] if version else [])
+        headers = [("authorization", f"Bearer {key}")] + (
+            [("x-ttrl-weights", version)] if version else []
+        )
         monkeypatch.setenv("VLLM_API_KEY", "right")
         reached, sent = [], []
 
@@ -104,9 +137,19 @@ def fence(monkeypatch, tmp_path):
         async def send_back(message):
             sent.append(message)
 
-        scope = {"type": "http", "path": path, "method": method, "headers": [(k.encode(), v.encode()) for k, v in headers]}
-        asyncio.run(RequireKey(app)(scope, None, send_back))  # made anew each time, as if each went to another API server
-        return bool(reached), sent[0]["status"] if sent else None, json.loads(sent[1]["body"]) if sent else None
+        scope = {
+            "type": "http",
+            "path": path,
+            "method": method,
+            "headers": [(k.encode(), v.encode()) for k, v in headers],
+        }
+        # Made anew each time, as if each went to another API server.
+        asyncio.run(RequireKey(app)(scope, None, send_back))
+        return (
+            bool(reached),
+            sent[0]["status"] if sent else None,
+            json.loads(sent[1]["body"]) if sent else None,
+        )
 
     return send
 
@@ -121,7 +164,9 @@ def test_requests_for_weights_pass_from_when_it_is_opened_to_them_until_it_is_cl
     assert fence("POST", "/ttrl/weights", "v2")[1] == 200
     assert ask("v1") == (False, 503) and ask("v2") == (True, None)
     message = fence("POST", "/v1/completions", "v1")[2]["error"]["message"]
-    assert message == "this server has other weights (v2) than the request is for (v1); sync it first"
+    assert (
+        message == "this server has other weights (v2) than the request is for (v1); sync it first"
+    )
     for _ in range(2):
         assert fence("DELETE", "/ttrl/weights") == (False, 200, {"weights": None})
     assert ask("v2") == (False, 503)

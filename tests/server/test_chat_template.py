@@ -80,7 +80,9 @@ def test_named_templates_of_the_model_do_not_win(tiny_model: Path, tmp_path: Pat
     assert tokenizer.chat_template == "{{ messages }}"
 
 
-def test_the_folder_is_made_again_where_the_template_or_the_model_changed(tiny_model: Path, tmp_path: Path) -> None:
+def test_the_folder_is_made_again_where_the_template_or_the_model_changed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     made = with_chat_template(tiny_model, PLAIN, folder)
     inode = made.stat().st_ino
@@ -135,5 +137,7 @@ def test_a_joined_server_with_another_template_is_refused(
     monkeypatch.setenv(auth.TEMPLATE_VARIABLE, template_digest(model))
     server.check_chat_template(model)
     monkeypatch.setenv(auth.TEMPLATE_VARIABLE, template_digest(tiny_model))
-    with pytest.raises(WeightSyncError, match="another chat template than the run's model; start it"):
+    with pytest.raises(
+        WeightSyncError, match="another chat template than the run's model; start it"
+    ):
         server.check_chat_template(model)

@@ -1,4 +1,6 @@
-"""The whole way of a rollout's request: the run's client, the scheduling of requests, the middleware before the server."""
+"""The whole way of a rollout's request: the run's client, the scheduling of requests, the
+middleware before the server.
+"""
 
 import asyncio
 import json
@@ -14,7 +16,9 @@ KEY = "k" * 20
 
 
 class Host:
-    """A server behind the real middleware. After so many refusals its keeper syncs it, and opens it to the new weights."""
+    """A server behind the real middleware. After so many refusals its keeper syncs it, and opens it
+    to the new weights.
+    """
 
     def __init__(self, refusals):
         self.weights, self.refusals, self.answered_by = "old", refusals, []
@@ -27,8 +31,21 @@ class Host:
             message = {"role": "assistant", "content": self.weights}
             choice = {"index": 0, "message": message, "finish_reason": "stop", "logprobs": None}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            body = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
-        await send({"type": "http.response.start", "status": 404 if scope["path"] == "/metrics" else 200, "headers": []})
+            body = {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [choice],
+                "usage": usage,
+            }
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 404 if scope["path"] == "/metrics" else 200,
+                "headers": [],
+            }
+        )
         await send({"type": "http.response.body", "body": json.dumps(body).encode()})
 
     async def handle(self, request):
@@ -49,16 +66,23 @@ class Host:
                         "type": "http",
                         "path": "/ttrl/weights",
                         "method": "POST",
-                        "headers": [(b"authorization", f"Bearer {KEY}".encode()), (FENCE_HEADER.encode(), b"new")],
+                        "headers": [
+                            (b"authorization", f"Bearer {KEY}".encode()),
+                            (FENCE_HEADER.encode(), b"new"),
+                        ],
                     },
                     None,
                     send,
                 )
-        return web.Response(status=sent[0]["status"], body=sent[1]["body"], content_type="application/json")
+        return web.Response(
+            status=sent[0]["status"], body=sent[1]["body"], content_type="application/json"
+        )
 
 
 def test_no_request_is_answered_by_a_server_with_other_weights(monkeypatch, tmp_path):
-    """One that was started anew looks healthy and knows the key; requests wait until it was synced, and none is lost."""
+    """One that was started anew looks healthy and knows the key; requests wait until it was synced,
+    and none is lost.
+    """
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     monkeypatch.setenv("TTRL_WEIGHTS_FILE", str(tmp_path / "weights"))
     host = Host(refusals=6)
@@ -71,10 +95,19 @@ def test_no_request_is_answered_by_a_server_with_other_weights(monkeypatch, tmp_
         await site.start()
         port = runner.addresses[0][1]
         server = Endpoint(f"http://127.0.0.1:{port}/v1", KEY, {FENCE_HEADER: "new"})
-        tasks = [Task([{"role": "user", "content": str(number)}], lambda choice: 1.0, id=str(number)) for number in range(4)]
+        tasks = [
+            Task([{"role": "user", "content": str(number)}], lambda choice: 1.0, id=str(number))
+            for number in range(4)
+        ]
         try:
             return await get_task_results(
-                tasks, server, "m", params={"logprobs": False}, token_ids=False, pbar=False, max_retries=1
+                tasks,
+                server,
+                "m",
+                params={"logprobs": False},
+                token_ids=False,
+                pbar=False,
+                max_retries=1,
             )
         finally:
             await runner.cleanup()

@@ -42,7 +42,9 @@ def adapter(model, tmp_path):
 def test_an_adapter_alone_is_as_complete_as_its_base(model, adapter):
     assert check_model_folder(adapter) == adapter
     (model / "model.safetensors").unlink()
-    with pytest.raises(ModelFolderError, match=f"its weights are an adapter to {model}: no weights"):
+    with pytest.raises(
+        ModelFolderError, match=f"its weights are an adapter to {model}: no weights"
+    ):
         check_model_folder(adapter)
 
 
@@ -89,7 +91,9 @@ def test_missing_shards_and_damaged_files(model):
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
     (model / "model.safetensors").rename(model / "model-1.safetensors")
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ModelFolderError, match=r"1 weight files that are missing: model-2\.safetensors"):
+    with pytest.raises(
+        ModelFolderError, match=r"1 weight files that are missing: model-2\.safetensors"
+    ):
         check_model_folder(model)
     (model / "model-2.safetensors").write_bytes(b"x")
     assert check_model_folder(model) == model
@@ -150,7 +154,9 @@ def test_the_digest_changes_with_everything_that_is_computed_with(model, tmp_pat
     assert weights_digest(copy) == first  # wherever it lies
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         data = (copy / name).read_bytes()
-        (copy / name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]) if name.endswith("safetensors") else data + b" ")
+        (copy / name).write_bytes(
+            data[:-1] + bytes([data[-1] ^ 1]) if name.endswith("safetensors") else data + b" "
+        )
         assert weights_digest(copy) != first, name
         (copy / name).write_bytes(data)
     assert weights_digest(copy) == first
@@ -159,10 +165,20 @@ def test_the_digest_changes_with_everything_that_is_computed_with(model, tmp_pat
 
 def test_small_models_take_larger_steps_on_a_cpu(tmp_path):
     large = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
-    assert cpu_batch({"vocab_size": 262, "hidden_size": 128}) == large == cpu_batch({"vocab_size": 32768, "hidden_size": 1024})
-    for name in ("max_num_seqs", "max-num-batched-tokens", "enable_chunked_prefill"):  # vLLM refuses 512 sequences of 256 tokens
+    assert (
+        cpu_batch({"vocab_size": 262, "hidden_size": 128})
+        == large
+        == cpu_batch({"vocab_size": 32768, "hidden_size": 1024})
+    )
+    # VLLM refuses 512 sequences of 256 tokens.
+    for name in ("max_num_seqs", "max-num-batched-tokens", "enable_chunked_prefill"):
         assert cpu_batch({"vocab_size": 262, "hidden_size": 128}, {"seed": 1, name: None}) == {}
-    for other in ({"vocab_size": 32769, "hidden_size": 64}, {"vocab_size": 262, "hidden_size": 1025}, {"text_config": {}}, {}):
+    for other in (
+        {"vocab_size": 32769, "hidden_size": 64},
+        {"vocab_size": 262, "hidden_size": 1025},
+        {"text_config": {}},
+        {},
+    ):
         assert cpu_batch(other) == {}
     (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
     assert cpu_batch(tmp_path) == large and cpu_batch("org/name") == {}
@@ -176,7 +192,9 @@ def test_no_prefix_cache_for_recurrent_layers_on_a_cpu(field):
     text = {"vocab_size": 262, "hidden_size": 128, field: 4}
     assert cpu_arguments(text)["enable-prefix-caching"] is False
     assert cpu_arguments({"text_config": text})["enable-prefix-caching"] is False
-    assert "enable-prefix-caching" not in cpu_arguments({"vocab_size": 262, "hidden_size": 128, field: None})
+    assert "enable-prefix-caching" not in cpu_arguments(
+        {"vocab_size": 262, "hidden_size": 128, field: None}
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,11 +214,17 @@ def test_a_model_on_the_hub_is_asked_for_and_a_slow_answer_is_none(error, refuse
     if not refused:
         model_folder.check_model("org/name")
         return
-    with pytest.raises(ModelFolderError, match=rf"'org/name' is neither a folder here nor in the hub's cache, and {refused}"):
+    with pytest.raises(
+        ModelFolderError,
+        match=rf"'org/name' is neither a folder here nor in the hub's cache, and {refused}",
+    ):
         model_folder.check_model("org/name")
 
 
 def test_no_prefix_cache_where_experts_are_returned_on_a_cpu():
     """A cached prompt's experts would be lost."""
     given = ["enable-return-routed-experts", "seed"]
-    assert cpu_arguments({"vocab_size": 262, "hidden_size": 128}, given)["enable-prefix-caching"] is False
+    assert (
+        cpu_arguments({"vocab_size": 262, "hidden_size": 128}, given)["enable-prefix-caching"]
+        is False
+    )

@@ -16,7 +16,9 @@ SHARED = Path(__file__).parents[3] / "shared" / "data" / "chat_templates"
 NO_PARSER = {"tool-call-parser": None, "enable-auto-tool-choice": None}
 
 
-def folder_with(folder: Path, source: str, model_type: str = "llama", tokens: tuple[str, ...] = ()) -> Path:
+def folder_with(
+    folder: Path, source: str, model_type: str = "llama", tokens: tuple[str, ...] = ()
+) -> Path:
     (folder / "chat_template.jinja").write_text(source)
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     added = [{"content": token} for token in tokens]
@@ -45,7 +47,9 @@ def chosen(model: Path, **given: Any) -> Any:
         ("chujiezheng/chatml", (), None),
     ],
 )
-def test_a_published_template_says_which_parser(tmp_path: Path, name: str, tokens: tuple[str, ...], parser: str | None) -> None:
+def test_a_published_template_says_which_parser(
+    tmp_path: Path, name: str, tokens: tuple[str, ...], parser: str | None
+) -> None:
     source = (SHARED / f"{name}.jinja").read_text()
     parsers = parsers_of(folder_with(tmp_path, source, tokens=tokens))
     assert parsers.arguments["tool-call-parser"] == parser

@@ -28,7 +28,9 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
     assert len(key) > 40 and path.stat().st_mode & 0o777 == 0o600
     assert read_or_make_key(path) == key != read_or_make_key(tmp_path / "other")
     path.chmod(0o640)
-    with pytest.raises(UserError, match=r"others can read it: mode 640; make it yours alone: chmod 600"):
+    with pytest.raises(
+        UserError, match=r"others can read it: mode 640; make it yours alone: chmod 600"
+    ):
         read_or_make_key(path)
     path.chmod(0o600)
     for text in ("", "short", "two words of which"):
@@ -38,8 +40,18 @@ def test_the_key_is_made_once_and_is_its_owners_alone(tmp_path):
 
 
 def test_arguments_for_vllm():
-    given = ["tensor_parallel_size=2", "enforce_eager=true", "distributed_executor_backend=ray", 'x={"a": [1]}']
-    expected = {"tensor_parallel_size": 2, "enforce_eager": True, "distributed_executor_backend": "ray", "x": {"a": [1]}}
+    given = [
+        "tensor_parallel_size=2",
+        "enforce_eager=true",
+        "distributed_executor_backend=ray",
+        'x={"a": [1]}',
+    ]
+    expected = {
+        "tensor_parallel_size": 2,
+        "enforce_eager": True,
+        "distributed_executor_backend": "ray",
+        "x": {"a": [1]},
+    }
     assert vllm_arguments(given) == expected
     with pytest.raises(UserError, match="give NAME=VALUE"):
         vllm_arguments(["enforce_eager"])
@@ -47,21 +59,33 @@ def test_arguments_for_vllm():
 
 def test_the_command_names_what_it_does(monkeypatch, tmp_path):
     seen = {}
-    monkeypatch.setattr(serve_module, "serve", lambda model, **settings: seen.update(settings, model=model))
-    assert cli.main(["serve", "m", "--key-file", str(tmp_path / "key"), "--vllm", "max_num_seqs=3"]) == 0
+    monkeypatch.setattr(
+        serve_module, "serve", lambda model, **settings: seen.update(settings, model=model)
+    )
+    assert (
+        cli.main(["serve", "m", "--key-file", str(tmp_path / "key"), "--vllm", "max_num_seqs=3"])
+        == 0
+    )
     assert seen["host"] == "127.0.0.1" and seen["port"] is None  # the user names any other address
     assert seen["arguments"] == {"max_num_seqs": 3} and seen["model"] == seen["name"] == "m"
-    assert seen["dtype"] == TrainConfig(run="r", model="m", iterations=1).resolved(cuda=False).dtype == "fp32"
+    assert (
+        seen["dtype"]
+        == TrainConfig(run="r", model="m", iterations=1).resolved(cuda=False).dtype
+        == "fp32"
+    )
     assert cli.main(["serve", "m", "--vllm", "x"]) == 2
     folder = "ttrl.server.model_folder.local_folder"
     monkeypatch.setattr(folder, lambda name, **_: tmp_path / name)
     assert cli.main(["serve", "m", "--adapters", "s3://bucket/run"]) == 0
-    assert (seen["model"], seen["adapters_from"]) == (str(tmp_path / "m"), "s3://bucket/run")  # the files that the run has
+    # The files that the run has.
+    assert (seen["model"], seen["adapters_from"]) == (str(tmp_path / "m"), "s3://bucket/run")
     assert seen["name"] == "m"  # as it was typed, whatever folder that is
 
 
 def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
-    """It says so to the run, is given room for them, and is not started where they cannot be read."""
+    """It says so to the run, is given room for them, and is not started where they cannot be
+    read.
+    """
     made, said = [], []
 
     class Made(contextlib.nullcontext):
@@ -74,20 +98,37 @@ def test_one_that_fetches_adapters(monkeypatch, tmp_path, checkpoints):
         return Made()
 
     monkeypatch.setattr(serve_module, "keep_serving", lambda *_, **__: None)
-    settings = {"key_file": tmp_path / "key", "log_path": tmp_path / "log", "say": said.append, "make_server": make}
+    settings = {
+        "key_file": tmp_path / "key",
+        "log_path": tmp_path / "log",
+        "say": said.append,
+        "make_server": make,
+    }
     store = (tmp_path / "store").as_uri()
     for arguments in (None, {"max_lora_rank": 8}):
         serve(str(checkpoints[0]), adapters_from=store, arguments=arguments, **settings)
     assert [one["extra_args"] for one in made] == [{"max_lora_rank": 64}, {"max_lora_rank": 8}]
     assert made[0]["adapters_from"] == store
-    assert any('joined_servers=["http://127.0.0.1:1"], adapters="mirror" and that key' in line for line in said)
+    assert any(
+        'joined_servers=["http://127.0.0.1:1"], adapters="mirror" and that key' in line
+        for line in said
+    )
     assert any(line.endswith("a run's adapter is called 'policy-adapter'") for line in said)
     serve(str(checkpoints[0]), **settings)
     assert made[2]["adapters_from"] is None and made[2]["extra_args"] is None
     with pytest.raises(UserError, match="cannot be at"):
         serve(str(checkpoints[0]), adapters_from="ftp://h/run", **settings)
-    with pytest.raises(UserError, match="on one machine, where they are fetched to; leave out distributed_executor_backend=ray"):
-        serve(str(checkpoints[0]), adapters_from=store, arguments={"distributed_executor_backend": "ray"}, **settings)
+    with pytest.raises(
+        UserError,
+        match="on one machine, where they are fetched to; leave out "
+        "distributed_executor_backend=ray",
+    ):
+        serve(
+            str(checkpoints[0]),
+            adapters_from=store,
+            arguments={"distributed_executor_backend": "ray"},
+            **settings,
+        )
     assert len(made) == 3
 
 
@@ -96,7 +137,11 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     made = []
 
     def make(model, **settings):
-        assert (settings.pop("host"), settings.pop("port"), str(model)) == ("127.0.0.1", None, str(checkpoints[0]))
+        assert (settings.pop("host"), settings.pop("port"), str(model)) == (
+            "127.0.0.1",
+            None,
+            str(checkpoints[0]),
+        )
         made.append(fake_server("fine", **settings))
         return made[0]
 
@@ -136,13 +181,19 @@ def test_it_is_started_anew_when_it_dies_but_not_for_ever(fake_server, checkpoin
     os.kill(server._child.pid, signal.SIGKILL)
     thread.join(60)
     assert not thread.is_alive() and len(errors) == 1 and not server.is_started
-    assert said[1] == f"serving at {url}/v1, where the model is called 'policy' and '{checkpoints[0]}'"
+    assert (
+        said[1] == f"serving at {url}/v1, where the model is called 'policy' and '{checkpoints[0]}'"
+    )
     assert said[3].endswith(f"export OPENAI_API_KEY=$(cat {tmp_path / 'key'})")
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_a_client_may_use_the_name_that_was_typed(adapters, fake_server, checkpoints, tmp_path, monkeypatch):
-    """So may a run, which asks for "policy" or for its adapter; vLLM answers any other name with 404."""
+def test_a_client_may_use_the_name_that_was_typed(
+    adapters, fake_server, checkpoints, tmp_path, monkeypatch
+):
+    """So may a run, which asks for "policy" or for its adapter; vLLM answers any other name with
+    404.
+    """
 
     def ask(url, key, name):
         body = {"model": name, "prompt": [3, 4], "max_tokens": 1}
@@ -154,7 +205,9 @@ def test_a_client_may_use_the_name_that_was_typed(adapters, fake_server, checkpo
         there = {"dtype": "float32", "api_key": server.api_key}
         run = JoinedServer(server.root_url, served_model_name="policy", **there)
         listed = [one["id"] for one in run.request("GET", "/v1/models")["data"]]
-        statuses = [ask(server.root_url, server.api_key, name) for name in ("policy", "org/typed", "other")]
+        statuses = [
+            ask(server.root_url, server.api_key, name) for name in ("policy", "org/typed", "other")
+        ]
         seen.extend([listed, statuses, check_canary(run, Canary.load(checkpoints[0]))])
         if adapters:
             adapter = {"lora_name": "policy-adapter", "lora_path": str(checkpoints[1] / "adapter")}
@@ -184,11 +237,14 @@ def test_a_client_may_use_the_name_that_was_typed(adapters, fake_server, checkpo
 def test_it_says_a_name_of_its_weights_for_caches(tmp_path):
     said = []
     serve_module._say_digest("org/some-model", "float32", said.append)
-    serve_module._say_digest(str(tmp_path), "float32", said.append)  # no model folder: vLLM has said why
+    # No model folder: vLLM has said why.
+    serve_module._say_digest(str(tmp_path), "float32", said.append)
     assert len(said) == 1 and said[0].endswith("--weights-digest hub:org/some-model/float32")
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no HTTP\r\n\r\n"])
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{", b"no HTTP\r\n\r\n"]
+)
 def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -210,7 +266,8 @@ def test_one_that_dies_in_the_middle_of_an_answer_is_gone(answer):
 
 
 @pytest.mark.parametrize(
-    ("part", "pause", "why"), [(b" " * 2**20, 0, "sent more than 2 MiB"), (b" ", 0.02, r"not complete after 0\.3 s")]
+    ("part", "pause", "why"),
+    [(b" " * 2**20, 0, "sent more than 2 MiB"), (b" ", 0.02, r"not complete after 0\.3 s")],
 )
 def test_an_answer_without_an_end_is_not_waited_for(part, pause, why, monkeypatch):
     monkeypatch.setattr(connection, "_MOST_BYTES", 2**21)
@@ -246,7 +303,9 @@ def test_one_that_has_proven_itself_is_given_its_own_key_alone(monkeypatch):
 
 @pytest.mark.parametrize("redirects", [False, True])
 def test_whoever_has_taken_its_address_is_told_no_key(redirects):
-    """A program that plays its part with a proof of yesterday, or sends us to another server for one."""
+    """A program that plays its part with a proof of yesterday, or sends us to another server for
+    one.
+    """
     heads = []
 
     class Squatter(BaseHTTPRequestHandler):
@@ -254,7 +313,9 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
             heads.append(dict(self.headers))
             path, _, number = self.path.partition("?")
             number = number if path == "/another" else "of yesterday"
-            body = json.dumps({"name": "one", "proof": derived("k" * 20, "proof", number, "one")}).encode()
+            body = json.dumps(
+                {"name": "one", "proof": derived("k" * 20, "proof", number, "one")}
+            ).encode()
             self.send_response(307 if redirects and path == "/ttrl/proof" else 200)
             self.send_header("Location", self.path.replace("/ttrl/proof", "/another"))
             self.send_header("Content-Length", str(len(body)))
@@ -268,6 +329,8 @@ def test_whoever_has_taken_its_address_is_told_no_key(redirects):
         threading.Thread(target=squatter.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{squatter.server_port}"
         with pytest.raises(ServerDiedError, match="does not prove that it knows the key"):
-            JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request("GET", "/v1/models")
+            JoinedServer(url, served_model_name="m", dtype="float32", api_key="k" * 20).request(
+                "GET", "/v1/models"
+            )
         squatter.shutdown()
     assert heads and not any("Authorization" in head for head in heads)

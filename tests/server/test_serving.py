@@ -16,7 +16,10 @@ def test_requests_to_an_address_name_the_account_that_the_environment_names(monk
     monkeypatch.setenv("OPENAI_ORG_ID", "org-1")
     monkeypatch.setenv("OPENAI_PROJECT_ID", "proj-2")
     with serving("https://api.example.com/v1") as served:
-        assert served.endpoint.headers == {"OpenAI-Organization": "org-1", "OpenAI-Project": "proj-2"}
+        assert served.endpoint.headers == {
+            "OpenAI-Organization": "org-1",
+            "OpenAI-Project": "proj-2",
+        }
         assert "secret" not in repr(served)
 
 

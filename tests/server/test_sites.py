@@ -1,4 +1,6 @@
-"""Adapters that a server fetches from a run's mirror: what it takes, what it refuses, and what the run makes of that."""
+"""Adapters that a server fetches from a run's mirror: what it takes, what it refuses, and what the
+run makes of that.
+"""
 
 import asyncio
 import hashlib
@@ -11,7 +13,14 @@ import pytest
 from support.fake_vllm import write_checkpoint
 
 from ttrl.errors import ServerDiedError, ServerError, UserError, WeightSyncError
-from ttrl.server.sites import ADAPTERS_PATH, ADAPTERS_VARIABLE, FetchAdapters, SiteServer, base_digests, check_store
+from ttrl.server.sites import (
+    ADAPTERS_PATH,
+    ADAPTERS_VARIABLE,
+    FetchAdapters,
+    SiteServer,
+    base_digests,
+    check_store,
+)
 from ttrl.system.mirror_store import MirrorStore
 
 KEY = "iterations/0001/checkpoint/adapter"
@@ -22,9 +31,15 @@ class Site:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, address: str, tmp_path: Path):
         (tmp_path / "private").mkdir()
-        self.store, self.folder, self.passed_on = MirrorStore(address), tmp_path / "private" / "adapters", []
+        self.store, self.folder, self.passed_on = (
+            MirrorStore(address),
+            tmp_path / "private" / "adapters",
+            [],
+        )
         self.model = write_checkpoint(tmp_path / "its model", 0.5)
-        monkeypatch.setenv(ADAPTERS_VARIABLE, json.dumps([address, str(self.folder), str(self.model)]))
+        monkeypatch.setenv(
+            ADAPTERS_VARIABLE, json.dumps([address, str(self.folder), str(self.model)])
+        )
 
         async def vllm(scope, receive, send):
             self.passed_on.append(scope["path"])
@@ -41,7 +56,11 @@ class Site:
         return found
 
     def ask(self, method="POST", path=ADAPTERS_PATH, body=b"{}", kind="http"):
-        return asyncio.run(self._ask(method, path, body if isinstance(body, bytes) else json.dumps(body).encode(), kind))
+        return asyncio.run(
+            self._ask(
+                method, path, body if isinstance(body, bytes) else json.dumps(body).encode(), kind
+            )
+        )
 
     async def _ask(self, method, path, body, kind):
         sent, parts = [], [body[: len(body) // 2], body[len(body) // 2 :]]
@@ -52,7 +71,9 @@ class Site:
         async def send(message):
             sent.append(message)
 
-        await self.fetching({"type": kind, "path": path, "method": method, "headers": []}, receive, send)
+        await self.fetching(
+            {"type": kind, "path": path, "method": method, "headers": []}, receive, send
+        )
         return (sent[0]["status"], json.loads(sent[1]["body"])) if sent else None
 
 
@@ -70,7 +91,10 @@ def site(request, monkeypatch, tmp_path):
 
 def test_what_the_run_has_stored_is_brought_once(site):
     site.fetching._store.part_bytes = 7
-    asked = [site.put(number, model_st=b"weights %d" % number * 3, config_json=b"{}") for number in range(4)]
+    asked = [
+        site.put(number, model_st=b"weights %d" % number * 3, config_json=b"{}")
+        for number in range(4)
+    ]
     folders = []
     for files in asked:
         status, answer = site.ask(body=files)
@@ -78,9 +102,11 @@ def test_what_the_run_has_stored_is_brought_once(site):
         folders.append(Path(answer["folder"]))
         assert {path.name for path in folders[-1].iterdir()} == {"model.safetensors", "config.json"}
     assert folders[-1].joinpath("model.safetensors").read_bytes() == b"weights 3" * 3
-    assert sorted(site.folder.iterdir()) == sorted(folders[-2:])  # what vLLM reads, and the one before
+    # What vLLM reads, and the one before.
+    assert sorted(site.folder.iterdir()) == sorted(folders[-2:])
     site.store.remove(asked[3])
-    assert site.ask(body=asked[3]) == (200, {"folder": str(folders[3])})  # asked again, as after a failed sync
+    # Asked again, as after a failed sync.
+    assert site.ask(body=asked[3]) == (200, {"folder": str(folders[3])})
     assert not site.passed_on
 
 
@@ -92,7 +118,9 @@ def test_what_the_run_did_not_write_is_refused(site):
         assert status == 400 and "model.safetensors" in answer["error"]
     site.store.remove(files)
     status, answer = site.ask(body=files)
-    assert status == 400 and answer["error"].startswith(f"{site.store.shown}: could not read {KEY}/model.safetensors")
+    assert status == 400 and answer["error"].startswith(
+        f"{site.store.shown}: could not read {KEY}/model.safetensors"
+    )
     assert not list(site.folder.iterdir())
 
 
@@ -119,12 +147,20 @@ def test_what_the_run_did_not_write_is_refused(site):
 def test_nonsense_is_refused(monkeypatch, tmp_path, files):
     site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
     status, answer = site.ask(body=files)
-    assert status == 400 and answer["error"] and not site.folder.exists() and len(answer["error"]) < 1000
+    assert (
+        status == 400
+        and answer["error"]
+        and not site.folder.exists()
+        and len(answer["error"]) < 1000
+    )
 
 
 def test_what_is_not_asked_of_it_goes_to_vllm(monkeypatch, tmp_path):
     site = Site(monkeypatch, f"memory://{tmp_path}", tmp_path)
-    assert site.ask(path="/v1/models") is None and site.ask(path=ADAPTERS_PATH, kind="websocket") is None
+    assert (
+        site.ask(path="/v1/models") is None
+        and site.ask(path=ADAPTERS_PATH, kind="websocket") is None
+    )
     assert site.passed_on == ["/v1/models", ADAPTERS_PATH]
 
 
@@ -140,14 +176,23 @@ def test_it_says_which_model_is_its_base(monkeypatch, tmp_path):
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"transformers_version": "6"}, indent=4))
     assert site.ask("GET") == (200, {"base": base_digests(other)})
-    assert base_digests(other).keys() == {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    assert base_digests(other).keys() == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
 
 
-def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(s3_server, bucket, monkeypatch, tmp_path):
+def test_a_store_that_cannot_be_read_is_found_before_vllm_is_started(
+    s3_server, bucket, monkeypatch, tmp_path
+):
     check_store(bucket)
     check_store(f"memory://{tmp_path}")
     check_store(str(tmp_path / "of a run that has not begun"))
-    with pytest.raises(UserError, match=r"404 Not Found \(NoSuchBucket\); credentials come from the environment"):
+    with pytest.raises(
+        UserError, match=r"404 Not Found \(NoSuchBucket\); credentials come from the environment"
+    ):
         check_store("s3://no-such-bucket/run")
     with pytest.raises(UserError, match="cannot be at"):
         check_store("ftp://h/run")
@@ -193,7 +238,9 @@ def joined(monkeypatch, tmp_path):
 def test_a_site_is_given_the_adapter_from_the_mirror(joined):
     server, site, stored, files = joined
     folder = server.adapter(Path("run/iterations/0001/checkpoint"))
-    assert stored == [Path("run/iterations/0001/checkpoint/adapter")] and folder.parent == site.folder
+    assert (
+        stored == [Path("run/iterations/0001/checkpoint/adapter")] and folder.parent == site.folder
+    )
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     shutil.rmtree(folder)
     site.store.remove(files)
@@ -210,15 +257,21 @@ def test_a_site_with_another_base_is_refused(joined):
     (site.fetching._model / "chat_template.jinja").write_text("another")
     (site.fetching._model / "tokenizer.json").unlink()
     assert re.search(
-        r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ", server.base_problem()
+        r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ",
+        server.base_problem(),
     )
 
 
 def test_a_server_that_knows_nothing_of_adapters_is_told_from_one_out_of_reach(joined):
     server = joined[0]
-    for ask in (server.base_problem, lambda: server.adapter(Path("run/iterations/0001/checkpoint"))):
+    for ask in (
+        server.base_problem,
+        lambda: server.adapter(Path("run/iterations/0001/checkpoint")),
+    ):
         server.refusal = 404
-        with pytest.raises(WeightSyncError, match="was not started with `ttrl serve MODEL --adapters ADDRESS`"):
+        with pytest.raises(
+            WeightSyncError, match="was not started with `ttrl serve MODEL --adapters ADDRESS`"
+        ):
             ask()
         server.refusal = 504
         with pytest.raises(ServerDiedError, match="answered 504"):
@@ -232,4 +285,7 @@ def test_a_server_that_was_started_anew_has_no_adapter(joined, tmp_path):
     server.policy_folder = tmp_path / "checkpoint"
     assert server.model_name == "policy-adapter"
     server.close_to_all()
-    assert server.model_name == "policy" and server.events[-2:] == ["GET /ttrl/weights", "DELETE /ttrl/weights"]
+    assert server.model_name == "policy" and server.events[-2:] == [
+        "GET /ttrl/weights",
+        "DELETE /ttrl/weights",
+    ]

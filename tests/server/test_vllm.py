@@ -1,4 +1,6 @@
-"""Starting, watching and stopping a server process; vLLM's place is taken by a small script (conftest.py)."""
+"""Starting, watching and stopping a server process; vLLM's place is taken by a small script
+(conftest.py).
+"""
 
 import json
 import os
@@ -14,7 +16,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError
+from ttrl.errors import (
+    ConfigError,
+    ModelFolderError,
+    ServerDiedError,
+    ServerError,
+    ServerStartError,
+)
 from ttrl.server.vllm import VLLMServer, own_argument_problems, seconds_to_start
 
 
@@ -54,8 +62,12 @@ def test_death_at_start_shows_the_last_lines_and_the_first_error(fake_server):
 
 
 def test_not_healthy_in_time(fake_server):
-    server = fake_server("hang", start_timeout=5.0)  # long enough to say "loading" on a busy machine
-    with pytest.raises(ServerStartError, match=r"(?s)not healthy after 5 s \(it never answered\).*start_timeout.*loading"):
+    # Long enough to say "loading" on a busy machine.
+    server = fake_server("hang", start_timeout=5.0)
+    with pytest.raises(
+        ServerStartError,
+        match=r"(?s)not healthy after 5 s \(it never answered\).*start_timeout.*loading",
+    ):
         server.start()
     assert server._child is None
 
@@ -89,32 +101,54 @@ def test_stopped_from_another_thread_while_it_starts(fake_server):
 
 
 @pytest.mark.parametrize(
-    "host, url", [("10.0.0.7", "http://10.0.0.7:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("fe80::7", "http://[fe80::7]:1")]
+    "host, url",
+    [
+        ("10.0.0.7", "http://10.0.0.7:1"),
+        ("0.0.0.0", "http://127.0.0.1:1"),
+        ("fe80::7", "http://[fe80::7]:1"),
+    ],
 )
 def test_the_address_to_listen_on_is_the_users(tmp_path, host, url):
-    server = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", port=1, host=host, api_key="k")
+    server = VLLMServer(
+        tmp_path, served_model_name="m", log_path=tmp_path / "log", port=1, host=host, api_key="k"
+    )
     command = server._command()
-    assert command[command.index("--host") + 1] == host and (server.root_url, server.api_key) == (url, "k")
+    assert command[command.index("--host") + 1] == host and (server.root_url, server.api_key) == (
+        url,
+        "k",
+    )
     default = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log")._command()
     assert default[default.index("--host") + 1] == "127.0.0.1"
 
 
 def test_what_servers_of_adapters_are_started_with(tmp_path):
-    server = VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", serves_adapters=True)
-    assert "--enable-lora" in server._command() and server._environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    server = VLLMServer(
+        tmp_path, served_model_name="m", log_path=tmp_path / "log", serves_adapters=True
+    )
+    assert (
+        "--enable-lora" in server._command()
+        and server._environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    )
     server.stop()
 
 
 def test_what_servers_that_fetch_adapters_are_started_with(tmp_path):
-    given = {"served_model_name": "m", "log_path": tmp_path / "log", "extra_args": {"middleware": "their.own"}}
+    given = {
+        "served_model_name": "m",
+        "log_path": tmp_path / "log",
+        "extra_args": {"middleware": "their.own"},
+    }
     server = VLLMServer(tmp_path, **given, adapters_from="s3://bucket/run")
     command = server._command()
     assert "--enable-lora" in command
     added = [command[place + 1] for place, word in enumerate(command) if word == "--middleware"]
-    assert added == ["their.own", "ttrl.server.sites.FetchAdapters", "ttrl.server.auth.RequireKey"]  # the last is outermost
+    # The last is outermost.
+    assert added == ["their.own", "ttrl.server.sites.FetchAdapters", "ttrl.server.auth.RequireKey"]
     environment = server._environment()
     address, folder, model = json.loads(environment["TTRL_ADAPTERS"])
-    assert (address, model) == ("s3://bucket/run", str(tmp_path)) and Path(folder).parent == server._private
+    assert (address, model) == ("s3://bucket/run", str(tmp_path)) and Path(
+        folder
+    ).parent == server._private
     server.stop()
 
 
@@ -122,7 +156,9 @@ def test_further_names_are_served_once_each_and_never_the_adapters(tmp_path):
     """An adapter cannot be loaded under a name that the base has."""
 
     def names(*others, **arguments):
-        server = VLLMServer(tmp_path, served_model_name="m", other_names=others, log_path="x", **arguments)
+        server = VLLMServer(
+            tmp_path, served_model_name="m", other_names=others, log_path="x", **arguments
+        )
         command = server._command()
         server.stop()
         return command[command.index("--served-model-name") + 1 : command.index("--host")]
@@ -141,7 +177,10 @@ def test_port_in_use(fake_server, tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ServerStartError, match=rf"127\.0\.0\.1:{port}: Address already in use; give another port"):
+        with pytest.raises(
+            ServerStartError,
+            match=rf"127\.0\.0\.1:{port}: Address already in use; give another port",
+        ):
             fake_server(port=port).start()
     assert not (tmp_path / "server.log").exists()  # nothing was started
 
@@ -149,7 +188,10 @@ def test_port_in_use(fake_server, tmp_path):
 @pytest.mark.parametrize("host", ["203.0.113.1", "2001:db8::1"])
 def test_an_address_of_another_machine(checkpoints, tmp_path, host):
     server = VLLMServer(checkpoints[0], served_model_name="m", log_path=tmp_path / "log", host=host)
-    with pytest.raises(ServerStartError, match=rf"cannot serve at {host}:any port: .*is it an address of this machine"):
+    with pytest.raises(
+        ServerStartError,
+        match=rf"cannot serve at {host}:any port: .*is it an address of this machine",
+    ):
         server.start()
 
 
@@ -159,7 +201,11 @@ def test_nobody_else_listens_at_the_port_of_a_dead_server(fake_server):
         os.kill(server._child.pid, signal.SIGKILL)
         with pytest.raises(ServerDiedError):
             server.request("GET", "/v1/models")
-        options = (socket.SO_REUSEADDR, socket.SO_REUSEPORT) if os.getuid() == 0 else (socket.SO_REUSEADDR,)
+        options = (
+            (socket.SO_REUSEADDR, socket.SO_REUSEPORT)
+            if os.getuid() == 0
+            else (socket.SO_REUSEADDR,)
+        )
         os.seteuid(65534 if os.getuid() == 0 else os.getuid())
         try:
             with socket.socket() as squatter:
@@ -173,7 +219,8 @@ def test_nobody_else_listens_at_the_port_of_a_dead_server(fake_server):
         server.request("GET", "/v1/models")
     socket.create_server(("127.0.0.1", server.port)).close()  # it is given back
     other = VLLMServer("m", served_model_name="m", log_path="x", port=server.port)
-    assert other._hold_port() == server.port != server._hold_port()  # of one user, too, each server has its own
+    # Of one user, too, each server has its own.
+    assert other._hold_port() == server.port != server._hold_port()
     other.stop()
 
 
@@ -195,7 +242,10 @@ def test_a_server_that_dies_later(fake_server):
 
 
 def test_a_server_whose_engine_is_dead(fake_server):
-    with fake_server("dead-engine") as server, pytest.raises(ServerDiedError, match="engine is dead"):
+    with (
+        fake_server("dead-engine") as server,
+        pytest.raises(ServerDiedError, match="engine is dead"),
+    ):
         server.check()
 
 
@@ -208,7 +258,13 @@ def test_restart_keeps_port_and_key(fake_server, checkpoints):
 
 
 def test_the_command(checkpoints, tmp_path):
-    arguments = {"max_num_seqs": 8, "enable_prefix_caching": False, "seed_x": None, "overrides": {"a": 1}, "sizes": [1, 2]}
+    arguments = {
+        "max_num_seqs": 8,
+        "enable_prefix_caching": False,
+        "seed_x": None,
+        "overrides": {"a": 1},
+        "sizes": [1, 2],
+    }
     server = VLLMServer(
         checkpoints[0],
         served_model_name="m",
@@ -217,26 +273,48 @@ def test_the_command(checkpoints, tmp_path):
     )
     command = server._command()
     line = " ".join(command)
-    assert "--max-num-seqs 8" in line and "--no-enable-prefix-caching" in line and "--seed-x" not in line
+    assert (
+        "--max-num-seqs 8" in line
+        and "--no-enable-prefix-caching" in line
+        and "--seed-x" not in line
+    )
     assert '--overrides {"a": 1}' in line and "--sizes 1 2" in line
-    assert "--generation-config vllm" in line and "--logprobs-mode raw_logprobs" in line and "processed" not in line
-    assert line.endswith("--middleware a.B --middleware ttrl.server.auth.RequireKey") and "--host 127.0.0.1" in line
+    assert (
+        "--generation-config vllm" in line
+        and "--logprobs-mode raw_logprobs" in line
+        and "processed" not in line
+    )
+    assert (
+        line.endswith("--middleware a.B --middleware ttrl.server.auth.RequireKey")
+        and "--host 127.0.0.1" in line
+    )
     assert server.api_key not in line
     environment = server._environment()
     assert environment["VLLM_API_KEY"] == server.api_key
     assert environment["VLLM_RPC_BASE_PATH"] == str(server._private)  # sockets go with the server
     with pytest.raises(ConfigError, match=r"api-key is set by ttrl(?s:.)*host is set by ttrl"):
-        VLLMServer("m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"})
+        VLLMServer(
+            "m", served_model_name="m", log_path="x", extra_args={"api_key": "x", "host": "0.0.0.0"}
+        )
 
 
 @pytest.mark.parametrize(
     ("arguments", "way_out"),
     [
         ({"hf_token": "sesame"}, "hf-token .*; export HF_TOKEN"),
-        ({"kv_transfer_config": {"kv_connector_extra_config": {"password": "sesame"}}}, "from the environment or a file"),
-        ({"kv_transfer_config": '{"extra": [{"api_key": "sesame"}]}'}, "from the environment or a file"),
+        (
+            {"kv_transfer_config": {"kv_connector_extra_config": {"password": "sesame"}}},
+            "from the environment or a file",
+        ),
+        (
+            {"kv_transfer_config": '{"extra": [{"api_key": "sesame"}]}'},
+            "from the environment or a file",
+        ),
         ({"otlp_traces_endpoint": "https://me:sesame@host/v1"}, "leave out the credentials"),
-        ({"speculative_config": {"model": "https://host/m?token=sesame"}}, "leave out the credentials"),
+        (
+            {"speculative_config": {"model": "https://host/m?token=sesame"}},
+            "leave out the credentials",
+        ),
     ],
 )
 def test_a_secret_is_never_on_a_command_line(arguments, way_out, tmp_path):
@@ -268,7 +346,10 @@ def test_threads_wait_for_a_moment_before_they_sleep(monkeypatch):
     monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda: True)
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     environment = VLLMServer("m", served_model_name="m", log_path="x")._environment()
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE" and 0 < int(environment["GOMP_SPINCOUNT"]) <= 5000
+    assert (
+        environment["OMP_WAIT_POLICY"] == "PASSIVE"
+        and 0 < int(environment["GOMP_SPINCOUNT"]) <= 5000
+    )
     own = VLLMServer("m", served_model_name="m", log_path="x", env={"GOMP_SPINCOUNT": "7"})
     assert own._environment()["GOMP_SPINCOUNT"] == "7"
 
@@ -277,14 +358,20 @@ def test_a_small_model_s_command_on_a_cpu(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text('{"vocab_size": 262, "hidden_size": 128}')
 
     def line(**arguments):
-        return " ".join(VLLMServer(tmp_path, served_model_name="m", log_path=tmp_path / "log", **arguments)._command())
+        return " ".join(
+            VLLMServer(
+                tmp_path, served_model_name="m", log_path=tmp_path / "log", **arguments
+            )._command()
+        )
 
     large, own = "--max-num-seqs 512 --max-num-batched-tokens 8192", {"max_num_batched_tokens": 256}
     for cpu in (True, False):
         monkeypatch.setattr("ttrl.server.vllm.is_cpu_build", lambda cpu=cpu: cpu)
         assert (large in line()) == cpu == ("--enforce-eager" in line())
         # vLLM would end with an error where a step has fewer tokens than sequences.
-        assert "--max-num-batched-tokens 256" in line(extra_args=own) and "--max-num-seqs" not in line(extra_args=own)
+        assert "--max-num-batched-tokens 256" in line(
+            extra_args=own
+        ) and "--max-num-seqs" not in line(extra_args=own)
 
 
 TESTS = str(Path(__file__).parents[1])
@@ -301,7 +388,9 @@ time.sleep(600)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc")
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path, checkpoints):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, TESTS, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, TESTS, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     try:
         child, guard, loads_torch = owner.stdout.readline().split()
         processes = [psutil.Process(int(child)), psutil.Process(int(guard))]

@@ -1,4 +1,6 @@
-"""The logic of weight sync and canary against a stand-in server; the same against vLLM is in tests/e2e/test_server.py."""
+"""The logic of weight sync and canary against a stand-in server; the same against vLLM is in
+tests/e2e/test_server.py.
+"""
 
 import dataclasses
 import json
@@ -9,7 +11,14 @@ import threading
 
 import pytest
 
-from ttrl.errors import ConfigError, ModelFolderError, ServerDiedError, ServerError, ServerStartError, WeightSyncError
+from ttrl.errors import (
+    ConfigError,
+    ModelFolderError,
+    ServerDiedError,
+    ServerError,
+    ServerStartError,
+    WeightSyncError,
+)
 from ttrl.server import weights
 from ttrl.server.canary import Canary, Tolerance, check_canary
 from ttrl.server.connection import JoinedServer
@@ -25,8 +34,12 @@ def test_sync(fake_server, checkpoints, mode):
         pid = server._child.pid
         assert verify_weights(server, old, compare=False)[0].max_difference < 1e-9
         report = sync_weights(server, new, mode=mode)
-        assert (report.mode, report.fell_back) == (mode, None) and report.canary_max_difference < 1e-9
-        assert (report.comparison.compared, report.comparison.unchecked) == (4, 2)  # over both workers
+        assert (report.mode, report.fell_back) == (
+            mode,
+            None,
+        ) and report.canary_max_difference < 1e-9
+        # Over both workers.
+        assert (report.comparison.compared, report.comparison.unchecked) == (4, 2)
         assert (server._child.pid == pid) == (mode == "reload")
         assert server.model_folder == new  # what a later restart loads
         assert not check_canary(server, Canary.load(old)).passed
@@ -43,7 +56,10 @@ def held_out(checkpoint, weight=None):
 def test_from_memory(fake_server, checkpoints):
     with fake_server() as server:
         report = sync_weights(server, checkpoints[1], handover=held_out(checkpoints[1]))
-        assert (report.mode, report.fell_back) == ("memory", None) and report.canary_max_difference < 1e-9
+        assert (report.mode, report.fell_back) == (
+            "memory",
+            None,
+        ) and report.canary_max_difference < 1e-9
         assert report.comparison.compared == 4
         assert server.request("GET", "/calls") == [
             "/start_weight_update",
@@ -59,9 +75,13 @@ def test_from_memory(fake_server, checkpoints):
     "behaviour, reason",
     [
         ("ignore-memory", "what the server holds differs"),
-        ("refuse-memory", "ServerError: POST /update_weights: the server answered 500: .*shape mismatch"),
+        (
+            "refuse-memory",
+            "ServerError: POST /update_weights: the server answered 500: .*shape mismatch",
+        ),
         ("gone", "no such memory"),
-        ("changed", "^1 tensors in memory are not those that the trainer wrote, such as w$"),  # the canary sees nothing
+        # The canary sees nothing.
+        ("changed", "^1 tensors in memory are not those that the trainer wrote, such as w$"),
     ],
 )
 def test_where_memory_fails_files_are_read(fake_server, checkpoints, behaviour, reason):
@@ -75,14 +95,18 @@ def test_where_memory_fails_files_are_read(fake_server, checkpoints, behaviour, 
 
 
 def test_files_that_come_later(fake_server, checkpoints, tmp_path):
-    """What is handed over is proven before there are files; what has to be read waits for them, as long as there is a trainer."""
+    """What is handed over is proven before there are files; what has to be read waits for them, as
+    long as there is a trainer.
+    """
     handover, later = held_out(checkpoints[1]), tmp_path / "later"
     with fake_server() as server:
         assert sync_weights(server, later, handover=handover).mode == "memory"
         with pytest.raises(ServerError, match=r"the trainer ended before it had written .*/later"):
             sync_weights(server, later, handover=dataclasses.replace(handover, memory="/nowhere"))
         writing = threading.Timer(0.5, lambda: checkpoints[1].rename(later))
-        handover = dataclasses.replace(handover, memory=str(shutil.copy(handover.memory, tmp_path / "memory")))
+        handover = dataclasses.replace(
+            handover, memory=str(shutil.copy(handover.memory, tmp_path / "memory"))
+        )
         wrong = dataclasses.replace(handover, parts=[("w", [0], [1], "another")])
         writing.start()
         report = sync_weights(server, later, handover=wrong)
@@ -91,22 +115,35 @@ def test_files_that_come_later(fake_server, checkpoints, tmp_path):
 
 
 def test_servers_that_read_files_alone(fake_server, checkpoints):
-    for arguments in ({"weight_transfer_config": {"backend": "nccl"}}, {"worker_extension_cls": None}):
+    for arguments in (
+        {"weight_transfer_config": {"backend": "nccl"}},
+        {"worker_extension_cls": None},
+    ):
         with fake_server(extra_args=arguments) as server:
-            assert sync_weights(server, checkpoints[1], handover=held_out(checkpoints[1])).mode == "reload"
+            assert (
+                sync_weights(server, checkpoints[1], handover=held_out(checkpoints[1])).mode
+                == "reload"
+            )
 
 
-@pytest.mark.long(but=["refuse-ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch"])
+@pytest.mark.long(
+    but=["refuse-ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch"]
+)
 @pytest.mark.parametrize(
     "behaviour, reason",
     [
-        ("ignore-reload", r"what the server holds differs: w: 1 elements are not those of the files$"),
+        (
+            "ignore-reload",
+            r"what the server holds differs: w: 1 elements are not those of the files$",
+        ),
         ("differs", r"what the server holds differs"),  # the canary sees nothing
         (
             "blind",  # nor does the comparison
-            r"largest .* 0\.275 > 0\.001 \(float32\).*prompt position 1 \(token 4\): server -4\.550000, trainer -4\.825",
+            r"largest .* 0\.275 > 0\.001 \(float32\).*prompt position 1 \(token 4\): server "
+            r"-4\.550000, trainer -4\.825",
         ),
-        ("keep-cache", r"greedy token 0 \(1000\): server -1\.800000, trainer -1\.825000"),  # the prompt's logprobs are right
+        # The prompt's logprobs are right.
+        ("keep-cache", r"greedy token 0 \(1000\): server -1\.800000, trainer -1\.825000"),
         ("refuse", "ServerError: POST /collective_rpc: the server answered 500: .*shape mismatch"),
     ],
 )
@@ -125,17 +162,24 @@ def test_an_old_prefix_cache_is_seen_where_half_precision_hides_it(fake_server, 
         server.dtype = "bfloat16"
         start = server.start
         server.start = lambda: (setattr(server, "behaviour", "fine"), start())
-        assert "tokens came from the prefix cache, which was emptied" in sync_weights(server, checkpoints[1]).fell_back
+        assert (
+            "tokens came from the prefix cache, which was emptied"
+            in sync_weights(server, checkpoints[1]).fell_back
+        )
 
 
 def test_a_mismatch_after_the_restart_stops_with_both_numbers(fake_server, checkpoints):
     new = checkpoints[1]
     (new / "weight").write_text("0.76")  # the weights are not those that the trainer computed with
     canary = json.loads((new / "canary.json").read_text())
-    (new / "canary.json").write_text(json.dumps(canary | {"weights": {}}))  # and it did not note their digests
+    # And it did not note their digests.
+    (new / "canary.json").write_text(json.dumps(canary | {"weights": {}}))
     with fake_server() as server:
         for mode in ("reload", "restart"):
-            with pytest.raises(WeightSyncError, match=r"after a restart.*/new: .* server -\d\.836000, trainer -\d\.825000"):
+            with pytest.raises(
+                WeightSyncError,
+                match=r"after a restart.*/new: .* server -\d\.836000, trainer -\d\.825000",
+            ):
                 sync_weights(server, new, mode=mode)
     with fake_server() as server, pytest.raises(WeightSyncError, match="after its start"):
         verify_weights(server, new, compare=False)
@@ -150,7 +194,10 @@ def test_a_file_that_changed_since_the_trainer_wrote_it(fake_server, checkpoints
     """
     new = checkpoints[1]
     (new / "weight").write_text("0.750001")
-    with fake_server() as server, pytest.raises(WeightSyncError, match=r"after a restart.* 1 tensors .* such as w"):
+    with (
+        fake_server() as server,
+        pytest.raises(WeightSyncError, match=r"after a restart.* 1 tensors .* such as w"),
+    ):
         sync_weights(server, new, mode=mode)
     with fake_server() as server:
         server.restart(new)
@@ -162,7 +209,10 @@ def test_a_file_that_changed_since_the_trainer_wrote_it(fake_server, checkpoints
 def test_tensors_that_the_trainer_did_not_write(fake_server, checkpoints):
     canary = json.loads((checkpoints[1] / "canary.json").read_text())
     (checkpoints[1] / "canary.json").write_text(json.dumps(canary | {"weights": {"v": "0"}}))
-    with fake_server() as server, pytest.raises(WeightSyncError, match="1 tensors in the files are none of the trainer's"):
+    with (
+        fake_server() as server,
+        pytest.raises(WeightSyncError, match="1 tensors in the files are none of the trainer's"),
+    ):
         sync_weights(server, checkpoints[1])
 
 
@@ -173,13 +223,17 @@ def test_without_our_worker_extension_the_canary_alone_decides(fake_server, chec
         assert server.request("GET", "/calls") == ["reload_weights"]
 
 
-def test_where_weights_cannot_be_compared_the_canary_decides_and_it_is_said(fake_server, checkpoints, caplog):
+def test_where_weights_cannot_be_compared_the_canary_decides_and_it_is_said(
+    fake_server, checkpoints, caplog
+):
     with fake_server("cannot-compare") as server:
         assert sync_weights(server, checkpoints[1]).comparison.compared == 0
     assert "the canary alone speaks for them: KeyError: 'w'" in caplog.text
 
 
-def test_requests_that_name_weights_are_refused_from_the_sync_on_until_it_was_opened(fake_server, checkpoints):
+def test_requests_that_name_weights_are_refused_from_the_sync_on_until_it_was_opened(
+    fake_server, checkpoints
+):
     with fake_server() as server:
         server.open_to("v1")
         assert server.open_version() == "v1"
@@ -198,21 +252,40 @@ def test_sleep_and_wake(fake_server, checkpoints):
     with fake_server() as server:
         weights.sleep(server)
         assert sync_weights(server, checkpoints[0], asleep=True).mode == "reload"
-        calls = ["/sleep?level=2", "/wake_up?tags=weights", "ttrl_load_weights", "/wake_up?tags=kv_cache"]
+        calls = [
+            "/sleep?level=2",
+            "/wake_up?tags=weights",
+            "ttrl_load_weights",
+            "/wake_up?tags=kv_cache",
+        ]
         assert server.request("GET", "/calls") == calls
 
 
 def test_weights_from_memory_for_one_that_sleeps(fake_server, checkpoints):
-    """The memory is mapped before anything wakes, as it may be gone; files then serve a server that still sleeps."""
+    """The memory is mapped before anything wakes, as it may be gone; files then serve a server that
+    still sleeps.
+    """
     with fake_server() as server:
-        for memory, mode, load in (("/nowhere", "reload", ["ttrl_load_weights"]), (None, "memory", None)):
+        for memory, mode, load in (
+            ("/nowhere", "reload", ["ttrl_load_weights"]),
+            (None, "memory", None),
+        ):
             weights.sleep(server)
             before, handover = len(server.request("GET", "/calls")), held_out(checkpoints[1])
             handover = handover if memory is None else dataclasses.replace(handover, memory=memory)
             assert sync_weights(server, checkpoints[1], asleep=True, handover=handover).mode == mode
-            transfer = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/shutdown_weight_transfer_engine"]
+            transfer = [
+                "/start_weight_update",
+                "/update_weights",
+                "/finish_weight_update",
+                "/shutdown_weight_transfer_engine",
+            ]
             load = load or [*transfer, "ttrl_share_prompts"]
-            assert server.request("GET", "/calls")[before:] == ["/wake_up?tags=weights", *load, "/wake_up?tags=kv_cache"]
+            assert server.request("GET", "/calls")[before:] == [
+                "/wake_up?tags=weights",
+                *load,
+                "/wake_up?tags=kv_cache",
+            ]
 
 
 def test_adapters_beside_the_base(fake_server, checkpoints):
@@ -223,9 +296,15 @@ def test_adapters_beside_the_base(fake_server, checkpoints):
         assert sync_weights(server, base).mode == "reload"  # nothing to load: it has it
         for mode, said in (("reload", "adapter"), ("restart", "restart")):
             report = sync_weights(server, tuned, mode=mode)
-            assert (report.mode, report.comparison.compared) == (said, 0) and report.canary_max_difference < 1e-9
+            assert (report.mode, report.comparison.compared) == (
+                said,
+                0,
+            ) and report.canary_max_difference < 1e-9
             assert server.model_name == "policy-adapter" and server.model_folder == base
-        assert server.weights_digest() == f"{weights_digest(tuned)}/float32" and server.policy_folder == tuned
+        assert (
+            server.weights_digest() == f"{weights_digest(tuned)}/float32"
+            and server.policy_folder == tuned
+        )
         before = len(server.request("GET", "/calls"))
         weights.sleep(server)  # a base that were gone would not come again
         assert sync_weights(server, tuned, asleep=True).mode == "adapter"
@@ -235,7 +314,9 @@ def test_adapters_beside_the_base(fake_server, checkpoints):
 
 def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):
     with fake_server("ignore-reload") as there:
-        server = JoinedServer(there.root_url + "/v1/", served_model_name="m", dtype="float32", api_key=there.api_key)
+        server = JoinedServer(
+            there.root_url + "/v1/", served_model_name="m", dtype="float32", api_key=there.api_key
+        )
         assert server.base_url == there.base_url
         with pytest.raises(WeightSyncError, match=r"cannot be restarted from here.*ttrl serve"):
             sync_weights(server, checkpoints[1])
@@ -244,7 +325,9 @@ def test_a_server_of_somebody_else_is_not_restarted(fake_server, checkpoints):
             sync_weights(server, checkpoints[1])
 
 
-def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(fake_server, checkpoints, tmp_path):
+def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(
+    fake_server, checkpoints, tmp_path
+):
     near = shutil.copytree(checkpoints[1], tmp_path / "near")
     (checkpoints[1] / "weight").unlink()  # nobody needs it
 
@@ -253,7 +336,9 @@ def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(fake_
             return near
 
     with fake_server() as there:
-        server = Replica(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        server = Replica(
+            there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key
+        )
         assert sync_weights(server, checkpoints[1]).comparison.compared == 4
         assert "/update_weights" in server.request("GET", "/calls")  # by vLLM's own transfer
         (near / "weight").write_text((checkpoints[0] / "weight").read_text())
@@ -261,8 +346,12 @@ def test_weights_that_were_brought_nearer_are_held_to_the_trainers_digests(fake_
             sync_weights(server, checkpoints[1])
 
 
-def test_weights_that_were_brought_and_cannot_be_loaded_are_read_from_files(fake_server, checkpoints, tmp_path, caplog):
-    """Of a writer whose files vLLM's reader understands and ours does not, for example; and what was brought is let go."""
+def test_weights_that_were_brought_and_cannot_be_loaded_are_read_from_files(
+    fake_server, checkpoints, tmp_path, caplog
+):
+    """Of a writer whose files vLLM's reader understands and ours does not, for example; and what
+    was brought is let go.
+    """
     near = shutil.copytree(checkpoints[1], tmp_path / "near")
 
     class Replica(JoinedServer):
@@ -275,16 +364,24 @@ def test_weights_that_were_brought_and_cannot_be_loaded_are_read_from_files(fake
             self.left = True
 
     with fake_server("refuse-memory") as there:
-        server = Replica(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        server = Replica(
+            there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key
+        )
         report = sync_weights(server, checkpoints[1])
         calls = server.request("GET", "/calls")
-        assert calls.index("/shutdown_weight_transfer_engine") < calls.index("ttrl_load_weights") and "/finish" not in str(calls)
+        assert calls.index("/shutdown_weight_transfer_engine") < calls.index(
+            "ttrl_load_weights"
+        ) and "/finish" not in str(calls)
     assert report.fell_back is None and "reads " in caplog.text and "shape mismatch" in caplog.text
 
 
 @pytest.mark.parametrize("compare", [True, False])
-def test_a_base_that_is_not_the_runs_is_refused_though_the_canary_accepts_it(fake_server, checkpoints, compare):
-    """In half precision, one step of training is less than the canary's limits; and comparing weights may be switched off."""
+def test_a_base_that_is_not_the_runs_is_refused_though_the_canary_accepts_it(
+    fake_server, checkpoints, compare
+):
+    """In half precision, one step of training is less than the canary's limits; and comparing
+    weights may be switched off.
+    """
 
     class Site(JoinedServer):
         serves_adapters = True
@@ -304,51 +401,81 @@ def test_a_base_that_is_not_the_runs_is_refused_though_the_canary_accepts_it(fak
 def test_nan_is_a_mismatch(fake_server, checkpoints):
     with fake_server("nan") as server:
         report = check_canary(server, Canary.load(checkpoints[0]))
-        assert not report.passed and report.max_difference == math.inf and "server nan" in report.problem
+        assert (
+            not report.passed
+            and report.max_difference == math.inf
+            and "server nan" in report.problem
+        )
 
 
 def test_another_greedy_token_is_allowed_only_at_a_tie(fake_server, checkpoints):
     canary = Canary.load(checkpoints[0])
     with fake_server("other-token") as server:
         report = check_canary(server, canary)
-        assert not report.passed and "greedy token 7" in report.problem and "server 5" in report.problem
-        assert check_canary(server, dataclasses.replace(canary, greedy_margins=[1.0] * 7 + [5e-4])).passed
-        assert not check_canary(server, dataclasses.replace(canary, greedy_margins=[5e-4] * 7 + [1.0])).passed
+        assert (
+            not report.passed
+            and "greedy token 7" in report.problem
+            and "server 5" in report.problem
+        )
+        assert check_canary(
+            server, dataclasses.replace(canary, greedy_margins=[1.0] * 7 + [5e-4])
+        ).passed
+        assert not check_canary(
+            server, dataclasses.replace(canary, greedy_margins=[5e-4] * 7 + [1.0])
+        ).passed
 
 
 def moved_away(folder):
     """Let the trainer of `folder` have computed something else with the same weights."""
     path = folder / "canary.json"
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {"logprobs": [None, *(value - 0.5 for value in content["logprobs"][1:])]}))
+    path.write_text(
+        json.dumps(
+            content | {"logprobs": [None, *(value - 0.5 for value in content["logprobs"][1:])]}
+        )
+    )
 
 
 @pytest.mark.long(but=["bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_with_all_weights_proven_other_logprobs_are_a_warning(fake_server, checkpoints, dtype, caplog):
+def test_with_all_weights_proven_other_logprobs_are_a_warning(
+    fake_server, checkpoints, dtype, caplog
+):
     """Long for float32: only that has narrower limits."""
     moved_away(checkpoints[0])
     moved_away(checkpoints[1])
     with fake_server("proven", dtype=dtype) as server:
-        report = sync_weights(server, checkpoints[1])  # not after a reload: perhaps only a copy of the weights is right
-        assert report.mode == "restart" and "of the canary 0." in report.fell_back and report.comparison.is_proof
+        # Not after a reload: perhaps only a copy of the weights is right.
+        report = sync_weights(server, checkpoints[1])
+        assert (
+            report.mode == "restart"
+            and "of the canary 0." in report.fell_back
+            and report.comparison.is_proof
+        )
         assert report.canary_max_difference == pytest.approx(0.5)
         assert "has the trainer's weights, bit for bit, and computes something else" in caplog.text
         caplog.clear()
-        assert sync_weights(server, checkpoints[0]).mode == "reload"  # now that is known of this server
+        # Now that is known of this server.
+        assert sync_weights(server, checkpoints[0]).mode == "reload"
         assert "|logprob difference| of the canary" in caplog.text
     with fake_server("proven", dtype=dtype) as server:
         assert verify_weights(server, checkpoints[0])[0].max_difference == pytest.approx(0.5)
         assert sync_weights(server, checkpoints[1]).mode == "reload"
         for way in ("reload", "restart"):  # the canary alone
-            with pytest.raises(WeightSyncError, match=r"after a restart.* \|logprob difference\| of the canary"):
+            with pytest.raises(
+                WeightSyncError, match=r"after a restart.* \|logprob difference\| of the canary"
+            ):
                 sync_weights(server, checkpoints[1], mode=way, compare=False)
 
 
 def test_but_not_where_anything_else_may_be_wrong(fake_server, checkpoints):
     moved_away(checkpoints[0])
-    for behaviour in ("fine", "proven-roughly"):  # not all weights were compared, or not bit for bit
-        with fake_server(behaviour) as server, pytest.raises(WeightSyncError, match="after its start"):
+    # Not all weights were compared, or not bit for bit.
+    for behaviour in ("fine", "proven-roughly"):
+        with (
+            fake_server(behaviour) as server,
+            pytest.raises(WeightSyncError, match="after its start"),
+        ):
             verify_weights(server, checkpoints[0])
     with fake_server("proven nan") as server, pytest.raises(WeightSyncError, match="server nan"):
         verify_weights(server, checkpoints[0])
@@ -359,10 +486,14 @@ def test_but_not_where_anything_else_may_be_wrong(fake_server, checkpoints):
 
 
 def test_nothing_is_proven_without_the_trainers_record_of_the_weights(fake_server, checkpoints):
-    """The server may have other files than the trainer had, on this machine, too: files can change on the way."""
+    """The server may have other files than the trainer had, on this machine, too: files can change
+    on the way.
+    """
     moved_away(checkpoints[1])
     with fake_server("proven") as there:
-        server = JoinedServer(there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key)
+        server = JoinedServer(
+            there.root_url, served_model_name="m", dtype="float32", api_key=there.api_key
+        )
         assert sync_weights(server, checkpoints[1]).canary_max_difference == pytest.approx(0.5)
         content = json.loads((checkpoints[1] / "canary.json").read_text())
         (checkpoints[1] / "canary.json").write_text(json.dumps(content | {"weights": {}}))
@@ -378,7 +509,8 @@ def test_float32_tolerance(fake_server, checkpoints, shift, passes):
     logprobs = [*canary.logprobs[:5], canary.logprobs[5] + shift, *canary.logprobs[6:]]
     with fake_server() as server:
         assert check_canary(server, dataclasses.replace(canary, logprobs=logprobs)).passed is passes
-        server.dtype = "bfloat16"  # either side in half precision: one position alone may be off further
+        # Either side in half precision: one position alone may be off further.
+        server.dtype = "bfloat16"
         assert check_canary(server, dataclasses.replace(canary, logprobs=logprobs)).passed
 
 
@@ -394,20 +526,33 @@ MEASURED = Tolerance(maximum=math.inf, mean=0.02, p99=0.1)
         (0.065, 300, MEASURED, False),
         (0.35, 5, MEASURED, True),  # four times at the 99th percentile: a few positions
         (0.45, 5, MEASURED, False),
-        (0.009, 300, Tolerance(math.inf, 0.0, 0.0), True),  # other kernels round where the trainer's do not
+        # Other kernels round where the trainer's do not.
+        (0.009, 300, Tolerance(math.inf, 0.0, 0.0), True),
         (0.011, 300, Tolerance(math.inf, 0.0, 0.0), False),
     ],
 )
-def test_limits_in_half_precision_follow_from_what_it_costs(fake_server, checkpoints, shift, positions, measured, passes):
+def test_limits_in_half_precision_follow_from_what_it_costs(
+    fake_server, checkpoints, shift, positions, measured, passes
+):
     canary = Canary.load(checkpoints[0])
-    moved = [value + shift if number < positions else value for number, value in enumerate(canary.logprobs[1:])]
+    moved = [
+        value + shift if number < positions else value
+        for number, value in enumerate(canary.logprobs[1:])
+    ]
     greedy = [value - shift if positions == 300 else value for value in canary.greedy_logprobs]
-    changes = {"dtype": "bfloat16", "logprobs": [None, *moved], "greedy_logprobs": greedy, "half_precision": measured}
+    changes = {
+        "dtype": "bfloat16",
+        "logprobs": [None, *moved],
+        "greedy_logprobs": greedy,
+        "half_precision": measured,
+    }
     with fake_server() as server:
         assert check_canary(server, dataclasses.replace(canary, **changes)).passed is passes
 
 
-@pytest.mark.parametrize("measured", [{"mean": -1, "p99": 0}, {"mean": 0.1}, {"mean": 0.1, "p99": math.inf}, "much"])
+@pytest.mark.parametrize(
+    "measured", [{"mean": -1, "p99": 0}, {"mean": 0.1}, {"mean": 0.1, "p99": math.inf}, "much"]
+)
 def test_a_measure_that_makes_no_sense_is_refused(checkpoints, tmp_path, measured):
     content = json.loads((checkpoints[0] / "canary.json").read_text())
     (tmp_path / "canary.json").write_text(json.dumps(content | {"half_precision": measured}))
@@ -455,5 +600,7 @@ def test_a_canary_that_cannot_be_used(checkpoints, change, message):
         path.write_text(change)
     else:
         path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ModelFolderError, match=rf"canary\.json.*{message}.*without it nobody can tell"):
+    with pytest.raises(
+        ModelFolderError, match=rf"canary\.json.*{message}.*without it nobody can tell"
+    ):
         Canary.load(checkpoints[0])

@@ -36,14 +36,20 @@ def siblings(prompt, lengths, rows=1):
     sizes = [prompt, *lengths]
     groups = torch.cat([torch.full((size,), number) for number, size in enumerate(sizes)])
     starts = [0] + [prompt] * len(lengths)
-    positions = torch.cat([torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)])
-    return tuple(x.expand(rows, -1).contiguous() for x in (groups, torch.zeros_like(groups), positions))
+    positions = torch.cat(
+        [torch.arange(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    )
+    return tuple(
+        x.expand(rows, -1).contiguous() for x in (groups, torch.zeros_like(groups), positions)
+    )
 
 
 def tensors(rows, seq_len, dtype, heads=4, kv_heads=2, width=8, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(rows, h, seq_len, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        torch.randn(rows, h, seq_len, width, generator=generator, dtype=torch.float64)
+        .to(dtype)
+        .requires_grad_()
         for h in (heads, kv_heads, kv_heads)
     ]
 

@@ -1,7 +1,9 @@
-"""What the server of bad_server.py says: answers that follow from (messages, temperature, number), written as by vLLM 0.32.
+"""What the server of bad_server.py says: answers that follow from (messages, temperature, number),
+written as by vLLM 0.32.
 
-The number of an answer is `seed + i` for choice i of a seeded request, as vLLM seeds its choices: the same sample of the same
-call is the same answer however often, in which order and with which others it was asked for. Without a seed each is a new one.
+The number of an answer is `seed + i` for choice i of a seeded request, as vLLM seeds its choices:
+the same sample of the same call is the same answer however often, in which order and with which
+others it was asked for. Without a seed each is a new one.
 """
 
 import hashlib
@@ -15,14 +17,33 @@ LEVELS = 32
 LONG = 25_000
 """Tokens of an answer of the kind "long": 100,000 characters."""
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"
-# What breaks parsers: line ends of Unicode (not of SSE), quotes, escapes, characters of two to four bytes, nothing at all.
-_TRAPS = ["\u2028", "\u2029", "\x85", "\x0c", "\n", "\n\n", "\r\n", '"', "\\", "\x01", " data: ", "[DONE]"]
+# What breaks parsers: line ends of Unicode (not of SSE), quotes, escapes, characters of two to four
+# bytes, nothing at all.
+_TRAPS = [
+    "\u2028",
+    "\u2029",
+    "\x85",
+    "\x0c",
+    "\n",
+    "\n\n",
+    "\r\n",
+    '"',
+    "\\",
+    "\x01",
+    " data: ",
+    "[DONE]",
+]
 _TRAPS += ["é", "ß", "日本", "한", "∑", "", "{", "}"]
 _HALVES = ["🙂", "👩‍👩‍👧", "𝄞", "🇪🇺"]
-VOCAB = ["<|im_end|>", *(f"{a}{b}{c}{d}" for a in _CONSONANTS for b in _VOWELS for c in "nrs" for d in "ei")][: 256 - 24]
+VOCAB = [
+    "<|im_end|>",
+    *(f"{a}{b}{c}{d}" for a in _CONSONANTS for b in _VOWELS for c in "nrs" for d in "ei"),
+][: 256 - 24]
 VOCAB += [*_TRAPS, *_HALVES]
 HALF = frozenset(range(256 - len(_HALVES), 256))
-"""Tokens that are the first half of a character: their text comes with the next token, as from a detokenizer."""
+"""Tokens that are the first half of a character: their text comes with the next token, as from a
+detokenizer.
+"""
 _NONZERO = bytes([1, *range(1, 256)])
 _TO_LEVEL = bytes([i % LEVELS for i in range(256)])
 _IDS = [str(i).encode() for i in range(256)]
@@ -34,7 +55,12 @@ def logprob(level: int) -> float:
 
 def _fragment(token: int, level: int) -> bytes:
     shown = "\ufffd" if token in HALF else VOCAB[token]
-    entry = {"token": shown, "logprob": logprob(level), "bytes": list(shown.encode()), "top_logprobs": []}
+    entry = {
+        "token": shown,
+        "logprob": logprob(level),
+        "bytes": list(shown.encode()),
+        "top_logprobs": [],
+    }
     return msgspec.json.encode(entry)
 
 
@@ -77,7 +103,10 @@ class Spoken:
     def logprobs(self, start: int = 0, stop: int | None = None) -> bytes:
         if not self.with_logprobs:
             return b"null"
-        entries = [_FRAGMENTS[t][v] for t, v in zip(self.ids[start:stop], self.levels[start:stop], strict=True)]
+        entries = [
+            _FRAGMENTS[t][v]
+            for t, v in zip(self.ids[start:stop], self.levels[start:stop], strict=True)
+        ]
         return b'{"content":[' + b",".join(entries) + b"]}"
 
     def written_ids(self, start: int = 0, stop: int | None = None) -> bytes:
@@ -86,8 +115,8 @@ class Spoken:
 
 @dataclass
 class Model:
-    """tokens: fewest and most of an answer. kinds: shares of answers that are unusual but no fault of anybody: "empty", "null"
-    (content null), "length" (no end token), "long"."""
+    """tokens: fewest and most of an answer. kinds: shares of answers that are unusual but no fault
+    of anybody: "empty", "null" (content null), "length" (no end token), "long"."""
 
     tokens: tuple[int, int] = (8, 64)
     kinds: dict[str, float] = field(default_factory=dict)
@@ -103,7 +132,10 @@ class Model:
             bits = hashlib.shake_128(seed).digest(8 + 2 * LONG + 2)
         elif kind in ("empty", "null"):
             length = 0
-        body, levels = bits[8 : 8 + length].translate(_NONZERO), bits[8 + length : 9 + 2 * length].translate(_TO_LEVEL)
+        body, levels = (
+            bits[8 : 8 + length].translate(_NONZERO),
+            bits[8 + length : 9 + 2 * length].translate(_TO_LEVEL),
+        )
         if kind == "long":  # plain letters of four bytes each
             body = bytes([1 + b % 200 for b in body])
         if kind == "length" and length:
@@ -147,7 +179,8 @@ class Frame:
             choices.append(
                 b'{"index":%d,"message":{"role":"assistant","content":%b,"refusal":null,"annotations":null,"audio":null,'
                 b'"function_call":null,"tool_calls":[],"reasoning":null},"logprobs":%b,"finish_reason":"%b","stop_reason":null,'
-                b'"token_ids":%b,"routed_experts":null}' % (s.index, content, s.logprobs(), s.finish.encode(), ids)
+                b'"token_ids":%b,"routed_experts":null}'
+                % (s.index, content, s.logprobs(), s.finish.encode(), ids)
             )
         usage = self.usage_of(spoken) if self.usage else b"null"
         return (
@@ -165,8 +198,15 @@ class Frame:
 
     def head(self, s: Spoken) -> bytes:
         """A choice's first event: its role."""
-        ids = b',"prompt_token_ids":' + msgspec.json.encode(self.prompt_ids) if self.wants_ids else b""
-        delta = b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}' % s.index
+        ids = (
+            b',"prompt_token_ids":' + msgspec.json.encode(self.prompt_ids)
+            if self.wants_ids
+            else b""
+        )
+        delta = (
+            b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+            % s.index
+        )
         return self.event(delta, ids)
 
     def steps(self, s: Spoken, interval: int) -> Iterator[bytes]:
@@ -174,9 +214,17 @@ class Frame:
         deltas, start = s.deltas(), 0
         while start < len(s.ids):
             stop = min(start + (interval if start else 1), len(s.ids))
-            content = b"" if s.null_content else b'"content":' + msgspec.json.encode("".join(deltas[start:stop]))
+            content = (
+                b""
+                if s.null_content
+                else b'"content":' + msgspec.json.encode("".join(deltas[start:stop]))
+            )
             end = b"null" if stop < len(s.ids) else b'"%b","stop_reason":null' % s.finish.encode()
-            ids = b',"token_ids":' + s.written_ids(start, stop) if self.wants_ids and s.with_ids else b""
+            ids = (
+                b',"token_ids":' + s.written_ids(start, stop)
+                if self.wants_ids and s.with_ids
+                else b""
+            )
             yield self.event(
                 b'{"index":%d,"delta":{%b},"logprobs":%b,"finish_reason":%b%b}'
                 % (s.index, content, s.logprobs(start, stop), end, ids)

@@ -1,4 +1,6 @@
-"""What the server of bad_server.py does wrong: the table of faults, which request meets which, and how each is done."""
+"""What the server of bad_server.py does wrong: the table of faults, which request meets which, and
+how each is done.
+"""
 
 import asyncio
 import email.utils
@@ -15,39 +17,64 @@ from support.bad_answers import Frame, Spoken
 if TYPE_CHECKING:
     from support.bad_server import Connection
 
-# What a client must do about each fault, and where it can happen: "retried" (the samples are fine in the end), "final" (these
-# samples fail, with a reason), "harmless" (the answer is good in spite of it).
-# fmt: off
+# What a client must do about each fault, and where it can happen: "retried" (the samples are fine
+# in the end), "final" (these samples fail, with a reason), "harmless" (the answer is good in spite
+# of it). fmt: off
 FAULTS: dict[str, tuple[str, str]] = {
     # nothing comes, or not all of it
-    "refuse": ("retried", "both"),          # nobody listens for a moment, and this connection is reset
-    "drop": ("retried", "both"),            # closed without a word
-    "reset": ("retried", "both"),           # reset without a word
-    "reset_in_middle": ("retried", "both"), # reset after half of the answer
-    "silence": ("retried", "both"),         # no answer at all
-    "stall": ("retried", "both"),           # half of the answer, then nothing
-    "length_lies": ("retried", "plain"),    # content-length promises more than comes
-    "length_short": ("retried", "plain"),   # content-length ends in the middle of the body
+    # Nobody listens for a moment, and this connection is reset.
+    "refuse": ("retried", "both"),
+    "drop": ("retried", "both"),  # closed without a word
+    "reset": ("retried", "both"),  # reset without a word
+    "reset_in_middle": ("retried", "both"),  # reset after half of the answer
+    "silence": ("retried", "both"),  # no answer at all
+    "stall": ("retried", "both"),  # half of the answer, then nothing
+    "length_lies": ("retried", "plain"),  # content-length promises more than comes
+    "length_short": ("retried", "plain"),  # content-length ends in the middle of the body
     "truncated_json": ("retried", "plain"),
-    "early_end": ("retried", "stream"),     # the stream ends as if all were well, before its choices do
-    "abort": ("retried", "both"),           # one choice is broken off, as by a server that is ended
-    "error": ("retried", "both"),           # the server gives up on one choice
+    # The stream ends as if all were well, before its choices do.
+    "early_end": ("retried", "stream"),
+    "abort": ("retried", "both"),  # one choice is broken off, as by a server that is ended
+    "error": ("retried", "both"),  # the server gives up on one choice
     # something else comes
-    "http_408": ("retried", "both"), "http_429": ("retried", "both"), "http_429_date": ("retried", "both"),
-    "http_500": ("retried", "both"), "http_502_html": ("retried", "both"), "http_503": ("retried", "both"),
+    "http_408": ("retried", "both"),
+    "http_429": ("retried", "both"),
+    "http_429_date": ("retried", "both"),
+    "http_500": ("retried", "both"),
+    "http_502_html": ("retried", "both"),
+    "http_503": ("retried", "both"),
     "html_200": ("retried", "both"),
-    "malformed_chunk": ("retried", "stream"), "error_chunk": ("retried", "stream"),
-    "http_400": ("final", "both"), "http_404": ("final", "both"), "http_422": ("final", "both"),
+    "malformed_chunk": ("retried", "stream"),
+    "error_chunk": ("retried", "stream"),
+    "http_400": ("final", "both"),
+    "http_404": ("final", "both"),
+    "http_422": ("final", "both"),
     # parts are missing: of one choice of the answer
-    "missing_logprobs": ("final", "both"), "missing_ids": ("final", "both"),
+    "missing_logprobs": ("final", "both"),
+    "missing_ids": ("final", "both"),
     # unusual, and right
-    "missing_usage": ("harmless", "both"), "missing_done": ("harmless", "stream"), "two_dones": ("harmless", "stream"),
-    "fewer_choices": ("harmless", "both"), "shuffled": ("harmless", "both"), "wrong_index": ("harmless", "both"),
-    "late_choice": ("harmless", "stream"), "dialect": ("harmless", "stream"), "halves": ("harmless", "both"),
-    "trickle": ("harmless", "both"), "stale": ("harmless", "both"), "gzip": ("harmless", "plain"),
+    "missing_usage": ("harmless", "both"),
+    "missing_done": ("harmless", "stream"),
+    "two_dones": ("harmless", "stream"),
+    "fewer_choices": ("harmless", "both"),
+    "shuffled": ("harmless", "both"),
+    "wrong_index": ("harmless", "both"),
+    "late_choice": ("harmless", "stream"),
+    "dialect": ("harmless", "stream"),
+    "halves": ("harmless", "both"),
+    "trickle": ("harmless", "both"),
+    "stale": ("harmless", "both"),
+    "gzip": ("harmless", "plain"),
 }
 # fmt: on
-STATUS = {"http_408": 408, "http_429": 429, "http_429_date": 429, "http_500": 500, "http_502_html": 502, "http_503": 503}
+STATUS = {
+    "http_408": 408,
+    "http_429": 429,
+    "http_429_date": 429,
+    "http_500": 500,
+    "http_502_html": 502,
+    "http_503": 503,
+}
 STATUS |= {"http_400": 400, "http_404": 404, "http_422": 422, "html_200": 200}
 HTML = b"<!doctype html><html><body><h1>Something went wrong</h1></body></html>"
 
@@ -69,7 +96,9 @@ class Body(msgspec.Struct):
 
 @dataclass(slots=True)
 class Ask:
-    """One request for a chat completion. `attempt` counts from 1 for the same samples of the same prompt."""
+    """One request for a chat completion. `attempt` counts from 1 for the same samples of the same
+    prompt.
+    """
 
     body: Body
     key: bytes
@@ -89,11 +118,16 @@ Plan = Callable[[Ask], str | None]
 
 def parse_shares(spec: str) -> dict[str, float]:
     """ "all=0.2" or "reset=0.1,http_500=0.05"; "" for nothing."""
-    return {name.strip(): float(share) for name, share in (part.split("=") for part in spec.split(",") if part)}
+    return {
+        name.strip(): float(share)
+        for name, share in (part.split("=") for part in spec.split(",") if part)
+    }
 
 
 def drawn(spec: str, seed: int) -> Plan:
-    """Faults by chance. "all=0.2" is 20 in 100 requests, with equal parts of all faults that such a request can meet."""
+    """Faults by chance. "all=0.2" is 20 in 100 requests, with equal parts of all faults that such a
+    request can meet.
+    """
     shares = parse_shares(spec)
     total = sum(shares.values())
     names = list(FAULTS) if "all" in shares else list(shares)
@@ -109,7 +143,11 @@ def drawn(spec: str, seed: int) -> Plan:
         kinds = possible[ask.stream]
         if not kinds or draw.random() >= total:
             return None
-        return draw.choice(kinds) if "all" in shares else draw.choices(kinds, [shares[k] for k in kinds])[0]
+        return (
+            draw.choice(kinds)
+            if "all" in shares
+            else draw.choices(kinds, [shares[k] for k in kinds])[0]
+        )
 
     return plan
 
@@ -133,7 +171,9 @@ def spoil(fault: str, ask: Ask, spoken: list[Spoken]) -> list[Spoken]:
     return spoken
 
 
-def interleaved(frame: Frame, spoken: list[Spoken], interval: int, *, late: Spoken | None = None) -> Iterator[list[bytes]]:
+def interleaved(
+    frame: Frame, spoken: list[Spoken], interval: int, *, late: Spoken | None = None
+) -> Iterator[list[bytes]]:
     """A stream's events up to its usage, step by step; those of `late` after all others."""
     for group in ([s for s in spoken if s is not late], [late] if late is not None else []):
         if not group:
@@ -148,7 +188,9 @@ def interleaved(frame: Frame, spoken: list[Spoken], interval: int, *, late: Spok
 
 
 def in_dialect(event: bytes) -> bytes:
-    """The same event as other servers write it: other line ends, comments, fields besides data, data over two lines."""
+    """The same event as other servers write it: other line ends, comments, fields besides data,
+    data over two lines.
+    """
     data = event[len(b"data: ") : -2]
     kind = data[-3] % 4
     if kind == 0:
@@ -161,7 +203,9 @@ def in_dialect(event: bytes) -> bytes:
 
 
 def cut_in_characters(data: bytes, most: int = 40) -> list[bytes]:
-    """Pieces that end in the middle of a character of several bytes, or between the CR and LF of a line end."""
+    """Pieces that end in the middle of a character of several bytes, or between the CR and LF of a
+    line end.
+    """
     cuts = [i for i in range(1, len(data)) if 0x80 <= data[i] < 0xC0][:most]
     return [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
@@ -170,7 +214,12 @@ class Misbehaviour:
     """One request's answer with its fault."""
 
     def __init__(self, connection: "Connection", ask: Ask, fault: str | None) -> None:
-        self.connection, self.server, self.ask, self.fault = connection, connection.server, ask, fault
+        self.connection, self.server, self.ask, self.fault = (
+            connection,
+            connection.server,
+            ask,
+            fault,
+        )
 
     async def answer(self) -> list[Spoken]:
         """Writes the answer; returns the choices that were delivered completely."""
@@ -194,8 +243,11 @@ class Misbehaviour:
                 return []
             if FAULTS.get(fault or "", ("",))[0] == "final":
                 server.samples_failed[fault or ""] += 1
-            if fault == "stale":  # a keep-alive connection that is closed just when it may be used again
-                asyncio.get_running_loop().call_later(random.Random(self.ask.key).random() * 0.01, connection.transport.close)
+            # A keep-alive connection that is closed just when it may be used again.
+            if fault == "stale":
+                asyncio.get_running_loop().call_later(
+                    random.Random(self.ask.key).random() * 0.01, connection.transport.close
+                )
             return spoken
         return []
 
@@ -208,8 +260,15 @@ class Misbehaviour:
         if fault in ("http_502_html", "html_200"):
             self.connection.write(self.connection.plain(status, HTML, "text/html", more=more))
             return
-        error = {"message": f"{fault} on purpose", "type": "OnPurpose", "param": None, "code": status}
-        self.connection.write(self.connection.plain(status, msgspec.json.encode({"error": error}), more=more))
+        error = {
+            "message": f"{fault} on purpose",
+            "type": "OnPurpose",
+            "param": None,
+            "code": status,
+        }
+        self.connection.write(
+            self.connection.plain(status, msgspec.json.encode({"error": error}), more=more)
+        )
         if FAULTS[fault][0] == "final":
             self.server.samples_failed[fault] += self.ask.n
 
@@ -232,12 +291,20 @@ class Misbehaviour:
             connection.write(connection.plain(200, body[:half], length=len(body)))
             return await self._break()
         if fault == "gzip" and self.ask.gzip:
-            connection.write(connection.plain(200, gzip.compress(body, 1), more="content-encoding: gzip\r\n"))
+            connection.write(
+                connection.plain(200, gzip.compress(body, 1), more="content-encoding: gzip\r\n")
+            )
             return True
         head = connection.plain(200, b"", length=len(body))
         pieces = [head + body]
         if fault == "trickle":
-            pieces = [*_bytes(head[:40]), head[40:], *_bytes(body[:100]), body[100:-20], *_bytes(body[-20:])]
+            pieces = [
+                *_bytes(head[:40]),
+                head[40:],
+                *_bytes(body[:100]),
+                body[100:-20],
+                *_bytes(body[-20:]),
+            ]
         elif fault == "halves":
             pieces = [head, *cut_in_characters(body)]
         for piece in pieces:
@@ -258,15 +325,24 @@ class Misbehaviour:
 
     async def _stream(self, spoken: list[Spoken]) -> bool:
         connection, fault = self.connection, self.fault
-        kind = "content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+        kind = (
+            "content-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
         connection.write(f"HTTP/1.1 200 OK\r\nserver: bad\r\n{kind}".encode())
         steps = sum(len(s.ids) for s in spoken) // max(1, len(spoken))
-        middle = steps // 2 if fault in ("reset_in_middle", "stall", "early_end", "malformed_chunk", "error_chunk") else -1
+        middle = (
+            steps // 2
+            if fault in ("reset_in_middle", "stall", "early_end", "malformed_chunk", "error_chunk")
+            else -1
+        )
         done = 0
         async for events in self._paced(spoken):
             if done >= middle >= 0:
                 if fault in ("reset_in_middle", "stall"):
-                    connection.write(b"%x\r\n%b" % (len(events[0]), events[0][: len(events[0]) // 2]))  # in a chunk's middle
+                    # In a chunk's middle.
+                    connection.write(
+                        b"%x\r\n%b" % (len(events[0]), events[0][: len(events[0]) // 2])
+                    )
                     return await self._break()
                 return self._spoil_stream(events)
             self._write_events(events)
@@ -283,7 +359,9 @@ class Misbehaviour:
 
     async def _paced(self, spoken: list[Spoken]) -> AsyncIterator[list[bytes]]:
         late = spoken[-1] if self.fault == "late_choice" else None
-        for number, events in enumerate(interleaved(self._frame(), spoken, self.ask.body.stream_interval or 1, late=late)):
+        for number, events in enumerate(
+            interleaved(self._frame(), spoken, self.ask.body.stream_interval or 1, late=late)
+        ):
             if self.server.token_delay and number:
                 await asyncio.sleep(self.server.token_delay)
             elif number % 16 == 15:  # other connections have their turn
@@ -292,10 +370,19 @@ class Misbehaviour:
 
     def _spoil_stream(self, events: list[bytes]) -> bool:
         if self.fault == "malformed_chunk":
-            self._write_events([events[0][: len(events[0]) // 2] + b"\n\n", *events[1:], b"data: [DONE]\n\n"])
+            self._write_events(
+                [events[0][: len(events[0]) // 2] + b"\n\n", *events[1:], b"data: [DONE]\n\n"]
+            )
         elif self.fault == "error_chunk":
-            error = {"message": "error_chunk on purpose", "type": "InternalServerError", "param": None, "code": 500}
-            self._write_events([b"data: " + msgspec.json.encode({"error": error}) + b"\n\n", b"data: [DONE]\n\n"])
+            error = {
+                "message": "error_chunk on purpose",
+                "type": "InternalServerError",
+                "param": None,
+                "code": 500,
+            }
+            self._write_events(
+                [b"data: " + msgspec.json.encode({"error": error}) + b"\n\n", b"data: [DONE]\n\n"]
+            )
         self.connection.write(b"0\r\n\r\n")
         return False
 
@@ -312,11 +399,17 @@ class Misbehaviour:
             events = [in_dialect(event) for event in events]
         elif self.fault in ("halves", "trickle"):
             data = b"".join(events)
-            events = cut_in_characters(data) if self.fault == "halves" else [data[:-2], *_bytes(data[-2:])]
+            events = (
+                cut_in_characters(data)
+                if self.fault == "halves"
+                else [data[:-2], *_bytes(data[-2:])]
+            )
             if self.fault == "trickle":
                 events = [*_bytes(data[:10]), data[10:-2], *_bytes(data[-2:])]
         # One chunk of the transfer encoding each; nothing is lost where an event is empty.
-        self.connection.write(b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events if event]))
+        self.connection.write(
+            b"".join([b"%x\r\n%b\r\n" % (len(event), event) for event in events if event])
+        )
 
 
 def _bytes(data: bytes) -> Iterator[bytes]:

@@ -1,5 +1,5 @@
-"""Small real HTTP servers on the loopback: one answers as vLLM does, or misbehaves as it is told; `threaded` serves callers that
-have no event loop."""
+"""Small real HTTP servers on the loopback: one answers as vLLM does, or misbehaves as it is told;
+`threaded` serves callers that have no event loop."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,9 @@ PROMPT_IDS = [7, 8, 9]
 
 @dataclass
 class Reply:
-    """What to answer: a status and a body (JSON, or bytes as they are), a broken connection, or nothing for a while."""
+    """What to answer: a status and a body (JSON, or bytes as they are), a broken connection, or
+    nothing for a while.
+    """
 
     body: Any = None
     status: int = 200
@@ -29,11 +31,14 @@ class Reply:
 
 
 def choice(index: int, text: str | None, **changes: Any) -> dict[str, Any]:
-    """A choice with one token id and logprob per character and an end-of-turn token, as vLLM 0.32 writes it."""
+    """A choice with one token id and logprob per character and an end-of-turn token, as vLLM 0.32
+    writes it.
+    """
     letters = text or ""
     token_ids = [ord(letter) for letter in letters] + [0]
     content = [
-        {"token": chr(i), "logprob": -(k + 1) / 8, "bytes": [i % 256], "top_logprobs": []} for k, i in enumerate(token_ids)
+        {"token": chr(i), "logprob": -(k + 1) / 8, "bytes": [i % 256], "top_logprobs": []}
+        for k, i in enumerate(token_ids)
     ]
     return {
         "index": index,
@@ -52,7 +57,11 @@ def expected_logprobs(text: str) -> list[float]:
 
 def completion(choices: list[dict[str, Any]], **changes: Any) -> Reply:
     sampled = sum(len(c.get("token_ids") or ()) for c in choices)
-    usage = {"prompt_tokens": len(PROMPT_IDS), "completion_tokens": sampled, "total_tokens": sampled + len(PROMPT_IDS)}
+    usage = {
+        "prompt_tokens": len(PROMPT_IDS),
+        "completion_tokens": sampled,
+        "total_tokens": sampled + len(PROMPT_IDS),
+    }
     body = {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -67,7 +76,9 @@ def completion(choices: list[dict[str, Any]], **changes: Any) -> Reply:
 
 
 def error(status: int, message: str = "as told") -> Reply:
-    return Reply({"error": {"message": message, "type": "T", "param": None, "code": status}}, status=status)
+    return Reply(
+        {"error": {"message": message, "type": "T", "param": None, "code": status}}, status=status
+    )
 
 
 Behaviour = Callable[[dict[str, Any], int], Reply | Awaitable[Reply]]
@@ -89,10 +100,13 @@ class Server:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open.add(writer)
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+        with contextlib.suppress(
+            asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError
+        ):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").lower()
-                if head.startswith("get "):  # /models, to see whether it is there; it has no /metrics
+                # /models, to see whether it is there; it has no /metrics.
+                if head.startswith("get "):
                     status = "200 OK" if head.startswith("get /v1/models ") else "404 Not Found"
                     writer.write(f"HTTP/1.1 {status}\r\ncontent-length: 2\r\n\r\n{{}}".encode())
                     continue
@@ -119,7 +133,10 @@ class Server:
             return False
         data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
         headers = {"content-type": "application/json", **reply.headers}
-        lines = [f"HTTP/1.1 {reply.status} X", f"content-length: {reply.declared_length or len(data)}"]
+        lines = [
+            f"HTTP/1.1 {reply.status} X",
+            f"content-length: {reply.declared_length or len(data)}",
+        ]
         lines += [f"{name}: {value}" for name, value in headers.items()]
         writer.write("\r\n".join(lines).encode() + b"\r\n\r\n" + data)
         await writer.drain()
@@ -141,7 +158,9 @@ async def serving(behaviour: Behaviour) -> AsyncIterator[Server]:
 
 
 class ChatHandler(BaseHTTPRequestHandler):
-    """Answers with what `reply` says of a request: (text, finish reason), (message, "error"), or (events, "stream")."""
+    """Answers with what `reply` says of a request: (text, finish reason), (message, "error"), or
+    (events, "stream").
+    """
 
     models: tuple[str, ...] = ("m",)
 
@@ -160,9 +179,25 @@ class ChatHandler(BaseHTTPRequestHandler):
         if reason == "stream":
             return self.send(text, kind="text/event-stream")
         message = {"role": "assistant", "content": text}
-        choices = [{"index": i, "finish_reason": reason, "message": message} for i in range(body.get("n") or 1)]
-        usage = {"prompt_tokens": 10, "completion_tokens": 2 * len(choices), "total_tokens": 10 + 2 * len(choices)}
-        return self.send({"id": "1", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage})
+        choices = [
+            {"index": i, "finish_reason": reason, "message": message}
+            for i in range(body.get("n") or 1)
+        ]
+        usage = {
+            "prompt_tokens": 10,
+            "completion_tokens": 2 * len(choices),
+            "total_tokens": 10 + 2 * len(choices),
+        }
+        return self.send(
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": choices,
+                "usage": usage,
+            }
+        )
 
     def send(self, body: Any, *, status: int = 200, kind: str = "application/json") -> None:
         data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
@@ -177,7 +212,8 @@ class ChatHandler(BaseHTTPRequestHandler):
 
 
 class _Threaded(ThreadingHTTPServer):
-    request_queue_size = 128  # the sixth connection of a moment is dropped by default, and TCP tries again after a second
+    # The sixth connection of a moment is dropped by default, and TCP tries again after a second.
+    request_queue_size = 128
 
 
 @contextlib.contextmanager
@@ -197,7 +233,12 @@ class Kit:
     """What the tests of this folder build answers from (test files cannot import this file)."""
 
     prompt_ids = PROMPT_IDS
-    Reply, choice, completion, error = Reply, staticmethod(choice), staticmethod(completion), staticmethod(error)
+    Reply, choice, completion, error = (
+        Reply,
+        staticmethod(choice),
+        staticmethod(completion),
+        staticmethod(error),
+    )
     expected_logprobs, serving = staticmethod(expected_logprobs), staticmethod(serving)
 
     @staticmethod
@@ -207,13 +248,20 @@ class Kit:
         return completion([choice(k, f"{prompt}#{k}") for k in range(body["n"])])
 
     @staticmethod
-    def run(behaviour: Behaviour, tasks: Any, *, client: dict[str, Any] | None = None, **kwargs: Any) -> tuple[Any, Server]:
+    def run(
+        behaviour: Behaviour, tasks: Any, *, client: dict[str, Any] | None = None, **kwargs: Any
+    ) -> tuple[Any, Server]:
         """get_task_results against a server of this behaviour: (results, server)."""
         from ttrl.rollouts.task_results import get_task_results
 
         async def main() -> tuple[Any, Server]:
-            async with serving(behaviour) as server, server.client(**(client or {})) as openai_client:
-                return await get_task_results(tasks, openai_client, "m", pbar=False, **kwargs), server
+            async with (
+                serving(behaviour) as server,
+                server.client(**(client or {})) as openai_client,
+            ):
+                return await get_task_results(
+                    tasks, openai_client, "m", pbar=False, **kwargs
+                ), server
 
         return asyncio.run(main())
 

@@ -1,4 +1,5 @@
-"""A stand-in for vLLM: the same paths and answers, a "model" of two numbers, and misbehaviour on demand; starts in a moment.
+"""A stand-in for vLLM: the same paths and answers, a "model" of two numbers, and misbehaviour on
+demand; starts in a moment.
 
 The real one is tested in tests/e2e/test_server.py.
 """
@@ -11,8 +12,8 @@ from pathlib import Path
 
 from ttrl.server.vllm import VLLMServer
 
-# logprob of a token = −(token mod 7) − weight − (cached weight of the prefix)/10; the weight stands in the model folder. So stale
-# "keys and values" show in generations alone, as in vLLM.
+# logprob of a token = −(token mod 7) − weight − (cached weight of the prefix)/10; the weight stands
+# in the model folder. So stale "keys and values" show in generations alone, as in vLLM.
 FAKE = r"""
 import hashlib, http.server, json, os, pathlib, sys, time
 from ttrl.server.auth import derived
@@ -136,8 +137,18 @@ class FakeVLLM(VLLMServer):
 
     def _command(self) -> list[str]:
         real = super()._command()
-        names = itertools.takewhile(lambda word: not word.startswith("--"), real[real.index("--served-model-name") + 1 :])
-        return [sys.executable, "-c", FAKE, str(self.port), str(self.model_folder), self.behaviour, *names]
+        names = itertools.takewhile(
+            lambda word: not word.startswith("--"), real[real.index("--served-model-name") + 1 :]
+        )
+        return [
+            sys.executable,
+            "-c",
+            FAKE,
+            str(self.port),
+            str(self.model_folder),
+            self.behaviour,
+            *names,
+        ]
 
 
 def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:

@@ -1,4 +1,6 @@
-"""What goes wrong on the way to a server, on demand: loaded by vLLM in place of ttrl's own extension of its worker."""
+"""What goes wrong on the way to a server, on demand: loaded by vLLM in place of ttrl's own
+extension of its worker.
+"""
 
 import contextlib
 import itertools
@@ -16,8 +18,10 @@ from ttrl.vllm_worker.memory import MemoryEngine
 
 
 class FaultyWeightSync(WeightSync):
-    """The file TTRL_TEST_FAULT says what happens: {"old": true}, {"tensor": NAME, "index": [0, 0], "add": 1e-4},
-    {"zero": NAME}, {"swap": [LAYER, LAYER]}, or {"break": true} in the middle of what is taken from memory."""
+    """The file TTRL_TEST_FAULT says what happens: {"old": true}, {"tensor": NAME, "index": [0, 0],
+    "add": 1e-4}, {"zero": NAME}, {"swap": [LAYER, LAYER]}, or {"break": true} in the middle of what
+    is taken from memory.
+    """
 
     def ttrl_load_weights(self, folder: str) -> None:
         fault = _fault()
@@ -52,7 +56,13 @@ def _damaged(weights: Iterable[tuple[str, Tensor]], fault: dict) -> Iterator[tup
             tensor[tuple(fault["index"])] += fault["add"]
         if name == fault.get("zero"):
             tensor = tensor * 0
-        yield next((other[part] + name.removeprefix(part) for part in other if name.startswith(part)), name), tensor
+        yield (
+            next(
+                (other[part] + name.removeprefix(part) for part in other if name.startswith(part)),
+                name,
+            ),
+            tensor,
+        )
 
 
 _weights = MemoryEngine.weights

@@ -1,7 +1,10 @@
-"""The head's kernels for GPUs, run by Triton's interpreter: against float64, alone and as a part of the head.
+"""The head's kernels for GPUs, run by Triton's interpreter: against float64, alone and as a part of
+the head.
 
-Run by tests/training/kernels/test_fused_head.py in a process that has TRITON_INTERPRET=1 before anything imports Triton. That
-they compile for GPUs is for tools/check_kernels.py to see; that a GPU computes the same, for the certificate."""
+Run by tests/training/kernels/test_fused_head.py in a process that has TRITON_INTERPRET=1 before
+anything imports Triton. That they compile for GPUs is for tools/check_kernels.py to see; that a GPU
+computes the same, for the certificate.
+"""
 
 import pytest
 import torch
@@ -55,10 +58,16 @@ def test_what_is_measured(temperature, soft_cap, scale, kernels):
     found = kernels.measure(raw, labels, temperature, soft_cap)
     torch.testing.assert_close(found[0].double(), z.logsumexp(-1), rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(found[1].double(), entropy, rtol=1e-5, atol=2e-6)
-    torch.testing.assert_close(found[2].double(), z.gather(1, labels[:, None]).squeeze(1), rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(
+        found[2].double(), z.gather(1, labels[:, None]).squeeze(1), rtol=2e-6, atol=2e-6
+    )
     elsewhere = kernels.measure(raw, labels - 101, temperature, soft_cap)  # another rank's labels
     assert not elsewhere[2].any() and torch.equal(elsewhere[0], found[0])
-    assert [len(x) for x in kernels.measure(raw[:0], labels[:0], temperature, soft_cap)] == [0, 0, 0]
+    assert [len(x) for x in kernels.measure(raw[:0], labels[:0], temperature, soft_cap)] == [
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(("temperature", "soft_cap"), HOW)
@@ -78,22 +87,36 @@ def test_the_gradient(temperature, soft_cap, of_entropy, kernels):
     kernels.gradient(raw, lower, *given)
     kernels.gradient(raw, raw, *given)
     torch.testing.assert_close(raw.double(), expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(lower.float(), raw, rtol=2**-7, atol=1e-30)  # the interpreter cuts off, where GPUs round
+    # The interpreter cuts off, where GPUs round.
+    torch.testing.assert_close(lower.float(), raw, rtol=2**-7, atol=1e-30)
 
 
 @pytest.mark.parametrize("with_loss", [False, True])
 def test_the_head_with_kernels(with_loss, interpreted):
-    """Both forms of it, against logits in float64: outputs, and the gradients of hidden states, weight and bias."""
+    """Both forms of it, against logits in float64: outputs, and the gradients of hidden states,
+    weight and bias.
+    """
     generator = torch.Generator().manual_seed(2)
-    h, weight, bias = (torch.randn(shape, generator=generator) for shape in ((9, 16), (75, 16), (75,)))
-    labels, upstream = torch.randint(75, (9,), generator=generator), torch.randn(2, 9, generator=generator)
+    h, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((9, 16), (75, 16), (75,))
+    )
+    labels, upstream = (
+        torch.randint(75, (9,), generator=generator),
+        torch.randn(2, 9, generator=generator),
+    )
     wide = [x.double().requires_grad_() for x in (h, weight, bias)]
     _, _, entropy, logprobs = exact(wide[0] @ wide[1].T + wide[2], labels, 0.7, 8.0)
     own = [x.clone().requires_grad_() for x in (h, weight, bias)]
     settings = {"bias_V": own[2], "chunk_size": 4, "temperature": 0.7, "soft_cap": 8.0}
     if with_loss:
         loss = (upstream[0] * logprobs.square()).sum()
-        out = run_head(*own[:1], labels, own[1], **settings, token_loss=lambda logp, part: upstream[0][part] * logp.square())
+        out = run_head(
+            *own[:1],
+            labels,
+            own[1],
+            **settings,
+            token_loss=lambda logp, part: upstream[0][part] * logp.square(),
+        )
         ours = out.loss
     else:
         loss = (upstream[0] * logprobs).sum() + (upstream[1] * entropy).sum()
@@ -108,13 +131,21 @@ def test_the_head_with_kernels(with_loss, interpreted):
 
 
 def test_products_in_bf16_leave_logits_in_fp32(interpreted, monkeypatch):
-    """… and are nearer to float64 than logits that were rounded; products need the gradient in bf16."""
+    """… and are nearer to float64 than logits that were rounded; products need the gradient in
+    bf16.
+    """
     generator = torch.Generator().manual_seed(3)
-    h, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((6, 64), (90, 64)))
+    h, weight = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((6, 64), (90, 64))
+    )
     labels, product = torch.randint(90, (6,), generator=generator), torch.mm
 
     def mm(a, b, out_dtype=None, out=None):  # which CPUs do not have
-        return product(a, b, out=out) if out_dtype is None else product(a.to(out_dtype), b.to(out_dtype), out=out)
+        return (
+            product(a, b, out=out)
+            if out_dtype is None
+            else product(a.to(out_dtype), b.to(out_dtype), out=out)
+        )
 
     monkeypatch.setattr(torch, "mm", mm)
     own = [h.clone().requires_grad_(), weight.clone().requires_grad_()]
@@ -132,7 +163,9 @@ def test_products_in_bf16_leave_logits_in_fp32(interpreted, monkeypatch):
 
 
 def test_parts_of_a_vocabulary_are_put_together(kernels, monkeypatch):
-    """Their entropies weigh by their probability, and each has its own uncertainty on top. Two ranks, one after the other."""
+    """Their entropies weigh by their probability, and each has its own uncertainty on top. Two
+    ranks, one after the other.
+    """
     raw = 3 * torch.randn(4, 60, generator=torch.Generator().manual_seed(4))
     labels = torch.tensor([0, 24, 25, 59])
     _, _, entropy, logprobs = exact(raw, labels, 0.8, None)
@@ -140,7 +173,9 @@ def test_parts_of_a_vocabulary_are_put_together(kernels, monkeypatch):
     alone = [kernels.measure(part.contiguous(), labels - first, 0.8, None) for part, first in parts]
     normaliser = torch.logsumexp(torch.stack([one[0] for one in alone]), 0)
     shares = [one[0] - normaliser for one in alone]
-    entropies = sum(share.exp() * (one[1] - share) for share, one in zip(shares, alone, strict=True))
+    entropies = sum(
+        share.exp() * (one[1] - share) for share, one in zip(shares, alone, strict=True)
+    )
     labels_z = sum(one[2] for one in alone)
 
     class Both(VocabShards):

@@ -17,11 +17,23 @@ def vllm_choice(content: str | None = "hello", **changes: Any) -> Any:
     from ttrl.rollouts.client.choices import openai_choice
     from ttrl.rollouts.client.wire import Answer
 
-    entries = [{"token": "h", "logprob": -0.5, "bytes": [104], "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": None}]}]
+    entries = [
+        {
+            "token": "h",
+            "logprob": -0.5,
+            "bytes": [104],
+            "top_logprobs": [{"token": "h", "logprob": -0.5, "bytes": None}],
+        }
+    ]
     fields = {
         "index": 3,
         "finish_reason": "stop",
-        "message": {"role": "assistant", "content": content, "reasoning": "I thought", "tool_calls": []},
+        "message": {
+            "role": "assistant",
+            "content": content,
+            "reasoning": "I thought",
+            "tool_calls": [],
+        },
         "logprobs": {"content": entries},
         "token_ids": [5, 6],
         "stop_reason": None,

@@ -1,8 +1,9 @@
-"""The ranks of a trainer that hands weights over: `python handing_over.py MODEL TENSOR_PARALLEL INPUT...`. Not a test.
+"""The ranks of a trainer that hands weights over: `python handing_over.py MODEL TENSOR_PARALLEL
+INPUT...`. Not a test.
 
-Of every model folder that it reads a line with, from an input of its own, a rank loads what belongs to it and holds it out in
-memory; the first rank prints what servers are told. `HandingOver` starts all ranks, forked from one process, as imports take
-longer than all they do, and asks them.
+Of every model folder that it reads a line with, from an input of its own, a rank loads what belongs
+to it and holds it out in memory; the first rank prints what servers are told. `HandingOver` starts
+all ranks, forked from one process, as imports take longer than all they do, and asks them.
 """
 
 import contextlib
@@ -65,8 +66,16 @@ def main() -> None:
     first, tensor_parallel, *inputs = sys.argv[1:]
     rank = next((rank for rank in range(1, len(inputs)) if os.fork() == 0), 0)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    settings: dict[str, Any] = {"dtype": "fp32", "device": "cpu", "num_threads": 1, "tensor_parallel": int(tensor_parallel)}
-    with open(int(inputs[rank])) as given, ranks(TrainingConfig(model=first, output_dir="", **settings)) as here:
+    settings: dict[str, Any] = {
+        "dtype": "fp32",
+        "device": "cpu",
+        "num_threads": 1,
+        "tensor_parallel": int(tensor_parallel),
+    }
+    with (
+        open(int(inputs[rank])) as given,
+        ranks(TrainingConfig(model=first, output_dir="", **settings)) as here,
+    ):
         memory = WeightMemory(here)
         for line in given:
             config = TrainingConfig(model=line.strip(), output_dir="", **settings)

@@ -9,8 +9,15 @@ from inspect_ai.tool import tool
 
 @task
 def sums(largest: int = 3):
-    samples = [Sample(input=f"What is {k} + {k}?", target=str(2 * k), id=f"sum-{k}") for k in range(1, largest + 1)]
-    return Task(dataset=samples, solver=[system_message("Answer with a number."), generate()], scorer=includes())
+    samples = [
+        Sample(input=f"What is {k} + {k}?", target=str(2 * k), id=f"sum-{k}")
+        for k in range(1, largest + 1)
+    ]
+    return Task(
+        dataset=samples,
+        solver=[system_message("Answer with a number."), generate()],
+        scorer=includes(),
+    )
 
 
 @tool
@@ -57,4 +64,6 @@ def broken_scorer():
 
 @task
 def broken():
-    return Task(dataset=[Sample(input="Say a word.", target="x")], solver=generate(), scorer=broken_scorer())
+    return Task(
+        dataset=[Sample(input="Say a word.", target="x")], solver=generate(), scorer=broken_scorer()
+    )

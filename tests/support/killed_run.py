@@ -20,7 +20,10 @@ def wait_for(condition, process: subprocess.Popen, log: Path, timeout: float = 6
 
 def kill_all(process: subprocess.Popen) -> None:
     """kill -9 of the run and of all that it started, at once."""
-    everything = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
+    everything = [
+        process.pid,
+        *(p.pid for p in psutil.Process(process.pid).children(recursive=True)),
+    ]
     for pid in everything:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """A run of 64 sessions that a test kills: `killed_sessions.py FOLDER SERVER_ARGUMENTS`.
 
-The agents of odd tasks are programs, the others functions. 5% of the sessions crash after their replies, 5% hang. While
-FOLDER/hold is there, those of the second half of the tasks do not end.
+The agents of odd tasks are programs, the others functions. 5% of the sessions crash after their
+replies, 5% hang. While FOLDER/hold is there, those of the second half of the tasks do not end.
 """
 
 import asyncio
@@ -40,7 +40,9 @@ def main(folder: Path, server: dict) -> None:
 
     async def agent(session):
         number = int(session.task_id.split("/")[1]) * 8 + session.sample
-        async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {session.api_key}"}) as http:
+        async with aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {session.api_key}"}
+        ) as http:
             for text in ("one", "two"):
                 body = {"messages": [*session.messages, {"role": "user", "content": text}]}
                 async with http.post(session.base_url + "/chat/completions", json=body) as answer:
@@ -54,7 +56,13 @@ def main(folder: Path, server: dict) -> None:
     program = [sys.executable, "-S", "-c", PROGRAM, str(hold)]
     limits = RolloutLimits(seconds=15)
     tasks = [
-        ttrl.agent_task(program if n % 2 else agent, check_agents.letters, messages="write", id=f"s/{n}", limits=limits)
+        ttrl.agent_task(
+            program if n % 2 else agent,
+            check_agents.letters,
+            messages="write",
+            id=f"s/{n}",
+            limits=limits,
+        )
         for n in range(8)
     ]
     config = ttrl.TrainConfig(

@@ -1,4 +1,6 @@
-"""An MCP server for tests: `python mcp_server.py [--port N]`, over stdin and stdout, or Streamable HTTP."""
+"""An MCP server for tests: `python mcp_server.py [--port N]`, over stdin and stdout, or Streamable
+HTTP.
+"""
 
 import os
 import subprocess
@@ -64,7 +66,12 @@ def die() -> str:
 @server.tool()
 def hang(marks: str) -> str:
     """Start a program in a session of its own, note its pid, and never answer."""
-    program = subprocess.Popen(["sleep", "600"], start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    program = subprocess.Popen(
+        ["sleep", "600"],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
     Path(marks).write_text(f"{os.getpid()} {program.pid}")
     time.sleep(600)
     return ""

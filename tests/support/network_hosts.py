@@ -1,6 +1,8 @@
-"""Several hosts on one machine: network namespaces (ip-netns(8)) that see each other over a bridge, and share the file system.
+"""Several hosts on one machine: network namespaces (ip-netns(8)) that see each other over a bridge,
+and share the file system.
 
-And a port that is kept for a process that is still to be started."""
+And a port that is kept for a process that is still to be started.
+"""
 
 import contextlib
 import secrets
@@ -30,16 +32,25 @@ class Hosts:
 
     def pids(self, name: str) -> list[int]:
         """All processes there."""
-        listed = subprocess.run(["ip", "netns", "pids", self._namespace(name)], capture_output=True, text=True, check=True)
+        listed = subprocess.run(
+            ["ip", "netns", "pids", self._namespace(name)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         return [int(pid) for pid in listed.stdout.split()]
 
     def cut(self, name: str) -> None:
         """Pulls its cable: packets get lost, and nobody is told."""
-        self._ip("-n", self._namespace("switch"), "link", "set", f"to-{self.names.index(name)}", "down")
+        self._ip(
+            "-n", self._namespace("switch"), "link", "set", f"to-{self.names.index(name)}", "down"
+        )
 
     def mend(self, name: str) -> None:
         """Puts it back."""
-        self._ip("-n", self._namespace("switch"), "link", "set", f"to-{self.names.index(name)}", "up")
+        self._ip(
+            "-n", self._namespace("switch"), "link", "set", f"to-{self.names.index(name)}", "up"
+        )
 
     def __enter__(self) -> "Hosts":
         try:
@@ -51,7 +62,20 @@ class Hosts:
             for number, name in enumerate(self.names):
                 host, port = self._namespace(name), f"to-{number}"
                 self._ip("netns", "add", host)
-                self._ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "cable", "netns", host)
+                self._ip(
+                    "-n",
+                    switch,
+                    "link",
+                    "add",
+                    port,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    "cable",
+                    "netns",
+                    host,
+                )
                 self._ip("-n", switch, "link", "set", port, "master", "bridge", "up")
                 self._ip("-n", host, "addr", "add", f"{self.address(name)}/24", "dev", "cable")
                 self._ip("-n", host, "link", "set", "cable", "up")
@@ -62,7 +86,12 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -91,8 +120,8 @@ def possible() -> bool:
 
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
-    """A port of 127.0.0.1 that no other process is given until the end of the block; who asks for it by number may listen there,
-    if it sets SO_REUSEADDR, as servers do."""
+    """A port of 127.0.0.1 that no other process is given until the end of the block; who asks for
+    it by number may listen there, if it sets SO_REUSEADDR, as servers do."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))

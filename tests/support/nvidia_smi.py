@@ -37,7 +37,11 @@ def pretend(
     (folder / "table").write_text(TABLE.format(driver=driver, header=header, name=names[0]))
     listed = [f"GPU {number}: {name} (UUID: GPU-{number})" for number, name in enumerate(names)]
     (folder / "list").write_text("\n".join(listed) + "\n")
-    query = f"echo {capability}" if capability else "echo 'Field is not a valid field to query.'; exit 2"
+    query = (
+        f"echo {capability}"
+        if capability
+        else "echo 'Field is not a valid field to query.'; exit 2"
+    )
     script = f"""#!/bin/sh
 case "$1" in
   "") cat "{folder}/table";;

@@ -1,4 +1,6 @@
-"""OpenEnv servers for tests: a game in which a number is guessed (one session at a time), and one with tools."""
+"""OpenEnv servers for tests: a game in which a number is guessed (one session at a time), and one
+with tools.
+"""
 
 import random
 import time
@@ -65,19 +67,27 @@ class Shop(MCPEnvironment):
 
         super().__init__(server)
 
-    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Observation:
+    def reset(
+        self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any
+    ) -> Observation:
         self.wanted = ["milk", "eggs"][(seed or 0) % 2]
         return Told(text=f"Buy {self.wanted}.")
 
-    async def step_async(self, action: Any, timeout_s: float | None = None, **kwargs: Any) -> Observation:
+    async def step_async(
+        self, action: Any, timeout_s: float | None = None, **kwargs: Any
+    ) -> Observation:
         found = await (
-            self._async_handle_call_tool(action) if isinstance(action, CallToolAction) else self._async_handle_list_tools()
+            self._async_handle_call_tool(action)
+            if isinstance(action, CallToolAction)
+            else self._async_handle_list_tools()
         )
         if getattr(action, "tool_name", "") == "pay":
             found.done, found.reward = True, float(self.basket == [self.wanted])
         return found
 
-    def _step_impl(self, action: Action, timeout_s: float | None = None, **kwargs: Any) -> Observation:
+    def _step_impl(
+        self, action: Action, timeout_s: float | None = None, **kwargs: Any
+    ) -> Observation:
         raise NotImplementedError
 
     @property

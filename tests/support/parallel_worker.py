@@ -1,8 +1,10 @@
-"""Runs jobs of training in any number of processes: `python parallel_worker.py JOBS.json`. Not a test; tests read what it writes.
+"""Runs jobs of training in any number of processes: `python parallel_worker.py JOBS.json`. Not a
+test; tests read what it writes.
 
-A job: {"name", "processes", "model", "packed", "output_dir", "settings": {…TrainingConfig}, "steps", …}. The parent imports
-everything once and never computes, so its children can be forked from it and begin at once. Each job's first process writes
-OUTPUT_DIR/result.pt; a job that fails, says so in OUTPUT_DIR/error.txt.
+A job: {"name", "processes", "model", "packed", "output_dir", "settings": {…TrainingConfig},
+"steps", …}. The parent imports everything once and never computes, so its children can be forked
+from it and begin at once. Each job's first process writes OUTPUT_DIR/result.pt; a job that fails,
+says so in OUTPUT_DIR/error.txt.
 """
 
 import functools
@@ -52,19 +54,27 @@ def accumulate(policy: Policy, step, config: TrainingConfig, here: Ranks) -> Non
     """The gradient of Σ -A·w·log π / Z."""
     for batch in step.microbatches(config, here.device):
         trained = batch["labels"] != IGNORE
-        step.backward(-logprobs_of(policy, batch) * batch["advantages"][trained] * batch["weights"][trained])
+        step.backward(
+            -logprobs_of(policy, batch) * batch["advantages"][trained] * batch["weights"][trained]
+        )
 
 
 @torch.no_grad()
 def all_logprobs(policy: Policy, step, config: TrainingConfig, here: Ranks) -> Tensor:
     """Of all ranks' trained tokens, sorted: the order of rows differs between world sizes."""
-    mine = torch.cat([logprobs_of(policy, batch).float() for batch in step.microbatches(config, here.device)])
+    mine = torch.cat(
+        [logprobs_of(policy, batch).float() for batch in step.microbatches(config, here.device)]
+    )
     return here.gather(mine).sort().values
 
 
 def gradients(policy: Policy) -> dict[str, Tensor]:
     settle(policy.parameters())
-    return {name: full_tensor(p.grad).clone() for name, p in policy.parameters_by_name().items() if p.grad is not None}
+    return {
+        name: full_tensor(p.grad).clone()
+        for name, p in policy.parameters_by_name().items()
+        if p.grad is not None
+    }
 
 
 def anonymous_memory() -> int:
@@ -85,7 +95,13 @@ def load_and_look(config: TrainingConfig, here: Ranks) -> tuple[Policy, int]:
     return load_policy(config, here), max(seen)
 
 
-def moved(move: Callable[[Trained], None], policy: Policy, optimizer: Any, config: TrainingConfig, here: Ranks) -> None:
+def moved(
+    move: Callable[[Trained], None],
+    policy: Policy,
+    optimizer: Any,
+    config: TrainingConfig,
+    here: Ranks,
+) -> None:
     """Park policy and optimizer, or take them back, as if they were on a GPU."""
     stepper = Stepper.__new__(Stepper)
     stepper.optimizer, stepper._config, stepper._here = optimizer, config, here
@@ -98,12 +114,19 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
     if not job.get("steps", 1):
         return {"loading": loading, "whole": sum(4 * p.numel() for p in policy.parameters())}
     optimizer = make_optimizer(policy, config)
-    result: dict = {"ranks": (here.rank, here.world_size, here.tensor_rank, here.tensor_ranks), "norms": []}
+    result: dict = {
+        "ranks": (here.rank, here.world_size, here.tensor_rank, here.tensor_ranks),
+        "norms": [],
+    }
     first = load_state(job["state"], policy, optimizer) if job.get("state") else 0
     (step,) = updates(PackedTensors.load(job["packed"]), 1, (0, 1), here, policy.decoder.config)
     if job.get("reference"):
         before = {name: weight.clone() for name, weight in policy.full_weights().items()}
-        with as_policy_of(policy, GRPOConfig(model=config.model, packed=job["packed"], output_dir=""), job["reference"]):
+        with as_policy_of(
+            policy,
+            GRPOConfig(model=config.model, packed=job["packed"], output_dir=""),
+            job["reference"],
+        ):
             result["reference_logprobs"] = all_logprobs(policy, step, config, here)
         after = policy.full_weights()
         result["swapped_back"] = all(torch.equal(before[name], after[name]) for name in before)
@@ -119,12 +142,27 @@ def run_job(job: dict, config: TrainingConfig, here: Ranks) -> dict:
         result["norms"].append(clip_and_step(policy, optimizer, config, number))
     if job.get("parks"):  # what is written then is written from there
         moved(park, policy, optimizer, config, here)
-    result["parts"] = sum(p.numel() if not hasattr(p, "to_local") else p.to_local().numel() for p in policy.parameters())
-    result["weights"] = {name: weight.clone() for name, weight in policy.full_weights().items()}  # out of what is parked
-    result["state"] = {name: full_tensor(tensor) for name, tensor in state_tensors(policy, optimizer)}
-    save_state(Path(config.output_dir, "state"), policy, optimizer, first + job.get("steps", 1), here, config.state_format)
+    result["parts"] = sum(
+        p.numel() if not hasattr(p, "to_local") else p.to_local().numel()
+        for p in policy.parameters()
+    )
+    # Out of what is parked.
+    result["weights"] = {name: weight.clone() for name, weight in policy.full_weights().items()}
+    result["state"] = {
+        name: full_tensor(tensor) for name, tensor in state_tensors(policy, optimizer)
+    }
+    save_state(
+        Path(config.output_dir, "state"),
+        policy,
+        optimizer,
+        first + job.get("steps", 1),
+        here,
+        config.state_format,
+    )
     if job.get("checkpoint"):
-        save_checkpoint(Path(config.output_dir, "checkpoint"), policy, config.model, here, config=config)
+        save_checkpoint(
+            Path(config.output_dir, "checkpoint"), policy, config.model, here, config=config
+        )
     return result
 
 
@@ -136,7 +174,12 @@ def child(job: dict, rank: int, meeting: str) -> None:
         distributed.init_process_group = functools.partial(distributed.init_process_group, **where)
     folder = Path(job["output_dir"])
     try:
-        settings = {"model": job["model"], "output_dir": job["output_dir"], "device": "cpu", "num_threads": 1}
+        settings = {
+            "model": job["model"],
+            "output_dir": job["output_dir"],
+            "device": "cpu",
+            "num_threads": 1,
+        }
         config = TrainingConfig.parse({**settings, **job.get("settings", {})}, "test")
         with ranks(config) as here:
             result = run_job(job, config, here)
@@ -151,7 +194,9 @@ def child(job: dict, rank: int, meeting: str) -> None:
 
 def needs(job: dict, other: dict) -> bool:
     """Whether a job starts from what another one makes."""
-    return any((job.get(name) or "").startswith(other["output_dir"] + "/") for name in ("model", "state"))
+    return any(
+        (job.get(name) or "").startswith(other["output_dir"] + "/") for name in ("model", "state")
+    )
 
 
 def main() -> None:
@@ -162,13 +207,20 @@ def main() -> None:
     running: list[tuple[dict, list[Any], tempfile.TemporaryDirectory, float]] = []
     while waiting or running:
         begun = [job for job, *_ in running]
-        ready = [job for n, job in enumerate(waiting) if not any(needs(job, one) for one in begun + waiting[:n])]
+        ready = [
+            job
+            for n, job in enumerate(waiting)
+            if not any(needs(job, one) for one in begun + waiting[:n])
+        ]
         for job in ready[: AT_ONCE - len(running)]:
             waiting.remove(job)
             Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)
             folder = tempfile.TemporaryDirectory()
             meeting = str(Path(folder.name, "meeting"))
-            children = [context.Process(target=child, args=(job, rank, meeting)) for rank in range(job["processes"])]
+            children = [
+                context.Process(target=child, args=(job, rank, meeting))
+                for rank in range(job["processes"])
+            ]
             running.append((job, children, folder, time.monotonic()))
             for one in children:
                 one.start()

@@ -1,6 +1,9 @@
-"""Raylets on this machine, as machines of a Ray cluster with a token of its own; they can be killed one by one.
+"""Raylets on this machine, as machines of a Ray cluster with a token of its own; they can be killed
+one by one.
 
-Either all with the machine's own network, or each on a host of its own (`support.network_hosts`), whose cable can be pulled."""
+Either all with the machine's own network, or each on a host of its own (`support.network_hosts`),
+whose cable can be pulled.
+"""
 
 import contextlib
 import json
@@ -32,7 +35,8 @@ class RayCluster:
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_memory_monitor_refresh_ms": "0",
                 "RAY_TMPDIR": short,  # sockets' names have at most 107 bytes
-                "RAY_worker_niceness": "0",  # with 15, Ray's, actors take minutes to start beside other tests
+                # With 15, Ray's, actors take minutes to start beside other tests.
+                "RAY_worker_niceness": "0",
                 "RAY_worker_register_timeout_seconds": "300",
                 "RAY_health_check_period_ms": "500",
                 "RAY_health_check_failure_threshold": "8",
@@ -42,7 +46,11 @@ class RayCluster:
         self.process: subprocess.Popen[str] | None = None
 
     def ask(self, what: str) -> Any:
-        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        assert (
+            self.process is not None
+            and self.process.stdin is not None
+            and self.process.stdout is not None
+        )
         self.process.stdin.write(what + "\n")
         self.process.stdin.flush()
         while not (line := self.process.stdout.readline()).startswith("=> "):
@@ -106,11 +114,30 @@ class RayHosts(RayCluster):
         """Switch a host on."""
         own = self.hosts.address(name)
         head = name == self.hosts.names[0]
-        where = ["--head", "--port=6379", "--include-dashboard=false"] if head else [f"--address={self.address}"]
-        common = [f"--node-ip-address={own}", "--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
-        command = [*self.hosts.on(name), sys.executable, "-m", "ray.scripts.scripts", "start", *where, *common]
+        where = (
+            ["--head", "--port=6379", "--include-dashboard=false"]
+            if head
+            else [f"--address={self.address}"]
+        )
+        common = [
+            f"--node-ip-address={own}",
+            "--num-cpus=1",
+            "--object-store-memory=100000000",
+            "--disable-usage-stats",
+        ]
+        command = [
+            *self.hosts.on(name),
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            *where,
+            *common,
+        ]
         with open(self._log, "a") as log:
-            done = subprocess.run(command, env=self.environment, stdout=log, stderr=subprocess.STDOUT)
+            done = subprocess.run(
+                command, env=self.environment, stdout=log, stderr=subprocess.STDOUT
+            )
         assert done.returncode == 0, self._log.read_text()[-4000:]
 
     def kill(self, name: str) -> None:
@@ -122,7 +149,9 @@ class RayHosts(RayCluster):
 
 @contextlib.contextmanager
 def ray_hosts(folder: Path, names: list[str], later: list[str]) -> Iterator[RayHosts]:
-    """Yield a cluster of hosts; those of `later` are there, and switched off. Needs root and ip(8)."""
+    """Yield a cluster of hosts; those of `later` are there, and switched off. Needs root and
+    ip(8).
+    """
     short = tempfile.mkdtemp(prefix="ray-")
     with Hosts([*names, *later]) as hosts:
         cluster = RayHosts(short, hosts, folder / "cluster.log")

@@ -1,7 +1,8 @@
-"""Recipes without the seconds that `tune run` takes to import: each is forked from a process that has imported everything.
+"""Recipes without the seconds that `tune run` takes to import: each is forked from a process that
+has imported everything.
 
-The parent never computes, so its children begin at once. A child of one process runs torchtune's own command; children of several
-run the recipe in the environment that torchrun would give them.
+The parent never computes, so its children begin at once. A child of one process runs torchtune's
+own command; children of several run the recipe in the environment that torchrun would give them.
 """
 
 import gc
@@ -28,7 +29,9 @@ class RecipeWorker:
         assert self._process.wait(60) == 0
 
     def __call__(self, arguments: list[str], log: Path, processes: int = 1) -> int:
-        """Return the exit code of `tune run ARGUMENTS`, or of the first process that failed; it prints to `log`."""
+        """Return the exit code of `tune run ARGUMENTS`, or of the first process that failed; it
+        prints to `log`.
+        """
         self._process.stdin.write(json.dumps([arguments, str(log), processes]) + "\n")
         return int(self._process.stdout.readline())
 
@@ -72,14 +75,23 @@ def main() -> None:
     with held_port() as port:
         for line in sys.stdin:
             arguments, log, processes = json.loads(line)
-            torchrun = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            torchrun = {
+                "WORLD_SIZE": str(processes),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
             children = []
             for rank in range(processes):
                 if (pid := os.fork()) == 0:
                     with open(log, "ab") as file:
                         os.dup2(file.fileno(), 1)
                         os.dup2(file.fileno(), 2)
-                    child(arguments, torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+                    child(
+                        arguments,
+                        torchrun | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                        if processes > 1
+                        else {},
+                    )
                 children.append(pid)
             first_failure = 0
             while children:

@@ -1,6 +1,7 @@
 """A small run that is written by hand, and a folder with modules of a test's own.
 
-The run has three iterations of two tasks with four answers each. The answers are "yes" and "no", and "yes" earned 1.
+The run has three iterations of two tasks with four answers each. The answers are "yes" and "no",
+and "yes" earned 1.
 """
 
 from ttrl import Sample
@@ -11,7 +12,11 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.files import digest, read_jsonl, write_jsonl
 
-ANSWERS = {1: ("yes", "yes", "no", "no"), 2: ("yes", "no", "no", "no"), 3: ("no", "yes", "yes", "yes")}
+ANSWERS = {
+    1: ("yes", "yes", "no", "no"),
+    2: ("yes", "no", "no", "no"),
+    3: ("no", "yes", "yes", "yes"),
+}
 
 
 class Run:
@@ -35,10 +40,25 @@ class Run:
         text = ANSWERS[number][k]
         prompt = self.world.tokenizer.encode(f"<|user|>question {task}<|end|><|assistant|>")
         ids = [*self.world.tokenizer.encode(text), self.world.tokenizer.eos_token_id]
-        values = {"text": text, "prompt_token_ids": prompt, "token_ids": ids, "logprobs": [-1.0] * len(ids)}
-        values |= {"finish_reason": "stop", "reward": float(text == "yes"), "metrics": {"right": float(text == "yes")}}
+        values = {
+            "text": text,
+            "prompt_token_ids": prompt,
+            "token_ids": ids,
+            "logprobs": [-1.0] * len(ids),
+        }
+        values |= {
+            "finish_reason": "stop",
+            "reward": float(text == "yes"),
+            "metrics": {"right": float(text == "yes")},
+        }
         messages = [{"role": "user", "content": f"question {task}"}]
-        return Sample(task_id=f"task/{task}", sample=k, messages=messages, weights_version=number - 1, **(values | changes))
+        return Sample(
+            task_id=f"task/{task}",
+            sample=k,
+            messages=messages,
+            weights_version=number - 1,
+            **(values | changes),
+        )
 
     def write(self, number, samples):
         iteration = self.folder.iteration(number)
@@ -65,7 +85,11 @@ class Run:
 
     def files(self):
         """Every file of the run but those of its replays, with its digest."""
-        paths = [path for path in self.folder.path.rglob("*") if path.is_file() and "replays" not in path.parts]
+        paths = [
+            path
+            for path in self.folder.path.rglob("*")
+            if path.is_file() and "replays" not in path.parts
+        ]
         return {str(path): digest(path) for path in paths}
 
     def replay(self, grader=None, **arguments):

@@ -1,10 +1,12 @@
-"""Write the outcome of each test to a file as soon as it is known, so that a pytest that is killed loses no name.
+"""Write the outcome of each test to a file as soon as it is known, so that a pytest that is killed
+loses no name.
 
     TTRL_TEST_RESULTS=results.jsonl python -m pytest tests/gpu
 
-A line when a test begins, {"test", "event": "start", "time"}, and one when it ends, {"test", "event": "end", "outcome", "when",
-"seconds", "device", "reason", "properties", "time"}. A test without an end is the one that was running. `outcome` is "passed",
-"failed", "skipped", or "error" (in a fixture or an import); where a fixture fails after the test, a second line says so.
+A line when a test begins, {"test", "event": "start", "time"}, and one when it ends, {"test",
+"event": "end", "outcome", "when", "seconds", "device", "reason", "properties", "time"}. A test
+without an end is the one that was running. `outcome` is "passed", "failed", "skipped", or "error"
+(in a fixture or an import); where a fixture fails after the test, a second line says so.
 """
 
 import json
@@ -36,7 +38,9 @@ class ResultsFile:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" or report.outcome != "passed":
-            self._write_end(report, seconds=round(report.duration, 3), device=getattr(report, "device", None))
+            self._write_end(
+                report, seconds=round(report.duration, 3), device=getattr(report, "device", None)
+            )
 
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
@@ -45,16 +49,24 @@ class ResultsFile:
     def _write_end(self, report: Any, **fields: Any) -> None:
         when = getattr(report, "when", "collect")
         outcome = report.outcome
-        if outcome == "failed" and when not in ("call", "???"):  # "???": xdist's, for a worker that died
+        # "???": xdist's, for a worker that died.
+        if outcome == "failed" and when not in ("call", "???"):
             outcome = "error"
         properties = dict(getattr(report, "user_properties", ()))
         self._write(
-            test=report.nodeid, event="end", outcome=outcome, when=when, reason=_reason(report), properties=properties, **fields
+            test=report.nodeid,
+            event="end",
+            outcome=outcome,
+            when=when,
+            reason=_reason(report),
+            properties=properties,
+            **fields,
         )
 
     def _write(self, **row: Any) -> None:
         if self._writes:
-            with open(self._path, "a", encoding="utf-8") as file:  # closed at once: nothing waits in a buffer
+            # Closed at once: nothing waits in a buffer.
+            with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({**row, "time": round(time.time(), 3)}, default=str) + "\n")
 
 

@@ -1,4 +1,6 @@
-"""ttrl's extension of vLLM's worker, which tells a test what `ttrl.vllm_worker.shared_prompts` does."""
+"""ttrl's extension of vLLM's worker, which tells a test what `ttrl.vllm_worker.shared_prompts`
+does.
+"""
 
 from typing import Any
 
@@ -8,9 +10,13 @@ from ttrl.vllm_worker import WeightSync, shared_prompts
 class Sharing(WeightSync):
     """`shared_tokens` over /collective_rpc."""
 
-    def shared_tokens(self, share: bool | None = None, damage: int | None = None, fail: bool = False) -> dict[str, Any]:
-        """Tokens that were not computed so far. share: switches it on or off; damage: one token of each step stands for another,
-        after so many good steps; fail: the attention of a step that shares raises in its last layer."""
+    def shared_tokens(
+        self, share: bool | None = None, damage: int | None = None, fail: bool = False
+    ) -> dict[str, Any]:
+        """Tokens that were not computed so far. share: switches it on or off; damage: one token of
+        each step stands for another, after so many good steps; fail: the attention of a step that
+        shares raises in its last layer.
+        """
         if share:
             shared_prompts.share_prompts(self)
         way: Any = self.model_runner._model_forward  # type: ignore[attr-defined]

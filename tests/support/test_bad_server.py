@@ -1,4 +1,6 @@
-"""The misbehaving server itself, seen by plain aiohttp and by the openai client: it does what the other tests rely on."""
+"""The misbehaving server itself, seen by plain aiohttp and by the openai client: it does what the
+other tests rely on.
+"""
 
 import asyncio
 import contextlib
@@ -30,7 +32,9 @@ async def post(session, server, body, timeout=60.0):
 
 
 def assembled(data: bytes):
-    """(text, ids, logprobs, finish reason) of each choice of a stream, and its usage: by the letter of the SSE specification."""
+    """(text, ids, logprobs, finish reason) of each choice of a stream, and its usage: by the letter
+    of the SSE specification.
+    """
     lines = data.replace(b"\r\n", b"\n").decode().split("\n")
     events, held = [], []
     for line in lines:
@@ -51,7 +55,9 @@ def assembled(data: bytes):
             part = parts[choice["index"]]
             part[0] += choice["delta"].get("content") or ""
             part[1] += choice.get("token_ids") or []
-            part[2] += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
+            part[2] += [
+                entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]
+            ]
             part[3] = choice["finish_reason"] or part[3]
     return dict(parts), usage
 
@@ -71,7 +77,10 @@ def whole(data: bytes):
 
 def run(work, faults="", **settings):
     async def main():
-        async with bad_server.serving(faults, **settings) as server, aiohttp.ClientSession() as session:
+        async with (
+            bad_server.serving(faults, **settings) as server,
+            aiohttp.ClientSession() as session,
+        ):
             return await work(server, session)
 
     return asyncio.run(main())
@@ -81,7 +90,9 @@ def test_streamed_or_not_together_or_alone_a_sample_is_the_same():
     async def work(server, session):
         plain, usage = whole((await post(session, server, BODY))[2])
         for interval in (1, 4, 1000):
-            streamed, its_usage = assembled((await post(session, server, {**BODY, **STREAM, "stream_interval": interval}))[2])
+            streamed, its_usage = assembled(
+                (await post(session, server, {**BODY, **STREAM, "stream_interval": interval}))[2]
+            )
             assert streamed == plain
             assert its_usage == usage
         for k in range(3):
@@ -91,7 +102,13 @@ def test_streamed_or_not_together_or_alone_a_sample_is_the_same():
         assert usage["completion_tokens"] == sum(len(ids) for _, ids, *_ in plain.values())
         for _, ids, logprobs, finish in plain.values():
             assert (len(ids), ids[-1], finish) == (len(logprobs), 0, "stop")
-        other, _ = whole((await post(session, server, {**BODY, "messages": [{"role": "user", "content": "other"}]}))[2])
+        other, _ = whole(
+            (
+                await post(
+                    session, server, {**BODY, "messages": [{"role": "user", "content": "other"}]}
+                )
+            )[2]
+        )
         assert other[0] != plain[0]
         short, _ = whole((await post(session, server, {**BODY, "max_tokens": 3}))[2])
         assert (short[0][1], short[0][3]) == (plain[0][1][:3], "length")
@@ -107,7 +124,12 @@ def test_the_openai_client_understands_it():
         async with openai.AsyncOpenAI(base_url=server.url, api_key="k") as client:
             assert [model.id async for model in client.models.list()] == ["m"]
             plain = await client.chat.completions.create(
-                model="m", messages=BODY["messages"], n=2, seed=5, logprobs=True, extra_body={"return_token_ids": True}
+                model="m",
+                messages=BODY["messages"],
+                n=2,
+                seed=5,
+                logprobs=True,
+                extra_body={"return_token_ids": True},
             )
             assert plain.choices[0].token_ids[-1] == 0
             assert plain.choices[0].logprobs.content[0].logprob < 0
@@ -124,7 +146,11 @@ def test_the_openai_client_understands_it():
 def test_without_a_seed_every_answer_is_new_unless_greedy():
     async def work(server, session):
         free = {key: value for key, value in BODY.items() if key != "seed"}
-        texts = [c[0] for _ in range(2) for c in whole((await post(session, server, free))[2])[0].values()]
+        texts = [
+            c[0]
+            for _ in range(2)
+            for c in whole((await post(session, server, free))[2])[0].values()
+        ]
         assert len(set(texts)) == 6
         greedy = whole((await post(session, server, {**free, "temperature": 0}))[2])[0]
         assert greedy[0] == greedy[1] == greedy[2]
@@ -144,8 +170,13 @@ def test_unusual_answers():
     for body, read in ((BODY, whole), ({**BODY, **STREAM}, assembled)):
         empty = read(asyncio.run(answers("empty", body)))[0]
         assert [choice[0] for choice in empty.values()] == ["", "", ""]
-        assert all(choice[1] == [0] for choice in read(asyncio.run(answers("null", body)))[0].values())
-        assert all(choice[3] == "length" and choice[1][-1] for choice in read(asyncio.run(answers("length", body)))[0].values())
+        assert all(
+            choice[1] == [0] for choice in read(asyncio.run(answers("null", body)))[0].values()
+        )
+        assert all(
+            choice[3] == "length" and choice[1][-1]
+            for choice in read(asyncio.run(answers("length", body)))[0].values()
+        )
     long = whole(asyncio.run(answers("long", {**BODY, "n": 1})))[0][0]
     assert (len(long[0]), len(long[1]), len(long[2])) == (100_000, 25_001, 25_001)
     assert b'"content":null' in asyncio.run(answers("null", BODY))
@@ -168,15 +199,23 @@ def test_every_fault_is_what_its_name_says(stream):
         body = {**BODY, **(STREAM if stream else {})}
         read = assembled if stream else whole
         async with (
-            bad_server.serving(lambda ask: fault if ask.attempt == 1 else None, refused_for=3600) as server,
+            bad_server.serving(
+                lambda ask: fault if ask.attempt == 1 else None, refused_for=3600
+            ) as server,
             aiohttp.ClientSession() as session,
         ):
             failure = expected_failure(fault)
             if failure is not None:
                 with pytest.raises(failure):
-                    await post(session, server, body, timeout=0.5 if failure is TimeoutError else 60.0)
-            elif fault == "length_short":  # aiohttp notices what is left over, at once or when it is read as the next answer
-                with contextlib.suppress(aiohttp.ClientResponseError), pytest.raises(json.JSONDecodeError):
+                    await post(
+                        session, server, body, timeout=0.5 if failure is TimeoutError else 60.0
+                    )
+            # Aiohttp notices what is left over, at once or when it is read as the next answer.
+            elif fault == "length_short":
+                with (
+                    contextlib.suppress(aiohttp.ClientResponseError),
+                    pytest.raises(json.JSONDecodeError),
+                ):
                     read((await post(session, server, body))[2])
                 await session.close()
                 session = aiohttp.ClientSession()
@@ -203,7 +242,9 @@ def test_every_fault_is_what_its_name_says(stream):
             if fault.startswith("ht"):  # http_429_date, html_200
                 assert str(status) == fault.split("_")[1]
                 assert ("retry-after" in headers) == (status == 429)
-                assert stats["samples_failed"] == ({fault: 3} if bad_server.FAULTS[fault][0] == "final" else {})
+                assert stats["samples_failed"] == (
+                    {fault: 3} if bad_server.FAULTS[fault][0] == "final" else {}
+                )
             elif fault in ("malformed_chunk", "truncated_json"):
                 with pytest.raises(json.JSONDecodeError):
                     read(data)
@@ -214,11 +255,23 @@ def test_every_fault_is_what_its_name_says(stream):
             elif fault == "missing_usage":
                 assert (read(data)[0], read(data)[1]) == (good[0], None)
             elif fault == "missing_logprobs":
-                assert sorted(len(choice[2]) == 0 for choice in read(data)[0].values()) == [False, False, True]
+                assert sorted(len(choice[2]) == 0 for choice in read(data)[0].values()) == [
+                    False,
+                    False,
+                    True,
+                ]
             elif fault == "missing_ids":
-                assert sorted(len(choice[1]) == 0 for choice in read(data)[0].values()) == [False, False, True]
+                assert sorted(len(choice[1]) == 0 for choice in read(data)[0].values()) == [
+                    False,
+                    False,
+                    True,
+                ]
             elif fault in ("abort", "error"):
-                assert sorted(choice[3] for choice in read(data)[0].values()) == [fault, "stop", "stop"]
+                assert sorted(choice[3] for choice in read(data)[0].values()) == [
+                    fault,
+                    "stop",
+                    "stop",
+                ]
             elif fault == "fewer_choices":
                 assert sorted(read(data)[0]) == [0, 2]
             elif fault == "wrong_index":
@@ -236,7 +289,11 @@ def test_every_fault_is_what_its_name_says(stream):
                     assert b"[DONE]" not in data
 
     async def main():
-        kinds = [fault for fault, (_, where) in bad_server.FAULTS.items() if where != ("plain" if stream else "stream")]
+        kinds = [
+            fault
+            for fault, (_, where) in bad_server.FAULTS.items()
+            if where != ("plain" if stream else "stream")
+        ]
         await asyncio.gather(*map(one, kinds))
 
     asyncio.run(main())
@@ -246,7 +303,9 @@ def test_faults_are_drawn_as_often_as_told_and_the_same_each_time():
     async def work(server, session):
         async def one(i):
             try:
-                status, _, _ = await post(session, server, {**BODY, "messages": [{"role": "user", "content": str(i)}]})
+                status, _, _ = await post(
+                    session, server, {**BODY, "messages": [{"role": "user", "content": str(i)}]}
+                )
             except aiohttp.ClientError:
                 status = "lost"
             return status

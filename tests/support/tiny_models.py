@@ -22,7 +22,9 @@ VOCAB = check_parity.VOCAB
 
 
 def native_layout(folder, target):
-    """The same model with the names that its modules have, which transformers 4.52 and later wrote too."""
+    """The same model with the names that its modules have, which transformers 4.52 and later wrote
+    too.
+    """
     shutil.copytree(folder, target)
     renamed = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
@@ -34,9 +36,13 @@ def native_layout(folder, target):
 def files_in_16_bits(folder, target, dtype=torch.bfloat16):
     """The same model, rounded, in a folder whose files are in 16 bits, as most are published."""
     shutil.copytree(folder, target)
-    narrow = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    narrow = {
+        name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()
+    }
     save_file(narrow, target / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "dtype": str(dtype).removeprefix("torch.")
+    }
     (target / "config.json").write_text(json.dumps(config))
     return target
 
@@ -72,11 +78,21 @@ def random_samples(seed, prompts=(1, 2, 7), completions=4, longest=9):
     samples = []
     for group, length in enumerate(prompts):
         prompt = [draw.randrange(VOCAB) for _ in range(length)]
-        texts = [[draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))] for _ in range(completions - 1)]
+        texts = [
+            [draw.randrange(VOCAB) for _ in range(draw.randint(1, longest))]
+            for _ in range(completions - 1)
+        ]
         for number, completion in enumerate([*texts, texts[0]]):
             logprobs = [-draw.random() * 5 for _ in completion]
             samples.append(
-                sample(prompt, completion, advantage=draw.gauss(0, 1), logprobs=logprobs, number=number, task=f"g{group}")
+                sample(
+                    prompt,
+                    completion,
+                    advantage=draw.gauss(0, 1),
+                    logprobs=logprobs,
+                    number=number,
+                    task=f"g{group}",
+                )
             )
     return samples
 
@@ -85,7 +101,10 @@ def save_packs(folder, count, completions):
     """packed0.safetensors and so on, each of several short rows: of an iteration each."""
     for number in range(count):
         samples = random_samples(number, prompts=(1, 7), completions=completions)
-        samples = [dataclasses.replace(sample, reward=float(place % 2)) for place, sample in enumerate(samples)]
+        samples = [
+            dataclasses.replace(sample, reward=float(place % 2))
+            for place, sample in enumerate(samples)
+        ]
         packed = packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0)
         assert packed.num_rows >= 2
         packed.save(folder / f"packed{number}.safetensors")
@@ -98,13 +117,20 @@ BYTES_TEMPLATE = (
 
 
 def make_byte_model(folder, seed, tied=False):
-    """A random Qwen2 over single bytes, which vLLM can serve: borders of tokens lie within characters."""
+    """A random Qwen2 over single bytes, which vLLM can serve: borders of tokens lie within
+    characters.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|pad|>", additional_special_tokens=["<|im_start|>"]
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
     )
     fast.chat_template = BYTES_TEMPLATE
     fast.save_pretrained(folder)

@@ -1,7 +1,10 @@
-"""Small chat templates that show tools and write calls, one for each form that vLLM's parsers read."""
+"""Small chat templates that show tools and write calls, one for each form that vLLM's parsers
+read.
+"""
 
 HERMES_CALL = (
-    "{{- '<tool_call>\\n{\"name\": \"' + f.name + '\", \"arguments\": ' }}{{- f.arguments | tojson }}{{- '}\\n</tool_call>' }}"
+    '{{- \'<tool_call>\\n{"name": "\' + f.name + \'", "arguments": \' }}{{- f.arguments | '
+    "tojson }}{{- '}\\n</tool_call>' }}"
 )
 CALLS = {
     "hermes": HERMES_CALL,
@@ -12,9 +15,13 @@ CALLS = {
         "{{- '</function>\\n</tool_call>' }}"
     ),
     "llama3_json": (
-        "{{- '<|end_header_id|>\\n\\n{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{- f.arguments | tojson }}{{- '}' }}"
+        '{{- \'<|end_header_id|>\\n\\n{"name": "\' + f.name + \'", "parameters": \' }}{{- '
+        "f.arguments | tojson }}{{- '}' }}"
     ),
-    "mistral": ("{{- '[TOOL_CALLS][{\"name\": \"' + f.name + '\", \"arguments\": ' }}{{- f.arguments | tojson }}{{- '}]' }}"),
+    "mistral": (
+        '{{- \'[TOOL_CALLS][{"name": "\' + f.name + \'", "arguments": \' }}{{- f.arguments | '
+        "tojson }}{{- '}]' }}"
+    ),
     "glm45": (
         "{{- '<tool_call>' + f.name + '\\n' }}"
         "{%- for k, v in f.arguments.items() %}"

@@ -1,4 +1,6 @@
-"""Short trainings of tiny models in this process: gradients, steps, moved adapters, and the distance of two results."""
+"""Short trainings of tiny models in this process: gradients, steps, moved adapters, and the
+distance of two results.
+"""
 
 import contextlib
 import json
@@ -27,15 +29,23 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def start_and_moved(model, folder, here=ALONE):
-    """(checkpoint of a model with its canary, checkpoint of the same with noise on every weight, that policy), in bf16."""
+    """(checkpoint of a model with its canary, checkpoint of the same with noise on every weight,
+    that policy), in bf16.
+    """
     start, moved = (folder / f"{number:04}" / "checkpoint" for number in (0, 1))
     start.mkdir(parents=True)
     for path in model.iterdir():
         (start / path.name).symlink_to(path)
-    policy = load_policy(TrainingConfig(model=str(model), output_dir="", dtype="bf16", device=here.device.type), here)
-    tokens = canary_tokens(start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
+    policy = load_policy(
+        TrainingConfig(model=str(model), output_dir="", dtype="bf16", device=here.device.type), here
+    )
+    tokens = canary_tokens(
+        start, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
+    )
     cost = half_precision(policy, tokens, here.device)
-    (start / "canary.json").write_text(json.dumps(compute_canary(policy, here.device, start) | {"half_precision": cost}))
+    (start / "canary.json").write_text(
+        json.dumps(compute_canary(policy, here.device, start) | {"half_precision": cost})
+    )
     generator = torch.Generator(here.device).manual_seed(0)
     with torch.no_grad():
         for weight in policy.parameters():
@@ -47,11 +57,19 @@ def start_and_moved(model, folder, here=ALONE):
 
 def packed_rows():
     """Several rows of several lengths."""
-    return packed_tensors_from_tokenized_results(random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0)
+    return packed_tensors_from_tokenized_results(
+        random_samples(3, prompts=(3, 5, 8, 9, 4)), seq_len=40, pad_id=0
+    )
 
 
 def settings_of(folder, **settings):
-    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
+    values = {
+        "model": str(folder),
+        "output_dir": "unused",
+        "device": "cpu",
+        "max_grad_norm": None,
+        "rows_per_microbatch": 100,
+    }
     return TrainingConfig.parse({**values, **settings}, "test")
 
 
@@ -100,7 +118,13 @@ def tensors_of(policy, optimizer):
 
 
 def adapter_config(folder="unused", **settings):
-    values = {"model": str(folder), "output_dir": "unused", "device": "cpu", "max_grad_norm": None, "rows_per_microbatch": 100}
+    values = {
+        "model": str(folder),
+        "output_dir": "unused",
+        "device": "cpu",
+        "max_grad_norm": None,
+        "rows_per_microbatch": 100,
+    }
     return TrainingConfig.parse({**values, "lora_rank": 4, "lora_alpha": 6.0, **settings}, "test")
 
 
@@ -125,7 +149,9 @@ def logprobs(policy, seed=0):
 def adapter_gradients(folder, packed, here=ALONE, seed=None, **settings):
     """The gradient of a step, by parameter name."""
     config = adapter_config(folder, **settings)
-    policy = move_adapters(load_policy(config, here)) if here is ALONE else load_policy(config, here)
+    policy = (
+        move_adapters(load_policy(config, here)) if here is ALONE else load_policy(config, here)
+    )
     (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
     if seed is not None:
         torch.manual_seed(seed)
@@ -134,36 +160,49 @@ def adapter_gradients(folder, packed, here=ALONE, seed=None, **settings):
 
 
 def attention_pairs(positions, window=None):
-    """Count the pairs of query and key that may see each other, for one head of one layer: `positions` are `input_pos` of all
-    tokens that are not padding."""
+    """Count the pairs of query and key that may see each other, for one head of one layer:
+    `positions` are `input_pos` of all tokens that are not padding."""
     if window is None:
         return sum(position + 1 for position in positions)
     return sum(min(position + 1, window) for position in positions)
 
 
 def training_flops(shape, positions, trained):
-    """Count a forward and a backward pass over packed tokens, all weights trained: `positions` are `input_pos` of all tokens that
-    are not padding, `trained` is the number of labels."""
+    """Count a forward and a backward pass over packed tokens, all weights trained: `positions` are
+    `input_pos` of all tokens that are not padding, `trained` is the number of labels."""
     counts = Counter(positions)
     pairs = {
-        window: sum(times * attention_pairs((position,), window) for position, times in counts.items())
+        window: sum(
+            times * attention_pairs((position,), window) for position, times in counts.items()
+        )
         for window in shape.layers_by_window
     }
     return forward_flops(shape, counts.total(), pairs, trained) * 3
 
 
 def check_adapters(run, base):
-    """Hold a run of two iterations to what one with adapters leaves: each goes on from the starting model and the last adapter,
-    and its server was given that."""
+    """Hold a run of two iterations to what one with adapters leaves: each goes on from the starting
+    model and the last adapter, and its server was given that."""
     adapters = [run / "iterations" / f"000{number}" / "checkpoint" / "adapter" for number in (1, 2)]
     for folder in adapters:
         assert json.loads((folder / "ttrl_adapter.json").read_text())["lora_base"] == str(base)
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in adapters)
-    assert first.keys() == second.keys() and all(not torch.equal(first[name], second[name]) for name in first)
-    sync = json.loads((run / "iterations" / "0002" / "done" / "rollouts.json").read_text())["facts"]["sync"]
-    assert sync["mode"] == "adapter" and sync["fell_back"] is None and sync["canary_max_difference"] < 1e-4
-    assert load_file(adapters[1].parent / "model.safetensors")  # merged at the end, for everybody else
+    assert first.keys() == second.keys() and all(
+        not torch.equal(first[name], second[name]) for name in first
+    )
+    sync = json.loads((run / "iterations" / "0002" / "done" / "rollouts.json").read_text())[
+        "facts"
+    ]["sync"]
+    assert (
+        sync["mode"] == "adapter"
+        and sync["fell_back"] is None
+        and sync["canary_max_difference"] < 1e-4
+    )
+    # Merged at the end, for everybody else.
+    assert load_file(adapters[1].parent / "model.safetensors")
     assert not (adapters[0].parent / "model.safetensors").exists()
     policy = load_policy(adapter_config(adapters[1].parent, lora_rank=4, lora_alpha=16.0), ALONE)
     frozen = load_policy_in(base, torch.float32).parameters_by_name()
-    assert all(torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items())
+    assert all(
+        torch.equal(policy.parameters_by_name()[name], weight) for name, weight in frozen.items()
+    )

@@ -1,4 +1,6 @@
-"""What the server that several test files share loads in place of ttrl's own extension of vLLM's worker."""
+"""What the server that several test files share loads in place of ttrl's own extension of vLLM's
+worker.
+"""
 
 from support.faulty_worker import FaultyWeightSync
 from support.sharing_worker import Sharing

@@ -1,4 +1,5 @@
-"""Trainer processes over gloo that say what they exchange and allocate: `python watched_ranks.py JOBS.json`. Not a test.
+"""Trainer processes over gloo that say what they exchange and allocate: `python watched_ranks.py
+JOBS.json`. Not a test.
 
 A job: {"name", "processes", "kind", "output_dir", …}; its kind is a function below. Each process
 writes its findings to OUTPUT_DIR/RANK.json, or its traceback to OUTPUT_DIR/error.txt. The parent
@@ -40,21 +41,29 @@ from ttrl.training.stepper import Stepper
 
 
 class Watch(TorchDispatchMode):
-    """Records collectives with their groups, and the most bytes that new tensors had at the same time."""
+    """Records collectives with their groups, and the most bytes that new tensors had at the same
+    time.
+    """
 
     def __init__(self, here: Ranks) -> None:
         super().__init__()
         self.collectives: list[tuple[str, str]] = []
         self.live = self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._names = {"default": distributed.group.WORLD, "data": here.data_group, "tensor": here.tensor_group}
+        self._names = {
+            "default": distributed.group.WORLD,
+            "data": here.data_group,
+            "tensor": here.tensor_group,
+        }
         self._names["host"] = getattr(here, "host_group", None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if FakeTensor in types:  # which DTensor tries operations with
             return func(*args, **(kwargs or {}))
         if any(kind is not Tensor and kind is not torch.nn.Parameter for kind in types):
-            return NotImplemented  # sharded or quantised: what they do with the tensors they are made of comes by here, too
+            # Sharded or quantised: what they do with the tensors they are made of comes by here,
+            # too.
+            return NotImplemented
         given = tree_leaves((args, kwargs))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.collectives.append((func.overloadpacket.__name__, self._group(given)))
@@ -99,14 +108,22 @@ def save(job: dict[str, Any], here: Ranks) -> dict[str, Any]:
     output = Path(job["output_dir"])
     parts = [local_part(parameter.detach()).nbytes for parameter in policy.parameters()]
     with Watch(here) as watch:
-        save_checkpoint(output / "checkpoint", policy, config.model, here, config=config, canary={}, max_shard_bytes=20_000)
+        save_checkpoint(
+            output / "checkpoint",
+            policy,
+            config.model,
+            here,
+            config=config,
+            canary={},
+            max_shard_bytes=20_000,
+        )
         save_state(output / "state", policy, optimizer, step, here, config.state_format)
     return {"peak": watch.peak, "largest_part": max(parts), "collectives": watch.collectives}
 
 
 def turns(job: dict[str, Any], here: Ranks) -> dict[str, Any]:
-    """Follow requests, as if the device were no CPU, and watch what is done while servers may have it: from when they are told of
-    new weights until what was parked comes back."""
+    """Follow requests, as if the device were no CPU, and watch what is done while servers may have
+    it: from when they are told of new weights until what was parked comes back."""
     phases: list[list[tuple[str, str]]] = []
     stack = contextlib.ExitStack()
     hand_over, unpark, serve = resident.Residence.hand_over, resident.unpark, resident._serve
@@ -146,11 +163,21 @@ def late(job: dict[str, Any], here: Ranks) -> dict[str, Any]:
     return {"error": None, "seconds": time.monotonic() - began}
 
 
-KINDS: dict[str, Callable[[dict[str, Any], Ranks], dict[str, Any]]] = {"save": save, "turns": turns, "late": late}
+KINDS: dict[str, Callable[[dict[str, Any], Ranks], dict[str, Any]]] = {
+    "save": save,
+    "turns": turns,
+    "late": late,
+}
 
 
 def _config(kind: Any, job: dict[str, Any], **more: Any) -> Any:
-    settings = {"model": job["model"], "device": "cpu", "num_threads": 1, **more, **job.get("settings", {})}
+    settings = {
+        "model": job["model"],
+        "device": "cpu",
+        "num_threads": 1,
+        **more,
+        **job.get("settings", {}),
+    }
     return kind.parse(settings, "test")
 
 
@@ -191,7 +218,10 @@ def main() -> None:
     for number, job in enumerate(json.loads(Path(sys.argv[1]).read_text())):
         Path(job["output_dir"]).mkdir(parents=True, exist_ok=True)
         meeting = f"{sys.argv[1]}.{number}"
-        children = [context.Process(target=child, args=(job, rank, meeting)) for rank in range(job["processes"])]
+        children = [
+            context.Process(target=child, args=(job, rank, meeting))
+            for rank in range(job["processes"])
+        ]
         for one in children:
             one.start()
         for one in children:

@@ -1,7 +1,9 @@
-"""A whole run on fake parts: the real loop, run folder, sampling, grading and packing; a server and a trainer that only pretend.
+"""A whole run on fake parts: the real loop, run folder, sampling, grading and packing; a server and
+a trainer that only pretend.
 
-The server answers through the OpenAI client's own transport, in this process. A checkpoint is a folder with a number in it: the
-iteration that "trained" it, which the server's answers and every check depend on.
+The server answers through the OpenAI client's own transport, in this process. A checkpoint is a
+folder with a number in it: the iteration that "trained" it, which the server's answers and every
+check depend on.
 """
 
 import asyncio
@@ -50,7 +52,9 @@ class FakeServer:
     def start(self, model_folder: Path) -> None:
         self.world.note("start")
 
-    def serve(self, checkpoint: Path, handover: Any = None, start_from: Path | None = None) -> dict[str, Any] | None:
+    def serve(
+        self, checkpoint: Path, handover: Any = None, start_from: Path | None = None
+    ) -> dict[str, Any] | None:
         """In the place of weights in memory, this world hands over the version."""
         assert handover is not None or (checkpoint / "config.json").is_file(), checkpoint
         assert start_from is None or (start_from / "config.json").is_file(), start_from
@@ -69,15 +73,25 @@ class FakeServer:
         if self.checkpoint is None:
             raise ServerError("no server runs; serve() starts one")
         if self.world.server_is_dead:
-            raise ServerDiedError("the vLLM server was killed by signal 9; its last log lines: boom")
+            raise ServerDiedError(
+                "the vLLM server was killed by signal 9; its last log lines: boom"
+            )
 
     def endpoints(self) -> list[openai.AsyncOpenAI]:
         """A client stands in for an address, as its transport can be one within this process."""
         transport = http.MockTransport(self.answer)
-        return [openai.AsyncOpenAI(base_url="http://fake/v1", api_key="k", http_client=http.AsyncClient(transport=transport))]
+        return [
+            openai.AsyncOpenAI(
+                base_url="http://fake/v1",
+                api_key="k",
+                http_client=http.AsyncClient(transport=transport),
+            )
+        ]
 
     async def answer(self, request: Any) -> Any:
-        while request.method == "POST" and self.world.hold(json.loads(request.content)["messages"][-1]["content"]):
+        while request.method == "POST" and self.world.hold(
+            json.loads(request.content)["messages"][-1]["content"]
+        ):
             await asyncio.sleep(0.001)
         return self.handle(request)
 
@@ -89,8 +103,9 @@ class FakeServer:
         version = self.version
         if self.world.server_is_dead or prompt in self.world.refused:
             return http.Response(400, json={"error": {"message": "as told"}})
-        # Of samples that are asked for one by one, the second is number 1. Counted before the request is noted: training's
-        # and validation's threads note theirs in one list, and what stands last in it may be the other's.
+        # Of samples that are asked for one by one, the second is number 1. Counted before the
+        # request is noted: training's and validation's threads note theirs in one list, and what
+        # stands last in it may be the other's.
         before = self.world.requests.count((version, prompt)) if body.get("stream") else 0
         self.world.requests.append((version, prompt))
         self.world.temperatures.setdefault(prompt.split()[0], set()).add(body["temperature"])
@@ -104,13 +119,29 @@ class FakeServer:
                 {
                     "index": k - before,
                     "message": {"role": "assistant", "content": text},
-                    "logprobs": {"content": [{"token": "", "logprob": p, "bytes": None, "top_logprobs": []} for p in logprobs]},
+                    "logprobs": {
+                        "content": [
+                            {"token": "", "logprob": p, "bytes": None, "top_logprobs": []}
+                            for p in logprobs
+                        ]
+                    },
                     "finish_reason": "stop",
                     "token_ids": ids,
                 }
             )
-        usage = {"prompt_tokens": len(prompt_ids), "completion_tokens": 1, "total_tokens": len(prompt_ids) + 1}
-        content = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": choices, "usage": usage}
+        usage = {
+            "prompt_tokens": len(prompt_ids),
+            "completion_tokens": 1,
+            "total_tokens": len(prompt_ids) + 1,
+        }
+        content = {
+            "id": "c",
+            "object": "chat.completion",
+            "created": 1,
+            "model": "m",
+            "choices": choices,
+            "usage": usage,
+        }
         self.world.sampled(prompt)
         if body.get("stream"):
             return self._stream(content | {"prompt_token_ids": prompt_ids})
@@ -118,17 +149,44 @@ class FakeServer:
 
     def _stream(self, content: dict[str, Any]) -> Any:
         """The same answer, of one choice, token by token."""
-        (choice,), usage, prompt_ids = content["choices"], content.pop("usage"), content.pop("prompt_token_ids")
+        (choice,), usage, prompt_ids = (
+            content["choices"],
+            content.pop("usage"),
+            content.pop("prompt_token_ids"),
+        )
         content |= {"object": "chat.completion.chunk"}
         tokens = list(zip(choice["token_ids"], choice["logprobs"]["content"], strict=True))
-        chunks = [content | {"choices": [{"index": 0, "delta": {"role": "assistant"}}], "prompt_token_ids": prompt_ids}]
+        chunks = [
+            content
+            | {
+                "choices": [{"index": 0, "delta": {"role": "assistant"}}],
+                "prompt_token_ids": prompt_ids,
+            }
+        ]
         for token, logprob in tokens:
             end = choice["finish_reason"] if token == tokens[-1][0] else None
-            part = {"delta": {"content": self.world.tokenizer.decode([token], skip_special_tokens=True)}, "token_ids": [token]}
-            chunks.append(content | {"choices": [part | {"index": 0, "logprobs": {"content": [logprob]}, "finish_reason": end}]})
+            part = {
+                "delta": {
+                    "content": self.world.tokenizer.decode([token], skip_special_tokens=True)
+                },
+                "token_ids": [token],
+            }
+            chunks.append(
+                content
+                | {
+                    "choices": [
+                        part
+                        | {"index": 0, "logprobs": {"content": [logprob]}, "finish_reason": end}
+                    ]
+                }
+            )
         chunks.append(content | {"choices": [], "usage": usage})
         lines = [f"data: {json.dumps(chunk)}\n\n" for chunk in chunks]
-        return http.Response(200, headers={"Content-Type": "text/event-stream"}, content="".join([*lines, "data: [DONE]\n\n"]))
+        return http.Response(
+            200,
+            headers={"Content-Type": "text/event-stream"},
+            content="".join([*lines, "data: [DONE]\n\n"]),
+        )
 
     def weights_digest(self) -> str:
         return f"weights {self.version}"
@@ -165,13 +223,17 @@ class World:
         self.server_is_dead = False
         self.server_reads_files_only = False
         self.writes_reports = False
-        """Whether report.html is written, which takes a third of the time of such a run, after each iteration."""
+        """Whether report.html is written, which takes a third of the time of such a run, after each
+        iteration.
+        """
         self.trainer_class = self.trainer()
         """What takes the place of the run's trainer; for tests to replace."""
 
     def take_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The run's server and trainer are those that this world has at the time."""
-        monkeypatch.setattr(train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self}))
+        monkeypatch.setattr(
+            train_module, "PolicyServer", type("Server", (FakeServer,), {"world": self})
+        )
         monkeypatch.setattr(phases, "Trainer", lambda *arguments: self.trainer_class(*arguments))
         for module in (train_module, iterations_module):
             monkeypatch.setattr(module, "leave_report", self.leave_report)
@@ -190,7 +252,9 @@ class World:
 
     def server_version(self) -> int:
         """Of the weights that the server has."""
-        return int(next(event for event in reversed(self.events) if event.startswith("serve")).split()[1])
+        return int(
+            next(event for event in reversed(self.events) if event.startswith("serve")).split()[1]
+        )
 
     def hold(self, prompt: str) -> bool:
         """While it is true, the request waits; for tests to replace."""
@@ -212,7 +276,10 @@ class World:
         def grader(choice: Any) -> Any:
             return self.grade(choice)
 
-        return [Task([{"role": "user", "content": f"{name} {n}"}], grader, id=f"{name}/{n}") for n in range(count)]
+        return [
+            Task([{"role": "user", "content": f"{name} {n}"}], grader, id=f"{name}/{n}")
+            for n in range(count)
+        ]
 
     def config(self, **changes: Any) -> TrainConfig:
         values: dict[str, Any] = {
@@ -222,10 +289,17 @@ class World:
             "num_threads": 1,
             "seq_len": 128,
         }
-        values |= {"tasks_per_iteration": 2, "samples_per_task": 4, "max_tokens": 8, "device": "cpu"}
+        values |= {
+            "tasks_per_iteration": 2,
+            "samples_per_task": 4,
+            "max_tokens": 8,
+            "device": "cpu",
+        }
         return TrainConfig(**(values | changes))
 
-    def train(self, tasks: list[Task] | None = None, validation: list[Task] | None = None, **changes: Any) -> Any:
+    def train(
+        self, tasks: list[Task] | None = None, validation: list[Task] | None = None, **changes: Any
+    ) -> Any:
         tasks = self.tasks(6) if tasks is None else tasks
         validation = self.tasks(2, "held-out") if validation is None else validation
         return train_module.train(self.config(**changes), tasks, validation)
@@ -236,10 +310,18 @@ class World:
     def ask_one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Requests in the order of the tasks, so that a test knows which were answered."""
         original = sampling.get_task_results
-        monkeypatch.setattr(sampling, "get_task_results", lambda *args, **kwargs: original(*args, **kwargs, concurrency=1))
+        monkeypatch.setattr(
+            sampling,
+            "get_task_results",
+            lambda *args, **kwargs: original(*args, **kwargs, concurrency=1),
+        )
 
-    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch, kept: int, number: int = signal.SIGINT) -> None:
-        """That signal when this many groups of rollouts have been kept; the server answers for no others."""
+    def interrupt_after(
+        self, monkeypatch: pytest.MonkeyPatch, kept: int, number: int = signal.SIGINT
+    ) -> None:
+        """That signal when this many groups of rollouts have been kept; the server answers for no
+        others.
+        """
         append, left, asked = finished_groups.append_jsonl, [kept], len(self.requests)
 
         def append_and_interrupt(path: Path, *rows: dict[str, Any]) -> None:
@@ -268,8 +350,19 @@ class World:
         if config["save"] or not config["hand_over"]:  # as the recipe
             self.fake_files(output, number)
         output.mkdir(parents=True, exist_ok=True)
-        row = {"global_step": number, "iteration": number, "lr": 1e-4, "loss": 0.5, "policy_loss": 0.5, "entropy": 1.0}
-        row |= {"grad_norm": 1.0, "clip_fraction_low": 0.0, "clip_fraction_high": 0.0} | self.step_facts.get(number, {})
+        row = {
+            "global_step": number,
+            "iteration": number,
+            "lr": 1e-4,
+            "loss": 0.5,
+            "policy_loss": 0.5,
+            "entropy": 1.0,
+        }
+        row |= {
+            "grad_norm": 1.0,
+            "clip_fraction_low": 0.0,
+            "clip_fraction_high": 0.0,
+        } | self.step_facts.get(number, {})
         append_jsonl(output / "train.jsonl", row)
         write_json(output / "trainer_logprobs.safetensors", {})
         return output / "checkpoint"

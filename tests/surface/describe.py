@@ -1,4 +1,5 @@
-"""Describe what users and their scripts depend on, as text that can be compared: the golden files of this folder.
+"""Describe what users and their scripts depend on, as text that can be compared: the golden files
+of this folder.
 
 python tests/surface/describe.py    writes them again
 """
@@ -23,7 +24,9 @@ FOLDER = Path(__file__).parent
 
 def signature(function: Any) -> str:
     """Return a signature without addresses and without the homes of classes."""
-    text = re.sub(r"<(function|object object).*? at 0x\w+>", r"\1", str(inspect.signature(function)))
+    text = re.sub(
+        r"<(function|object object).*? at 0x\w+>", r"\1", str(inspect.signature(function))
+    )
     return without_homes(text)
 
 
@@ -111,7 +114,9 @@ FILES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def keys_of(value: Any, path: str = "") -> Iterator[str]:
-    """Yield the keys of JSON with the types of what they hold; numbers and names as keys stand for all of their kind."""
+    """Yield the keys of JSON with the types of what they hold; numbers and names as keys stand for
+    all of their kind.
+    """
     if isinstance(value, dict) and value:
         for key, inner in value.items():
             own = "*" if key.lstrip("-").isdigit() else key
@@ -120,7 +125,11 @@ def keys_of(value: Any, path: str = "") -> Iterator[str]:
         for inner in value:
             yield from keys_of(inner, f"{path}[]")
     else:
-        kind = "number" if isinstance(value, int | float) and not isinstance(value, bool) else type(value).__name__
+        kind = (
+            "number"
+            if isinstance(value, int | float) and not isinstance(value, bool)
+            else type(value).__name__
+        )
         yield f"{path}: {kind}"
 
 

@@ -1,4 +1,5 @@
-"""What scripts depend on stays as it is, or CHANGELOG says why not: names, settings, commands, files, errors.
+"""What scripts depend on stays as it is, or CHANGELOG says why not: names, settings, commands,
+files, errors.
 
 `python tests/surface/describe.py` writes the golden files again. Wording is free.
 """
@@ -23,12 +24,21 @@ MESSAGES = [{"role": "user", "content": "x"}]
 @pytest.mark.parametrize("file", describe.FILES)
 def test_the_golden_file(file: str) -> None:
     expected = (describe.FOLDER / file).read_text(encoding="utf-8").splitlines()
-    assert list(describe.FILES[file]()) == expected, "on purpose? python tests/surface/describe.py, and a line in CHANGELOG"
+    assert list(describe.FILES[file]()) == expected, (
+        "on purpose? python tests/surface/describe.py, and a line in CHANGELOG"
+    )
 
 
 def start(folder: Path, **settings: Any) -> Any:
-    values: dict[str, Any] = {"run": str(folder / "run"), "model": "tiny", "iterations": 1, "tasks_per_iteration": 1}
-    return ttrl.train(TrainConfig(**values | settings), [Task(MESSAGES, lambda choice: 1.0)] * 2, quiet=True)
+    values: dict[str, Any] = {
+        "run": str(folder / "run"),
+        "model": "tiny",
+        "iterations": 1,
+        "tasks_per_iteration": 1,
+    }
+    return ttrl.train(
+        TrainConfig(**values | settings), [Task(MESSAGES, lambda choice: 1.0)] * 2, quiet=True
+    )
 
 
 def damaged(folder: Path) -> Path:
@@ -37,17 +47,41 @@ def damaged(folder: Path) -> Path:
 
 
 BAD_INPUT: dict[str, tuple[type[errors.TtrlError], Callable[[Path], Any]]] = {
-    "an unknown setting": (errors.ConfigError, lambda folder: TrainConfig.parse({"rnu": "x"}, "file")),
-    "a setting of another type": (errors.ConfigError, lambda folder: start(folder, iterations="many")),
-    "settings that exclude each other": (errors.ConfigError, lambda folder: start(folder, save_every=0)),
-    "an unknown setting of the recipe": (errors.ConfigError, lambda folder: start(folder, training={"lrr": 1.0})),
+    "an unknown setting": (
+        errors.ConfigError,
+        lambda folder: TrainConfig.parse({"rnu": "x"}, "file"),
+    ),
+    "a setting of another type": (
+        errors.ConfigError,
+        lambda folder: start(folder, iterations="many"),
+    ),
+    "settings that exclude each other": (
+        errors.ConfigError,
+        lambda folder: start(folder, save_every=0),
+    ),
+    "an unknown setting of the recipe": (
+        errors.ConfigError,
+        lambda folder: start(folder, training={"lrr": 1.0}),
+    ),
     "a recipe without a model": (errors.ConfigError, lambda folder: GRPOConfig.parse({}, "file")),
-    "no such model": (errors.ModelFolderError, lambda folder: start(folder, model=str(folder / "nothing"))),
-    "a folder that is no model": (errors.ModelFolderError, lambda folder: start(folder, model=str(folder))),
+    "no such model": (
+        errors.ModelFolderError,
+        lambda folder: start(folder, model=str(folder / "nothing")),
+    ),
+    "a folder that is no model": (
+        errors.ModelFolderError,
+        lambda folder: start(folder, model=str(folder)),
+    ),
     "a task without messages": (errors.TaskError, lambda folder: Task([], lambda choice: 1.0)),
     "a grader that is none": (errors.TaskError, lambda folder: Task(MESSAGES, "right")),  # type: ignore[arg-type]
-    "a pack that is none": (errors.PackError, lambda folder: PackedTensors.load(folder / "nothing.safetensors")),
-    "a run that is none": (errors.RunFolderError, lambda folder: replay(folder / "nothing", grader=lambda choice: 1.0)),
+    "a pack that is none": (
+        errors.PackError,
+        lambda folder: PackedTensors.load(folder / "nothing.safetensors"),
+    ),
+    "a run that is none": (
+        errors.RunFolderError,
+        lambda folder: replay(folder / "nothing", grader=lambda choice: 1.0),
+    ),
     "damaged metrics": (errors.RunFolderError, lambda folder: RunFolder(damaged(folder)).metrics()),
     "a family that is none": (errors.ConfigError, lambda folder: evaluate("tiny", "gsm9k")),
 }
@@ -77,7 +111,9 @@ def test_the_class_of_an_error(what: str, tmp_path: Path) -> None:
         (["compare", "nothing", "other"], 2),
     ],
 )
-def test_exit_codes(arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """0: done, 2: what was given is wrong, 130: interrupted (tests/cli/test_doctor.py)."""
     monkeypatch.chdir(tmp_path)
     try:
@@ -87,7 +123,13 @@ def test_exit_codes(arguments: list[str], code: int, tmp_path: Path, monkeypatch
     assert found == code
 
 
-OF_OTHERS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "environment.json")
+OF_OTHERS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "environment.json",
+)
 """Files whose keys are those of a model, or of this machine."""
 
 
@@ -100,9 +142,14 @@ def files_of(run: Path) -> Iterator[str]:
         if path.suffix not in (".json", ".jsonl") or path.name in OF_OTHERS:
             continue
         text = path.read_text(encoding="utf-8")
-        rows = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+        rows = (
+            [json.loads(line) for line in text.splitlines()]
+            if path.suffix == ".jsonl"
+            else [json.loads(text)]
+        )
         keys = {key for row in rows for key in describe.keys_of(row)}
-        yield from sorted(f"    {key}" for key in keys if not key.startswith("machine."))  # as often as there was time
+        # As often as there was time.
+        yield from sorted(f"    {key}" for key in keys if not key.startswith("machine."))
 
 
 def test_the_files_of_a_run(world: World) -> None:

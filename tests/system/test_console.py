@@ -9,7 +9,8 @@ import pytest
 
 from ttrl.system.console import Console
 
-WAITS = "; import os, select, sys; select.select([sys.stdin], [], [], 30); os._exit(0)"  # without the flush of a normal end
+# Without the flush of a normal end.
+WAITS = "; import os, select, sys; select.select([sys.stdin], [], [], 30); os._exit(0)"
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,8 @@ WAITS = "; import os, select, sys; select.select([sys.stdin], [], [], 30); os._e
     [
         ("from ttrl.cli import main; main(['models'])", "smollm2-135m"),
         (
-            "from ttrl.cli.recipe_script import script_arguments as s; s(None, run='r', iterations=1); print('tasks are made')",
+            "from ttrl.cli.recipe_script import script_arguments as s; s(None, run='r', "
+            "iterations=1); print('tasks are made')",
             "tasks",
         ),
         ("from ttrl.system.console import Console; Console().line('iteration 1')", "iteration 1"),
@@ -25,9 +27,14 @@ WAITS = "; import os, select, sys; select.select([sys.stdin], [], [], 30); os._e
 )
 def test_a_line_goes_through_a_pipe_when_it_is_written(code, first):
     """The reader has it while the writer still works."""
-    pipe, environment = subprocess.PIPE, {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipe, environment = (
+        subprocess.PIPE,
+        {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
     command = [sys.executable, "-c", code + WAITS]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment
+    ) as process:
         assert process.stdout.readline().startswith(first)
         assert process.poll() is None
         process.stdin.close()
@@ -35,7 +42,9 @@ def test_a_line_goes_through_a_pipe_when_it_is_written(code, first):
 
 def test_a_line_writes_no_escapes(capsys):
     Console().line("\x1b]0;title\x07it is \x1b[31mred")
-    assert "\x1b" not in (said := capsys.readouterr().out) and "\x07" not in said and "it is" in said
+    assert (
+        "\x1b" not in (said := capsys.readouterr().out) and "\x07" not in said and "it is" in said
+    )
 
 
 def test_a_long_line_fits_the_terminal(capsys, monkeypatch):
@@ -80,10 +89,16 @@ MISTAKES = {
 
 @pytest.mark.long(but=["config"])
 @pytest.mark.parametrize(
-    "mistake", ["config", "replay", *(pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate"))]
+    "mistake",
+    [
+        "config",
+        "replay",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("train", "evaluate")),
+    ],
 )
 def test_a_mistake_in_a_script_ends_in_its_message_alone(mistake, tmp_path):
-    """Long for two functions, whose processes load most: only these show that they, too, raise no other error on the way out.
+    """Long for two functions, whose processes load most: only these show that they, too, raise no
+    other error on the way out.
 
     What they refuse: tests/loop/test_checks.py and tests/evaluation.
 
@@ -93,7 +108,14 @@ def test_a_mistake_in_a_script_ends_in_its_message_alone(mistake, tmp_path):
     def run(**environment):
         tasks = "TASKS = [ttrl.Task([{'role': 'user', 'content': 'x'}], float)] * 40"
         command = [sys.executable, "-c", f"import ttrl; {tasks}; {MISTAKES[mistake]}"]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | environment, check=False)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=tmp_path,
+            env=os.environ | environment,
+            check=False,
+        )
 
     ended = run()
     assert ended.returncode == 1
@@ -113,7 +135,9 @@ except ValueError:
     pass
 raise ValueError("the user's own")
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert "Traceback" in ended.stderr
 
 
@@ -123,5 +147,7 @@ import sys, ttrl
 sys.excepthook = lambda *_: print("theirs")
 ttrl.TrainConfig(run='r', model='m', iterations=1, learning_rate=1)
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert ended.stdout == "theirs\n"

@@ -64,7 +64,9 @@ def test_an_exception_leaves_the_old_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == ["checkpoint"]
 
 
-def test_a_killed_writer_leaves_the_old_file_and_its_leftover_can_be_removed(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_the_old_file_and_its_leftover_can_be_removed(
+    tmp_path: Path,
+) -> None:
     target = tmp_path / "a.txt"
     files.write_text(target, "old")
     script = textwrap.dedent(
@@ -85,7 +87,9 @@ def test_a_killed_writer_leaves_the_old_file_and_its_leftover_can_be_removed(tmp
 
 
 def test_remove_leftovers_takes_folders_too_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "iterations" / (files.TEMPORARY_PREFIX + "x-checkpoint") / "deep").mkdir(parents=True)
+    (tmp_path / "iterations" / (files.TEMPORARY_PREFIX + "x-checkpoint") / "deep").mkdir(
+        parents=True
+    )
     (tmp_path / "iterations" / "0001").mkdir()
     removed = files.remove_leftovers(tmp_path)
     assert len(removed) == 1
@@ -93,7 +97,10 @@ def test_remove_leftovers_takes_folders_too_and_nothing_else(tmp_path: Path) -> 
 
 
 def test_leftovers_of_a_name_are_not_what_others_write_beside_it(tmp_path: Path) -> None:
-    ours, old, theirs = (files.TEMPORARY_PREFIX + rest for rest in ("x-checkpoint", "y-old-checkpoint", "x-validation.jsonl"))
+    ours, old, theirs = (
+        files.TEMPORARY_PREFIX + rest
+        for rest in ("x-checkpoint", "y-old-checkpoint", "x-validation.jsonl")
+    )
     for place in (ours, old, "done"):
         (tmp_path / place).mkdir()
     for place in (theirs, f"done/{theirs}"):
@@ -102,8 +109,12 @@ def test_leftovers_of_a_name_are_not_what_others_write_beside_it(tmp_path: Path)
     assert names(tmp_path) == sorted([theirs, "done"]) and names(tmp_path / "done") == [theirs]
 
 
-def test_who_looks_through_a_folder_passes_over_what_vanishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others rename and remove what is theirs: a killed run's last processes, the pruning of checkpoints."""
+def test_who_looks_through_a_folder_passes_over_what_vanishes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others rename and remove what is theirs: a killed run's last processes, the pruning of
+    checkpoints.
+    """
     (tmp_path / "gone").mkdir()
     (tmp_path / "kept" / (files.TEMPORARY_PREFIX + "x")).mkdir(parents=True)
     (tmp_path / "kept" / ("a.log" + RECORD_SUFFIX)).write_text("{}")
@@ -115,13 +126,17 @@ def test_who_looks_through_a_folder_passes_over_what_vanishes_meanwhile(tmp_path
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    assert [path.name for path in files.remove_leftovers(tmp_path)] == [files.TEMPORARY_PREFIX + "x"]
+    assert [path.name for path in files.remove_leftovers(tmp_path)] == [
+        files.TEMPORARY_PREFIX + "x"
+    ]
     assert reap_leftovers(tmp_path) == []
     monkeypatch.setattr(Path, "exists", lambda path: True)  # as it was a moment ago
     assert files.read_jsonl(tmp_path / "train.jsonl") == []
 
 
-@pytest.mark.parametrize(("code", "word"), [(errno.ENOSPC, "make room"), (errno.EACCES, "Permission denied")])
+@pytest.mark.parametrize(
+    ("code", "word"), [(errno.ENOSPC, "make room"), (errno.EACCES, "Permission denied")]
+)
 def test_what_the_system_refuses_becomes_a_storage_error_with_the_way_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, word: str
 ) -> None:
@@ -191,7 +206,10 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     script.write_text(FULL_DISK)
     disk = tmp_path / "disk"
     disk.mkdir()
-    inside = f'mount -t tmpfs -o size=128k tmpfs "{disk}" || exit 77; exec "{sys.executable}" "{script}" "{disk}"'
+    inside = (
+        f'mount -t tmpfs -o size=128k tmpfs "{disk}" || exit 77; exec "{sys.executable}" '
+        f'"{script}" "{disk}"'
+    )
     command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", inside]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 77 or "unshare:" in done.stderr:
@@ -209,14 +227,17 @@ def test_json_refuses_nan_and_keeps_the_old_file(tmp_path: Path) -> None:
     assert json.loads(target.read_text())["a"] == 1.5
 
 
-def test_every_torn_last_line_is_dropped_and_the_next_append_repairs_the_file(tmp_path: Path) -> None:
+def test_every_torn_last_line_is_dropped_and_the_next_append_repairs_the_file(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "log.jsonl"
     whole = b'{"n": 1}\n{"n": 2, "text": "\xc3\xa4"}\n'
     second = whole.index(b"\n") + 1
     for cut in range(second, len(whole)):
         path.write_bytes(whole[:cut])
         known = [{"n": 1}, {"n": 2, "text": "ä"}] if cut == len(whole) - 1 else [{"n": 1}]
-        assert files.read_jsonl(path) == known, cut  # a whole object that only lacks its newline may be read
+        # A whole object that only lacks its newline may be read.
+        assert files.read_jsonl(path) == known, cut
         files.append_jsonl(path, {"n": 3})
         assert files.read_jsonl(path)[-1] == {"n": 3}
         assert files.read_jsonl(path)[0] == {"n": 1}
@@ -249,7 +270,10 @@ def test_a_repeated_key_replaces_the_earlier_line(tmp_path: Path) -> None:
 
 def test_digest_is_sha256(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")  # the standard's own example
-    assert files.digest(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert (
+        files.digest(tmp_path / "a")
+        == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    )
 
 
 def test_a_line_that_lost_only_its_newline_stays(tmp_path):
@@ -261,12 +285,18 @@ def test_a_line_that_lost_only_its_newline_stays(tmp_path):
     assert files.read_jsonl(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
-def test_compiled_code_is_not_loaded_from_where_others_can_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_not_loaded_from_where_others_can_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """PyTorch's own place is /tmp/torchinductor_USER, which anybody can have made first."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert files.compile_cache(tmp_path / "private") == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "ttrl" / "inductor")}
+    assert files.compile_cache(tmp_path / "private") == {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "ttrl" / "inductor")
+    }
     (tmp_path / "ttrl").chmod(0o777)
-    assert files.compile_cache(tmp_path / "private") == {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "private" / "inductor")}
+    assert files.compile_cache(tmp_path / "private") == {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "private" / "inductor")
+    }
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/own/choice")
     assert files.compile_cache(tmp_path) == {}

@@ -28,7 +28,15 @@ def samples(task: str) -> TaskResult:
         reward=1.0,
         metrics={"exact": 1.0, "sometimes": 0.5},
     )
-    wrong = Sample(task_id=task, sample=1, messages=MESSAGES, text="no", token_ids=[3], reward=0.0, metrics={"exact": 0.0})
+    wrong = Sample(
+        task_id=task,
+        sample=1,
+        messages=MESSAGES,
+        text="no",
+        token_ids=[3],
+        reward=0.0,
+        metrics={"exact": 0.0},
+    )
     failed = Sample(task_id=task, sample=2, messages=MESSAGES, error="ServerError: gone")
     return TaskResult(task_id=task, messages=MESSAGES, samples=[right, wrong, failed])
 
@@ -52,7 +60,9 @@ def test_an_evaluation_has_a_row_for_each_sample_of_each_set() -> None:
         return 0.0
 
     tasks = [Task(MESSAGES, grader, id=name) for name in ("a", "b")]
-    one = SetResult.of("mine", tasks, TaskResults([samples("a"), samples("b")]), score="exact", samples_per_task=3)
+    one = SetResult.of(
+        "mine", tasks, TaskResults([samples("a"), samples("b")]), score="exact", samples_per_task=3
+    )
     frame = EvalResult(model="m", settings={}, sets=[one]).to_pandas()
     assert list(frame.columns) == ["set", "task_id", "digest", "sample", "score"]
     assert list(frame["sample"]) == [0, 1, 2] * 2
@@ -60,8 +70,15 @@ def test_an_evaluation_has_a_row_for_each_sample_of_each_set() -> None:
 
 
 def test_a_run_has_a_row_for_each_iteration() -> None:
-    rows = [{"iteration": 0, "validation_reward": 0.25}, {"iteration": 1, "reward": 0.5, "train": {"loss": 0.125}}]
-    frame = RunResult(Path("r"), Path("c"), Path("c"), rows, Path("r")).to_pandas().set_index("iteration")
+    rows = [
+        {"iteration": 0, "validation_reward": 0.25},
+        {"iteration": 1, "reward": 0.5, "train": {"loss": 0.125}},
+    ]
+    frame = (
+        RunResult(Path("r"), Path("c"), Path("c"), rows, Path("r"))
+        .to_pandas()
+        .set_index("iteration")
+    )
     assert list(frame.columns) == ["validation_reward", "reward", "train.loss"]
     assert frame.loc[1, "train.loss"] == 0.125
     assert pandas.isna(frame.loc[0, "train.loss"])

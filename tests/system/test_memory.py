@@ -12,7 +12,9 @@ KB = 1024
 @pytest.fixture
 def meminfo(tmp_path: Path) -> Path:
     path = tmp_path / "meminfo"
-    path.write_text("MemTotal:       64000 kB\nMemFree:         1000 kB\nMemAvailable:   48000 kB\n")
+    path.write_text(
+        "MemTotal:       64000 kB\nMemFree:         1000 kB\nMemAvailable:   48000 kB\n"
+    )
     return path
 
 
@@ -21,17 +23,23 @@ def meminfo(tmp_path: Path) -> Path:
     [
         ({}, (64000 * KB, 48000 * KB)),
         ({"memory.max": "max", "memory.current": "1000"}, (64000 * KB, 48000 * KB)),
-        ({"memory.max": str(10000 * KB), "memory.current": str(7000 * KB)}, (10000 * KB, 3000 * KB)),
-        # Pages of files, such as mapped models, go where memory is needed; those of programs do not.
+        (
+            {"memory.max": str(10000 * KB), "memory.current": str(7000 * KB)},
+            (10000 * KB, 3000 * KB),
+        ),
+        # Pages of files, such as mapped models, go where memory is needed; those of programs do
+        # not.
         (
             {
                 "memory.max": str(10000 * KB),
                 "memory.current": str(9000 * KB),
-                "memory.stat": f"anon {2000 * KB}\nactive_file {1500 * KB}\ninactive_file {4000 * KB}\nshmem 5",
+                "memory.stat": f"anon {2000 * KB}\nactive_file {1500 * KB}\ninactive_file "
+                f"{4000 * KB}\nshmem 5",
             },
             (10000 * KB, 6500 * KB),
         ),
-        ({"memory.max": str(60000 * KB), "memory.current": str(KB)}, (60000 * KB, 48000 * KB)),  # others fill the machine
+        # Others fill the machine.
+        ({"memory.max": str(60000 * KB), "memory.current": str(KB)}, (60000 * KB, 48000 * KB)),
     ],
     ids=str,
 )

@@ -1,4 +1,6 @@
-"""How our C code is compiled, kept and loaded, mostly with a compiler that copies a library that is there."""
+"""How our C code is compiled, kept and loaded, mostly with a compiler that copies a library that is
+there.
+"""
 
 import logging
 import os
@@ -29,7 +31,10 @@ def calls(tmp_path, monkeypatch):
     library = native_code.attention_kernel().library
     assert library is not None
     compiler, log = tmp_path / "copier", tmp_path / "calls"
-    compiler.write_text(f'#!/bin/sh\necho >> {log}\nwhile [ "$1" != -o ]; do shift; done\ncp {tmp_path}/built "$2"\n')
+    compiler.write_text(
+        f'#!/bin/sh\necho >> {log}\nwhile [ "$1" != -o ]; do shift; done\ncp {tmp_path}/built '
+        '"$2"\n'
+    )
     compiler.chmod(0o755)
     (tmp_path / "built").write_bytes(Path(library._name).read_bytes())
     monkeypatch.setenv("CC", str(compiler))
@@ -59,7 +64,9 @@ def test_compiled_once_and_again_where_the_file_is_damaged(cache, calls, caplog)
 
 
 @needs_avx512
-@pytest.mark.parametrize("trouble", ["a file in its place", "others can write", "somebody else's", "no home"])
+@pytest.mark.parametrize(
+    "trouble", ["a file in its place", "others can write", "somebody else's", "no home"]
+)
 def test_without_a_usable_cache_each_process_compiles(trouble, cache, calls, monkeypatch, caplog):
     assert works(native_code._find())
     (file,) = cache.iterdir()
@@ -85,14 +92,19 @@ def test_without_a_usable_cache_each_process_compiles(trouble, cache, calls, mon
 
 @needs_avx512
 def test_processes_that_compile_at_the_same_time(cache, calls):
-    code = "from ttrl.system import native_code; assert native_code.attention_kernel().library.workspace() > 0"
+    code = (
+        "from ttrl.system import native_code; assert "
+        "native_code.attention_kernel().library.workspace() > 0"
+    )
     processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
     assert [process.wait(60) for process in processes] == [0] * 4
     assert len(list(cache.iterdir())) == 1
 
 
 @needs_avx512
-def test_a_compiler_that_fails_is_a_warning_with_its_last_lines(cache, tmp_path, monkeypatch, caplog):
+def test_a_compiler_that_fails_is_a_warning_with_its_last_lines(
+    cache, tmp_path, monkeypatch, caplog
+):
     compiler = tmp_path / "cc"
     compiler.write_text("#!/bin/sh\necho first >&2\necho unknown option -mavx512f >&2\nexit 3\n")
     compiler.chmod(0o755)

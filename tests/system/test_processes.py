@@ -1,4 +1,6 @@
-"""Children of every kind of misbehaviour, under a parent that is really killed. Nothing is timed: waits only have deadlines."""
+"""Children of every kind of misbehaviour, under a parent that is really killed. Nothing is timed:
+waits only have deadlines.
+"""
 
 import json
 import os
@@ -18,10 +20,12 @@ from ttrl.errors import UserError
 from ttrl.system import process_guard
 from ttrl.system.processes import RECORD_SUFFIX, ChildProcess, reap_leftovers
 
-linux_only = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="descendants are found through /proc")
+linux_only = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="descendants are found through /proc"
+)
 
-# Writes its pid and its children's into a folder: one in the same group, one with a session of its own that ignores TERM, and one
-# whose own parent is gone (a daemon). Then sleeps.
+# Writes its pid and its children's into a folder: one in the same group, one with a session of its
+# own that ignores TERM, and one whose own parent is gone (a daemon). Then sleeps.
 FAMILY = """
 import os, pathlib, signal, subprocess, sys, time
 folder = pathlib.Path(sys.argv[1])
@@ -104,7 +108,9 @@ def test_log_tail_shows_the_last_lines_of_this_child_alone(tmp_path):
     log = tmp_path / "logs" / "child.log"
     log.parent.mkdir()
     log.write_text("of an earlier start\n")
-    with ChildProcess(python("import sys; print('a'); print('b' * 5000); print('c', file=sys.stderr)"), log) as child:
+    with ChildProcess(
+        python("import sys; print('a'); print('b' * 5000); print('c', file=sys.stderr)"), log
+    ) as child:
         child.wait(60)
     lines = child.log_tail().splitlines()
     assert sorted(line[0] for line in lines) == ["a", "b", "c"] and max(map(len, lines)) == 400
@@ -121,12 +127,16 @@ def test_environment_folder_and_signals_of_the_child(tmp_path):
     """
     env = {**os.environ, "SECRET": "value-\udcff-é"}
     (tmp_path / "inner").mkdir()
-    with ChildProcess(python(code), tmp_path / "child.log", env=env, cwd=tmp_path / "inner") as child:
+    with ChildProcess(
+        python(code), tmp_path / "child.log", env=env, cwd=tmp_path / "inner"
+    ) as child:
         assert child.wait(60) == 0, child.log_tail()
     secret, folder, own_session, signals, descriptors = json.loads(child.log_tail())
     assert (secret, folder, own_session) == (env["SECRET"], str(tmp_path / "inner"), True)
     assert signals == [True, True, True]
-    assert len(descriptors) == 4  # stdin, stdout, stderr, and the one that lists the folder: no pipe of ours leaks into the child
+    # Stdin, stdout, stderr, and the one that lists the folder: no pipe of ours leaks into the
+    # child.
+    assert len(descriptors) == 4
 
 
 def test_a_command_that_cannot_be_started(tmp_path):
@@ -157,7 +167,8 @@ def test_stop_returns_only_when_all_descendants_are_gone(tmp_path):
     child = ChildProcess(python(FAMILY, tmp_path), tmp_path / "child.log").start()
     pids = family_pids(tmp_path)
     assert pids[0] == child.pid and all(map(is_alive, pids))
-    assert child.stop(timeout=2.0) == -signal.SIGTERM  # long enough to die of TERM on a busy machine
+    # Long enough to die of TERM on a busy machine.
+    assert child.stop(timeout=2.0) == -signal.SIGTERM
     assert not any(map(is_alive, pids))
 
 
@@ -198,8 +209,12 @@ def hasty_guard(folder: Path) -> Path:
     return path
 
 
-def start_owner(folder: Path, own_children: list[int], how: str = "") -> tuple[subprocess.Popen, int, list[int]]:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(folder), FAMILY, how, str(hasty_guard(folder))])
+def start_owner(
+    folder: Path, own_children: list[int], how: str = ""
+) -> tuple[subprocess.Popen, int, list[int]]:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder), FAMILY, how, str(hasty_guard(folder))]
+    )
     own_children.append(owner.pid)
     pids = family_pids(folder)
     wait_until((folder / "guard").exists, "the guard's pid")
@@ -231,9 +246,12 @@ def test_a_killed_guard_takes_the_child_along_and_the_parent_ends_the_rest(tmp_p
 
 
 @linux_only
-def test_the_end_of_a_guard_is_told_by_its_pipe_even_before_it_can_be_waited_for(tmp_path, monkeypatch):
+def test_the_end_of_a_guard_is_told_by_its_pipe_even_before_it_can_be_waited_for(
+    tmp_path, monkeypatch
+):
     child = ChildProcess(python("import time; time.sleep(600)"), tmp_path / "child.log").start()
-    monkeypatch.setattr(child._guard, "poll", lambda: None)  # a dying process closes its pipes before it is a zombie
+    # A dying process closes its pipes before it is a zombie.
+    monkeypatch.setattr(child._guard, "poll", lambda: None)
     kill_exactly(child._guard.pid)
     assert child.wait(60) == -signal.SIGKILL
     assert not is_alive(child.pid)
@@ -254,7 +272,9 @@ def test_reap_leftovers_ends_what_outlived_parent_guard_and_child(tmp_path, own_
 
 
 def test_a_boot_without_a_name_of_its_own_goes_by_its_time(tmp_path):
-    """As in gVisor. Without either, an owner that was killed here could not be told from one on another machine."""
+    """As in gVisor. Without either, an owner that was killed here could not be told from one on
+    another machine.
+    """
     assert process_guard.boot_id(tmp_path) == ""
     (tmp_path / "stat").write_text("cpu  1 2 3\nctxt 5\nbtime 1700000000\nprocesses 7\n")
     assert process_guard.boot_id(tmp_path) == "btime 1700000000"
@@ -266,9 +286,16 @@ def test_reap_leftovers_leaves_living_runs_and_reused_pids_alone(tmp_path, own_c
     own_children.append(bystander.pid)
     pid, start = process_guard.process_id(bystander.pid)
     boot = process_guard.boot_id()
-    record = {"mark": "0" * 32, "boot": boot, "owner": [pid, start - 1], "program": "x", "processes": [[pid, start - 1]]}
+    record = {
+        "mark": "0" * 32,
+        "boot": boot,
+        "owner": [pid, start - 1],
+        "program": "x",
+        "processes": [[pid, start - 1]],
+    }
     path = tmp_path / ("server.log" + RECORD_SUFFIX)
-    path.write_text(json.dumps(record))  # the pid lives, but started at another time: another process
+    # The pid lives, but started at another time: another process.
+    path.write_text(json.dumps(record))
     assert reap_leftovers(tmp_path) == [] and not path.exists()
     path.write_text(json.dumps({**record, "processes": [[pid, start]], "boot": "another boot"}))
     assert reap_leftovers(tmp_path) == [] and not path.exists()
@@ -277,25 +304,47 @@ def test_reap_leftovers_leaves_living_runs_and_reused_pids_alone(tmp_path, own_c
     path.unlink()
     assert is_alive(bystander.pid)
     path.write_text(json.dumps({**record, "processes": [[pid, start]]}))
-    assert reap_leftovers(tmp_path) == [pid] and not is_alive(pid)  # the same record with the true start time
+    # The same record with the true start time.
+    assert reap_leftovers(tmp_path) == [pid] and not is_alive(pid)
 
     with ChildProcess(python("import time; time.sleep(600)"), tmp_path / "child.log") as child:
-        assert reap_leftovers(tmp_path) == [] and child.poll() is None  # its owner, this test, is alive
+        # Its owner, this test, is alive.
+        assert reap_leftovers(tmp_path) == [] and child.poll() is None
 
 
 def test_no_secret_on_a_command_line_or_in_a_file(tmp_path):
     env = {**os.environ, "VLLM_API_KEY": "the-secret-key"}
-    with ChildProcess(python("import time; time.sleep(600)"), tmp_path / "child.log", env=env) as child:
-        lines = [" ".join(process.cmdline()) for process in (psutil.Process(child.pid), psutil.Process(child._guard.pid))]
+    with ChildProcess(
+        python("import time; time.sleep(600)"), tmp_path / "child.log", env=env
+    ) as child:
+        lines = [
+            " ".join(process.cmdline())
+            for process in (psutil.Process(child.pid), psutil.Process(child._guard.pid))
+        ]
         assert not [line for line in lines if "the-secret-key" in line]
         for path in tmp_path.rglob("*"):
             assert b"the-secret-key" not in path.read_bytes()
 
 
 def test_the_guard_needs_the_standard_library_alone():
-    code = "import sys, ttrl.system.process_guard; print({'torch', 'psutil'} & {m.partition('.')[0] for m in sys.modules})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    code = (
+        "import sys, ttrl.system.process_guard; print({'torch', 'psutil'} & {m.partition('.')[0] "
+        "for m in sys.modules})"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "set()"
+    )
     result = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", f"import runpy; runpy.run_path({process_guard.__file__!r})"], capture_output=True
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-c",
+            f"import runpy; runpy.run_path({process_guard.__file__!r})",
+        ],
+        capture_output=True,
     )
     assert result.returncode == 0, result.stderr

@@ -77,7 +77,9 @@ def test_nothing_comes_after_a_block_that_ended_too_late():
 
 
 def test_code_that_is_traced_goes_on_afterwards():
-    """Taking back an exception that was never raised made CPython 3.11 loop for ever under a debugger or coverage."""
+    """Taking back an exception that was never raised made CPython 3.11 loop for ever under a
+    debugger or coverage.
+    """
     script = """
 import sys, time
 from ttrl.system import time_limit as module
@@ -93,5 +95,7 @@ try:
 except TimeoutError:
     print("ended", (lambda: "and went on")())
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.strip() == "ended and went on", done.stderr

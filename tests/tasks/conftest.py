@@ -1,4 +1,6 @@
-"""What the tests of tasks share: replies, the published data beside the repository, and long hostile replies."""
+"""What the tests of tasks share: replies, the published data beside the repository, and long
+hostile replies.
+"""
 
 import contextlib
 import random
@@ -13,7 +15,8 @@ import pytest
 MOST_SECONDS = 20.0
 SHARED = Path(__file__).parents[2].parent / "shared" / "data"
 
-# What makes a careless pattern try again from every place: the same piece over and over, and one that never ends.
+# What makes a careless pattern try again from every place: the same piece over and over, and one
+# that never ends.
 PIECES = (
     "0",
     "9,",
@@ -66,8 +69,9 @@ def shared() -> Path:
 def grade_long_replies(reply: Callable[[str], Any]) -> Callable[..., None]:
     """Grades hostile replies of 100 kB, each within MOST_SECONDS of CPU time.
 
-    That is no measurement but a limit, hundreds of times what a grader takes: one that takes the square of the length needs
-    10¹⁰ steps, minutes, and is interrupted (`re` looks for signals while it matches).
+    That is no measurement but a limit, hundreds of times what a grader takes: one that takes the
+    square of the length needs 10¹⁰ steps, minutes, and is interrupted (`re` looks for signals while
+    it matches).
     """
 
     def grade(grader: Callable[[Any], Any], *pieces: str) -> None:

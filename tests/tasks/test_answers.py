@@ -58,7 +58,9 @@ def test_tags_stay_in_place_where_lower_case_is_longer():
 
 def test_all_gsm8k_answers_are_read(shared):
     """Against a second way to read them: everything that is no digit, point or sign taken out."""
-    rows = [json.loads(line) for line in (shared / "gsm8k" / "train.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (shared / "gsm8k" / "train.jsonl").read_text().splitlines()
+    ]
     for row in random.Random(0).sample(rows, 2000):
         plain = row["answer"].split("####")[1].replace(",", "").strip()
         assert last_number(marked(row["answer"])) == Fraction(plain)

@@ -1,4 +1,6 @@
-"""ARC-AGI: grids in all ways of writing them, partial credit, augmentation that keeps a rule a rule."""
+"""ARC-AGI: grids in all ways of writing them, partial credit, augmentation that keeps a rule a
+rule.
+"""
 
 import json
 import random
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.arc_agi import ARCGrader, ARCPuzzle, Pair, augmented, get_arc_agi_tasks, parse_row, read_grids, write_grid
+from ttrl.tasks.arc_agi import (
+    ARCGrader,
+    ARCPuzzle,
+    Pair,
+    augmented,
+    get_arc_agi_tasks,
+    parse_row,
+    read_grids,
+    write_grid,
+)
 
 RIGHT = ((1, 2, 3), (4, 5, 6))
 
@@ -94,7 +105,9 @@ def test_grader(reply, content, reward):
 
 
 @pytest.mark.parametrize("before", ["", "<think>9 9</think>\n", "١ ²:\r\n"])
-@pytest.mark.parametrize("answer", ["1 2 3\n4 5 6", "[[1, 2, 3],\n [4, 5, 6]]", "| 1 | 2 | 3 |\n| 4 | 5 | 6 |"])
+@pytest.mark.parametrize(
+    "answer", ["1 2 3\n4 5 6", "[[1, 2, 3],\n [4, 5, 6]]", "| 1 | 2 | 3 |\n| 4 | 5 | 6 |"]
+)
 @pytest.mark.parametrize("after", ["", " \n\n", "\n```\nThat is the 2nd try."])
 def test_where_the_last_grid_ends(reply, before, answer, after):
     reward, metrics = ARCGrader((RIGHT,))(reply(before + answer + after))
@@ -130,9 +143,11 @@ def test_several_test_inputs(reply, content, reward, exact, shape):
 
 
 grids = st.integers(1, 6).flatmap(
-    lambda width: st.lists(st.lists(st.integers(0, 9), min_size=width, max_size=width).map(tuple), min_size=1, max_size=6).map(
-        tuple
-    )
+    lambda width: st.lists(
+        st.lists(st.integers(0, 9), min_size=width, max_size=width).map(tuple),
+        min_size=1,
+        max_size=6,
+    ).map(tuple)
 )
 
 
@@ -143,7 +158,8 @@ def test_property_grids_are_read_back(given_grids, form):
     else:
         lists = [[list(row) for row in grid] for grid in given_grids]
         text = "\n".join(json.dumps(grid, indent=None if form == "json" else 1) for grid in lists)
-    if form == "lines":  # one cell a line is a grid of other shape; all that matters is that reading ends
+    # One cell a line is a grid of other shape; all that matters is that reading ends.
+    if form == "lines":
         read_grids(text)
     else:
         assert read_grids(text) == given_grids
@@ -154,7 +170,9 @@ def test_long_replies(grade_long_replies):
 
 
 def test_augmentation():
-    puzzle = ARCPuzzle("x", (Pair(((1, 2), (3, 4), (5, 6)), ((7, 8, 9),)),), (Pair(((1, 2),), ((0,),)),))
+    puzzle = ARCPuzzle(
+        "x", (Pair(((1, 2), (3, 4), (5, 6)), ((7, 8, 9),)),), (Pair(((1, 2),), ((0,),)),)
+    )
     seen = set()
     for seed in range(200):
         changed = augmented(puzzle, random.Random(seed), ("rotations", "reflections"))
@@ -172,7 +190,8 @@ def test_augmentation():
             for row, other in zip(g, h)
             for a, b in zip(row, other)
         }
-        assert len(there) == len({a for a, _ in there}) == len({b for _, b in there}) == 10  # one colour for each
+        # One colour for each.
+        assert len(there) == len({a for a, _ in there}) == len({b for _, b in there}) == 10
     assert augmented(puzzle, random.Random(0), ()) == puzzle
 
 
@@ -191,18 +210,25 @@ def folder(tmp_path):
 
 
 def test_splits(folder, reply):
-    train, validation, test = (get_arc_agi_tasks(split, path=folder) for split in ("train", "validation", "test"))
+    train, validation, test = (
+        get_arc_agi_tasks(split, path=folder) for split in ("train", "validation", "test")
+    )
     assert len(train) + len(validation) == 60 and validation and len(test) == 10
     assert not {t.id for t in train} & {t.id for t in validation}
     for task in [*train, *validation, *test]:
         assert task.grader(reply(task.grader.reference()))[0] == 1.0
         assert "Test input:\n1 " in task.messages[0]["content"]
     turned = get_arc_agi_tasks("train", path=folder, augment=("rotations", "colours"))
-    assert [t.id for t in turned] == [t.id for t in train] and turned[0].messages != train[0].messages
+    assert [t.id for t in turned] == [t.id for t in train] and turned[0].messages != train[
+        0
+    ].messages
     assert [t.messages for t in turned] == [
-        t.messages for t in get_arc_agi_tasks("train", path=folder, augment=("rotations", "colours"))
+        t.messages
+        for t in get_arc_agi_tasks("train", path=folder, augment=("rotations", "colours"))
     ]
-    assert [t.messages for t in get_arc_agi_tasks("test", path=folder, augment=("colours",))] == [t.messages for t in test]
+    assert [t.messages for t in get_arc_agi_tasks("test", path=folder, augment=("colours",))] == [
+        t.messages for t in test
+    ]
     assert len(get_arc_agi_tasks("test", path=folder, max_cells=8)) == 10
     with pytest.raises(TaskError, match="1 tasks of arc_agi, split test: there are 0 rows"):
         get_arc_agi_tasks("test", 1, path=folder, max_cells=7)
@@ -213,9 +239,18 @@ def test_splits(folder, reply):
     [
         ({"train": [], "test": []}, "0 train pairs and 0 test pairs"),
         ({"test": []}, "no field 'train'"),
-        ({"train": [{"input": [[1]], "output": [[1]]}], "test": [{"input": [[1]]}]}, r"test\[0\] lacks input or output"),
-        ({"train": [{"input": [[1], [1, 2]], "output": [[1]]}], "test": []}, r"train\[0\]\.input has 2 rows of \[1, 2\] cells"),
-        ({"train": [{"input": [[10]], "output": [[1]]}], "test": []}, r"train\[0\]\.input has cells that are not whole numbers"),
+        (
+            {"train": [{"input": [[1]], "output": [[1]]}], "test": [{"input": [[1]]}]},
+            r"test\[0\] lacks input or output",
+        ),
+        (
+            {"train": [{"input": [[1], [1, 2]], "output": [[1]]}], "test": []},
+            r"train\[0\]\.input has 2 rows of \[1, 2\] cells",
+        ),
+        (
+            {"train": [{"input": [[10]], "output": [[1]]}], "test": []},
+            r"train\[0\]\.input has cells that are not whole numbers",
+        ),
         ({"train": [{"input": [[True]], "output": [[1]]}], "test": []}, "not whole numbers"),
         ({"train": [{"input": [1], "output": [[1]]}], "test": []}, "is not a list of rows"),
         ({"train": [{"input": [[0] * 31], "output": [[1]]}], "test": []}, "up to 30"),
@@ -250,5 +285,14 @@ def test_published_puzzles(shared, reply):
             puzzle = parse_row(row)
             grader = ARCGrader(tuple(pair.output for pair in puzzle.test))
             answers = [pair["output"] for pair in row["test"]]
-            assert grader(reply(json.dumps(answers[0]) if len(answers) == 1 else "\n".join(map(json.dumps, answers))))[0] == 1.0
+            assert (
+                grader(
+                    reply(
+                        json.dumps(answers[0])
+                        if len(answers) == 1
+                        else "\n".join(map(json.dumps, answers))
+                    )
+                )[0]
+                == 1.0
+            )
             assert grader(reply(grader.reference()))[0] == 1.0

@@ -73,7 +73,9 @@ MATE = "6k1/5ppp/8/8/8/8/5PPP/1R1R2K1 w - - 0 1"
     ],
 )
 def test_grader(reply, content, reward):
-    got, metrics = ChessGrader(FEN, ("f1b5",), {"f1b5": 1.0, "f1c4": 0.8}, legal_reward=0.1)(reply(content))
+    got, metrics = ChessGrader(FEN, ("f1b5",), {"f1b5": 1.0, "f1c4": 0.8}, legal_reward=0.1)(
+        reply(content)
+    )
     assert (got, metrics) == (reward, {"legal": float(reward > 0), "best": float(reward == 1.0)})
 
 
@@ -130,7 +132,8 @@ KNOWN = {"f1b5": 0.3, "f1c4": 0.25, "d2d4": -0.4}
         ("M: f1b5 f1c4 d2d4 E: 0.8 0.25 -0.4 B: f1b5", 0.8 + 0.2 * 2.5 / 3),
         ("M: f1b5 f1c4 d2d4 E: 0.3 x B: f1b5", 0.8 + 0.2 / 3),
         ("M: f1b5 a2a3 E: 0.3 0.0 B: f1b5", 0.5 + 0.1 + 0.2 / 3),
-        ("M: a2a3 a2a4 b2b3 f1b5 f1c4 d2d4 E: 0 0 0 0.3 0.25 -0.4 B: f1b5", 0.5),  # no more of them than there are
+        # No more of them than there are.
+        ("M: a2a3 a2a4 b2b3 f1b5 f1c4 d2d4 E: 0 0 0 0.3 0.25 -0.4 B: f1b5", 0.5),
         ("M: f1b5 f1b5 f1b5 E: 0.3 0.3 0.3 B: a2a3", 0.5 * 0.1 + 0.1 + 0.2 / 3),
         ("B: f1b5", 0.5),
         ("M: f1b5 f1c4 d2d4 E: 0.3 0.25 -0.4 B: f1f8", 0.5),
@@ -151,17 +154,34 @@ def test_rows_of_rookworld(tmp_path, reply):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(json.dumps({"text": text}) for text in rows))
     (task,) = get_chess_tasks("test", path=path, style="P")
-    assert task.messages[0]["content"] == f"P: {FEN} " and task.grader.candidates == KNOWN and task.grader.best == ("f1b5",)
+    assert (
+        task.messages[0]["content"] == f"P: {FEN} "
+        and task.grader.candidates == KNOWN
+        and task.grader.best == ("f1b5",)
+    )
     assert task.grader(reply(analysis))[0] == 1.0
 
 
 def test_examples_show_the_rules_and_not_the_best_move(tmp_path, reply):
     path = tmp_path / "positions.jsonl"
-    path.write_text("".join(json.dumps({"fen": FEN.replace("w", side), "best_move_uci": m}) + "\n" for side, m in SIDES))
-    graders = {task.messages[0]["content"]: task.grader for task in get_chess_tasks("train", path=path, style="P")}
-    examples = [[message["content"] for message in one["messages"]] for one in legal_move_examples(60, path=path, style="P")]
+    path.write_text(
+        "".join(
+            json.dumps({"fen": FEN.replace("w", side), "best_move_uci": m}) + "\n"
+            for side, m in SIDES
+        )
+    )
+    graders = {
+        task.messages[0]["content"]: task.grader
+        for task in get_chess_tasks("train", path=path, style="P")
+    }
+    examples = [
+        [message["content"] for message in one["messages"]]
+        for one in legal_move_examples(60, path=path, style="P")
+    ]
     grades = [graders[asked](reply(answer))[1] for asked, answer in examples]
-    assert len({answer for _, answer in examples}) > 20 and all(one["legal"] == one["candidates"] == 1.0 for one in grades)
+    assert len({answer for _, answer in examples}) > 20 and all(
+        one["legal"] == one["candidates"] == 1.0 for one in grades
+    )
     assert 0 < sum(one["best"] for one in grades) < 15
 
 
@@ -184,35 +204,64 @@ def test_a_judge(reply):
         return 0.5
 
     grader = ChessGrader(FEN, ("f1b5",), {"f1c4": 0.8}, judge=judge)
-    assert [grader(reply(move))[0] for move in ("f1b5", "f1c4", "a2a3", "a2a5")] == [1.0, 0.5, 0.5, 0.0]
+    assert [grader(reply(move))[0] for move in ("f1b5", "f1c4", "a2a3", "a2a5")] == [
+        1.0,
+        0.5,
+        0.5,
+        0.0,
+    ]
     assert asked == [(FEN, "f1c4"), (FEN, "a2a3")]
 
 
 @pytest.mark.parametrize("style", ["plain", "P"])
 def test_long_replies(grade_long_replies, style):
-    grade_long_replies(ChessGrader(FEN, ("f1b5",), style=style), "B: f1b5 ", "M: f1b5 ", "best move: ", "Bb5", "1. ", "N")
+    grade_long_replies(
+        ChessGrader(FEN, ("f1b5",), style=style),
+        "B: f1b5 ",
+        "M: f1b5 ",
+        "best move: ",
+        "Bb5",
+        "1. ",
+        "N",
+    )
 
 
 def test_a_board_is_one_question_whatever_its_counters(tmp_path):
     """Or the same board could be for training in one row and for validation in another."""
     boards = [FEN.rsplit(" ", 2)[0] + f" 0 {number}" for number in range(1, 31)]
     path = tmp_path / "positions.jsonl"
-    path.write_text("\n".join(json.dumps({"fen": fen, "best_move_uci": "f1b5"}) for fen in boards), encoding="utf-8")
+    path.write_text(
+        "\n".join(json.dumps({"fen": fen, "best_move_uci": "f1b5"}) for fen in boards),
+        encoding="utf-8",
+    )
     counts = sorted(len(get_chess_tasks(split, path=path)) for split in ("train", "validation"))
     assert counts == [0, 30]
 
 
-EPD = '1r1b2k1/2r2ppp/p1qp4/3R1NPP/1pn1PQB1/8/PPP3R1/1K6 w - - bm g6; id "x.008"; c8 "100 77"; c9 "g5g6 g2f2";'
+EPD = (
+    '1r1b2k1/2r2ppp/p1qp4/3R1NPP/1pn1PQB1/8/PPP3R1/1K6 w - - bm g6; id "x.008"; c8 "100 77"; c9 '
+    '"g5g6 g2f2";'
+)
 
 
 def test_files(tmp_path, reply):
     position = parse_epd(EPD, "?")
-    assert (position.id, position.best, position.points) == ("x.008", ("g5g6",), {"g5g6": 1.0, "g2f2": 0.77})
+    assert (position.id, position.best, position.points) == (
+        "x.008",
+        ("g5g6",),
+        {"g5g6": 1.0, "g2f2": 0.77},
+    )
     (tmp_path / "a.epd").write_text(EPD + "\n\n")
-    row = {"id": "x", "fen": position.fen, "best_move_uci": "g5g6", "points_uci": {"g2f2": 77, "g5g6": 100, "e2e4": None}}
+    row = {
+        "id": "x",
+        "fen": position.fen,
+        "best_move_uci": "g5g6",
+        "points_uci": {"g2f2": 77, "g5g6": 100, "e2e4": None},
+    }
     (tmp_path / "b.jsonl").write_text(json.dumps(row))
     (tmp_path / "c.csv").write_text(
-        "PuzzleId,FEN,Moves\nx,rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1,e2e4 e7e5 g1f3\n"
+        "PuzzleId,FEN,Moves\nx,rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1,e2e4 "
+        "e7e5 g1f3\n"
     )
     for name, best in (("a.epd", "g5g6"), ("b.jsonl", "g5g6"), ("c.csv", "e7e5")):
         for style in ("plain", "P"):
@@ -220,7 +269,10 @@ def test_files(tmp_path, reply):
             assert task.grader.best == (best,)
             assert task.grader(reply(task.grader.reference()))[0] == 1.0
             assert (f"P: {task.grader.fen} " == task.messages[0]["content"]) == (style == "P")
-    assert "Black to move" in get_chess_tasks("test", path=tmp_path / "c.csv")[0].messages[0]["content"]
+    assert (
+        "Black to move"
+        in get_chess_tasks("test", path=tmp_path / "c.csv")[0].messages[0]["content"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,12 +282,24 @@ def test_files(tmp_path, reply):
         ("x.epd", EPD.replace("bm g6;", ""), r"line 1: no bm"),
         ("x.epd", EPD.replace("77", "770"), "numbers from 0 to 100"),
         ("x.epd", "", "no positions"),
-        ("x.jsonl", json.dumps({"fen": FEN, "best_move_uci": "e1e8"}), r"line 1: best moves \['e1e8'\]: \['e1e8'\] not legal"),
+        (
+            "x.jsonl",
+            json.dumps({"fen": FEN, "best_move_uci": "e1e8"}),
+            r"line 1: best moves \['e1e8'\]: \['e1e8'\] not legal",
+        ),
         ("x.jsonl", json.dumps({"fen": FEN, "best_move_uci": []}), "there must be one"),
         ("x.jsonl", json.dumps({"fen": "x", "best_move_uci": "e1e8"}), "fen 'x'"),
         ("x.jsonl", json.dumps({"fen": FEN}), "best_move_uci is None"),
-        ("x.jsonl", json.dumps({"text": f"P: {FEN} M: f1b5 B: f1b5"}), "it must be P: position M: moves E: evaluations B: move"),
-        ("x.jsonl", json.dumps({"text": f"P: {FEN} M: f1b5 a2a3 E: 1 B: f1b5"}), "each move after M: needs a number"),
+        (
+            "x.jsonl",
+            json.dumps({"text": f"P: {FEN} M: f1b5 B: f1b5"}),
+            "it must be P: position M: moves E: evaluations B: move",
+        ),
+        (
+            "x.jsonl",
+            json.dumps({"text": f"P: {FEN} M: f1b5 a2a3 E: 1 B: f1b5"}),
+            "each move after M: needs a number",
+        ),
         ("x.jsonl", json.dumps({"text": f"P: {FEN} M: e1e8 E: 1 B: f1b5"}), "not legal"),
         ("x.csv", "FEN,Moves\nx,e2e4\n", "row 1: "),
     ],
@@ -263,15 +327,22 @@ def test_refusals(changes, words):
 def test_published_positions(shared, reply):
     puzzles = get_chess_tasks("test", path=shared / "chess" / "lichess_puzzles.jsonl")
     same = get_chess_tasks("test", path=shared / "chess" / "lichess_puzzles_original.csv")
-    assert len(puzzles) == 1000 and {t.grader.fen: t.grader.best for t in puzzles} == {t.grader.fen: t.grader.best for t in same}
+    assert len(puzzles) == 1000 and {t.grader.fen: t.grader.best for t in puzzles} == {
+        t.grader.fen: t.grader.best for t in same
+    }
     suite = get_chess_tasks("test", path=shared / "chess" / "sts_positions.jsonl", style="P")
     assert len(suite) == 450
     for task in puzzles + suite:
         assert task.grader(reply(task.grader.reference()))[0] == 1.0
-    rows = [json.loads(line) for line in (shared / "chess" / "lichess_puzzles.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (shared / "chess" / "lichess_puzzles.jsonl").read_text().splitlines()
+    ]
     names = {row["fen"]: row["best_move_san"] for row in rows}
     for task in puzzles[:200]:
         assert task.grader(reply(names[task.grader.fen]))[0] == 1.0
     train = get_chess_tasks("train", path=shared / "chess" / "sts_positions.jsonl")
     validation = get_chess_tasks("validation", path=shared / "chess" / "sts_positions.jsonl")
-    assert len(train) + len(validation) == 450 and not {t.grader.fen for t in train} & {t.grader.fen for t in validation}
+    assert len(train) + len(validation) == 450 and not {t.grader.fen for t in train} & {
+        t.grader.fen for t in validation
+    }

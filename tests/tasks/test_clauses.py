@@ -1,4 +1,6 @@
-"""Clauses of puzzles: what contradicts them, against all assignments; which switches are needed; and the way without a solver."""
+"""Clauses of puzzles: what contradicts them, against all assignments; which switches are needed;
+and the way without a solver.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,10 @@ def contradicts(formula, assumptions):
     """Tries every assignment of 6 variables."""
     formula = [*formula, *([x] for x in assumptions)]
     assignments = product([False, True], repeat=6)
-    return not any(all(any(bits[abs(x) - 1] == (x > 0) for x in clause) for clause in formula) for bits in assignments)
+    return not any(
+        all(any(bits[abs(x) - 1] == (x > 0) for x in clause) for clause in formula)
+        for bits in assignments
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -89,10 +94,19 @@ def digest(rows):
 
 
 def test_the_puzzles_of_a_seed_stay_the_same():
-    """Files of puzzles are named by their seeds. A change here is a change for everybody who has made some."""
+    """Files of puzzles are named by their seeds. A change here is a change for everybody who has
+    made some.
+    """
     assert {
-        "answers": digest([temporal_clue.make_puzzle(f"pin {k}", temporal_clue.SIZES["small"]) for k in range(4)]),
-        "night": digest([temporal_clue.make_puzzle(f"pin {k}", temporal_clue.SIZES["small"], "night") for k in range(4)]),
+        "answers": digest(
+            [temporal_clue.make_puzzle(f"pin {k}", temporal_clue.SIZES["small"]) for k in range(4)]
+        ),
+        "night": digest(
+            [
+                temporal_clue.make_puzzle(f"pin {k}", temporal_clue.SIZES["small"], "night")
+                for k in range(4)
+            ]
+        ),
         "mixed": digest([temporal_clue.make_puzzle(f"pin {k}", held_out=False) for k in range(4)]),
         "zebra": digest([zebra_grid.make_puzzle(f"pin {k}") for k in range(4)]),
     } == PINNED
@@ -110,7 +124,10 @@ def test_without_the_solver_the_way_out_is_named(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.partition(".")[0] == "pysat"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "pysat", None)
-    with pytest.raises(TaskError, match=r"puzzles are made with the package python-sat: pip install 'ttrl\[tasks\]'"):
+    with pytest.raises(
+        TaskError,
+        match=r"puzzles are made with the package python-sat: pip install 'ttrl\[tasks\]'",
+    ):
         temporal_clue.get_temporal_clue_tasks("train", 1)
     with pytest.raises(TaskError, match="python-sat"):
         zebra_grid.get_zebra_grid_tasks("train", 1)

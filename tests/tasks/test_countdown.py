@@ -1,4 +1,6 @@
-"""Countdown: expressions that reach the target with the numbers given, and all that only seem to."""
+"""Countdown: expressions that reach the target with the numbers given, and all that only seem
+to.
+"""
 
 import random
 from fractions import Fraction
@@ -16,7 +18,8 @@ from ttrl.tasks.countdown import CountdownGrader, evaluate, get_countdown_tasks
     [
         ("<answer>(1 + 2) * 5 - 5</answer>", 1.0),
         ("<answer>(1+2)*5-5</answer>", 1.0),
-        ("<answer>" + "(" * 40 + "(1+2)*5-5" + ")" * 40 + "</answer>", 0.0),  # deeper than anyone writes
+        # Deeper than anyone writes.
+        ("<answer>" + "(" * 40 + "(1+2)*5-5" + ")" * 40 + "</answer>", 0.0),
         ("<answer>" + "(" * 39 + "(1+2)*5-5" + ")" * 39 + "</answer>", 1.0),
         ("<answer>(1 + 2) * 5 - 5 = 10</answer>", 1.0),
         ("<answer>(1 + 2) × 5 − 5</answer>", 1.0),
@@ -84,7 +87,9 @@ def test_grader(reply, content, reward):
 numbers = st.integers(1, 99)
 expressions = st.recursive(
     numbers.map(str),
-    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+    lambda inner: st.tuples(inner, st.sampled_from("+-*/"), inner).map(
+        lambda t: f"({t[0]} {t[1]} {t[2]})"
+    ),
     max_leaves=6,
 )
 
@@ -118,19 +123,31 @@ def test_puzzles(reply):
     for task in tasks:
         assert task.grader(reply(task.grader.reference()))[0] == 1.0
         assert 1 <= task.grader.target <= 999 and task.grader.target not in task.grader.numbers
-        assert f"numbers {', '.join(map(str, task.grader.numbers))} exactly" in task.messages[0]["content"]
+        assert (
+            f"numbers {', '.join(map(str, task.grader.numbers))} exactly"
+            in task.messages[0]["content"]
+        )
     assert [t.id for t in get_countdown_tasks("train", 20, seed=1)] == [t.id for t in tasks[:20]]
     assert [t.id for t in get_countdown_tasks("train", 20, seed=2)] != [t.id for t in tasks[:20]]
-    assert {len(t.grader.numbers) for t in get_countdown_tasks("train", 20, min_numbers=6, max_numbers=6)} == {6}
+    assert {
+        len(t.grader.numbers)
+        for t in get_countdown_tasks("train", 20, min_numbers=6, max_numbers=6)
+    } == {6}
 
 
 def test_validation_is_held_out():
     validation = get_countdown_tasks("validation", 100)
     assert len({task.id for task in validation}) == 100
-    assert [t.id for t in get_countdown_tasks("validation", 40, seed=7)] == [t.id for t in validation[:40]]
+    assert [t.id for t in get_countdown_tasks("validation", 40, seed=7)] == [
+        t.id for t in validation[:40]
+    ]
     assert validation[0].id == "countdown/78-9-1/702"  # the same in every version
     held_out = {tuple(sorted(task.grader.numbers)) for task in validation}
-    seen = {tuple(sorted(task.grader.numbers)) for seed in range(3) for task in get_countdown_tasks("train", 300, seed)}
+    seen = {
+        tuple(sorted(task.grader.numbers))
+        for seed in range(3)
+        for task in get_countdown_tasks("train", 300, seed)
+    }
     assert not held_out & seen
 
 
@@ -152,7 +169,10 @@ def test_shuffled_solutions_earn_nothing_for_other_numbers(reply):
         ({"max_numbers": 9}, "max_numbers 9"),
         ({"largest": 9}, "largest 9"),
         ({"valid_reward": 1.0}, r"valid_reward is 1\.0"),
-        ({"split": "validation", "n": 60, "max_numbers": 2, "min_numbers": 2, "largest": 10}, "found .*; ask for fewer"),
+        (
+            {"split": "validation", "n": 60, "max_numbers": 2, "min_numbers": 2, "largest": 10},
+            "found .*; ask for fewer",
+        ),
     ],
 )
 def test_refusals(changes, words):

@@ -1,4 +1,6 @@
-"""Rows from files, folders and the hub: all kinds read alike, and mistakes named by file and row."""
+"""Rows from files, folders and the hub: all kinds read alike, and mistakes named by file and
+row.
+"""
 
 import csv
 import json
@@ -41,11 +43,18 @@ def write(path, rows):
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_all_kinds_of_files(tmp_path, suffix):
     path = write(tmp_path / f"train.{suffix}", ROWS)
-    assert load_rows(path, parse) == load_rows(str(path), parse) == load_rows(tmp_path, parse, splits=("test", "train")) == PARSED
+    assert (
+        load_rows(path, parse)
+        == load_rows(str(path), parse)
+        == load_rows(tmp_path, parse, splits=("test", "train"))
+        == PARSED
+    )
 
 
 def test_other_shapes_of_json(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps({f"id{i}": {k: v for k, v in row.items()} for i, row in enumerate(ROWS)}))
+    (tmp_path / "a.json").write_text(
+        json.dumps({f"id{i}": {k: v for k, v in row.items()} for i, row in enumerate(ROWS)})
+    )
     assert load_rows(tmp_path / "a.json", parse) == PARSED
     assert load_rows(tmp_path / "a.json", lambda row: row["id"]) == ["id0", "id1", "id2"]
     folder = tmp_path / "training"
@@ -59,9 +68,21 @@ def test_other_shapes_of_json(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("x.jsonl", '{"question": "a", "choices": [], "answer": 1}\n\n{"question": "a"', r"x\.jsonl, line 3: not JSON"),
-        ("x.jsonl", '{"question": "a"}\n', r"x\.jsonl, line 1: no field 'choices'; it has \['question'\]"),
-        ("x.jsonl", '{"question": "  "}', r"line 1: question is '  '; it must be a text that is not empty"),
+        (
+            "x.jsonl",
+            '{"question": "a", "choices": [], "answer": 1}\n\n{"question": "a"',
+            r"x\.jsonl, line 3: not JSON",
+        ),
+        (
+            "x.jsonl",
+            '{"question": "a"}\n',
+            r"x\.jsonl, line 1: no field 'choices'; it has \['question'\]",
+        ),
+        (
+            "x.jsonl",
+            '{"question": "  "}',
+            r"line 1: question is '  '; it must be a text that is not empty",
+        ),
         ("x.jsonl", '{"question": 3}', "line 1: question is 3"),
         ("x.jsonl", '{"question": "a", "choices": 3}', "line 1: choices is 3; it must be a list"),
         ("x.jsonl", "[" * 100_000, "line 1: not JSON"),
@@ -72,7 +93,11 @@ def test_other_shapes_of_json(tmp_path):
         ("x.json", "{", r"x\.json: not JSON"),
         ("x.csv", "question,choices,answer\na,[],1\nb,[\n", "row 2: it has not as many columns"),
         ("x.csv", "question,choices,answer\na,x,1\n", "row 1: choices is 'x'; .* written as JSON"),
-        ("x.csv", 'question,choices,answer\na,[],1\nb,[],"2\nc,[],3\n', "cannot be read: unexpected end"),
+        (
+            "x.csv",
+            'question,choices,answer\na,[],1\nb,[],"2\nc,[],3\n',
+            "cannot be read: unexpected end",
+        ),
         ("x.parquet", "no parquet", r"x\.parquet: cannot be read"),
         ("x.txt", "a", "files ending in .jsonl"),
     ],
@@ -98,7 +123,9 @@ def test_other_encodings(tmp_path, suffix):
         load_rows(tmp_path / f"x.{suffix}", parse)
 
 
-@pytest.mark.parametrize("source", ["nothing.jsonl", "./nothing", "/nothing/at/all", "a/b/c", "", "a b"])
+@pytest.mark.parametrize(
+    "source", ["nothing.jsonl", "./nothing", "/nothing/at/all", "a/b/c", "", "a b"]
+)
 def test_no_such_source(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TaskError, match=r"no such file or folder, and no id|no file \*\.json"):
@@ -107,7 +134,9 @@ def test_no_such_source(tmp_path, monkeypatch, source):
 
 def test_no_such_split_in_a_folder(tmp_path):
     write(tmp_path / "train.jsonl", ROWS)
-    with pytest.raises(TaskError, match=r"no file dev\.jsonl or val\.jsonl .*there are \['train\.jsonl'\]"):
+    with pytest.raises(
+        TaskError, match=r"no file dev\.jsonl or val\.jsonl .*there are \['train\.jsonl'\]"
+    ):
         load_rows(tmp_path, parse, splits=("dev", "val"))
 
 
@@ -131,10 +160,19 @@ def test_parts_of_a_split(tmp_path, suffix, inner):
 @pytest.mark.parametrize(
     ("names", "words"),
     [
-        (["train-00000-of-00003", "train-00002-of-00003"], "train has the parts 0, 2; its names say 0-2"),
-        (["train-00000-of-00001", "train-00001-of-00001"], "train has the parts 0-1; its names say 0"),
+        (
+            ["train-00000-of-00003", "train-00002-of-00003"],
+            "train has the parts 0, 2; its names say 0-2",
+        ),
+        (
+            ["train-00000-of-00001", "train-00001-of-00001"],
+            "train has the parts 0-1; its names say 0",
+        ),
         (["train-00000-of-00001", "train-00000-of-00002"], "parts of several sets lie together"),
-        (["train-00000-of-00001-aa", "train-00000-of-00001-bb"], "parts of several sets lie together"),
+        (
+            ["train-00000-of-00001-aa", "train-00000-of-00001-bb"],
+            "parts of several sets lie together",
+        ),
     ],
 )
 def test_parts_that_make_no_whole(tmp_path, names, words):
@@ -152,7 +190,9 @@ def hub(monkeypatch):
         assert (name, config, split) == ("a/b", "main", "train")
         return ROWS
 
-    fake = types.SimpleNamespace(load_dataset=load_dataset, get_dataset_split_names=lambda name, config: ["train", "test"])
+    fake = types.SimpleNamespace(
+        load_dataset=load_dataset, get_dataset_split_names=lambda name, config: ["train", "test"]
+    )
     monkeypatch.setitem(sys.modules, "datasets", fake)
     proxies = [name for name in os.environ if name.lower().endswith("_proxy")]
     for name in ("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", *proxies):
@@ -169,10 +209,15 @@ def hub(monkeypatch):
 
 
 def test_no_way_to_the_hub(hub, monkeypatch):
-    """Its own client would try again and again for half a minute; a cache (offline) or a proxy does without the address."""
+    """Its own client would try again and again for half a minute; a cache (offline) or a proxy does
+    without the address.
+    """
     load_rows("a/b", parse, splits=("train",), config="main")
     assert hub == [("huggingface.co", 443)]
-    with pytest.raises(TaskError, match=r"a/b \(main\): no way to the Hugging Face hub: hub\.local: Name .* HF_HUB_OFFLINE=1"):
+    with pytest.raises(
+        TaskError,
+        match=r"a/b \(main\): no way to the Hugging Face hub: hub\.local: Name .* HF_HUB_OFFLINE=1",
+    ):
         monkeypatch.setenv("HF_ENDPOINT", "https://hub.local/mirror")
         load_rows("a/b", parse, splits=("train",), config="main")
     with monkeypatch.context() as offline:
@@ -184,9 +229,14 @@ def test_no_way_to_the_hub(hub, monkeypatch):
 
 def test_the_hub(hub):
     assert load_rows("a/b", parse, splits=("validation", "train"), config="main") == PARSED
-    with pytest.raises(TaskError, match=re.escape("a/b (main): no split 'dev'; there are ['train', 'test']")):
+    with pytest.raises(
+        TaskError, match=re.escape("a/b (main): no split 'dev'; there are ['train', 'test']")
+    ):
         load_rows("a/b", parse, splits=("dev",), config="main")
-    with pytest.raises(TaskError, match=r"a/broken: cannot be loaded .* ConnectionError: no route\. Without a network"):
+    with pytest.raises(
+        TaskError,
+        match=r"a/broken: cannot be loaded .* ConnectionError: no route\. Without a network",
+    ):
         load_rows("a/broken", parse, splits=("train",))
 
     def refuse(row):
@@ -198,12 +248,20 @@ def test_the_hub(hub):
 
 def test_places_stay_with_their_rows(tmp_path):
     rows = load_rows(write(tmp_path / "x.jsonl", ROWS), parse).where(lambda row: row[2] != 1)
-    assert (rows, rows.places) == (PARSED[::2], [f"{tmp_path}/x.jsonl, line 1", f"{tmp_path}/x.jsonl, line 3"])
+    assert (rows, rows.places) == (
+        PARSED[::2],
+        [f"{tmp_path}/x.jsonl, line 1", f"{tmp_path}/x.jsonl, line 3"],
+    )
 
 
 def test_a_question_is_asked_once_and_other_answers_are_named(tmp_path, caplog):
-    """In verl#3065 a training file held each question a hundred times, some with several answers."""
-    rows = [{**ROWS[0], "answer": answer} for answer in (7, 7, 8)] + [ROWS[1], {**ROWS[1], "choices": []}]
+    """In verl#3065 a training file held each question a hundred times, some with several
+    answers.
+    """
+    rows = [{**ROWS[0], "answer": answer} for answer in (7, 7, 8)] + [
+        ROWS[1],
+        {**ROWS[1], "choices": []},
+    ]
     found = load_rows(write(tmp_path / "x.jsonl", rows), parse)
 
     def chosen(rows, **options):
@@ -211,7 +269,8 @@ def test_a_question_is_asked_once_and_other_answers_are_named(tmp_path, caplog):
 
     assert sorted(chosen(found, answer=lambda row: row[2])) == sorted([found[0], found[3]])
     assert caplog.messages == [
-        "sums: 3 rows left out, each a question that came before; 1 with another answer than the first, "
+        "sums: 3 rows left out, each a question that came before; 1 with another answer than the "
+        "first, "
         f"which is kept: {tmp_path}/x.jsonl, line 3: 8 against {tmp_path}/x.jsonl, line 1: 7"
     ]
     caplog.clear()
@@ -225,7 +284,12 @@ def test_a_question_is_asked_once_and_other_answers_are_named(tmp_path, caplog):
     assert len(chosen(many, question=lambda row: row)) == 9 and not caplog.messages
 
 
-CONNECTIONS = [["a", "b", "c", "d"], ["e", "f", "g", "h"], ["i", "j", "k", "l"], ["m", "n", "o", "p"]]
+CONNECTIONS = [
+    ["a", "b", "c", "d"],
+    ["e", "f", "g", "h"],
+    ["i", "j", "k", "l"],
+    ["m", "n", "o", "p"],
+]
 SWAPPED = [["e", "b", "c", "d"], ["a", "f", "g", "h"], *CONNECTIONS[2:]]
 PAIR = {"input": [[1]], "output": [[2]]}
 OTHER = {"input": [[1]], "output": [[3]]}
@@ -239,14 +303,42 @@ START = "rnbqkbnr/pppppppp/8/8/8/8/PPPPPPPP/RNBQKBNR w KQkq - 0 1"
     ("function", "row", "other"),
     [
         ("gsm8k:get_gsm8k_tasks", {"question": "1 + 1?", "answer": "#### 2"}, {"answer": "#### 3"}),
-        ("multiple_choice:get_mmlu_tasks", {"question": "Q?", "choices": ["a", "b"], "answer": 0}, {"answer": 1}),
-        ("multiple_choice:get_arc_tasks", {"question": "Q?", "choices": ["a", "b"], "answer": 0}, {"answer": 1}),
+        (
+            "multiple_choice:get_mmlu_tasks",
+            {"question": "Q?", "choices": ["a", "b"], "answer": 0},
+            {"answer": 1},
+        ),
+        (
+            "multiple_choice:get_arc_tasks",
+            {"question": "Q?", "choices": ["a", "b"], "answer": 0},
+            {"answer": 1},
+        ),
         ("arc_agi:get_arc_agi_tasks", {"train": [PAIR], "test": [PAIR]}, {"test": [OTHER]}),
-        ("nyt_connections:get_nyt_connections_tasks", {"answers": CONNECTIONS}, {"answers": SWAPPED}),
-        ("chess_moves:get_chess_tasks", {"fen": START, "best_move_uci": "e2e4"}, {"best_move_uci": "d2d4"}),
-        ("humaneval:get_humaneval_tasks", {**HUMANEVAL, "test": "def check(f): 1"}, {"test": "def check(f): 0"}),
-        ("temporal_clue:get_temporal_clue_tasks", {"prompt": "?", "solution": {"A": "x"}}, {"solution": {"A": "y"}}),
-        ("zebra_grid:get_zebra_grid_tasks", {"puzzle": "?", "solution": TABLE}, {"solution": OTHER_TABLE}),
+        (
+            "nyt_connections:get_nyt_connections_tasks",
+            {"answers": CONNECTIONS},
+            {"answers": SWAPPED},
+        ),
+        (
+            "chess_moves:get_chess_tasks",
+            {"fen": START, "best_move_uci": "e2e4"},
+            {"best_move_uci": "d2d4"},
+        ),
+        (
+            "humaneval:get_humaneval_tasks",
+            {**HUMANEVAL, "test": "def check(f): 1"},
+            {"test": "def check(f): 0"},
+        ),
+        (
+            "temporal_clue:get_temporal_clue_tasks",
+            {"prompt": "?", "solution": {"A": "x"}},
+            {"solution": {"A": "y"}},
+        ),
+        (
+            "zebra_grid:get_zebra_grid_tasks",
+            {"puzzle": "?", "solution": TABLE},
+            {"solution": OTHER_TABLE},
+        ),
     ],
 )
 def test_families_ask_a_question_once(tmp_path, caplog, monkeypatch, function, row, other):
@@ -255,7 +347,10 @@ def test_families_ask_a_question_once(tmp_path, caplog, monkeypatch, function, r
     family = pytest.importorskip(f"ttrl.tasks.{module}")
     if module == "humaneval":
         monkeypatch.setattr("ttrl.tasks.humaneval.tasks.why_not", lambda: None)
-    rows = [{**row, **change, "id": str(i), "task_id": f"t/{i}"} for i, change in enumerate([{}, {}, other])]
+    rows = [
+        {**row, **change, "id": str(i), "task_id": f"t/{i}"}
+        for i, change in enumerate([{}, {}, other])
+    ]
     path = write(tmp_path / "x.jsonl", rows)
     splits = ["test"] if module in ("multiple_choice", "humaneval") else ["train", "validation"]
     splits = ["train", "validation", "test"] if module == "nyt_connections" else splits

@@ -8,10 +8,20 @@ import pytest
 
 from ttrl.errors import TaskError
 from ttrl.tasks.datasets import RowError
-from ttrl.tasks.gsm8k import GSM8KGrader, follows_format, get_gsm8k_tasks, gsm8k_examples, parse_row, write_number
+from ttrl.tasks.gsm8k import (
+    GSM8KGrader,
+    follows_format,
+    get_gsm8k_tasks,
+    gsm8k_examples,
+    parse_row,
+    write_number,
+)
 
 ROWS = [
-    {"question": f"What is {i} + {i}?", "answer": f"{i}+{i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i:,}"}
+    {
+        "question": f"What is {i} + {i}?",
+        "answer": f"{i}+{i} = <<{i}+{i}={2 * i}>>{2 * i}\n#### {2 * i:,}",
+    }
     for i in range(400, 700)
 ]
 
@@ -79,7 +89,9 @@ def folder(tmp_path):
 )
 def test_grader(reply, content, right):
     reward, metrics = GSM8KGrader(Fraction(1234))(reply(content))
-    assert (reward, metrics["exact"]) == (float(right), float(right)) and metrics["lenient"] >= metrics["exact"]
+    assert (reward, metrics["exact"]) == (float(right), float(right)) and metrics[
+        "lenient"
+    ] >= metrics["exact"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +123,14 @@ def test_an_answer_is_its_value_and_not_its_last_digits(reply, content, value):
 
 @pytest.mark.parametrize(
     "content",
-    ["#### 4 10/3", "\\boxed{\\frac{\\sqrt{3}}{2}}", "\\boxed{10^{-3}}", "#### 1e400", "\\boxed{\\sqrt{2}}", "\\boxed{3\\pi}"],
+    [
+        "#### 4 10/3",
+        "\\boxed{\\frac{\\sqrt{3}}{2}}",
+        "\\boxed{10^{-3}}",
+        "#### 1e400",
+        "\\boxed{\\sqrt{2}}",
+        "\\boxed{3\\pi}",
+    ],
 )
 def test_an_answer_that_is_no_number_earns_nothing(reply, content):
     for run in map(Fraction, re.findall("[0-9]+", content)):
@@ -120,7 +139,12 @@ def test_an_answer_that_is_no_number_earns_nothing(reply, content):
 
 
 def test_answers_in_the_data_are_read_like_replies(reply):
-    for text, value in (("11 5/6", "71/6"), ("- 18", "-18"), ("$2\\frac{2}{3}$", "8/3"), ("-1 1/2", "-3/2")):
+    for text, value in (
+        ("11 5/6", "71/6"),
+        ("- 18", "-18"),
+        ("$2\\frac{2}{3}$", "8/3"),
+        ("-1 1/2", "-3/2"),
+    ):
         problem = parse_row({"question": "How many?", "answer": f"So.\n#### {text}"})
         assert problem.answer == Fraction(value)
         assert GSM8KGrader(problem.answer)(reply(f"#### {text}"))[0] == 1.0
@@ -130,10 +154,18 @@ def test_answers_in_the_data_are_read_like_replies(reply):
 
 def test_flexible_takes_the_last_number_where_nothing_is_marked(reply):
     grader = GSM8KGrader(Fraction(18), flexible=True)
-    for text, lenient in (("So it is 18.", 1.0), ("18, then 3", 0.0), ("#### 18", 1.0)):  # what a strict one says of it
-        assert GSM8KGrader(Fraction(18))(reply(text))[1]["lenient"] == lenient == grader(reply(text))[0]
+    # What a strict one says of it.
+    for text, lenient in (("So it is 18.", 1.0), ("18, then 3", 0.0), ("#### 18", 1.0)):
+        assert (
+            GSM8KGrader(Fraction(18))(reply(text))[1]["lenient"]
+            == lenient
+            == grader(reply(text))[0]
+        )
         assert "lenient" not in grader(reply(text))[1]
-    assert [grader(reply(text))[0] for text in ("So it is 18.", "3 and 18 eggs", "18, then 3", "18 #### 3", "#### 18")] == [
+    assert [
+        grader(reply(text))[0]
+        for text in ("So it is 18.", "3 and 18 eggs", "18, then 3", "18 #### 3", "#### 18")
+    ] == [
         1,
         1,
         0,
@@ -165,7 +197,10 @@ def test_flexible_takes_the_last_number_where_nothing_is_marked(reply):
 def test_formats(reply, style, content, formed):
     assert follows_format(content, style) == formed
     reward, metrics = GSM8KGrader(Fraction(7), style, format_reward=0.2)(reply(content))
-    assert (reward, metrics) == (0.2 * formed, {"exact": 0.0, "format": float(formed), "lenient": 0.0})
+    assert (reward, metrics) == (
+        0.2 * formed,
+        {"exact": 0.0, "format": float(formed), "lenient": 0.0},
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +210,8 @@ def test_formats(reply, style, content, formed):
         ("<think>\nWell, ", "so</think><answer>5</answer>", True),
         ("<think>so</think>", "<answer>5</answer>", True),
         ("<think>so</think>\n<answer>", "5</answer>", True),
-        ("<think>so</think>\n", "<think>so</think><answer>5</answer>", True),  # the model's own tags
+        # The model's own tags.
+        ("<think>so</think>\n", "<think>so</think><answer>5</answer>", True),
         ("", "so</think><answer>5</answer>", False),
         ("so</think>", "<answer>5</answer>", False),
         ("<think>\n", "<think>so</think><answer>5</answer>", False),  # opened twice
@@ -196,35 +232,66 @@ def test_the_format_of_a_turn_that_the_prompt_opened(reply, opening, content, fo
 def test_references_earn_all_and_keep_the_format(reply, style):
     for value in (Fraction(18), Fraction(-5, 2), Fraction(1, 3), Fraction(3, 100)):
         grader = GSM8KGrader(value, style, format_reward=0.3)
-        assert grader(reply(grader.reference())) == (1.0, {"exact": 1.0, "format": 1.0, "lenient": 1.0})
-    assert [write_number(Fraction(x)) for x in ("18", "-2.5", "0.03", "-1/3")] == ["18", "-2.5", "0.03", "-1/3"]
+        assert grader(reply(grader.reference())) == (
+            1.0,
+            {"exact": 1.0, "format": 1.0, "lenient": 1.0},
+        )
+    assert [write_number(Fraction(x)) for x in ("18", "-2.5", "0.03", "-1/3")] == [
+        "18",
+        "-2.5",
+        "0.03",
+        "-1/3",
+    ]
 
 
 def test_long_replies(grade_long_replies):
-    grade_long_replies(GSM8KGrader(Fraction(18), "r1", flexible=True), "1" * 61 + " ", "1,111", "\\frac{1}{2}", "1e5")
+    grade_long_replies(
+        GSM8KGrader(Fraction(18), "r1", flexible=True),
+        "1" * 61 + " ",
+        "1,111",
+        "\\frac{1}{2}",
+        "1e5",
+    )
 
 
 def test_splits(folder):
-    train, validation, test = (get_gsm8k_tasks(split, path=folder) for split in ("train", "validation", "test"))
+    train, validation, test = (
+        get_gsm8k_tasks(split, path=folder) for split in ("train", "validation", "test")
+    )
     ids = [{task.id for task in tasks} for tasks in (train, validation, test)]
     assert [len(ids[0] | ids[1]), len(ids[2])] == [250, 50]
     assert not ids[0] & ids[1] and 5 < len(validation) < 60
     assert [t.id for t in get_gsm8k_tasks("train", 9, path=folder)] == [t.id for t in train[:9]]
     assert [t.id for t in get_gsm8k_tasks("train", seed=1, path=folder)] != [t.id for t in train]
-    assert [t.id for t in get_gsm8k_tasks("validation", seed=1, path=folder)] == [t.id for t in validation]
+    assert [t.id for t in get_gsm8k_tasks("validation", seed=1, path=folder)] == [
+        t.id for t in validation
+    ]
 
 
 def test_prompts(folder, reply):
     task = get_gsm8k_tasks("test", 1, path=folder, style="r1", few_shot=2)[0]
-    assert [message["role"] for message in task.messages] == ["user", "assistant", "user", "assistant", "user"]
+    assert [message["role"] for message in task.messages] == [
+        "user",
+        "assistant",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert "<answer>" in task.messages[1]["content"] and "<<" not in task.messages[1]["content"]
-    validation = {t.messages[0]["content"] for t in get_gsm8k_tasks("validation", path=folder, style="r1")}
+    validation = {
+        t.messages[0]["content"] for t in get_gsm8k_tasks("validation", path=folder, style="r1")
+    }
     for task in get_gsm8k_tasks("train", path=folder, style="r1", few_shot=2):
         questions = [message["content"] for message in task.messages[::2]]
         assert len(set(questions)) == 3 and not validation & set(questions)
     examples = gsm8k_examples(20, path=folder, style="plain")
-    assert all(message["messages"][1]["content"].rpartition("\n")[2].startswith("####") for message in examples)
-    assert not validation & {example["messages"][0]["content"] for example in gsm8k_examples(path=folder, style="r1")}
+    assert all(
+        message["messages"][1]["content"].rpartition("\n")[2].startswith("####")
+        for message in examples
+    )
+    assert not validation & {
+        example["messages"][0]["content"] for example in gsm8k_examples(path=folder, style="r1")
+    }
 
 
 @pytest.mark.parametrize(
@@ -246,17 +313,25 @@ def test_refusals(folder, changes, words):
 def test_a_bad_row_is_named(folder):
     with open(folder / "test.jsonl", "a", encoding="utf-8") as file:
         file.write('\n{"question": "Why?", "answer": "Because."}\n')
-    with pytest.raises(TaskError, match=r"test\.jsonl, line 51: answer ends with 'Because\.'; it must end with ####"):
+    with pytest.raises(
+        TaskError,
+        match=r"test\.jsonl, line 51: answer ends with 'Because\.'; it must end with ####",
+    ):
         get_gsm8k_tasks("test", path=folder)
 
 
 def test_published_rows(shared, reply):
     for split in ("train", "test"):
         rows = [
-            json.loads(line) for line in (shared / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").split("\n") if line
+            json.loads(line)
+            for line in (shared / "gsm8k" / f"{split}.jsonl")
+            .read_text(encoding="utf-8")
+            .split("\n")
+            if line
         ]
         problems = [parse_row(row) for row in rows]
         assert all(
-            GSM8KGrader(problem.answer)(reply(row["answer"]))[0] == 1.0 for problem, row in zip(problems, rows, strict=True)
+            GSM8KGrader(problem.answer)(reply(row["answer"]))[0] == 1.0
+            for problem, row in zip(problems, rows, strict=True)
         )
         assert not any("<<" in problem.solution for problem in problems)

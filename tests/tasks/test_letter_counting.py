@@ -1,4 +1,6 @@
-"""Letter counting: grades of odd replies, balanced counts, and validation words that no training task knows."""
+"""Letter counting: grades of odd replies, balanced counts, and validation words that no training
+task knows.
+"""
 
 import re
 import types
@@ -86,7 +88,16 @@ def test_grader(content, right):
 
 
 @pytest.mark.parametrize(
-    ("content", "reward"), [("3", 1.0), ("2", 0.2), ("4", 0.2), ("0", 0.1), ("1.5", 0.16), ("none", 0.0), ("9" * 5000, 0.0)]
+    ("content", "reward"),
+    [
+        ("3", 1.0),
+        ("2", 0.2),
+        ("4", 0.2),
+        ("0", 0.1),
+        ("1.5", 0.16),
+        ("none", 0.0),
+        ("9" * 5000, 0.0),
+    ],
 )
 def test_partial_credit(content, reward):
     assert LetterCountingGrader(3, partial_credit=0.4)(reply(content))[0] == pytest.approx(reward)
@@ -103,7 +114,8 @@ def test_tasks_ask_every_count_equally_often():
         assert task.grader(reply(str(count + 1)))[0] == 0.0
         assert 3 <= len(word) <= 12
     assert set(counts) == {0, 1, 2, 3}
-    assert all(380 < count < 620 for count in counts.values())  # 500 each, six standard deviations of 19
+    # 500 each, six standard deviations of 19.
+    assert all(380 < count < 620 for count in counts.values())
     assert [t.id for t in tasks] == [t.id for t in get_letter_counting_tasks("train", 2000, seed=1)]
     assert [t.id for t in tasks] != [t.id for t in get_letter_counting_tasks("train", 2000, seed=2)]
 
@@ -111,13 +123,22 @@ def test_tasks_ask_every_count_equally_often():
 def test_validation_words_are_never_trained():
     validation = get_letter_counting_tasks("validation", 300)
     assert len({task.id for task in validation}) == 300
-    assert [t.id for t in get_letter_counting_tasks("validation", 300, seed=5)] == [t.id for t in validation]
-    assert [t.id for t in get_letter_counting_tasks("validation", 20)] == [t.id for t in validation[:20]]
+    assert [t.id for t in get_letter_counting_tasks("validation", 300, seed=5)] == [
+        t.id for t in validation
+    ]
+    assert [t.id for t in get_letter_counting_tasks("validation", 20)] == [
+        t.id for t in validation[:20]
+    ]
     held_out = {question(task.messages)[1] for task in validation}
     for lengths in ({}, {"min_length": 5, "max_length": 14}):
         for seed in range(5):
-            seen = [question(t.messages)[1] for t in get_letter_counting_tasks("train", 2000, seed, **lengths)]
-            seen += [question(e["messages"])[1] for e in letter_counting_examples(2000, seed, **lengths)]
+            seen = [
+                question(t.messages)[1]
+                for t in get_letter_counting_tasks("train", 2000, seed, **lengths)
+            ]
+            seen += [
+                question(e["messages"])[1] for e in letter_counting_examples(2000, seed, **lengths)
+            ]
             assert len(set(seen)) > 1000
             assert not held_out & set(seen)
 
@@ -127,7 +148,9 @@ def test_examples():
     for example in examples:
         letter, word = question(example["messages"])
         assert example["messages"][1] == {"role": "assistant", "content": str(word.count(letter))}
-    assert examples == letter_counting_examples(300, seed=1) != letter_counting_examples(300, seed=2)
+    assert (
+        examples == letter_counting_examples(300, seed=1) != letter_counting_examples(300, seed=2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -137,7 +160,11 @@ def test_examples():
         (("train", 0), {}, "n is 0"),
         (("validation", -1), {}, "n is -1"),
         (("train", 1), {"partial_credit": 2}, "partial_credit is 2"),
-        (("validation", 10_000), {"min_length": 3, "max_length": 3}, "10000 validation questions: there are words for"),
+        (
+            ("validation", 10_000),
+            {"min_length": 3, "max_length": 3},
+            "10000 validation questions: there are words for",
+        ),
     ],
 )
 def test_refusals(args, kwargs, words):
@@ -153,7 +180,12 @@ def test_partial_credit_reaches_the_graders():
 
 @pytest.mark.parametrize(
     ("word", "letter", "aloud"),
-    [("strawberry", "r", "str1awber2r3y: 3"), ("plum", "x", "plum: 0"), ("eel", "e", "e1e2l: 2"), ("oak", "k", "oak1: 1")],
+    [
+        ("strawberry", "r", "str1awber2r3y: 3"),
+        ("plum", "x", "plum: 0"),
+        ("eel", "e", "e1e2l: 2"),
+        ("oak", "k", "oak1: 1"),
+    ],
 )
 def test_counting_aloud(word, letter, aloud):
     assert spelled_count(word, letter) == aloud
@@ -175,7 +207,8 @@ def test_count_weights():
     counts = Counter(example["messages"][1]["content"] for example in examples)
     assert set(counts) == {"0", "1", "2"}
     for count, expected in (("0", 2000), ("1", 1500), ("2", 500)):
-        assert counts[count] == pytest.approx(expected, abs=190)  # six standard deviations of at most 32
+        # Six standard deviations of at most 32.
+        assert counts[count] == pytest.approx(expected, abs=190)
 
 
 @pytest.mark.parametrize("weights", [(1, 1, 1), (1, 1, -1, 1), (0, 1, 1, 1)])
@@ -187,14 +220,18 @@ def test_impossible_count_weights(weights):
 def test_length_exponent_weighs_words_within_a_count():
     def lengths(exponent):
         found = {0: Counter(), 1: Counter(), 2: Counter(), 3: Counter()}
-        for task in get_letter_counting_tasks("train", 8000, seed=1, min_length=4, max_length=8, length_exponent=exponent):
+        for task in get_letter_counting_tasks(
+            "train", 8000, seed=1, min_length=4, max_length=8, length_exponent=exponent
+        ):
             letter, word = question(task.messages)
             found[word.count(letter)][len(word)] += 1
         return found
 
     even, weighted = lengths(0.0), lengths(2.0)
     for count in range(4):
-        assert sum(weighted[count].values()) == pytest.approx(2000, abs=250)  # six standard deviations of 39
-    for count in (0, 1):  # enough of each length to compare: eight letters are drawn four times as often as four
+        # Six standard deviations of 39.
+        assert sum(weighted[count].values()) == pytest.approx(2000, abs=250)
+    # Enough of each length to compare: eight letters are drawn four times as often as four.
+    for count in (0, 1):
         odds = (weighted[count][8] / weighted[count][4]) / (even[count][8] / even[count][4])
         assert 2.8 < odds < 5.7  # 4; the logarithm has a standard deviation of about 0.1

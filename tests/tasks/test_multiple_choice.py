@@ -5,7 +5,13 @@ import json
 import pytest
 
 from ttrl.errors import TaskError
-from ttrl.tasks.multiple_choice import MultipleChoiceGrader, get_arc_tasks, get_mmlu_tasks, parse_row, read_choice
+from ttrl.tasks.multiple_choice import (
+    MultipleChoiceGrader,
+    get_arc_tasks,
+    get_mmlu_tasks,
+    parse_row,
+    read_choice,
+)
 
 CHOICES = ("A magnet", "Paris", "I am 12", "None of the above")
 
@@ -232,14 +238,20 @@ def test_rows(row, answer):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"choices": ["x", "y"], "answer": 2}, "answer is 2; it must be the place of one of 2 choices"),
+        (
+            {"choices": ["x", "y"], "answer": 2},
+            "answer is 2; it must be the place of one of 2 choices",
+        ),
         ({"choices": ["x", "y"], "answer": -1}, "answer is -1"),
         ({"choices": ["x", "y"], "answer": "C"}, "answer is 'C'; .*A, B"),
         ({"choices": ["x", "y"]}, "answer is None"),
         ({"choices": ["x"], "answer": 0}, "list of 2 to 10 texts"),
         ({"choices": ["x", 3], "answer": 0}, "list of 2 to 10 texts"),
         ({"answer": 0}, "no field 'choices'"),
-        ({"choices": {"text": ["x", "y"], "label": ["A"]}, "answerKey": "A"}, "2 choices with 1 labels"),
+        (
+            {"choices": {"text": ["x", "y"], "label": ["A"]}, "answerKey": "A"},
+            "2 choices with 1 labels",
+        ),
         ({"question": "", "choices": ["x", "y"], "answer": 0}, "question is ''"),
     ],
 )
@@ -252,7 +264,14 @@ def test_bad_rows(tmp_path, row, words):
 @pytest.fixture
 def file(tmp_path):
     rows = [
-        {"question": f"{i}?", "choices": ["a", "b", "c"], "answer": i % 3, "subject": f"s{i % 2}", "id": i} for i in range(200)
+        {
+            "question": f"{i}?",
+            "choices": ["a", "b", "c"],
+            "answer": i % 3,
+            "subject": f"s{i % 2}",
+            "id": i,
+        }
+        for i in range(200)
     ]
     path = tmp_path / "test.json"
     path.write_text(json.dumps(rows))
@@ -260,14 +279,22 @@ def file(tmp_path):
 
 
 def test_splits(file, reply):
-    train, validation, test = (get_mmlu_tasks(split, path=file, style="reasoning") for split in ("train", "validation", "test"))
+    train, validation, test = (
+        get_mmlu_tasks(split, path=file, style="reasoning")
+        for split in ("train", "validation", "test")
+    )
     assert len(test) == 200 == len(train) + len(validation) and 4 < len(validation) < 60
     assert not {t.id for t in train} & {t.id for t in validation}
     assert [t.id for t in get_arc_tasks("test", path=file.parent)] != [t.id for t in test]
-    assert {t.id.partition("/")[2] for t in get_arc_tasks("test", path=file.parent)} == {t.id.partition("/")[2] for t in test}
+    assert {t.id.partition("/")[2] for t in get_arc_tasks("test", path=file.parent)} == {
+        t.id.partition("/")[2] for t in test
+    }
     for task in test:
         assert task.grader(reply(task.grader.reference()))[0] == 1.0
-        assert f"{'ABC'[task.grader.answer]}. {'abc'[task.grader.answer]}\n" in task.messages[0]["content"]
+        assert (
+            f"{'ABC'[task.grader.answer]}. {'abc'[task.grader.answer]}\n"
+            in task.messages[0]["content"]
+        )
     assert len(get_mmlu_tasks(path=file, subjects=["s1"])) == 100
     with pytest.raises(TaskError, match="no questions of s2; there are s0, s1"):
         get_mmlu_tasks(path=file, subjects=["s2"])
@@ -278,7 +305,10 @@ def test_splits(file, reply):
 
 
 def test_published_questions(shared, reply):
-    paths = [shared / "mmlu" / "mmlu_redux_sample.jsonl", *sorted((shared / "arc_easy_challenge").glob("*.jsonl"))]
+    paths = [
+        shared / "mmlu" / "mmlu_redux_sample.jsonl",
+        *sorted((shared / "arc_easy_challenge").glob("*.jsonl")),
+    ]
     assert len(paths) == 5
     for path in paths:
         for task in get_mmlu_tasks(path=path):

@@ -1,4 +1,6 @@
-"""NYT Connections: four last lines, strictly and liberally; the forms in which puzzles are shared."""
+"""NYT Connections: four last lines, strictly and liberally; the forms in which puzzles are
+shared.
+"""
 
 import csv
 import json
@@ -79,7 +81,9 @@ def test_grader(reply, content, strict, liberal):
 
 
 def ends(content: str, is_liberal: bool) -> int:
-    """Where the last answer ends: before what a liberal reader passes over, and before a thinking that never ends."""
+    """Where the last answer ends: before what a liberal reader passes over, and before a thinking
+    that never ends.
+    """
     if content.startswith("<think>") and "</think>" not in content:
         return 0
     if content.endswith("</think>"):
@@ -107,7 +111,9 @@ TYPOGRAPHY = (("CAFÉ", "‘N’", "CO-OP", "WAIT…"), *GROUPS[1:])
 )
 @pytest.mark.parametrize("liberal", [False, True])
 def test_typography_does_not_matter(reply, change, liberal):
-    """In the reply as in the data: an accent in two characters, other quotes and hyphens, invisible characters."""
+    """In the reply as in the data: an accent in two characters, other quotes and hyphens, invisible
+    characters.
+    """
     text = ConnectionsGrader(TYPOGRAPHY).reference()
     assert ConnectionsGrader(TYPOGRAPHY, liberal)(reply(change(text)))[0] == 1.0
     groups = tuple(tuple(change(word).strip() for word in group) for group in TYPOGRAPHY)
@@ -115,7 +121,12 @@ def test_typography_does_not_matter(reply, change, liberal):
 
 
 def test_accents_do_matter(reply):
-    assert ConnectionsGrader(TYPOGRAPHY)(reply(ConnectionsGrader(TYPOGRAPHY).reference().replace("É", "E")))[0] == 0.75
+    assert (
+        ConnectionsGrader(TYPOGRAPHY)(
+            reply(ConnectionsGrader(TYPOGRAPHY).reference().replace("É", "E"))
+        )[0]
+        == 0.75
+    )
 
 
 def test_words_with_odd_characters(reply):
@@ -127,22 +138,40 @@ def test_words_with_odd_characters(reply):
 
 
 def test_long_replies(grade_long_replies):
-    grade_long_replies(ConnectionsGrader(GROUPS, True), "1. ", "(" * 50 + "\n", "Group 1: ", "a, b\n")
+    grade_long_replies(
+        ConnectionsGrader(GROUPS, True), "1. ", "(" * 50 + "\n", "Group 1: ", "a, b\n"
+    )
 
 
 FORMS = {
-    "members": {"id": 7, "answers": [{"level": 0, "group": "X", "members": list(group)} for group in GROUPS]},
-    "words": {"id": 7, "words": ["a"] * 16, "answers": [{"answerDescription": "X", "words": list(group)} for group in GROUPS]},
+    "members": {
+        "id": 7,
+        "answers": [{"level": 0, "group": "X", "members": list(group)} for group in GROUPS],
+    },
+    "words": {
+        "id": 7,
+        "words": ["a"] * 16,
+        "answers": [{"answerDescription": "X", "words": list(group)} for group in GROUPS],
+    },
     "lists": {"id": 7, "groups": [list(group) for group in GROUPS]},
     "themes": {"id": 7, "groups": {f"theme {i}": list(group) for i, group in enumerate(GROUPS)}},
     "json in csv": {"id": "7", "groups": json.dumps(GROUPS)},
     "lists in csv": {"id": "7", "groups": str([list(group) for group in GROUPS])},
-    "by the game's first address": {"id": 7, "groups": {f"X{i}": {"level": i, "members": list(g)} for i, g in enumerate(GROUPS)}},
+    "by the game's first address": {
+        "id": 7,
+        "groups": {f"X{i}": {"level": i, "members": list(g)} for i, g in enumerate(GROUPS)},
+    },
     "cards": {
         "id": 7,
-        "categories": [{"title": "X", "cards": [{"content": w, "position": 1} for w in group]} for group in GROUPS],
+        "categories": [
+            {"title": "X", "cards": [{"content": w, "position": 1} for w in group]}
+            for group in GROUPS
+        ],
     },
-    "values": {"id": 7, "answers": [{"level": 1, "key": "X", "values": list(group)} for group in GROUPS]},
+    "values": {
+        "id": 7,
+        "answers": [{"level": 1, "key": "X", "values": list(group)} for group in GROUPS],
+    },
 }
 
 
@@ -154,7 +183,13 @@ def test_forms(form):
 
 def word_rows(count):
     return [
-        {"Game ID": str(game), "Puzzle Date": "2023-06-12", "Word": word + "!" * game, "Group Name": "X", "Group Level": str(i)}
+        {
+            "Game ID": str(game),
+            "Puzzle Date": "2023-06-12",
+            "Word": word + "!" * game,
+            "Group Name": "X",
+            "Group Level": str(i),
+        }
         | {"Starting Row": "1"}
         for game in range(1, count + 1)
         for i, group in enumerate(GROUPS)
@@ -165,11 +200,18 @@ def word_rows(count):
 def test_a_row_for_each_word(caplog):
     rows = word_rows(3)
     one, two, _ = read_puzzles(rows, "x")  # groups of one name and two levels are two
-    assert one.groups[0] == ("HAIL!", "RAIN!", "SLEET!", "SNOW!") and two.groups[3][3] == "RACE CAR!!" and not caplog.text
+    assert (
+        one.groups[0] == ("HAIL!", "RAIN!", "SLEET!", "SNOW!")
+        and two.groups[3][3] == "RACE CAR!!"
+        and not caplog.text
+    )
     del rows[3]
     rows[20]["Word"] = None  # as pandas reads the word NA
     (three,) = read_puzzles(rows, "x")
-    assert three.id == "3" and "x: 2 of 3 games are left out, as words are missing: ['1', '2']" in caplog.text
+    assert (
+        three.id == "3"
+        and "x: 2 of 3 games are left out, as words are missing: ['1', '2']" in caplog.text
+    )
     with pytest.raises(TaskError, match="x: words are missing in all of its 1 games"):
         read_puzzles(rows[:15], "x")
     rows[1].pop("Word")
@@ -178,22 +220,39 @@ def test_a_row_for_each_word(caplog):
 
 
 def group_rows(*levels):
-    return [{"level": n, "level_id": "🟡", "category": f"X{n}", "words": list(GROUPS[n - 1])} for n in levels]
+    return [
+        {"level": n, "level_id": "🟡", "category": f"X{n}", "words": list(GROUPS[n - 1])}
+        for n in levels
+    ]
 
 
 def test_boards(tmp_path, caplog):
     """As players made them: the board is JSON in a column, and not every game is one."""
-    board = {f"theme {number}": {"level": number, "members": list(group)} for number, group in enumerate(GROUPS)}
+    board = {
+        f"theme {number}": {"level": number, "members": list(group)}
+        for number, group in enumerate(GROUPS)
+    }
     start = json.dumps([word for group in GROUPS for word in group])
     rows = [
-        {"id": 7, "name": "mine", "createdAt": "2024-01-02", "board": json.dumps(board), "startingBoard": start},
+        {
+            "id": 7,
+            "name": "mine",
+            "createdAt": "2024-01-02",
+            "board": json.dumps(board),
+            "startingBoard": start,
+        },
         {
             "id": 8,
             "name": "three",
             "createdAt": "2024-01-03",
             "board": json.dumps({**board, "theme 0": {"level": 0, "members": []}}),
         },
-        {"id": 9, "name": "twice", "createdAt": "2024-01-04", "board": json.dumps({**board, "theme 0": board["theme 1"]})},
+        {
+            "id": 9,
+            "name": "twice",
+            "createdAt": "2024-01-04",
+            "board": json.dumps({**board, "theme 0": board["theme 1"]}),
+        },
     ]
     (puzzle,) = read_puzzles(rows, "games")
     assert (puzzle.id, puzzle.groups) == ("7", GROUPS)
@@ -215,7 +274,11 @@ def split_of(path, split):
 
 def test_a_row_for_each_group(caplog):
     one, two = read_puzzles(group_rows(1, 2, 3, 4, 1, 2, 3, 4), "x")
-    assert one.groups == two.groups == GROUPS and (one.id, two.id) == ("from row 1", "from row 5") and not caplog.text
+    assert (
+        one.groups == two.groups == GROUPS
+        and (one.id, two.id) == ("from row 1", "from row 5")
+        and not caplog.text
+    )
     (two,) = read_puzzles(group_rows(2, 3, 4, 1, 2, 3, 4), "x")
     assert two.id == "from row 4" and "1 of 2 games are left out" in caplog.text
     with pytest.raises(TaskError, match="x, row 1: no field 'level'"):
@@ -225,8 +288,12 @@ def test_a_row_for_each_group(caplog):
 @pytest.mark.parametrize("kind", ["parquet", "csv", "json", "jsonl"])
 @pytest.mark.parametrize("form", ["members", "cards", "row for each word", "row for each group"])
 def test_files(tmp_path, kind, form):
-    """Miniatures of what is shared, in every kind of file: each holds the same puzzle, which is in one of the splits."""
-    rows = {"row for each word": word_rows(1), "row for each group": group_rows(1, 2, 3, 4)}.get(form) or [FORMS[form]]
+    """Miniatures of what is shared, in every kind of file: each holds the same puzzle, which is in
+    one of the splits.
+    """
+    rows = {"row for each word": word_rows(1), "row for each group": group_rows(1, 2, 3, 4)}.get(
+        form
+    ) or [FORMS[form]]
     path = tmp_path / f"puzzles.{kind}"
     if kind == "parquet":
         pytest.importorskip("pyarrow")
@@ -237,14 +304,19 @@ def test_files(tmp_path, kind, form):
         with open(path, "w", newline="") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
-            writer.writerows({k: str(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows)  # as pandas does
+            # As pandas does.
+            writer.writerows(
+                {k: str(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows
+            )
     else:
         path.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
     tasks = []
     for split in ("train", "validation", "test"):
         tasks += get_nyt_connections_tasks(split, path=path)
     (task,) = tasks
-    assert [[word.strip("!") for word in group] for group in task.grader.groups] == [list(group) for group in GROUPS]
+    assert [[word.strip("!") for word in group] for group in task.grader.groups] == [
+        list(group) for group in GROUPS
+    ]
 
 
 def test_commas_in_words(reply):
@@ -274,17 +346,29 @@ def test_bad_rows(tmp_path, row, words):
 
 
 def test_splits(tmp_path, reply):
-    rows = [{"id": i, "groups": [[f"{word}{i}" for word in group] for group in GROUPS]} for i in range(200)]
+    rows = [
+        {"id": i, "groups": [[f"{word}{i}" for word in group] for group in GROUPS]}
+        for i in range(200)
+    ]
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(map(json.dumps, [*rows, rows[0]])))
-    splits = {split: get_nyt_connections_tasks(split, path=path) for split in ("train", "validation", "test")}
-    assert sum(map(len, splits.values())) == 200 == len({task.id for tasks in splits.values() for task in tasks})
+    splits = {
+        split: get_nyt_connections_tasks(split, path=path)
+        for split in ("train", "validation", "test")
+    }
+    assert (
+        sum(map(len, splits.values()))
+        == 200
+        == len({task.id for tasks in splits.values() for task in tasks})
+    )
     assert all(5 < len(splits[split]) < 50 for split in ("validation", "test"))
     for task in splits["train"][:20]:
         words = task.messages[0]["content"].split("\n\n")[1].split(", ")
         assert sorted(words) == sorted(word for group in task.grader.groups for word in group)
         assert task.grader(reply(", ".join(words).replace(", ", ",", 15)))[0] == 0.0
         assert task.grader(reply(task.grader.reference()))[0] == 1.0
-    assert [t.id for t in get_nyt_connections_tasks("validation", 3, 9, path=path)] == [t.id for t in splits["validation"][:3]]
+    assert [t.id for t in get_nyt_connections_tasks("validation", 3, 9, path=path)] == [
+        t.id for t in splits["validation"][:3]
+    ]
     with pytest.raises(TaskError, match="split is 'dev'"):
         get_nyt_connections_tasks("dev", path=path)

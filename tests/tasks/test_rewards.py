@@ -1,4 +1,6 @@
-"""Composed rewards: by hand-computed sums, with graders that wait, fail, and are not to be asked."""
+"""Composed rewards: by hand-computed sums, with graders that wait, fail, and are not to be
+asked.
+"""
 
 import asyncio
 import inspect
@@ -38,10 +40,15 @@ def broken(choice: Any) -> float:
 
 def test_a_weighted_sum() -> None:
     both = weighted(right=(0.8, right), style=(0.2, style))
-    assert graded(both) == (pytest.approx(0.9), {"right": 1.0, "right/exact": 1.0, "style": 0.5, "style/words": 3.0})
+    assert graded(both) == (
+        pytest.approx(0.9),
+        {"right": 1.0, "right/exact": 1.0, "style": 0.5, "style/words": 3.0},
+    )
     assert graded(both, "y")[0] == pytest.approx(0.1)
     only = weighted(right=(2.0, right))
-    assert not inspect.isawaitable(only(types.SimpleNamespace(message=types.SimpleNamespace(content="x"))))
+    assert not inspect.isawaitable(
+        only(types.SimpleNamespace(message=types.SimpleNamespace(content="x")))
+    )
     assert graded(pickle.loads(pickle.dumps(only))) == (2.0, {"right": 1.0, "right/exact": 1.0})
     with pytest.raises(ValueError, match="not to be asked"):
         graded(weighted(right=(1.0, right), broken=(0.0, broken)))
@@ -73,7 +80,9 @@ def test_what_length_is_worth() -> None:
     grader = length_penalty(4, 8)
     expected = {0: 0.0, 4: 0.0, 5: -0.25, 6: -0.5, 8: -1.0, 100: -1.0}
     assert {tokens: graded(grader, token_ids=[1] * tokens)[0] for tokens in expected} == expected
-    assert graded(weighted(right=(1.0, right), length=(0.1, grader)), token_ids=[1] * 6)[0] == pytest.approx(0.95)
+    assert graded(weighted(right=(1.0, right), length=(0.1, grader)), token_ids=[1] * 6)[
+        0
+    ] == pytest.approx(0.95)
     with pytest.raises(TaskError, match="no token ids"):
         graded(grader)
 

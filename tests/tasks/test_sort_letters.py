@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttrl.errors import TaskError
-from ttrl.tasks.sort_letters import SortLettersGrader, get_sort_letters_tasks, sort_letters, sort_letters_examples
+from ttrl.tasks.sort_letters import (
+    SortLettersGrader,
+    get_sort_letters_tasks,
+    sort_letters,
+    sort_letters_examples,
+)
 
 
 def reply(content):
@@ -15,7 +20,11 @@ def reply(content):
 
 
 def word_of(task_or_example):
-    messages = task_or_example["messages"] if isinstance(task_or_example, dict) else task_or_example.messages
+    messages = (
+        task_or_example["messages"]
+        if isinstance(task_or_example, dict)
+        else task_or_example.messages
+    )
     prefix, word = messages[0]["content"].split(" ")
     assert prefix == "sort:"
     return word
@@ -66,7 +75,9 @@ def test_property_only_the_right_answer_earns_more_than_half(word, answer):
         assert (reward, metrics) == (1.0, {"exact": 1.0})
     else:
         assert 0.0 <= reward < 0.5
-        places = sum(i < min(len(answer), len(word)) and answer[i] == sorted(word)[i] for i in range(10))
+        places = sum(
+            i < min(len(answer), len(word)) and answer[i] == sorted(word)[i] for i in range(10)
+        )
         assert reward == pytest.approx(0.5 * places / max(len(answer), len(word)))
         assert metrics == {"exact": 0.0}
 
@@ -84,26 +95,43 @@ def test_training_tasks():
     assert [t.id for t in get_sort_letters_tasks("train", 600, seed=3)] == [t.id for t in tasks]
     assert {t.id for t in get_sort_letters_tasks("train", 600, seed=4)} != {t.id for t in tasks}
     assert [t.id for t in get_sort_letters_tasks("train", 10, seed=3)] == [t.id for t in tasks[:10]]
-    assert {len(word_of(t)) for t in get_sort_letters_tasks("train", 50, 1, min_length=5, max_length=5)} == {5}
+    assert {
+        len(word_of(t)) for t in get_sort_letters_tasks("train", 50, 1, min_length=5, max_length=5)
+    } == {5}
 
 
 def test_validation_tasks():
     tasks = get_sort_letters_tasks("validation", 500)
     assert {len(word_of(task)) for task in tasks} == {8}
     assert len({task.id for task in tasks}) == 500
-    assert [t.id for t in get_sort_letters_tasks("validation", 500, seed=99)] == [t.id for t in tasks]
+    assert [t.id for t in get_sort_letters_tasks("validation", 500, seed=99)] == [
+        t.id for t in tasks
+    ]
     assert [t.id for t in get_sort_letters_tasks("validation", 64)] == [t.id for t in tasks[:64]]
-    assert [t.id for t in tasks[:2]] == ["sort-letters/wqxinlzm", "sort-letters/aircgtsz"]  # the same in every version
+    # The same in every version.
+    assert [t.id for t in tasks[:2]] == ["sort-letters/wqxinlzm", "sort-letters/aircgtsz"]
     for task in tasks:
         assert task.grader(reply("".join(sorted(word_of(task)))))[0] == 1.0
 
 
 def test_letters_are_distinct_unless_asked_otherwise():
-    assert all(len(set(word_of(t))) == len(word_of(t)) for t in get_sort_letters_tasks("train", 300))
-    assert any(len(set(word_of(t))) < len(word_of(t)) for t in get_sort_letters_tasks("train", 300, distinct=False))
+    assert all(
+        len(set(word_of(t))) == len(word_of(t)) for t in get_sort_letters_tasks("train", 300)
+    )
+    assert any(
+        len(set(word_of(t))) < len(word_of(t))
+        for t in get_sort_letters_tasks("train", 300, distinct=False)
+    )
     with pytest.raises(TaskError, match="<= 26"):
         get_sort_letters_tasks("train", 1, max_length=27)
-    assert len(word_of(get_sort_letters_tasks("train", 1, min_length=30, max_length=30, distinct=False)[0])) == 30
+    assert (
+        len(
+            word_of(
+                get_sort_letters_tasks("train", 1, min_length=30, max_length=30, distinct=False)[0]
+            )
+        )
+        == 30
+    )
 
 
 def test_length_exponent_makes_long_words_more_frequent():
@@ -115,8 +143,13 @@ def test_length_exponent_makes_long_words_more_frequent():
 
 @pytest.mark.parametrize("length", [3, pytest.param(8, marks=pytest.mark.long)])
 def test_no_training_word_has_a_validation_answer(length):
-    """Long for eight letters: only these are hardly ever drawn twice. Of three, all answers are held out or drawn."""
-    held_out = {sort_letters(word_of(t)) for t in get_sort_letters_tasks("validation", 200, max_length=length)}
+    """Long for eight letters: only these are hardly ever drawn twice. Of three, all answers are
+    held out or drawn.
+    """
+    held_out = {
+        sort_letters(word_of(t))
+        for t in get_sort_letters_tasks("validation", 200, max_length=length)
+    }
     for seed in range(20):
         options = {"seed": seed, "min_length": length, "max_length": length}
         seen = [word_of(t) for t in get_sort_letters_tasks("train", 2000, **options)]
@@ -131,7 +164,9 @@ def test_examples():
         assert (user["role"], assistant["role"]) == ("user", "assistant")
         assert assistant["content"] == "".join(sorted(word_of(example)))
     assert examples == sort_letters_examples(200, seed=1) != sort_letters_examples(200, seed=2)
-    assert {word_of(e) for e in examples} != {word_of(t) for t in get_sort_letters_tasks("train", 200, seed=1)}
+    assert {word_of(e) for e in examples} != {
+        word_of(t) for t in get_sort_letters_tasks("train", 200, seed=1)
+    }
 
 
 @pytest.mark.parametrize(
@@ -143,7 +178,11 @@ def test_examples():
         (("train", 1), {"min_length": 9}, "min_length 9 and max_length 8"),
         (("train", 1), {"min_length": 0}, "min_length 0"),
         (("train", 1), {"max_length": 1000}, "max_length 1000"),
-        (("validation", 1000), {"min_length": 1, "max_length": 2}, "1000 validation tasks of 2 letters: found"),
+        (
+            ("validation", 1000),
+            {"min_length": 1, "max_length": 2},
+            "1000 validation tasks of 2 letters: found",
+        ),
     ],
 )
 def test_refusals(args, kwargs, words):

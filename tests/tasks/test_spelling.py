@@ -84,16 +84,25 @@ def test_tasks(reply, tmp_path):
     train, validation = get_spelling_tasks("train", 500), get_spelling_tasks("validation", 300)
     assert not {t.id for t in train} & {t.id for t in validation}
     assert len({t.id for t in validation}) == 300
-    assert [t.id for t in get_spelling_tasks("validation", 9, seed=5)] == [t.id for t in validation[:9]]
+    assert [t.id for t in get_spelling_tasks("validation", 9, seed=5)] == [
+        t.id for t in validation[:9]
+    ]
     assert [t.id for t in get_spelling_tasks("train", 9, seed=5)] != [t.id for t in train[:9]]
     for task in train + validation:
         assert task.grader(reply("-".join(task.grader.word)))[0] == 1.0
         assert task.messages[0]["content"].startswith(f"Spell {task.grader.word},")
     path = tmp_path / "words.txt"
     path.write_text(
-        "\n".join([*(f"wort{c}{d}" for c in "abcdefghij" for d in "abcdefghij"), "ab3", "", "Wortaa"]), encoding="utf-8"
+        "\n".join(
+            [*(f"wort{c}{d}" for c in "abcdefghij" for d in "abcdefghij"), "ab3", "", "Wortaa"]
+        ),
+        encoding="utf-8",
     )
-    words = {t.grader.word for split in ("train", "validation") for t in get_spelling_tasks(split, 5, path=path)}
+    words = {
+        t.grader.word
+        for split in ("train", "validation")
+        for t in get_spelling_tasks(split, 5, path=path)
+    }
     assert all(len(word) == 6 and word.startswith("wort") for word in words)
 
 

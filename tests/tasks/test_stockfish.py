@@ -1,4 +1,6 @@
-"""A judge over UCI: its points, its cache, its failures; with an engine of our own, and with Stockfish where it is installed."""
+"""A judge over UCI: its points, its cache, its failures; with an engine of our own, and with
+Stockfish where it is installed.
+"""
 
 import os
 import pickle
@@ -44,7 +46,11 @@ for line in sys.stdin:
 def engine(tmp_path):
     def make(scores, dies="never"):
         path = tmp_path / "engine"
-        path.write_text(ENGINE.format(python=sys.executable, log=str(tmp_path / "log"), scores=scores, dies=dies))
+        path.write_text(
+            ENGINE.format(
+                python=sys.executable, log=str(tmp_path / "log"), scores=scores, dies=dies
+            )
+        )
         path.chmod(0o755)
         return str(path)
 
@@ -58,14 +64,21 @@ def test_points_and_cache(engine, tmp_path, reply):
     judge = Stockfish(path, nodes=10, cache=tmp_path / "cache.sqlite")
     points = {move: judge(FEN, move) for move in ("e2e4", "d2d4", "f2f3", "g2g4")}
     assert points["e2e4"] == 1.0 > points["d2d4"] > 0.97 > points["f2f3"] > points["g2g4"]
-    winning = 1 / (1 + 2.718281828459045 ** (-0.00368208 * 50))  # lichess's model, for the best move; the mate is worth nothing
+    # Lichess's model, for the best move; the mate is worth nothing.
+    winning = 1 / (1 + 2.718281828459045 ** (-0.00368208 * 50))
     assert points["g2g4"] == pytest.approx(1 - winning, abs=0.002)
     asked = (tmp_path / "log").read_text().count("go nodes 10")
     assert asked == 8
-    assert {move: Stockfish(path, 10, tmp_path / "cache.sqlite")(FEN, move) for move in points} == points
+    assert {
+        move: Stockfish(path, 10, tmp_path / "cache.sqlite")(FEN, move) for move in points
+    } == points
     assert (tmp_path / "log").read_text().count("go") == asked
     grader = pickle.loads(pickle.dumps(ChessGrader(FEN, ("e2e4",), judge=judge)))
-    assert [grader(reply(move))[0] for move in ("e2e4", "f2f3", "e2e5")] == [1.0, points["f2f3"], 0.0]
+    assert [grader(reply(move))[0] for move in ("e2e4", "f2f3", "e2e5")] == [
+        1.0,
+        points["f2f3"],
+        0.0,
+    ]
     Stockfish(path, 11, tmp_path / "cache.sqlite")(FEN, "e2e4")  # other nodes: asked again
     assert (tmp_path / "log").read_text().count("go") == asked + 2
 
@@ -120,4 +133,8 @@ def test_the_real_one():
         pytest.skip("Stockfish is not installed")
     mate = "6k1/5ppp/8/8/8/8/5PPP/1R1R2K1 w - - 0 1"
     assert judge(mate, "b1b8") == 1.0
-    assert judge("4k3/8/8/3q4/8/8/8/3QK3 w - - 0 1", "d1d5") > 0.9 > judge("4k3/8/8/3q4/8/8/8/3QK3 w - - 0 1", "d1h5")
+    assert (
+        judge("4k3/8/8/3q4/8/8/8/3QK3 w - - 0 1", "d1d5")
+        > 0.9
+        > judge("4k3/8/8/3q4/8/8/8/3QK3 w - - 0 1", "d1h5")
+    )

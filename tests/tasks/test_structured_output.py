@@ -1,4 +1,6 @@
-"""Structured output: the replies that are the object that was asked for, and all that only seem to be."""
+"""Structured output: the replies that are the object that was asked for, and all that only seem to
+be.
+"""
 
 import json
 
@@ -9,7 +11,12 @@ from openai.types.chat.chat_completion import Choice
 from support.chat_server import choice as served_choice
 
 from ttrl.errors import TaskError
-from ttrl.tasks.structured_output import LONGEST, StructuredOutputGrader, get_structured_output_tasks, read_object
+from ttrl.tasks.structured_output import (
+    LONGEST,
+    StructuredOutputGrader,
+    get_structured_output_tasks,
+    read_object,
+)
 
 RECORD = {"name": "Ada", "age": 36, "city": "Paris"}
 RIGHT = json.dumps(RECORD)
@@ -30,7 +37,11 @@ def reply(text):
         (f"Here you are: {RIGHT} Anything else?", 0.45, 1.0),
         ('{"name": "ada", "age": "36", "city": " Paris "}', 0.55, 1.0),
         ('{"name": "Ada", "age": 36}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
-        ('{"name": "Ada", "age": 36, "city": "Paris", "job": null}', 0.1 + 0.45 * 3 / 4, 0.1 + 0.45 * 3 / 4),
+        (
+            '{"name": "Ada", "age": 36, "city": "Paris", "job": null}',
+            0.1 + 0.45 * 3 / 4,
+            0.1 + 0.45 * 3 / 4,
+        ),
         ('{"name": "Ada", "age": 36, "city": null}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
         ('{"name": "Ada", "age": 36.0, "city": "Paris"}', 0.1 + 0.45 * 2 / 3, 0.1 + 0.45 * 2 / 3),
         ('{"name": "Ada\u200b", "age": 36, "city": "Paris"}', 0.55, 1.0),
@@ -58,17 +69,33 @@ def test_rewards(text, strict, lenient):
         reward, metrics = StructuredOutputGrader(RECORD, **options)(reply(text))
         assert reward == pytest.approx(expected)
         also = {} if options else {"lenient": float(lenient == 1)}
-        assert metrics == {"exact": float(expected == 1), "valid": float(expected not in (0, 0.45, 0.45 * 2 / 3))} | also
+        assert (
+            metrics
+            == {
+                "exact": float(expected == 1),
+                "valid": float(expected not in (0, 0.45, 0.45 * 2 / 3)),
+            }
+            | also
+        )
 
 
 def test_true_is_not_one():
     for lenient in (False, True):
-        assert StructuredOutputGrader({"nights": 1}, lenient=lenient)(reply('{"nights": true}'))[1]["exact"] == 0
+        assert (
+            StructuredOutputGrader({"nights": 1}, lenient=lenient)(reply('{"nights": true}'))[1][
+                "exact"
+            ]
+            == 0
+        )
 
 
 @given(st.dictionaries(st.text(), st.text() | st.integers(-(2**60), 2**60), max_size=5))
 def test_every_object_is_read_as_it_was_written(record):
-    assert read_object(json.dumps(record)) == read_object(f"so: {json.dumps(record)}.", anywhere=True) == record
+    assert (
+        read_object(json.dumps(record))
+        == read_object(f"so: {json.dumps(record)}.", anywhere=True)
+        == record
+    )
 
 
 @given(st.text(alphabet='{}[]":,0123456789.eE-truefalsn \\u'))
@@ -82,17 +109,34 @@ def test_tasks_say_all_facts_and_the_splits_share_no_name():
     held_out = get_structured_output_tasks("validation", 300)
     for task in (*train, *held_out):
         text = task.messages[0]["content"]
-        assert all(str(value) in text and f'"{key}"' in text for key, value in task.grader.expected.items())
-        assert task.grader(reply(task.grader.reference())) == (1.0, {"exact": 1.0, "valid": 1.0, "lenient": 1.0})
-    people = [{str(next(iter(task.grader.expected.values()))) for task in tasks} for tasks in (train, held_out)]
+        assert all(
+            str(value) in text and f'"{key}"' in text for key, value in task.grader.expected.items()
+        )
+        assert task.grader(reply(task.grader.reference())) == (
+            1.0,
+            {"exact": 1.0, "valid": 1.0, "lenient": 1.0},
+        )
+    people = [
+        {str(next(iter(task.grader.expected.values()))) for task in tasks}
+        for tasks in (train, held_out)
+    ]
     assert all(name.istitle() for name in people[0] | people[1]) and not people[0] & people[1]
     assert len({task.id for task in held_out}) == 300
-    assert [t.id for t in get_structured_output_tasks("validation", 20, seed=5)] == [t.id for t in held_out[:20]]
-    assert [t.id for t in get_structured_output_tasks("train", 20, seed=1)] == [t.id for t in train[:20]]
-    assert [t.id for t in get_structured_output_tasks("train", 20, seed=2)] != [t.id for t in train[:20]]
+    assert [t.id for t in get_structured_output_tasks("validation", 20, seed=5)] == [
+        t.id for t in held_out[:20]
+    ]
+    assert [t.id for t in get_structured_output_tasks("train", 20, seed=1)] == [
+        t.id for t in train[:20]
+    ]
+    assert [t.id for t in get_structured_output_tasks("train", 20, seed=2)] != [
+        t.id for t in train[:20]
+    ]
 
 
-@pytest.mark.parametrize("arguments", [{"split": "test"}, {"n": 0}, {"valid_reward": 1.0}, {"split": "validation", "n": 10**6}])
+@pytest.mark.parametrize(
+    "arguments",
+    [{"split": "test"}, {"n": 0}, {"valid_reward": 1.0}, {"split": "validation", "n": 10**6}],
+)
 def test_impossible_settings(arguments):
     with pytest.raises(TaskError):
         get_structured_output_tasks(**arguments)

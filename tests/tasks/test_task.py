@@ -40,7 +40,11 @@ LARGE = {"a": 0.0, "b": 2.0, "c": 3.0, "d": 1e18}
         (torch.tensor(0.5, requires_grad=True), 0.5, {}),
         (torch.tensor(True), 1.0, {}),
         (1e12, 1e12, {}),
-        ((np.array(1), {"a": np.bool_(False), "b": Decimal(2), "c": torch.tensor(3), "d": 1e18}), 1.0, LARGE),
+        (
+            (np.array(1), {"a": np.bool_(False), "b": Decimal(2), "c": torch.tensor(3), "d": 1e18}),
+            1.0,
+            LARGE,
+        ),
         ((0.5, {}), 0.5, {}),
         ((0.5, {"a": 1, "b": np.float32(0.25), "c": False}), 0.5, {"a": 1.0, "b": 0.25, "c": 0.0}),
         (Grade(2, {"a": 3}), 2.0, {"a": 3.0}),
@@ -56,12 +60,13 @@ def test_grades(output, reward, metrics):
 @pytest.mark.parametrize(
     "output",
     [
-        None, "1", "", [1.0], {}, (), (1.0,), (1.0, {}, 3), float("nan"), float("inf"), -float("inf"), 1j, np.nan,
-        np.array([1.0]), (float("nan"), {}), (None, {}), (1.0, None), (1.0, [("a", 1)]), (1.0, {"a": "b"}), (1.0, {"a": None}),
+        None, "1", "", [1.0], {}, (), (1.0,), (1.0, {}, 3), float("nan"), float("inf"),
+        -float("inf"), 1j, np.nan, np.array([1.0]), (float("nan"), {}), (None, {}), (1.0, None), (1.0, [("a", 1)]), (1.0, {"a": "b"}), (1.0, {"a": None}),
         (1.0, {"a": float("nan")}), (1.0, {1: 1.0}), Grade(float("nan")), object(),
-        1e300, -1e300, 1.1e12, 10**400, Grade(1e300), np.array(1e300), (1.0, {"a": 1e300}), (1.0, {"a": float("inf")}),
-        Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400"), np.array("1"), np.array(1j), np.bool_,
-        np.array([True]), torch.tensor([0.5]), torch.tensor(float("nan")), torch.tensor(1e300, dtype=torch.float64),
+        1e300, -1e300, 1.1e12, 10**400, Grade(1e300), np.array(1e300), (1.0, {"a": 1e300}), (1.0,
+        {"a": float("inf")}), Decimal("NaN"), Decimal("sNaN"), Decimal("Infinity"), Decimal("1e400"), np.array("1"), np.array(1j), np.bool_,
+        np.array([True]), torch.tensor([0.5]), torch.tensor(float("nan")), torch.tensor(1e300,
+        dtype=torch.float64),
     ],
 )  # fmt: skip
 def test_no_grades(output):
@@ -70,7 +75,10 @@ def test_no_grades(output):
 
 
 def test_too_large_a_reward_says_what_to_do():
-    with pytest.raises(GraderError, match=r"^here: the grader returned the reward -1e\+300, beyond ±1e\+12; .* clip it"):
+    with pytest.raises(
+        GraderError,
+        match=r"^here: the grader returned the reward -1e\+300, beyond ±1e\+12; .* clip it",
+    ):
         Grade.of(-1e300, "here")
 
 
@@ -90,7 +98,10 @@ def test_long_outputs_are_cut():
         (["hello"], "message 0 is 'hello'"),
         ([{"content": "x"}], "message 0"),
         ([*MESSAGES, {"role": 3, "content": "x"}], "message 1"),
-        ([*MESSAGES, {"role": "assistant"}], r"message 1 \(role 'assistant'\) has neither content nor tool_calls"),
+        (
+            [*MESSAGES, {"role": "assistant"}],
+            r"message 1 \(role 'assistant'\) has neither content nor tool_calls",
+        ),
         ([*MESSAGES, {"role": "assistant", "content": None}], "message 1"),
     ],
 )
@@ -159,9 +170,14 @@ def test_graders_must_be_callable(bad):
 
 def test_ids_follow_the_messages_in_every_process():
     assert Task(MESSAGES, grader, id="mine").id == "mine"
-    first, other = Task(MESSAGES, grader).id, Task([{"role": "user", "content": "hallo"}], grader).id
+    first, other = (
+        Task(MESSAGES, grader).id,
+        Task([{"role": "user", "content": "hallo"}], grader).id,
+    )
     assert first == Task([{"content": "hello", "role": "user"}], lambda choice: 0.0).id != other
     code = f"from ttrl.tasks import Task; print(Task({MESSAGES!r}, print).id)"
     env = {"PYTHONHASHSEED": "7"}
-    again = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout.strip()
+    again = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env
+    ).stdout.strip()
     assert again == first

@@ -33,7 +33,9 @@ def test_thousands_of_words_of_every_length():
 
 
 def test_they_never_change():
-    """Validation results of different versions of ttrl and of Python are compared: a new digest is a new benchmark."""
+    """Validation results of different versions of ttrl and of Python are compared: a new digest is
+    a new benchmark.
+    """
     digest = hashlib.sha256("\n".join(get_words()).encode()).hexdigest()
     assert digest == "602ecaeef32eac949e05f2a3429952437e804497919d68f3bc1e4d201787b5db"
 

@@ -4,7 +4,12 @@ import pytest
 import torch
 from support.tiny_models import load_policy_in, random_samples
 from support.training_steps import packed_rows
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
 
 from ttrl.training import resident
 
@@ -19,8 +24,15 @@ def with_vision_tower(tmp_path_factory):
     """A tiny Gemma 3 with a vision tower, and its text part alone."""
     folder = tmp_path_factory.mktemp("gemma3-vision")
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = Gemma3TextConfig(**shape, vocab_size=97, num_key_value_heads=2, head_dim=16, sliding_window=5)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    text = Gemma3TextConfig(
+        **shape, vocab_size=97, num_key_value_heads=2, head_dim=16, sliding_window=5
+    )
     tokens = {"image_token_index": 96, "boi_token_index": 95, "eoi_token_index": 94}
     vision = SiglipVisionConfig(**shape | {"num_hidden_layers": 1}, image_size=28, patch_size=14)
     config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, **tokens)

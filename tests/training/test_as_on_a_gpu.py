@@ -1,4 +1,6 @@
-"""What training does on a GPU and not on a CPU, on a CPU: FlexAttention in compiled graphs, and nothing that looks at values."""
+"""What training does on a GPU and not on a CPU, on a CPU: FlexAttention in compiled graphs, and
+nothing that looks at values.
+"""
 
 from collections import Counter
 
@@ -27,7 +29,16 @@ HERE = Ranks(0, 1, torch.device("cpu"))
 class Waits(TorchDispatchMode):
     """Counts the operations for whose results a CPU would wait for a GPU."""
 
-    OPERATIONS = ("nonzero", "_local_scalar_dense", "is_nonzero", "masked_select", "_unique2", "unique_dim", "bincount", "equal")
+    OPERATIONS = (
+        "nonzero",
+        "_local_scalar_dense",
+        "is_nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "bincount",
+        "equal",
+    )
 
     def __init__(self):
         super().__init__()
@@ -45,7 +56,8 @@ class Waits(TorchDispatchMode):
 def _as_on_a_gpu(monkeypatch):
     for module in (masks, attention, batches, logprobs):
         monkeypatch.setattr(module, "free_to_look", lambda device: False)
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # refuses gradients on CPUs
+    # Refuses gradients on CPUs.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     torch._dynamo.reset()
     compiled = attention.compiled_flex
     monkeypatch.setattr(attention, "compiled_flex", lambda: compiled("aot_eager"))
@@ -60,7 +72,9 @@ COMPILED = {"compile": True, "row_length_multiple": tool.SEQ_LEN}
     "settings",
     [
         pytest.param({"rows_per_microbatch": 2}, id="two rows", marks=pytest.mark.long),
-        pytest.param({"rows_per_microbatch": 1, "activation_checkpointing": True}, id="checkpointing"),
+        pytest.param(
+            {"rows_per_microbatch": 1, "activation_checkpointing": True}, id="checkpointing"
+        ),
         pytest.param(COMPILED, id="compiled layers", marks=pytest.mark.long),
     ],
 )
@@ -69,9 +83,12 @@ def test_the_gradient_is_that_of_transformers(settings, tmp_path):
 
     Compiled layers around other attention: tests/e2e/test_compiled.py.
 
-    Long for two rows: below they are moved to the CPU in between; only this leaves them where they are.
+    Long for two rows: below they are moved to the CPU in between; only this leaves them where they
+    are.
     """
-    gradient, step = tool.errors_of(tool.Way("as on a GPU", settings), tool.make_inputs(tmp_path, "ppo-k3", group_size=4), HERE)
+    gradient, step = tool.errors_of(
+        tool.Way("as on a GPU", settings), tool.make_inputs(tmp_path, "ppo-k3", group_size=4), HERE
+    )
     assert gradient < tool.TOLERANCE
     assert step < tool.TOLERANCE
 
@@ -86,7 +103,9 @@ class Moved(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor):
-        assert self.forward or not self.tracker, "backward pass should have cleared tracker of all tensors"
+        assert self.forward or not self.tracker, (
+            "backward pass should have cleared tracker of all tensors"
+        )
         self.forward = True
         Moved.count += 1
         self.tracker[Moved.count] = tensor
@@ -98,10 +117,15 @@ class Moved(torch.autograd.graph.saved_tensors_hooks):
 
 
 @pytest.mark.parametrize(
-    ("objective", "checkpointing"), [("ppo-k3", True), pytest.param("gspo-entropy-kl", False, marks=pytest.mark.long)]
+    ("objective", "checkpointing"),
+    [("ppo-k3", True), pytest.param("gspo-entropy-kl", False, marks=pytest.mark.long)],
 )
-def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(objective, checkpointing, tmp_path, monkeypatch):
-    """Long for one of two: only this moves what no checkpoint recomputes. The objective: tests/training/test_invariance.py."""
+def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(
+    objective, checkpointing, tmp_path, monkeypatch
+):
+    """Long for one of two: only this moves what no checkpoint recomputes. The objective:
+    tests/training/test_invariance.py.
+    """
     monkeypatch.setattr(activations, "OffloadActivations", Moved)
 
     def load(config, here):
@@ -110,16 +134,24 @@ def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(objectiv
         return policy
 
     monkeypatch.setattr(tool, "load_policy", load)
-    before, way = Moved.count, tool.Way("moved", {"rows_per_microbatch": 2, "activation_checkpointing": checkpointing})
-    assert max(tool.errors_of(way, tool.make_inputs(tmp_path, objective, group_size=4), HERE)) < tool.TOLERANCE
+    before, way = (
+        Moved.count,
+        tool.Way("moved", {"rows_per_microbatch": 2, "activation_checkpointing": checkpointing}),
+    )
+    assert (
+        max(tool.errors_of(way, tool.make_inputs(tmp_path, objective, group_size=4), HERE))
+        < tool.TOLERANCE
+    )
     assert Moved.count > before
 
 
 @pytest.mark.long(but=["gspo-entropy-kl-limit1"])
-@pytest.mark.parametrize(("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 4})])
+@pytest.mark.parametrize(
+    ("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 4})]
+)
 def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
-    """Twelve results at least it was before. Ratios of sequences look for the samples of a microbatch, in
-    the loss, and once more where KL's share of the gradient is told.
+    """Twelve results at least it was before. Ratios of sequences look for the samples of a
+    microbatch, in the loss, and once more where KL's share of the gradient is told.
 
     Long for PPO: only that waits for less.
     """
@@ -138,7 +170,13 @@ def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
         prepass = Prepass(policy, packed, [step], objective_of, config, HERE, 0)
         prepass.run()
         gradient = GradientStep(
-            policy, config, HERE, Stopwatch(HERE.device), TrainProgress(0, HERE), None, prepass.reference_head
+            policy,
+            config,
+            HERE,
+            Stopwatch(HERE.device),
+            TrainProgress(0, HERE),
+            None,
+            prepass.reference_head,
         )
         ready = list(step.microbatches(config, HERE.device))  # from the pack, which no GPU holds
         monkeypatch.setattr(step, "microbatches", lambda *_, ready=ready: iter(ready))
@@ -146,4 +184,8 @@ def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
             gradient.accumulate(step, objective_of)
         found[len(ready)] = waits.counts
     (few, once), (many, twice) = sorted(found.items())
-    assert {name: (count - once[name]) / (many - few) for name, count in twice.items() if count != once[name]} == limit
+    assert {
+        name: (count - once[name]) / (many - few)
+        for name, count in twice.items()
+        if count != once[name]
+    } == limit

@@ -1,4 +1,6 @@
-"""The canary: a text that every checkpoint keeps, a guess that saves passes and changes nothing else, a measure of bf16."""
+"""The canary: a text that every checkpoint keeps, a guess that saves passes and changes nothing
+else, a measure of bf16.
+"""
 
 import json
 
@@ -7,7 +9,13 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from ttrl.training import canary
-from ttrl.training.canary import CANARY_LENGTH, GREEDY_LENGTH, canary_tokens, compute_canary, half_precision
+from ttrl.training.canary import (
+    CANARY_LENGTH,
+    GREEDY_LENGTH,
+    canary_tokens,
+    compute_canary,
+    half_precision,
+)
 from ttrl.training.policy.policy import HeadOptions
 
 CPU = torch.device("cpu")
@@ -25,26 +33,40 @@ def token_by_token(policy, tokens):
         row = torch.tensor([tokens])
         zeros, positions = torch.zeros_like(row), torch.arange(len(tokens)).unsqueeze(0)
         with torch.no_grad():
-            rows = policy(row, zeros, zeros, zeros, positions, HeadOptions(distributions=True)).logprobs
+            rows = policy(
+                row, zeros, zeros, zeros, positions, HeadOptions(distributions=True)
+            ).logprobs
         if number == 0:
             logprobs = rows[:-1].gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
         if number < GREEDY_LENGTH:
             best = rows[-1].topk(2)
-            found.append((int(best.indices[0]), float(best.values[0]), float(best.values[0] - best.values[1])))
+            found.append(
+                (
+                    int(best.indices[0]),
+                    float(best.values[0]),
+                    float(best.values[0] - best.values[1]),
+                )
+            )
             tokens.append(found[-1][0])
     return logprobs, *map(list, zip(*found, strict=True))
 
 
 def write_canary(folder, tokens, greedy, **more):
-    (folder / "canary.json").write_text(json.dumps({"token_ids": tokens, "greedy_token_ids": greedy, **more}))
+    (folder / "canary.json").write_text(
+        json.dumps({"token_ids": tokens, "greedy_token_ids": greedy, **more})
+    )
 
 
 def test_any_guess_leads_to_the_greedy_continuation(policy, monkeypatch, tmp_path):
-    tokens = canary_tokens(tmp_path, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
+    tokens = canary_tokens(
+        tmp_path, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
+    )
     logprobs, greedy, greedy_logprobs, margins = token_by_token(policy, tokens)
     assert min(margins) > 1e-4  # of this model: no tie that rounding could decide
     passes, original = [], canary._distributions
-    monkeypatch.setattr(canary, "_distributions", lambda *args: passes.append(args) or original(*args))
+    monkeypatch.setattr(
+        canary, "_distributions", lambda *args: passes.append(args) or original(*args)
+    )
     guesses = [
         (),
         greedy,
@@ -71,18 +93,28 @@ def test_the_text_of_a_model_with_a_tokenizer(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     noise = canary_tokens(tmp_path, 500, 512)
-    assert len(noise) == CANARY_LENGTH and len(set(noise)) > 100  # a tokenizer that knows none of the words: random tokens
-    vocabulary = {word: number for number, (word, _) in enumerate(words.pre_tokenizer.pre_tokenize_str(canary._TEXT))}
+    # A tokenizer that knows none of the words: random tokens.
+    assert len(noise) == CANARY_LENGTH and len(set(noise)) > 100
+    vocabulary = {
+        word: number
+        for number, (word, _) in enumerate(words.pre_tokenizer.pre_tokenize_str(canary._TEXT))
+    }
     known = Tokenizer(models.WordLevel({**vocabulary, "[UNK]": 499}, unk_token="[UNK]"))
     known.pre_tokenizer = words.pre_tokenizer
     known.save(str(tmp_path / "tokenizer.json"))
     tokens = canary_tokens(tmp_path, 500, 512)
-    assert known.decode(tokens).startswith("The lighthouse keeper counted 214 steps") and len(tokens) == CANARY_LENGTH
+    assert (
+        known.decode(tokens).startswith("The lighthouse keeper counted 214 steps")
+        and len(tokens) == CANARY_LENGTH
+    )
     assert canary_tokens(tmp_path, 500, 40) == tokens[: 40 - GREEDY_LENGTH]
     assert canary_tokens(tmp_path, 100, 512) != tokens  # ids that the model lacks
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"token_ids": [3, "x"], "greedy_token_ids": []}', '{"token_ids": [3, 100]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"token_ids": [3, "x"], "greedy_token_ids": []}', '{"token_ids": [3, 100]}'],
+)
 def test_a_canary_that_is_no_use_is_left_alone(tmp_path, text):
     noise = canary_tokens(tmp_path, 100, 512)
     (tmp_path / "canary.json").write_text(text)
@@ -92,7 +124,9 @@ def test_a_canary_that_is_no_use_is_left_alone(tmp_path, text):
 
 
 def test_what_bf16_costs_is_measured_and_kept(policy, tmp_path):
-    tokens = canary_tokens(tmp_path, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len)
+    tokens = canary_tokens(
+        tmp_path, policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
+    )
     cost = half_precision(policy, tokens, CPU)
     assert 0 < cost["mean"] < cost["p99"] < 1 and policy.compute_dtype == torch.float32
     exact, rounded = (half_of(policy, tokens, dtype) for dtype in (torch.float32, torch.bfloat16))

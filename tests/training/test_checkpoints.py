@@ -21,7 +21,11 @@ HERE = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
 
 def everything(folder):
     """All tensors of a folder, from one file or several."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -37,32 +41,56 @@ def test_there_and_back(family, max_shard_bytes, model_folder, tmp_path):
     shutil.copytree(model_folder(family), start)
     (start / "tokenizer.json").write_text("{}")
     (start / "pytorch_model.bin").write_bytes(b"not to be copied")
-    save_checkpoint(tmp_path / "checkpoint", load_policy_in(start, torch.float32), start, HERE, max_shard_bytes=max_shard_bytes)
+    save_checkpoint(
+        tmp_path / "checkpoint",
+        load_policy_in(start, torch.float32),
+        start,
+        HERE,
+        max_shard_bytes=max_shard_bytes,
+    )
 
     names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
-    assert {"tokenizer.json", "config.json", "canary.json"} <= names and "pytorch_model.bin" not in names
+    assert {
+        "tokenizer.json",
+        "config.json",
+        "canary.json",
+    } <= names and "pytorch_model.bin" not in names
     assert ("model.safetensors" in names) == (max_shard_bytes == 10**9)
     if max_shard_bytes != 10**9:
         index = json.loads((tmp_path / "checkpoint" / "model.safetensors.index.json").read_text())
-        assert set(index["weight_map"].values()) == {name for name in names if name.endswith(".safetensors")}
-        assert index["metadata"]["total_size"] == sum(t.nbytes for t in everything(tmp_path / "checkpoint").values())
+        assert set(index["weight_map"].values()) == {
+            name for name in names if name.endswith(".safetensors")
+        }
+        assert index["metadata"]["total_size"] == sum(
+            t.nbytes for t in everything(tmp_path / "checkpoint").values()
+        )
         assert len(set(index["weight_map"].values())) > 2
 
     said = json.loads((tmp_path / "checkpoint" / "canary.json").read_text())["files"]
-    assert said == {path.name: digest(path) for path in (tmp_path / "checkpoint").glob("*.safetensors")}
+    assert said == {
+        path.name: digest(path) for path in (tmp_path / "checkpoint").glob("*.safetensors")
+    }
 
     before = AutoModelForCausalLM.from_pretrained(start)
-    after, report = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
+    after, report = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "checkpoint", output_loading_info=True
+    )
     assert not any(report.values())
     assert after.dtype == torch.float32
     for name, parameter in before.named_parameters():
         assert torch.equal(parameter, after.get_parameter(name)), name
-    assert ("lm_head.weight" in everything(tmp_path / "checkpoint")) == (family not in ("gemma2", "gpt2"))
+    assert ("lm_head.weight" in everything(tmp_path / "checkpoint")) == (
+        family not in ("gemma2", "gpt2")
+    )
     if family == "gpt2":
-        assert (tmp_path / "checkpoint" / "model.safetensors").read_bytes() == (start / "model.safetensors").read_bytes()
+        assert (tmp_path / "checkpoint" / "model.safetensors").read_bytes() == (
+            start / "model.safetensors"
+        ).read_bytes()
 
     again = dict(iter_weights(tmp_path / "checkpoint"))
-    assert all(torch.equal(tensor, again[name]) for name, tensor in dict(iter_weights(start)).items())
+    assert all(
+        torch.equal(tensor, again[name]) for name, tensor in dict(iter_weights(start)).items()
+    )
 
 
 def test_a_tensor_file_is_what_safetensors_writes(tmp_path):
@@ -77,21 +105,41 @@ def test_a_tensor_file_is_what_safetensors_writes(tmp_path):
     }
     for metadata in (None, {"format": "pt"}):
         written = write_tensors(tmp_path / "file", one_type, metadata)
-        theirs = save({name: tensor.clone() for name, tensor in one_type.items()}, metadata)  # it refuses shared memory
+        # It refuses shared memory.
+        theirs = save({name: tensor.clone() for name, tensor in one_type.items()}, metadata)
         assert (tmp_path / "file").read_bytes() == theirs and written == digest(tmp_path / "file")
-    types = (torch.bfloat16, torch.uint8, torch.float64, torch.bool, torch.int64, torch.float16, torch.int8, torch.int32)
-    mixed = {f"{number}": torch.arange(1, 4).to(dtype) for number, dtype in enumerate(types)} | {"tied": base, "again": base.T}
+    types = (
+        torch.bfloat16,
+        torch.uint8,
+        torch.float64,
+        torch.bool,
+        torch.int64,
+        torch.float16,
+        torch.int8,
+        torch.int32,
+    )
+    mixed = {f"{number}": torch.arange(1, 4).to(dtype) for number, dtype in enumerate(types)} | {
+        "tied": base,
+        "again": base.T,
+    }
     write_tensors(tmp_path / "file", mixed)
     read = load_file(tmp_path / "file")
     assert read.keys() == mixed.keys()
-    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in mixed.items())
+    assert all(
+        torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype
+        for name, tensor in mixed.items()
+    )
 
 
 def test_bf16_checkpoints(model_folder, tmp_path):
     start = model_folder("phi3")
-    save_checkpoint(tmp_path / "out", load_policy_in(start, torch.float32), start, HERE, checkpoint_dtype="bf16")
+    save_checkpoint(
+        tmp_path / "out", load_policy_in(start, torch.float32), start, HERE, checkpoint_dtype="bf16"
+    )
     written = everything(tmp_path / "out")
-    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in everything(start).items())
+    assert all(
+        torch.equal(written[name], tensor.bfloat16()) for name, tensor in everything(start).items()
+    )
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
     assert json.loads((tmp_path / "out" / "canary.json").read_text())["dtype"] == "bfloat16"
 
@@ -114,9 +162,21 @@ def test_a_vision_tower_is_kept_as_it_was(native, with_vision_tower, tmp_path):
     assert read_config(tmp_path / "out").model_type == "gemma3_text"
 
 
-@pytest.mark.parametrize("link", ["notes.txt", "extra.gguf", "additional_chat_templates", "additional_chat_templates/tool.jinja"])
-def test_nothing_is_published_that_a_model_folder_only_links_to(link, model_folder, load_policy, tmp_path):
-    """Archives and git bring such links; what they lead to would be in the checkpoint, and on the hub."""
+@pytest.mark.parametrize(
+    "link",
+    [
+        "notes.txt",
+        "extra.gguf",
+        "additional_chat_templates",
+        "additional_chat_templates/tool.jinja",
+    ],
+)
+def test_nothing_is_published_that_a_model_folder_only_links_to(
+    link, model_folder, load_policy, tmp_path
+):
+    """Archives and git bring such links; what they lead to would be in the checkpoint, and on the
+    hub.
+    """
     secrets = tmp_path / "home" / ".ssh"
     secrets.mkdir(parents=True)
     (secrets / "id.jinja").write_text("sesame")
@@ -124,7 +184,9 @@ def test_nothing_is_published_that_a_model_folder_only_links_to(link, model_fold
     model = shutil.copytree(model_folder("qwen3"), tmp_path / "model")
     (model / link).parent.mkdir(exist_ok=True)
     (model / link).symlink_to(secrets if link.endswith("templates") else secrets / "id.jinja")
-    with pytest.raises(ModelFolderError, match=f"{link} is a link to .*, which is no file of a model"):
+    with pytest.raises(
+        ModelFolderError, match=f"{link} is a link to .*, which is no file of a model"
+    ):
         save_checkpoint(tmp_path / "out", load_policy(model), model, HERE)
     assert not (tmp_path / "out").exists()
 
@@ -145,4 +207,6 @@ def test_links_within_models_are_followed(model_folder, tmp_path):
     for path in snapshot.iterdir():
         (first / path.name).symlink_to(path)
     for folder in (snapshot, first):
-        assert {path.name for path in model_files(folder)} == {path.name for path in model_files(model)} | {"README.md"}
+        assert {path.name for path in model_files(folder)} == {
+            path.name for path in model_files(model)
+        } | {"README.md"}

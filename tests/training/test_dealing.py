@@ -1,4 +1,6 @@
-"""Which rows each rank trains on: every row once, as many for each, steps that do not depend on the ranks, and little waiting."""
+"""Which rows each rank trains on: every row once, as many for each, steps that do not depend on the
+ranks, and little waiting.
+"""
 
 import random
 
@@ -13,7 +15,9 @@ from ttrl.training.batches import updates
 from ttrl.training.counts import row_flops
 from ttrl.training.parallel.distributed import Ranks
 
-MODEL = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+MODEL = Qwen2Config(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,10 @@ def packed():
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_rows_are_dealt_out(packed, count, world_size):
     alone = updates(packed, count, (0, 1), Ranks(0, 1, torch.device("cpu")))
-    ranks = [updates(packed, count, (0, 1), Ranks(rank, world_size, torch.device("cpu")), MODEL) for rank in range(world_size)]
+    ranks = [
+        updates(packed, count, (0, 1), Ranks(rank, world_size, torch.device("cpu")), MODEL)
+        for rank in range(world_size)
+    ]
     assert len(alone) == count and all(len(mine) == count for mine in ranks)
     for step, *mine in zip(alone, *ranks, strict=True):
         assert {one.normaliser for one in mine} == {step.normaliser}
@@ -52,5 +59,8 @@ def test_rows_are_dealt_out(packed, count, world_size):
         work = row_flops(step.rows, MODEL)
         dealt = [row_flops(one.rows, MODEL) for one in mine]
         every = [cost for rank in dealt for cost in rank]
-        places = [list(range(rank * len(dealt[0]), (rank + 1) * len(dealt[0]))) for rank in range(world_size)]
+        places = [
+            list(range(rank * len(dealt[0]), (rank + 1) * len(dealt[0])))
+            for rank in range(world_size)
+        ]
         assert waiting(every, places) == pytest.approx(waiting(work, deal(work, world_size)))

@@ -1,4 +1,6 @@
-"""Sampler against trainer, token by token: figures against numpy, the worst tokens in their places, lag apart from drift."""
+"""Sampler against trainer, token by token: figures against numpy, the worst tokens in their places,
+lag apart from drift.
+"""
 
 import math
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ def fake_step(labels, versions, numbers, input_pos=None):
     rows = SimpleNamespace(
         labels=labels,
         weights_version=versions,
-        input_pos=torch.arange(labels.shape[1]).expand_as(labels) if input_pos is None else input_pos,
+        input_pos=torch.arange(labels.shape[1]).expand_as(labels)
+        if input_pos is None
+        else input_pos,
         seq_len=labels.shape[1],
     )
     return SimpleNamespace(rows=rows, numbers=numbers)
@@ -31,7 +35,9 @@ def config(folder, **changes):
 
 @pytest.fixture
 def case(tmp_path):
-    """Two steps whose rows lie in the pack in another order: 4 rows of 400 positions, about half of them trained."""
+    """Two steps whose rows lie in the pack in another order: 4 rows of 400 positions, about half of
+    them trained.
+    """
     generator = torch.Generator().manual_seed(3)
     labels = torch.randint(0, 9, (4, 400), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < 0.5] = -100
@@ -44,19 +50,35 @@ def case(tmp_path):
         fake_step(labels[order[2:]], versions[order[2:]], order[2:]),
     ]
     return SimpleNamespace(
-        labels=labels, versions=versions, trainer=trainer, sampler=sampler, order=order, steps=steps, folder=tmp_path
+        labels=labels,
+        versions=versions,
+        trainer=trainer,
+        sampler=sampler,
+        order=order,
+        steps=steps,
+        folder=tmp_path,
     )
 
 
 def compare(case, **changes):
     trained = case.labels[case.order] != -100
     logprobs, sampled = case.trainer[case.order][trained], case.sampler[case.order][trained]
-    return compare_tokens(case.steps, logprobs, sampled, tuple(case.labels.shape), config(case.folder, **changes), HERE)
+    return compare_tokens(
+        case.steps,
+        logprobs,
+        sampled,
+        tuple(case.labels.shape),
+        config(case.folder, **changes),
+        HERE,
+    )
 
 
 def test_figures_equal_numpy_for_all_tokens_and_for_each_version(case):
     result = compare(case, drift_tolerance=1e-4)
-    for version, figures in [(None, result), *[(int(v), f) for v, f in result["by_version"].items()]]:
+    for version, figures in [
+        (None, result),
+        *[(int(v), f) for v, f in result["by_version"].items()],
+    ]:
         chosen = (case.labels != -100).numpy()
         if version is not None:
             chosen &= case.versions.numpy() == version
@@ -64,18 +86,31 @@ def test_figures_equal_numpy_for_all_tokens_and_for_each_version(case):
         weights = np.exp(difference)
         assert figures["tokens"] == chosen.sum() and figures["not_finite"] == 0
         assert figures["mean"] == pytest.approx(np.abs(difference).mean())
-        assert figures["p999"] == pytest.approx(np.quantile(np.abs(difference), 0.999, method="inverted_cdf"))
+        assert figures["p999"] == pytest.approx(
+            np.quantile(np.abs(difference), 0.999, method="inverted_cdf")
+        )
         assert figures["outside"] == pytest.approx((np.abs(difference) > 1e-4).mean())
-        assert figures["ess"] == pytest.approx(weights.sum() ** 2 / (weights**2).sum() / len(weights))
+        assert figures["ess"] == pytest.approx(
+            weights.sum() ** 2 / (weights**2).sum() / len(weights)
+        )
     assert set(result["by_version"]) == {"5", "6"} and result["tolerance"] == 1e-4
 
 
 def test_one_token_does_not_decide_about_the_effective_sample_size_of_most(tmp_path):
     sampler = torch.zeros(1, 2000)
-    trainer = torch.where(torch.arange(2000) == 7, 4.0, 1e-3 * torch.randn(2000, generator=torch.Generator().manual_seed(0)))
-    step = fake_step(torch.ones(1, 2000, dtype=torch.int64), torch.zeros(1, 2000, dtype=torch.int32), [0])
+    trainer = torch.where(
+        torch.arange(2000) == 7,
+        4.0,
+        1e-3 * torch.randn(2000, generator=torch.Generator().manual_seed(0)),
+    )
+    step = fake_step(
+        torch.ones(1, 2000, dtype=torch.int64), torch.zeros(1, 2000, dtype=torch.int32), [0]
+    )
     result = compare_tokens([step], trainer, sampler[0], (1, 2000), config(tmp_path), HERE)
-    assert result["ess"] < 0.5 and result["by_version"]["0"]["ess_of_most"] == result["ess_of_most"] > 0.9999
+    assert (
+        result["ess"] < 0.5
+        and result["by_version"]["0"]["ess_of_most"] == result["ess_of_most"] > 0.9999
+    )
 
 
 def test_the_worst_tokens_are_found_in_their_places(case):
@@ -85,7 +120,9 @@ def test_the_worst_tokens_are_found_in_their_places(case):
         case.sampler[row, position] = case.trainer[row, position] - 1 - k
     worst = compare(case)["worst"]
     assert len(worst) == 2 * WORST  # of both versions
-    found = [(one["row"], one["position"]) for one in worst if abs(one["trainer"] - one["sampler"]) > 0.5]
+    found = [
+        (one["row"], one["position"]) for one in worst if abs(one["trainer"] - one["sampler"]) > 0.5
+    ]
     assert sorted(found) == sorted(map(tuple, planted))
     for one in worst:
         assert one["version"] == case.versions[one["row"], one["position"]]
@@ -107,7 +144,10 @@ def test_numbers_that_are_not_finite_are_counted_named_and_left_out(case):
     result = compare(case)
     assert result["not_finite"] == 2 and result["mean"] < 1e-3
     unknown = [one for one in result["worst"] if one["trainer"] is None or one["sampler"] is None]
-    assert {(one["row"], one["position"]) for one in unknown} == {(row, position), (other_row, other)}
+    assert {(one["row"], one["position"]) for one in unknown} == {
+        (row, position),
+        (other_row, other),
+    }
 
 
 def test_tokens_without_a_sampler_logprob_are_unknown_and_not_compared(case):

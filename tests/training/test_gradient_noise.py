@@ -28,11 +28,19 @@ PROMPTS = (3, 5, 8, 9, 4)
 
 
 def pack():
-    return packed_tensors_from_tokenized_results(random_samples(3, prompts=PROMPTS), seq_len=40, pad_id=0)
+    return packed_tensors_from_tokenized_results(
+        random_samples(3, prompts=PROMPTS), seq_len=40, pad_id=0
+    )
 
 
 def config_of(folder, **settings):
-    values = {"model": str(folder), "packed": "p", "output_dir": "", "device": "cpu", "rows_per_microbatch": 1}
+    values = {
+        "model": str(folder),
+        "packed": "p",
+        "output_dir": "",
+        "device": "cpu",
+        "rows_per_microbatch": 1,
+    }
     return GRPOConfig.parse({**values, "objective": "reinforce", **settings}, "test")
 
 
@@ -41,29 +49,39 @@ def seen_by(config, here=ALONE):
     policy = load_policy(config, here)
     (step,) = updates(pack(), 1, (0, 1), here, policy.decoder.config)
     pieces = GradientPieces(policy, config, here)
-    gradient = GradientStep(policy, config, here, Stopwatch(here.device), TrainProgress(0, here), pieces=pieces)
+    gradient = GradientStep(
+        policy, config, here, Stopwatch(here.device), TrainProgress(0, here), pieces=pieces
+    )
     result = gradient.accumulate(step, objective_from(config))
     pieces.close()
     return result.pieces, policy, step
 
 
 @pytest.mark.long(but=["{}"])
-@pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}, {"activation_checkpointing": True}, {"objective": "gspo"}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"lora_rank": 2}, {"activation_checkpointing": True}, {"objective": "gspo"}],
+    ids=str,
+)
 def test_the_pieces_are_the_gradients_of_the_microbatches(model_folder, settings):
-    """Long for the other settings: only these take pieces of adapters, recomputed layers and sequences."""
+    """Long for the other settings: only these take pieces of adapters, recomputed layers and
+    sequences.
+    """
     config = config_of(model_folder(), **settings)
     seen, policy, step = seen_by(config)
     trained = [p for p in policy.parameters() if p.requires_grad]
     whole = [p.grad.clone() for p in trained]
-    assert sum(seen["whole"]) == pytest.approx(sum(float(g.square().sum()) for g in whole), rel=1e-4)
+    assert sum(seen["whole"]) == pytest.approx(
+        sum(float(g.square().sum()) for g in whole), rel=1e-4
+    )
     assert len(seen["squares"]) == step.rows.num_rows > 2
     for row, squares in enumerate(seen["squares"]):
         policy.zero_grad()
         (alone,) = updates(pack().rows([step.numbers[row]]), 1, (0, 1), ALONE)
         alone.normaliser = step.normaliser
-        GradientStep(policy, config, ALONE, Stopwatch(ALONE.device), TrainProgress(0, ALONE)).accumulate(
-            alone, objective_from(config)
-        )
+        GradientStep(
+            policy, config, ALONE, Stopwatch(ALONE.device), TrainProgress(0, ALONE)
+        ).accumulate(alone, objective_from(config))
         expected = sum(float(p.grad.square().sum()) for p in trained if p.grad is not None)
         assert sum(squares) == pytest.approx(expected, rel=1e-4)
         labels = int((alone.rows.labels != -100).sum())
@@ -71,8 +89,12 @@ def test_the_pieces_are_the_gradients_of_the_microbatches(model_folder, settings
     assert not any(p._backward_hooks for p in trained)  # none is left behind
 
 
-def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_by_samples(model_folder, monkeypatch):
-    """With projections that change nothing, it is the analysis of variance of the samples' whole gradients."""
+def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_by_samples(
+    model_folder, monkeypatch
+):
+    """With projections that change nothing, it is the analysis of variance of the samples' whole
+    gradients.
+    """
     width = 32
     monkeypatch.setattr("ttrl.training.gradient_noise.SKETCH", width)
     config = config_of(model_folder())
@@ -80,22 +102,37 @@ def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_
     assert policy.decoder.tok_embeddings.embedding_dim == width
     assert len(policy.decoder.layers) == 2  # the first one and the middle's are all of them
     same = torch.eye(width).expand(2, -1, -1)
-    monkeypatch.setattr(GradientPieces, "begin", lambda self, *_: setattr(self, "_projections", (same, same)))
+    monkeypatch.setattr(
+        GradientPieces, "begin", lambda self, *_: setattr(self, "_projections", (same, same))
+    )
     seen, _, _ = seen_by(config)
 
     samples, x = random_samples(3, prompts=PROMPTS), []
     for one in samples:  # each alone: Σ δ hᵀ over its labels, h normed
-        (step,) = updates(packed_tensors_from_tokenized_results([one], seq_len=40, pad_id=0), 1, (0, 1), ALONE)
+        (step,) = updates(
+            packed_tensors_from_tokenized_results([one], seq_len=40, pad_id=0), 1, (0, 1), ALONE
+        )
         (batch,) = step.microbatches(config, ALONE.device)
         held: dict[int, torch.Tensor] = {}
-        inputs = (batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))
-        out = policy(*inputs, HeadOptions(watch_layers=lambda n, h, held=held: (h.retain_grad(), held.update({n: h}))))
+        inputs = (
+            batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos")
+        )
+        out = policy(
+            *inputs,
+            HeadOptions(
+                watch_layers=lambda n, h, held=held: (h.retain_grad(), held.update({n: h}))
+            ),
+        )
         (-out.logprobs * one.advantage).sum().backward()
         at = batch["trained"]
         outer = []
         for h in held.values():
-            normed = torch.nn.functional.rms_norm(h.detach().flatten(0, 1)[at].double(), (width,), eps=1e-6)
-            outer.append(h.grad.flatten(0, 1)[at].double().T @ normed / len(pack_labels()) * len(samples))
+            normed = torch.nn.functional.rms_norm(
+                h.detach().flatten(0, 1)[at].double(), (width,), eps=1e-6
+            )
+            outer.append(
+                h.grad.flatten(0, 1)[at].double().T @ normed / len(pack_labels()) * len(samples)
+            )
         x.append(torch.stack(outer).flatten())
     x = torch.stack(x)
     tasks = [one.task_id for one in samples]
@@ -109,9 +146,11 @@ def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_
 @pytest.mark.parametrize("alike", [False, True], ids=["", "right answers alike"])
 @pytest.mark.parametrize("values", [2, 3])
 @pytest.mark.parametrize("divided", [False, True])
-def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_differ_by(divided, values, alike):
-    """Rewards are 0 or 1, or also a half; the score of an answer leans to its prompt's direction, by its reward, and is noise
-    else; right answers may be one text."""
+def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_differ_by(
+    divided, values, alike
+):
+    """Rewards are 0 or 1, or also a half; the score of an answer leans to its prompt's direction,
+    by its reward, and is noise else; right answers may be one text."""
     torch.manual_seed(0)
     prompts, size, width = 4000, 16, 8
     chance = torch.distributions.Beta(0.5, 2.0).sample((prompts, 1)).double()
@@ -121,7 +160,10 @@ def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_diffe
         rewards = (torch.rand(prompts, size) < chance).double()
         rewards *= 1 - 0.5 * (torch.rand(prompts, size) < 0.5) * (values == 3)
         expected = chance * (0.75 if values == 3 else 1.0)
-        noise = torch.randn(prompts, size, width, dtype=torch.float64) * (1 - alike * rewards)[..., None]
+        noise = (
+            torch.randn(prompts, size, width, dtype=torch.float64)
+            * (1 - alike * rewards)[..., None]
+        )
         scores = lean * (rewards - expected)[..., None] + noise
         advantages = rewards - rewards.mean(1, keepdim=True)
         deviation = rewards.std(1, correction=0, keepdim=True)
@@ -138,7 +180,9 @@ def test_what_samples_add_to_the_noise_is_what_groups_that_are_drawn_again_diffe
     assert (alike is not None) == (values == 2)
     if alike is not None:
         assert alike["unit"] == divided
-        within = within_of_two([(Alike(*row[:3]), Alike(*row[3:6]), row[6]) for row in alike["tasks"]], divided)
+        within = within_of_two(
+            [(Alike(*row[:3]), Alike(*row[3:6]), row[6]) for row in alike["tasks"]], divided
+        )
     within /= size * (size - 1)
     plain = float((x - x.mean(1, keepdim=True)).square().sum()) / size / (size - 1)
     if values == 2:
@@ -169,16 +213,30 @@ def pack_labels():
 def test_the_recipe_says_it_in_train_jsonl(model_folder, tmp_path, short_canaries):
     pack().save(tmp_path / "p.safetensors")
     written = {}
-    for name, settings in (("on", {}), ("off", {"gradient_noise": False}), ("one", {"rows_per_microbatch": 100})):
-        config = config_of(model_folder(), packed=str(tmp_path / "p.safetensors"), output_dir=str(tmp_path / name), **settings)
+    for name, settings in (
+        ("on", {}),
+        ("off", {"gradient_noise": False}),
+        ("one", {"rows_per_microbatch": 100}),
+    ):
+        config = config_of(
+            model_folder(),
+            packed=str(tmp_path / "p.safetensors"),
+            output_dir=str(tmp_path / name),
+            **settings,
+        )
         grpo_recipe.train(config, ALONE)
         written[name] = read_jsonl(tmp_path / name / "train.jsonl")[0]
         written[name]["bytes"] = (tmp_path / name / "checkpoint" / "model.safetensors").read_bytes()
     noise = written["on"]["gradient_noise"]
     assert noise["prompts"] == 5 and noise["samples"] == 20 and noise["pieces"] > 2
-    assert noise["noise"] + noise["signal"] == pytest.approx(written["on"]["grad_norm"] ** 2, rel=1e-4)
+    assert noise["noise"] + noise["signal"] == pytest.approx(
+        written["on"]["grad_norm"] ** 2, rel=1e-4
+    )
     assert set(noise["layers"]) >= {"embeddings", "head"} and noise["nested"]["samples"] > 0
-    assert written["one"]["gradient_noise"]["pieces"] == 1 and "noise" not in written["one"]["gradient_noise"]
+    assert (
+        written["one"]["gradient_noise"]["pieces"] == 1
+        and "noise" not in written["one"]["gradient_noise"]
+    )
     assert "gradient_noise" not in written["off"]
     assert written["on"]["bytes"] == written["off"]["bytes"]  # looking changes nothing
 
@@ -211,7 +269,9 @@ def test_two_processes_see_what_one_does(model_folder, tmp_path):
     assert both[0]["whole"] == pytest.approx(alone["whole"], rel=1e-4)
     mine = sorted(sum(squares) for squares in both[0]["squares"] if sum(squares))
     assert mine == pytest.approx(sorted(sum(squares) for squares in alone["squares"]), rel=1e-4)
-    assert sorted(share for share in both[0]["shares"] if share) == pytest.approx(sorted(alone["shares"]))
+    assert sorted(share for share in both[0]["shares"] if share) == pytest.approx(
+        sorted(alone["shares"])
+    )
     for name in ("counts", "within", "between", "mean", "split"):
         assert both[0][name] == pytest.approx(alone[name], rel=1e-4), name
     assert step_noise(both[0] | {"seconds": 0.0})["noise"] == pytest.approx(

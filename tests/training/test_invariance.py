@@ -1,5 +1,7 @@
-"""The gradient of an update is the same however it is computed, and it is that of the loss: `tools/check_invariance.py` against
-transformers in float64 on unpacked sequences. The whole table is the tool's; here is a part of it."""
+"""The gradient of an update is the same however it is computed, and it is that of the loss:
+`tools/check_invariance.py` against transformers in float64 on unpacked sequences. The whole table
+is the tool's; here is a part of it.
+"""
 
 from pathlib import Path
 
@@ -28,8 +30,15 @@ def inputs(tmp_path_factory):
 
 QUICK = [
     tool.Way("row by row", {"rows_per_microbatch": 1}),
-    tool.Way("another order, all rows at once, one chunk", {"rows_per_microbatch": 100, "num_output_chunks": 1}, order=1),
-    tool.Way("checkpointing", {"activation_checkpointing": True, "rows_per_microbatch": 2, "row_length_multiple": 32}),
+    tool.Way(
+        "another order, all rows at once, one chunk",
+        {"rows_per_microbatch": 100, "num_output_chunks": 1},
+        order=1,
+    ),
+    tool.Way(
+        "checkpointing",
+        {"activation_checkpointing": True, "rows_per_microbatch": 2, "row_length_multiple": 32},
+    ),
 ]
 
 
@@ -70,7 +79,14 @@ def test_rows_are_shared_and_several(inputs):
 @pytest.mark.timeout(1200)  # tests of a high limit begin first
 @pytest.mark.parametrize(
     "objective",
-    ["ppo-k3", *(pytest.param(name, marks=pytest.mark.long) for name in tool.OBJECTIVES if name != "ppo-k3")],
+    [
+        "ppo-k3",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in tool.OBJECTIVES
+            if name != "ppo-k3"
+        ),
+    ],
 )
 def test_two_processes(objective, inputs, monkeypatch, request):
     """Only processes show that none counts a token twice. `make test` tries a way of each kind.
@@ -80,11 +96,15 @@ def test_two_processes(objective, inputs, monkeypatch, request):
 
     All objectives are compared in one process above.
     """
-    monkeypatch.syspath_prepend(Path(tool.__file__).parent)  # the processes import the tool by its name
+    # The processes import the tool by its name.
+    monkeypatch.syspath_prepend(Path(tool.__file__).parent)
     chosen = [
         way
         for way in tool.ways()
-        if way.processes == 2 and way.exact and "compile" not in way.settings and not (way.order and "order 2" in way.name)
+        if way.processes == 2
+        and way.exact
+        and "compile" not in way.settings
+        and not (way.order and "order 2" in way.name)
     ]
     assert len(chosen) >= 10
     if request.config.getoption("short"):
@@ -96,6 +116,8 @@ def test_two_processes(objective, inputs, monkeypatch, request):
         )
         chosen = [way for way in chosen if way.name in kinds]
         assert len(chosen) == len(kinds)
-    for way, (gradient, step) in zip(chosen, tool.errors_in_processes(chosen, inputs(objective, 8), 2), strict=True):
+    for way, (gradient, step) in zip(
+        chosen, tool.errors_in_processes(chosen, inputs(objective, 8), 2), strict=True
+    ):
         assert gradient < tool.TOLERANCE, way.name
         assert step < tool.TOLERANCE, way.name

@@ -30,7 +30,9 @@ HERE = Ranks(0, 1, torch.device("cpu"))
 
 
 def config(**settings):
-    return GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", "device": "cpu", **settings}, "test")
+    return GRPOConfig.parse(
+        {"model": "m", "packed": "p", "output_dir": "o", "device": "cpu", **settings}, "test"
+    )
 
 
 @pytest.fixture
@@ -49,7 +51,8 @@ def test_the_first_bad_loss_is_named_by_microbatch_row_and_sample(packed):
     trained = packed.labels != -100
     for start in range(0, packed.num_rows, 2):
         losses = torch.zeros(int(trained[start : start + 2].sum()))
-        if start == 2:  # the last label of the second row of the second microbatch, and the one before
+        # The last label of the second row of the second microbatch, and the one before.
+        if start == 2:
             losses[-2:] = torch.tensor([math.nan, math.inf])
         finite.look(losses)
     numbers = list(range(10, 10 + packed.num_rows))
@@ -57,7 +60,8 @@ def test_the_first_bad_loss_is_named_by_microbatch_row_and_sample(packed):
     sample = packed.samples[int(packed.sample_ids[3, position])]
     assert int(finite.count()) == 2
     assert finite.described(packed, numbers, 2) == (
-        f"the first is in microbatch 1, row 13, position {position}, of task {sample.task_id!r}, sample {sample.sample}"
+        f"the first is in microbatch 1, row 13, position {position}, of task {sample.task_id!r}, "
+        f"sample {sample.sample}"
     )
 
 
@@ -67,7 +71,10 @@ def test_finite_losses_are_nothing_to_speak_of(packed):
     assert int(finite.count()) == 0
     finite.look(torch.zeros(0))  # a microbatch of padding
     finite.look(torch.ones(3))
-    assert int(finite.count()) == 0 and finite.described(packed, list(range(packed.num_rows)), 1) is None
+    assert (
+        int(finite.count()) == 0
+        and finite.described(packed, list(range(packed.num_rows)), 1) is None
+    )
 
 
 def test_somewhere_is_the_first_rank_that_knows():
@@ -90,7 +97,10 @@ def test_steps_in_a_row_are_counted_until_there_are_too_many(caplog):
     with caplog.at_level(logging.WARNING):
         skipped.skip(7, "the gradient norm is nan", Model(), HERE)
     assert "optimizer step 7 is skipped (2 in a row): the gradient norm is nan" in caplog.text
-    with pytest.raises(DivergedError, match=r"step 8: the loss is inf; .* the 2 before it, .* max_skipped_steps \(2\)"):
+    with pytest.raises(
+        DivergedError,
+        match=r"step 8: the loss is inf; .* the 2 before it, .* max_skipped_steps \(2\)",
+    ):
         skipped.skip(8, "the loss is inf", Model(), HERE)
 
 
@@ -103,26 +113,40 @@ def test_a_step_that_is_taken_begins_the_count_anew():
 
 
 def test_broken_weights_stop_at_once():
-    with pytest.raises(DivergedError, match=r"weights of the model are not finite \(b and 0 more\)"):
+    with pytest.raises(
+        DivergedError, match=r"weights of the model are not finite \(b and 0 more\)"
+    ):
         Skipped(100).skip(1, "the loss is nan", Model(math.nan), HERE)
 
 
 def test_broken_weights_of_another_process_stop_all_of_them(monkeypatch):
-    """Those that share layers see the same losses, but each holds weights of its own: one that went on would wait for ever."""
+    """Those that share layers see the same losses, but each holds weights of its own: one that went
+    on would wait for ever.
+    """
 
     def with_the_others(values, group=None):
         assert group is None  # all processes
         values += 1
 
     monkeypatch.setattr("ttrl.training.faults.distributed.all_reduce", with_the_others)
-    with pytest.raises(DivergedError, match="weights of the model are not finite; nothing was saved"):
-        Skipped(100).skip(1, "the loss is nan", Model(), Ranks(0, 1, torch.device("cpu"), tensor_ranks=2))
+    with pytest.raises(
+        DivergedError, match="weights of the model are not finite; nothing was saved"
+    ):
+        Skipped(100).skip(
+            1, "the loss is nan", Model(), Ranks(0, 1, torch.device("cpu"), tensor_ranks=2)
+        )
 
 
 # Memory
 
 
-SHAPE = {"model_type": "qwen2", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "vocab_size": 100_000}
+SHAPE = {
+    "model_type": "qwen2",
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 10,
+    "vocab_size": 100_000,
+}
 SHAPE |= {"num_attention_heads": 8, "num_key_value_heads": 2}
 
 
@@ -130,18 +154,31 @@ def test_what_a_setting_would_save(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     used = config(model=str(tmp_path), rows_per_microbatch=4, num_output_chunks=4)
     saved = savings(used, 4096)
-    assert {"rows_per_microbatch: 2", "activation_checkpointing: true", "2 processes with different rows"} <= saved.keys()
+    assert {
+        "rows_per_microbatch: 2",
+        "activation_checkpointing: true",
+        "2 processes with different rows",
+    } <= saved.keys()
     assert list(saved.values()) == sorted(saved.values(), reverse=True)
-    layers = 4 * 4096 * 10 * (3 * 4096 + 6 * 1024) * 4  # bytes that the layers keep at the very least
+    # Bytes that the layers keep at the very least.
+    layers = 4 * 4096 * 10 * (3 * 4096 + 6 * 1024) * 4
     assert saved["activation_checkpointing: true"] > 0.7 * layers
     assert saved["rows_per_microbatch: 2"] > layers / 2
-    without = savings(dataclasses.replace(used, activation_checkpointing=True, rows_per_microbatch=1, dtype="bf16"), 4096)
+    without = savings(
+        dataclasses.replace(
+            used, activation_checkpointing=True, rows_per_microbatch=1, dtype="bf16"
+        ),
+        4096,
+    )
     assert not {"activation_checkpointing: true", "dtype: bf16"} & without.keys()
     assert not [name for name in without if name.startswith("rows_per_microbatch")]
     assert "num_output_chunks: null" in saved
     assert "lora_rank: 16 (adapters alone are trained)" in saved
-    own_chunks = dataclasses.replace(used, num_output_chunks=None, rows_per_microbatch=1, activation_checkpointing=True)
-    assert "num_output_chunks: 8" in savings(own_chunks, 2048, cuda=True)  # four times as many as of 1024 positions
+    own_chunks = dataclasses.replace(
+        used, num_output_chunks=None, rows_per_microbatch=1, activation_checkpointing=True
+    )
+    # Four times as many as of 1024 positions.
+    assert "num_output_chunks: 8" in savings(own_chunks, 2048, cuda=True)
     adapted = dataclasses.replace(used, lora_rank=8)
     assert not [name for name in savings(adapted, 4096) if name.startswith("lora_rank")]
     assert "optimizer: adamw_8bit" in savings(used, 512, cuda=True).keys() - saved.keys()
@@ -150,24 +187,35 @@ def test_what_a_setting_would_save(tmp_path):
     shared = dataclasses.replace(in_four_bits, tensor_parallel=2)
     assert "2 processes with different rows" not in savings(shared, 512, cuda=True)
     assert "cpu_offload: true" in savings(adapted, 512, cuda=True)
-    assert "rows of 4096 positions" in advice(used, 4096) and "rows_per_microbatch: 2 would save about" in advice(used, 4096)
+    assert "rows of 4096 positions" in advice(
+        used, 4096
+    ) and "rows_per_microbatch: 2 would save about" in advice(used, 4096)
     assert "shorter rows" in advice(config(model=str(tmp_path / "nowhere")), 10)
 
 
 def run_out(kind):
     if kind == "allocator":
         torch.empty(1 << 55)
-    raise {"python": MemoryError(), "cuda": torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")}[
-        kind
-    ]
+    raise {
+        "python": MemoryError(),
+        "cuda": torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore"),
+    }[kind]
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"), [("allocator", "this machine's"), ("python", "this process"), ("cuda", r"GPU's memory ran out \(CUDA out")]
+    ("kind", "says"),
+    [
+        ("allocator", "this machine's"),
+        ("python", "this process"),
+        ("cuda", r"GPU's memory ran out \(CUDA out"),
+    ],
 )
 def test_running_out_of_memory_names_settings(kind, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
-    with pytest.raises(TrainerMemoryError, match=says) as caught, memory_advice(config(model=str(tmp_path)), 512):
+    with (
+        pytest.raises(TrainerMemoryError, match=says) as caught,
+        memory_advice(config(model=str(tmp_path)), 512),
+    ):
         run_out(kind)
     assert "would save about" in str(caught.value) and "\n" not in str(caught.value)
 
@@ -179,24 +227,42 @@ def test_other_errors_stay_what_they_are():
 
 # Work and time
 
-MODEL = Qwen2Config(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4)
+MODEL = Qwen2Config(
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+)
 
 
-def test_flops_are_those_of_the_cost_model_and_logical_tokens_those_of_unshared_rows(packed, samples):
+def test_flops_are_those_of_the_cost_model_and_logical_tokens_those_of_unshared_rows(
+    packed, samples
+):
     counted = work_counts(packed, MODEL, config())
     positions = packed.input_pos[packed.group_ids >= 0].tolist()
-    assert counted["flops"] == training_flops(model_shape(MODEL.to_dict()), positions, packed.num_trained).total
+    assert (
+        counted["flops"]
+        == training_flops(model_shape(MODEL.to_dict()), positions, packed.num_trained).total
+    )
     assert counted["logical_tokens"] == sum(len(sample.token_ids) - 1 for sample in samples)
     assert counted["logical_tokens"] > packed.num_tokens
-    assert 3 * sum(each := row_flops(packed, MODEL)) == counted["flops"] and len(each) == packed.num_rows
-    ranks = [updates(packed, 1, (0, 1), Ranks(rank, 2, torch.device("cpu")), MODEL)[0].numbers for rank in (0, 1)]
-    assert [[number for number in numbers if number >= 0] for numbers in ranks] == [balance(each, 2)[rank::2] for rank in (0, 1)]
+    assert (
+        3 * sum(each := row_flops(packed, MODEL)) == counted["flops"]
+        and len(each) == packed.num_rows
+    )
+    ranks = [
+        updates(packed, 1, (0, 1), Ranks(rank, 2, torch.device("cpu")), MODEL)[0].numbers
+        for rank in (0, 1)
+    ]
+    assert [[number for number in numbers if number >= 0] for numbers in ranks] == [
+        balance(each, 2)[rank::2] for rank in (0, 1)
+    ]
     adapters = work_counts(packed, MODEL, config(lora_rank=2))
-    assert counted["flops"] / 3 < adapters["flops"] < 0.8 * counted["flops"]  # no gradients of frozen matrices
+    # No gradients of frozen matrices.
+    assert counted["flops"] / 3 < adapters["flops"] < 0.8 * counted["flops"]
 
 
 def test_token_counts(packed):
-    batch = next(Update(packed, 1.0, 1).microbatches(config(rows_per_microbatch=2), torch.device("cpu")))
+    batch = next(
+        Update(packed, 1.0, 1).microbatches(config(rows_per_microbatch=2), torch.device("cpu"))
+    )
     first = packed.rows([0, 1]).trim()
     assert {name: int(count) for name, count in token_counts(batch).items()} == {
         "trained_tokens": first.num_trained,
@@ -207,7 +273,11 @@ def test_token_counts(packed):
 
 def test_rows_are_rounded_up_to_a_multiple(packed):
     plain, rounded = (
-        next(Update(packed, 1.0, 1).microbatches(config(rows_per_microbatch=1, row_length_multiple=m), torch.device("cpu")))
+        next(
+            Update(packed, 1.0, 1).microbatches(
+                config(rows_per_microbatch=1, row_length_multiple=m), torch.device("cpu")
+            )
+        )
         for m in (1, 7)
     )
     length = plain["tokens"].shape[1]
@@ -218,7 +288,10 @@ def test_rows_are_rounded_up_to_a_multiple(packed):
 def test_what_the_recipe_adds_travels_with_the_microbatches(packed):
     (step,) = updates(packed, 1, (0, 1), HERE)
     step.signals["place"] = torch.arange(step.rows.tokens.numel()).reshape(step.rows.tokens.shape)
-    step.reference_hidden = [torch.full((int(n), 2), float(row)) for row, n in enumerate((step.rows.labels != -100).sum(1))]
+    step.reference_hidden = [
+        torch.full((int(n), 2), float(row))
+        for row, n in enumerate((step.rows.labels != -100).sum(1))
+    ]
     assert step.numbers == list(range(packed.num_rows)) and step.num_rows == packed.num_rows
     start = 0
     for batch in step.microbatches(config(rows_per_microbatch=2), torch.device("cpu")):
@@ -237,7 +310,10 @@ def test_every_row_is_trained_in_one_step_by_one_rank(count, world_size, packed)
     for rank in range(world_size):
         dealt = updates(packed, count, (0, 1), Ranks(rank, world_size, torch.device("cpu")), MODEL)
         assert len(dealt) == min(count, packed.num_rows)
-        batches = [list(step.microbatches(config(rows_per_microbatch=2), torch.device("cpu"))) for step in dealt]
+        batches = [
+            list(step.microbatches(config(rows_per_microbatch=2), torch.device("cpu")))
+            for step in dealt
+        ]
         rows += sum(len(batch["tokens"]) for step in batches for batch in step)
         seen += [number for step in dealt for number in step.numbers if number >= 0]
         normalisers.add(tuple(step.normaliser for step in dealt))
@@ -250,7 +326,10 @@ def test_every_row_is_trained_in_one_step_by_one_rank(count, world_size, packed)
 def test_rows_of_padding_have_no_number(packed):
     count = packed.num_rows
     ranks = [Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1)]
-    dealt = [updates(packed.rows(range(count if count % 2 else count - 1)), 1, (0, 1), rank, MODEL)[0] for rank in ranks]
+    dealt = [
+        updates(packed.rows(range(count if count % 2 else count - 1)), 1, (0, 1), rank, MODEL)[0]
+        for rank in ranks
+    ]
     numbers = [number for step in dealt for number in step.numbers]
     assert sorted(numbers) == [-1, *range(len(numbers) - 1)]
     for step in dealt:
@@ -279,7 +358,9 @@ def test_memory_peaks_are_bytes():
 
 
 def test_the_peak_is_measured_once_with_the_largest_product():
-    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(8, 16), torch.nn.Linear(32, 8)])})
+    model = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleList([torch.nn.Linear(8, 16), torch.nn.Linear(32, 8)])}
+    )
     model["output"] = torch.nn.Linear(32, 1000)
     assert largest_product(model, torch.device("cpu")) == (2048, 32, 8)
     peak = matmul_peak((16, 32, 8), torch.float32, torch.device("cpu"))
@@ -288,7 +369,9 @@ def test_the_peak_is_measured_once_with_the_largest_product():
 
 
 def test_the_best_peak_of_a_machine_is_kept(tmp_path, monkeypatch):
-    """It was measured beside a busy server, or is; and a cache that cannot be used, or is damaged, costs nothing."""
+    """It was measured beside a busy server, or is; and a cache that cannot be used, or is damaged,
+    costs nothing.
+    """
 
     def measured():
         matmul_peak.cache_clear()
@@ -360,8 +443,16 @@ def test_how_long_processes_wait_for_each_other_follows_from_the_model(tmp_path,
     with open(base / "model.safetensors", "wb") as file:
         file.truncate(int(15.2e9))  # 7B in bf16
     given, lora = {"collective_timeout": 50}, {"lora_rank": 4, "lora_base": str(base)}
-    for folder, more, seconds in ((model, {}, 600), (base, {}, 1208), (base, given, 50), (model, lora, 1208)):
-        with pytest.raises(TimeoutError, match=f"^{seconds}.0$"), ranks(config(model=str(folder), **more)):
+    for folder, more, seconds in (
+        (model, {}, 600),
+        (base, {}, 1208),
+        (base, given, 50),
+        (model, lora, 1208),
+    ):
+        with (
+            pytest.raises(TimeoutError, match=f"^{seconds}.0$"),
+            ranks(config(model=str(folder), **more)),
+        ):
             pass
 
 

@@ -1,4 +1,6 @@
-"""What stays in memory between iterations: the same files, byte for byte, as when each iteration loads those of the last one."""
+"""What stays in memory between iterations: the same files, byte for byte, as when each iteration
+loads those of the last one.
+"""
 
 import json
 import os
@@ -29,23 +31,38 @@ ITERATIONS = 3
 
 
 def chain_in(folder, model_folder):
-    """Train iterations in `folder`, each from the one before: `chain("NAME", residence, **settings)` returns their folders."""
+    """Train iterations in `folder`, each from the one before: `chain("NAME", residence,
+    **settings)` returns their folders.
+    """
     save_packs(folder, ITERATIONS, 3)
     reference = folder / "reference"
     reference.mkdir()
     tensors = load_file(model_folder() / "model.safetensors")
-    save_file({name: tensor * 1.02 for name, tensor in tensors.items()}, reference / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor * 1.02 for name, tensor in tensors.items()},
+        reference / "model.safetensors",
+        {"format": "pt"},
+    )
     (reference / "config.json").write_bytes((model_folder() / "config.json").read_bytes())
 
     def iteration(name, number, residence, model=None, state=None, **settings):
         output = folder / name / str(number)
-        files = {"model": str(model or model_folder()), "packed": str(folder / f"packed{number % ITERATIONS}.safetensors")}
+        files = {
+            "model": str(model or model_folder()),
+            "packed": str(folder / f"packed{number % ITERATIONS}.safetensors"),
+        }
         files |= {"output_dir": str(output), "state": state and str(state), "iteration": number + 1}
         grpo_recipe.train(config(**files | settings), HERE, residence)
         return output
 
     def config(**settings):
-        values = {"device": "cpu", "lr": 0.01, "updates_per_iteration": 2, "rows_per_microbatch": 1, "num_threads": 1}
+        values = {
+            "device": "cpu",
+            "lr": 0.01,
+            "updates_per_iteration": 2,
+            "rows_per_microbatch": 1,
+            "num_threads": 1,
+        }
         if settings.get("kl_coefficient") and "lora_rank" not in settings:
             values["reference_model"] = str(reference)
         if "lora_rank" in settings:
@@ -55,7 +72,9 @@ def chain_in(folder, model_folder):
     def train(name, residence=None, per_iteration=lambda number: {}, first=None, **settings):
         folders, start = [], {"model": first}
         for number in range(ITERATIONS):
-            folders.append(iteration(name, number, residence, **start, **settings, **per_iteration(number)))
+            folders.append(
+                iteration(name, number, residence, **start, **settings, **per_iteration(number))
+            )
             start = {"model": folders[-1] / "checkpoint", "state": folders[-1] / "state"}
         return folders
 
@@ -70,7 +89,9 @@ def chain(model_folder, tmp_path):
 
 @pytest.fixture(scope="module")
 def from_files(model_folder, tmp_path_factory):
-    """The folders of iterations each of which read the files of the one before; trained once for the same settings."""
+    """The folders of iterations each of which read the files of the one before; trained once for
+    the same settings.
+    """
     made = {}
 
     def train(**settings):
@@ -86,15 +107,24 @@ def content(folder):
     files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
     assert {Path("checkpoint/canary.json"), Path("state/state.json")} <= files.keys()
     own = str(folder.parent).encode()  # adapters name their base, below the test's folder
-    wanted = {name: path for name, path in files.items() if name.parts[0] in ("checkpoint", "state")}
+    wanted = {
+        name: path for name, path in files.items() if name.parts[0] in ("checkpoint", "state")
+    }
     # torch.distributed.checkpoint names each of its files anew in its index.
-    return {name: path.read_bytes().replace(own, b"") for name, path in wanted.items() if name.name != ".metadata"}
+    return {
+        name: path.read_bytes().replace(own, b"")
+        for name, path in wanted.items()
+        if name.name != ".metadata"
+    }
 
 
 def measured(folder):
     """What does not depend on the clock."""
     rows = read_jsonl(folder / "train.jsonl")
-    return [{name: row[name] for name in ("global_step", "loss", "grad_norm", "lr", "entropy", "ess")} for row in rows]
+    return [
+        {name: row[name] for name in ("global_step", "loss", "grad_norm", "lr", "entropy", "ess")}
+        for row in rows
+    ]
 
 
 def check_same(ones, others):
@@ -108,18 +138,31 @@ def check_same(ones, others):
 LORA = {"lora_rank": 2, "lora_targets": ["q_proj", "v_proj", "w1", "w2"]}
 
 
-@pytest.mark.long(but=["{'checkpoint_dtype': 'bf16', 'kl_coefficient': 0.3, 'kl_estimator': 'full'}"])
+@pytest.mark.long(
+    but=["{'checkpoint_dtype': 'bf16', 'kl_coefficient': 0.3, 'kl_estimator': 'full'}"]
+)
 @pytest.mark.parametrize(
     "settings",
     [
-        {"lr_schedule": "linear", "warmup_steps": 3, "total_steps": 10, "weight_decay": 0.1, "max_grad_norm": 0.05},
+        {
+            "lr_schedule": "linear",
+            "warmup_steps": 3,
+            "total_steps": 10,
+            "weight_decay": 0.1,
+            "max_grad_norm": 0.05,
+        },
         {"checkpoint_dtype": "bf16", "kl_coefficient": 0.3, "kl_estimator": "full"},
         {"dtype": "bf16", "activation_checkpointing": True, "state_format": "sharded"},
-        pytest.param({"optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100}, marks=pytest.mark.long),
+        pytest.param(
+            {"optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
+            marks=pytest.mark.long,
+        ),
         pytest.param({"value_head": True, "value_grad_in_decoder": True}, marks=pytest.mark.long),
         {**LORA, "lora_kind": "dora", "checkpoint_dtype": "bf16"},
         {**LORA, "lora_dropout": 0.3, "lora_merge": False},
-        pytest.param({**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1}, marks=pytest.mark.long),
+        pytest.param(
+            {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1}, marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
@@ -128,11 +171,13 @@ def test_the_same_files_as_from_files(settings, chain, loads):
 
     They are parked with such settings below.
 
-    Long for the other settings: only these carry adapters, schedules or a sharded state from one iteration to the next.
+    Long for the other settings: only these carry adapters, schedules or a sharded state from one
+    iteration to the next.
     """
     once = chain("once", **settings)
     assert len(loads) == ITERATIONS
-    assert len({content(folder)[Path("checkpoint/canary.json")] for folder in once}) == ITERATIONS  # something was learned
+    # Something was learned.
+    assert len({content(folder)[Path("checkpoint/canary.json")] for folder in once}) == ITERATIONS
     loads.clear()
     check_same(chain("resident", Residence(HERE), **settings), once)
     assert len(loads) == 1  # and nothing was read that was in memory
@@ -140,7 +185,9 @@ def test_the_same_files_as_from_files(settings, chain, loads):
 
 @pytest.fixture
 def parks(monkeypatch):
-    """Where things are between iterations, as if the device were no CPU: (bytes parked, whether everything lies there)."""
+    """Where things are between iterations, as if the device were no CPU: (bytes parked, whether
+    everything lies there).
+    """
     found, original = [], resident.park
 
     def park(trained):
@@ -148,7 +195,12 @@ def parks(monkeypatch):
         memory = trained.policy.host_memory._memory
         ends = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         held = [getattr(owner, name) for owner, name in resident._places(trained)]
-        found.append((sum(one.nbytes for one in held), all(ends[0] <= one.data_ptr() < ends[1] for one in held)))
+        found.append(
+            (
+                sum(one.nbytes for one in held),
+                all(ends[0] <= one.data_ptr() < ends[1] for one in held),
+            )
+        )
 
     monkeypatch.setattr(resident, "park", park)
     monkeypatch.setattr(Stepper, "lives_on_cpu", False)
@@ -159,14 +211,22 @@ def parks(monkeypatch):
     "settings",
     [
         pytest.param({"value_head": True, "value_grad_in_decoder": True}, marks=pytest.mark.long),
-        {"dtype": "bf16", "optimizer_in_backward": True, "max_grad_norm": None, "rows_per_microbatch": 100},
+        {
+            "dtype": "bf16",
+            "optimizer_in_backward": True,
+            "max_grad_norm": None,
+            "rows_per_microbatch": 100,
+        },
         pytest.param({"optimizer": "adamw_8bit", "kl_coefficient": 0.3}, marks=pytest.mark.long),
         {**LORA, "lora_base_dtype": "nf4", "kl_coefficient": 0.1},
     ],
     ids=str,
 )
-def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, from_files, loads, parks, monkeypatch):
-    """Long for two of four: only these park a value head that trains its decoder, and 8-bit moments with a reference.
+def test_what_is_parked_comes_back_to_the_last_bit(
+    settings, chain, from_files, loads, parks, monkeypatch
+):
+    """Long for two of four: only these park a value head that trains its decoder, and 8-bit moments
+    with a reference.
 
     Both are parked, and written, below.
     """
@@ -180,7 +240,9 @@ def test_what_is_parked_comes_back_to_the_last_bit(settings, chain, from_files, 
     assert parks[0][0] <= memory.nbytes < parks[0][0] + 64 * 1000
 
 
-def test_what_cannot_be_parked_is_read_from_files(chain, from_files, loads, parks, monkeypatch, caplog):
+def test_what_cannot_be_parked_is_read_from_files(
+    chain, from_files, loads, parks, monkeypatch, caplog
+):
     once = from_files()
     loads.clear()
     monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
@@ -188,7 +250,10 @@ def test_what_cannot_be_parked_is_read_from_files(chain, from_files, loads, park
     residence = Residence(HERE)
     check_same(chain("resident", residence, free_memory=True), once)
     assert len(loads) == ITERATIONS and residence._kept is None and not parks
-    numbers = r"0\.0 GiB of the CPU's memory are needed for 4 processes on this machine, and 1\.0 GiB of them are not free"
+    numbers = (
+        r"0\.0 GiB of the CPU's memory are needed for 4 processes on this machine, and 1\.0 GiB "
+        r"of them are not free"
+    )
     assert re.search("read the trainer's weights and state from files.*" + numbers, caplog.text)
 
 
@@ -202,7 +267,11 @@ def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, from_
     settings, read = {"kl_coefficient": 0.3}, []
     once = from_files(**settings)
     original = Policy.load_folder
-    monkeypatch.setattr(Policy, "load_folder", lambda policy, folder: (read.append(Path(folder)), original(policy, folder))[1])
+    monkeypatch.setattr(
+        Policy,
+        "load_folder",
+        lambda policy, folder: (read.append(Path(folder)), original(policy, folder))[1],
+    )
     if not enough:
         monkeypatch.setattr(host_memory, "memory_bytes", lambda: (1.0, 0.0))
     residence = Residence(HERE)
@@ -217,20 +286,34 @@ def test_the_reference_is_read_and_the_policy_itself_is_not(enough, chain, from_
     ("settings", "dtype"),
     [
         ({}, "float32"),
-        ({"dtype": "bf16", "free_memory": True, "optimizer_in_backward": True, "max_grad_norm": None}, "bfloat16"),
+        (
+            {
+                "dtype": "bf16",
+                "free_memory": True,
+                "optimizer_in_backward": True,
+                "max_grad_norm": None,
+            },
+            "bfloat16",
+        ),
         pytest.param({**LORA, "lora_dropout": 0.3}, "float32", marks=pytest.mark.long),
         ({**LORA, "lora_base_dtype": "nf4"}, "nf4"),
-        pytest.param({**LORA, "dtype": "bf16", "lora_base_dtype": "bf16"}, "bfloat16", marks=pytest.mark.long),
+        pytest.param(
+            {**LORA, "dtype": "bf16", "lora_base_dtype": "bf16"}, "bfloat16", marks=pytest.mark.long
+        ),
     ],
     ids=str,
 )
-def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(settings, dtype, chain, loads, model_folder, tmp_path):
+def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(
+    settings, dtype, chain, loads, model_folder, tmp_path
+):
     """Long for two of five settings: only these have dropout, and adapters to a base in bf16."""
     checkpoint = tmp_path / "0" / "checkpoint"
 
     def made(residence):
         shutil.copytree(model_folder(), checkpoint, copy_function=os.symlink)
-        config = chain.config(model=str(checkpoint), packed="", output_dir=str(checkpoint.parent), **settings)
+        config = chain.config(
+            model=str(checkpoint), packed="", output_dir=str(checkpoint.parent), **settings
+        )
         grpo_recipe.train(config, HERE, residence)
         return json.loads((checkpoint / "canary.json").read_text())
 
@@ -239,7 +322,11 @@ def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(settings,
     assert not (model_folder() / "canary.json").exists()
     once, residence = chain("once", first=checkpoint, **settings), Residence(HERE)
     shutil.rmtree(checkpoint)
-    residence.prepare(chain.config(model=str(model_folder()), packed="", output_dir="", follow="folder", **settings))
+    residence.prepare(
+        chain.config(
+            model=str(model_folder()), packed="", output_dir="", follow="folder", **settings
+        )
+    )
     loads.clear()
     assert made(residence) == canary
     check_same(chain("resident", residence, first=checkpoint, **settings), once)
@@ -285,7 +372,10 @@ def test_a_state_that_was_replaced_is_read_again(chain):
         path.unlink()
         path.write_bytes((other / "state" / path.name).read_bytes())
     start = {"model": one / "checkpoint", "state": one / "state"}
-    check_same([chain.iteration("resident", 1, residence, **start)], [chain.iteration("fresh", 1, None, **start)])
+    check_same(
+        [chain.iteration("resident", 1, residence, **start)],
+        [chain.iteration("fresh", 1, None, **start)],
+    )
 
 
 def test_iterations_that_are_trained_again_or_left_out(chain, from_files, loads):
@@ -293,11 +383,14 @@ def test_iterations_that_are_trained_again_or_left_out(chain, from_files, loads)
     loads.clear()
     starts = [{}] + [{"model": folder / "checkpoint", "state": folder / "state"} for folder in once]
     for number in (1, 1, 0, 2):
-        check_same([chain.iteration("resident", number, residence, **starts[number])], [once[number]])
+        check_same(
+            [chain.iteration("resident", number, residence, **starts[number])], [once[number]]
+        )
     assert len(loads) == 4  # the residence did not write these files
     loads.clear()
     own = {"model": chain.iteration("resident", 0, residence) / "checkpoint", "state": None}
-    fresh = chain.iteration("fresh", 1, None, **own)  # the weights of one iteration with no optimizer state at all
+    # The weights of one iteration with no optimizer state at all.
+    fresh = chain.iteration("fresh", 1, None, **own)
     check_same([chain.iteration("resident", 1, residence, **own)], [fresh])
     assert len(loads) == 3
 
@@ -315,12 +408,17 @@ def test_after_an_error_nothing_is_kept(chain, from_files, loads, tmp_path):
     first = chain.iteration("resident", 0, residence)
     start = {"model": first / "checkpoint", "state": first / "state"}
     with pytest.raises(PackError):
-        chain.iteration("resident", 1, residence, packed=str(tmp_path / "none"), **start)  # before anything is touched
+        # Before anything is touched.
+        chain.iteration("resident", 1, residence, packed=str(tmp_path / "none"), **start)
     samples = random_samples(0, prompts=(2,))
     samples[0].token_ids[-1] += 1000
-    packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0).save(tmp_path / "wrong.safetensors")
+    packed_tensors_from_tokenized_results(samples, seq_len=24, pad_id=0).save(
+        tmp_path / "wrong.safetensors"
+    )
     with pytest.raises(PackError, match="holds token id"):
-        chain.iteration("resident", 1, residence, packed=str(tmp_path / "wrong.safetensors"), **start)
+        chain.iteration(
+            "resident", 1, residence, packed=str(tmp_path / "wrong.safetensors"), **start
+        )
     loads.clear()
     check_same([chain.iteration("resident", 1, residence, **start)], [once[1]])
     assert loads == [str(first / "checkpoint")]
@@ -329,9 +427,18 @@ def test_after_an_error_nothing_is_kept(chain, from_files, loads, tmp_path):
         chain.iteration("resident", 1, residence, **start)
 
 
-def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, from_files, monkeypatch, tmp_path):
+def test_what_was_trained_is_held_out_in_memory_before_it_is_written(
+    chain, from_files, monkeypatch, tmp_path
+):
     def look(facts):
-        held.append(facts | {"weights": {name: tensor.clone() for name, tensor in load_file(facts["memory"]).items()}})
+        held.append(
+            facts
+            | {
+                "weights": {
+                    name: tensor.clone() for name, tensor in load_file(facts["memory"]).items()
+                }
+            }
+        )
         assert not (tmp_path / "resident" / str(len(held) - 1) / "checkpoint").exists()
 
     held = []
@@ -341,7 +448,9 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, from
     assert len(held) == ITERATIONS and len({facts["memory"] for facts in held}) == 1
     for facts, folder in zip(held, resident, strict=True):
         canary = json.loads((folder / "checkpoint" / "canary.json").read_text())
-        assert facts["canary"] == {name: value for name, value in canary.items() if name not in ("weights", "files")}
+        assert facts["canary"] == {
+            name: value for name, value in canary.items() if name not in ("weights", "files")
+        }
         digests = {name: sha for name, _, _, sha in facts["parts"]}
         assert digests == {name: sha for name, sha in canary["weights"].items() if name in digests}
         stored = load_file(folder / "checkpoint" / "model.safetensors")
@@ -351,7 +460,14 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, from
         raise StorageError("no memory")
 
     monkeypatch.setattr(residence._memory, "write", none_left)
-    chain.iteration("again", 1, residence, model=resident[0] / "checkpoint", state=resident[0] / "state", hand_over=True)
+    chain.iteration(
+        "again",
+        1,
+        residence,
+        model=resident[0] / "checkpoint",
+        state=resident[0] / "state",
+        hand_over=True,
+    )
     assert len(held) == ITERATIONS  # servers read files then
 
 
@@ -364,10 +480,14 @@ def test_what_was_trained_is_held_out_in_memory_before_it_is_written(chain, from
     ],
     ids=str,
 )
-def test_servers_are_told_when_everything_has_left_the_device(settings, chain, from_files, loads, parks, tmp_path):
-    """They may share it. Checkpoint and state are written from where all of it is parked, to the same bits.
+def test_servers_are_told_when_everything_has_left_the_device(
+    settings, chain, from_files, loads, parks, tmp_path
+):
+    """They may share it. Checkpoint and state are written from where all of it is parked, to the
+    same bits.
 
-    Long for a checkpoint in bf16: only this writes one out of what is parked. Where it is not: above.
+    Long for a checkpoint in bf16: only this writes one out of what is parked. Where it is not:
+    above.
     """
     once, told = from_files(**settings), []
 
@@ -378,13 +498,20 @@ def test_servers_are_told_when_everything_has_left_the_device(settings, chain, f
     residence = Residence(HERE, look)
     loads.clear()
     check_same(chain("resident", residence, hand_over=True, free_memory=True, **settings), once)
-    assert told == [1, 2, 3] and len(parks) == ITERATIONS and all(inside for _, inside in parks) and len(loads) == 1
+    assert (
+        told == [1, 2, 3]
+        and len(parks) == ITERATIONS
+        and all(inside for _, inside in parks)
+        and len(loads) == 1
+    )
 
 
 def test_what_is_parked_is_written_later_without_the_device(chain, from_files, parks, monkeypatch):
     once, back = from_files(), []
     original = resident.unpark
-    monkeypatch.setattr(resident, "unpark", lambda *arguments: (back.append(1), original(*arguments)))
+    monkeypatch.setattr(
+        resident, "unpark", lambda *arguments: (back.append(1), original(*arguments))
+    )
     residence, settings = Residence(HERE), {"hand_over": True, "free_memory": True}
     chain.iteration("kept", 0, residence, save=False, **settings)
     second = chain.iteration("kept", 1, residence, save=False, kept=1, **settings)
@@ -399,24 +526,38 @@ def test_what_is_parked_is_written_later_without_the_device(chain, from_files, p
     assert back == [1, 1] and len(parks) == 3
 
 
-def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(chain, from_files, parks, monkeypatch, caplog):
+def test_servers_that_share_the_device_read_files_where_nothing_can_be_parked(
+    chain, from_files, parks, monkeypatch, caplog
+):
     told, once = [], from_files()
     monkeypatch.setattr(host_memory, "memory_bytes", lambda: (8 * 2**30, 1 * 2**30))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     residence = Residence(HERE, told.append)
     check_same(chain("resident", residence, hand_over=True, free_memory=True), once)
-    assert not told and not parks and residence._kept is None and residence._memory._descriptor is None
+    assert (
+        not told and not parks and residence._kept is None and residence._memory._descriptor is None
+    )
     assert "servers have to read files" in caplog.text
 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, *(pytest.param(one, marks=pytest.mark.long) for one in ({"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1}))],
+    [
+        {},
+        *(
+            pytest.param(one, marks=pytest.mark.long)
+            for one in ({"optimizer": "adamw_8bit"}, {"kl_coefficient": 0.1})
+        ),
+    ],
 )
-def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain, from_files, settings):
-    """To the same bits as if it had been; also in another process, which trains again from the last that was.
+def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(
+    chain, from_files, settings
+):
+    """To the same bits as if it had been; also in another process, which trains again from the last
+    that was.
 
-    Long for two of three: only these keep 8-bit moments, and a reference, unwritten. Written they are above.
+    Long for two of three: only these keep 8-bit moments, and a reference, unwritten. Written they
+    are above.
     """
     once, residence = from_files(**settings), Residence(HERE)
     first = chain.iteration("kept", 0, residence, hand_over=True, save=False, **settings)
@@ -426,12 +567,16 @@ def test_what_is_not_written_goes_on_from_memory_and_can_be_written_later(chain,
     chain.iteration("kept", 1, residence, hand_over=True, kept=2, packed="", **settings)
     check_same([second], [once[1]])
     start = {"model": second / "checkpoint", "state": second / "state"}
-    check_same([chain.iteration("kept", 2, residence, **start, hand_over=True, **settings)], [once[2]])
+    check_same(
+        [chain.iteration("kept", 2, residence, **start, hand_over=True, **settings)], [once[2]]
+    )
     another = Residence(HERE)
     with pytest.raises(RunFolderError, match="does not hold what iteration 1 left"):
         chain.iteration("another", 1, another, hand_over=True, kept=1, **settings)
     chain.iteration("another", 0, another, hand_over=True, save=False, **settings)
-    check_same([chain.iteration("another", 1, another, hand_over=True, kept=1, **settings)], [once[1]])
+    check_same(
+        [chain.iteration("another", 1, another, hand_over=True, kept=1, **settings)], [once[1]]
+    )
 
 
 def test_what_servers_cannot_have_from_memory_is_written(chain, monkeypatch):
@@ -440,4 +585,7 @@ def test_what_servers_cannot_have_from_memory_is_written(chain, monkeypatch):
 
     residence = Residence(HERE)
     monkeypatch.setattr(residence._memory, "write", none_left)
-    check_same([chain.iteration("kept", 0, residence, hand_over=True, save=False)], [chain.iteration("once", 0, None)])
+    check_same(
+        [chain.iteration("kept", 0, residence, hand_over=True, save=False)],
+        [chain.iteration("once", 0, None)],
+    )

@@ -1,4 +1,6 @@
-"""Switches that save memory or time, in one process: the gradients stay the same, and each does what it is there for."""
+"""Switches that save memory or time, in one process: the gradients stay the same, and each does
+what it is there for.
+"""
 
 import math
 from collections import Counter
@@ -13,7 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ttrl.errors import ConfigError, ModelFolderError
 from ttrl.training.batches import updates
 from ttrl.training.models.weights import iter_weights
-from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, learning_rate, make_optimizer
+from ttrl.training.optimizer.optimizer import (
+    begin_step,
+    clip_and_step,
+    learning_rate,
+    make_optimizer,
+)
 from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.activations import PRODUCTS
 from ttrl.training.policy.loading import load_policy
@@ -40,8 +47,14 @@ def test_exact_switches_leave_the_gradient_alone(family, settings, tolerance, mo
 def test_the_dropout_of_adapters_is_recomputed_alike(model_folder, packed):
     adapters = {"lora_rank": 4, "lora_dropout": 0.5}
     plain = gradients_with(model_folder(), packed, **adapters)
-    assert distance(gradients_with(model_folder(), packed, activation_checkpointing=True, **adapters), plain) == 0
-    assert distance(gradients_with(model_folder(), packed, seed=1, **adapters), plain) > 0.1  # there is some
+    assert (
+        distance(
+            gradients_with(model_folder(), packed, activation_checkpointing=True, **adapters), plain
+        )
+        == 0
+    )
+    # There is some.
+    assert distance(gradients_with(model_folder(), packed, seed=1, **adapters), plain) > 0.1
 
 
 class _Counting(TorchDispatchMode):
@@ -55,7 +68,9 @@ class _Counting(TorchDispatchMode):
 
 
 def work_with(folder, packed, **settings):
-    """How often each layer ran, and each operation, in the forward and backward pass of one step."""
+    """How often each layer ran, and each operation, in the forward and backward pass of one
+    step.
+    """
     config = settings_of(folder, **settings)
     policy = load_policy(config, ALONE)
     (step,) = updates(packed, 1, (0, 1), ALONE)
@@ -73,19 +88,32 @@ def test_checkpointing_recomputes_what_it_should(model_folder, packed):
     plain, plain_calls = work_with(model_folder(), packed)
     full, full_calls = work_with(model_folder(), packed, activation_checkpointing=True)
     half, _ = work_with(model_folder(), packed, activation_checkpointing=True, checkpoint_every=2)
-    assert (plain, full, half) == (Counter({0: 1, 1: 1}), Counter({0: 2, 1: 2}), Counter({0: 2, 1: 1}))
-    _, kept_calls = work_with(model_folder(), packed, activation_checkpointing=True, checkpoint_keeps="products")
-    silu = torch.ops.aten.silu.out  # once in the forward pass, once in the backward pass (ttrl/training/kernels/cpu_ops.py)
+    assert (plain, full, half) == (
+        Counter({0: 1, 1: 1}),
+        Counter({0: 2, 1: 2}),
+        Counter({0: 2, 1: 1}),
+    )
+    _, kept_calls = work_with(
+        model_folder(), packed, activation_checkpointing=True, checkpoint_keeps="products"
+    )
+    # Once in the forward pass, once in the backward pass (ttrl/training/kernels/cpu_ops.py).
+    silu = torch.ops.aten.silu.out
     assert 2 * kept_calls[silu] == 2 * full_calls[silu] == 3 * plain_calls[silu] > 0
-    products = [sum(calls[op] for op in PRODUCTS) for calls in (plain_calls, kept_calls, full_calls)]
+    products = [
+        sum(calls[op] for op in PRODUCTS) for calls in (plain_calls, kept_calls, full_calls)
+    ]
     assert products[0] == products[1] < products[2]
 
 
 def test_compilation_sees_into_layers(model_folder, packed, monkeypatch):
-    """Without a backend that compiles C++ (tests/e2e/test_compiled.py): all that the compiler leaves out is attention on CPUs."""
+    """Without a backend that compiles C++ (tests/e2e/test_compiled.py): all that the compiler
+    leaves out is attention on CPUs.
+    """
     plain = gradients_with(model_folder("qwen3"), packed, row_length_multiple=40)
     compile_with = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compile_with(module, backend="eager"))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda module: compile_with(module, backend="eager")
+    )
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = gradients_with(model_folder("qwen3"), packed, row_length_multiple=40, compile=True)
@@ -97,14 +125,21 @@ def test_compilation_sees_into_layers(model_folder, packed, monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3", "llama-biased"])
 def test_sharding_over_one_process_changes_nothing(family, model_folder, packed):
-    """The code of tensor parallelism and FSDP on a mesh of one; more processes: tests/e2e/test_parallel.py."""
+    """The code of tensor parallelism and FSDP on a mesh of one; more processes:
+    tests/e2e/test_parallel.py.
+    """
     from ttrl.training.kernels import cpu_ops, cpu_products
     from ttrl.training.parallel import sharding
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_products, "serve", lambda *_: False)
-        # As on sharded parameters: another rounding is as far from this one as either is from float64, some 2e-6.
-        patch.setattr(cpu_ops, "rms_norm", lambda x, scale, eps: torch.nn.functional.rms_norm(x, scale.shape, scale, eps))
+        # As on sharded parameters: another rounding is as far from this one as either is from
+        # float64, some 2e-6.
+        patch.setattr(
+            cpu_ops,
+            "rms_norm",
+            lambda x, scale, eps: torch.nn.functional.rms_norm(x, scale.shape, scale, eps),
+        )
         plain = gradients_with(model_folder(family), packed)
     with group_of_one() as here, pytest.MonkeyPatch.context() as patch:
 
@@ -114,7 +149,13 @@ def test_sharding_over_one_process_changes_nothing(family, model_folder, packed)
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
         patch.setattr("ttrl.training.policy.loading.shard", both)
-        assert distance(gradients_with(model_folder(family), packed, here, activation_checkpointing=True), plain) < 2e-6
+        assert (
+            distance(
+                gradients_with(model_folder(family), packed, here, activation_checkpointing=True),
+                plain,
+            )
+            < 2e-6
+        )
 
 
 def stepped(folder, packed, steps=2, **settings):
@@ -136,13 +177,17 @@ def stepped(folder, packed, steps=2, **settings):
 def test_the_optimizer_in_the_backward_pass_takes_the_same_steps(model_folder, packed):
     schedule = {"lr_schedule": "linear", "total_steps": 5, "warmup_steps": 1}
     after, norms = stepped(model_folder("qwen2-tied"), packed, **schedule)
-    in_backward, same_norms = stepped(model_folder("qwen2-tied"), packed, optimizer_in_backward=True, **schedule)
+    in_backward, same_norms = stepped(
+        model_folder("qwen2-tied"), packed, optimizer_in_backward=True, **schedule
+    )
     assert same_norms == pytest.approx(norms, rel=1e-6)
     assert all(torch.equal(after[name], in_backward[name]) for name in after)
 
 
 def test_the_optimizer_in_the_backward_pass_refuses_a_second_microbatch(model_folder, packed):
-    with pytest.raises(ConfigError, match="more than one microbatch a step; raise rows_per_microbatch"):
+    with pytest.raises(
+        ConfigError, match="more than one microbatch a step; raise rows_per_microbatch"
+    ):
         stepped(model_folder(), packed, optimizer_in_backward=True, rows_per_microbatch=1)
 
 
@@ -155,9 +200,13 @@ def test_sgd_is_the_gradient_clipped_to_the_norm(model_folder, packed):
     optimizer = make_optimizer(policy, config)
     (step,) = updates(packed, 1, (0, 1), ALONE)
     accumulate(policy, step, config, ALONE)
-    assert clip_and_step(policy, optimizer, config, 0, lr_scale=0.1) == pytest.approx(norm, rel=1e-6)
+    assert clip_and_step(policy, optimizer, config, 0, lr_scale=0.1) == pytest.approx(
+        norm, rel=1e-6
+    )
     for name, weight in policy.full_weights().items():
-        torch.testing.assert_close(weight, before[name] - 0.05 * gradient[name] / 4, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            weight, before[name] - 0.05 * gradient[name] / 4, rtol=1e-5, atol=1e-7
+        )
 
 
 def test_a_step_whose_norm_is_not_finite_is_not_taken(model_folder, packed):
@@ -179,7 +228,11 @@ def test_learning_rates(schedule):
     expected = []
     for step in range(15):
         done = min(1.0, max(0.0, (step - 4) / 8))
-        shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}[schedule]
+        shape = {
+            "constant": 1.0,
+            "linear": 1 - done,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        }[schedule]
         expected.append(2.0 * min(1.0, (step + 1) / 4) * shape)
     assert [learning_rate(config, step) for step in range(15)] == pytest.approx(expected, abs=1e-12)
     assert expected[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
@@ -202,8 +255,14 @@ def test_the_policy_has_the_folders_weights_bit_for_bit(family, model_folder):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"missing \['layers\.1\.mlp\.w3\.weight'\]"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"other shapes \['norm\.scale \(31,\) instead of \(32,\)"),
+        (
+            lambda t: t.pop("model.layers.1.mlp.up_proj.weight"),
+            r"missing \['layers\.1\.mlp\.w3\.weight'\]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(31)}),
+            r"other shapes \['norm\.scale \(31,\) instead of \(32,\)",
+        ),
         (
             lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(32)}),
             r"not expected \['layers\.2\.sa_norm\.scale'\]",
@@ -226,10 +285,21 @@ def test_weights_that_do_not_fit_are_named(change, text, model_folder, tmp_path)
 @pytest.mark.parametrize(
     ("settings", "texts"),
     [
-        ({"optimizer_in_backward": True, "max_grad_norm": 1.0}, ["optimizer_in_backward steps each parameter before"]),
-        ({"optimizer_on_cpu": True, "device": "cuda", "max_grad_norm": 1.0}, ["clipping would change nothing"]),
         (
-            {"optimizer_on_cpu": True, "optimizer_in_backward": True, "cpu_offload": True, "optimizer": "sgd"},
+            {"optimizer_in_backward": True, "max_grad_norm": 1.0},
+            ["optimizer_in_backward steps each parameter before"],
+        ),
+        (
+            {"optimizer_on_cpu": True, "device": "cuda", "max_grad_norm": 1.0},
+            ["clipping would change nothing"],
+        ),
+        (
+            {
+                "optimizer_on_cpu": True,
+                "optimizer_in_backward": True,
+                "cpu_offload": True,
+                "optimizer": "sgd",
+            },
             [
                 "exclude each other",
                 "already has the optimizer",
@@ -239,15 +309,26 @@ def test_weights_that_do_not_fit_are_named(change, text, model_folder, tmp_path)
             ],
         ),
         ({"activation_offloading": True}, ["activation_offloading needs a CUDA device"]),
-        ({"checkpoint_every": 2}, ["checkpoint_every is 2, which does nothing without activation_checkpointing"]),
+        (
+            {"checkpoint_every": 2},
+            ["checkpoint_every is 2, which does nothing without activation_checkpointing"],
+        ),
         ({"checkpoint_keeps": "products"}, ["checkpoint_keeps is 'products', which does nothing"]),
         (
             {"checkpoint_keeps": "products", "activation_checkpointing": True, "compile": True},
             ["checkpoint_keeps cannot see into compiled layers"],
         ),
-        ({"compile": True, "tensor_parallel": 2}, ["compile with tensor_parallel; PyTorch's compiler loses"]),
         (
-            {"tensor_parallel": 0, "row_length_multiple": 0, "checkpoint_every": 0, "activation_checkpointing": True},
+            {"compile": True, "tensor_parallel": 2},
+            ["compile with tensor_parallel; PyTorch's compiler loses"],
+        ),
+        (
+            {
+                "tensor_parallel": 0,
+                "row_length_multiple": 0,
+                "checkpoint_every": 0,
+                "activation_checkpointing": True,
+            },
             ["row_length_multiple is 0", "checkpoint_every is 0", "tensor_parallel is 0"],
         ),
     ],
@@ -267,14 +348,26 @@ def test_switches_that_exclude_each_other_are_all_named(settings, texts):
         (3, 2, ["tensor_parallel is 2, which does not divide the number of processes, 3; start 6"]),
         (8, 8, ["does not divide the model's num_attention_heads, 4", "num_key_value_heads, 2"]),
         (4, 4, ["does not divide the model's num_key_value_heads, 2"]),
-        (1, 5, ["number of processes, 1; start 5", "num_attention_heads, 4", "num_key_value_heads, 2", "intermediate_size, 48"]),
+        (
+            1,
+            5,
+            [
+                "number of processes, 1; start 5",
+                "num_attention_heads, 4",
+                "num_key_value_heads, 2",
+                "intermediate_size, 48",
+            ],
+        ),
     ],
 )
 def test_tensor_parallelism_that_cannot_be_is_refused_before_anything_is_joined(
     processes, parts, texts, model_folder, monkeypatch
 ):
     monkeypatch.setenv("WORLD_SIZE", str(processes))
-    with pytest.raises(ConfigError) as caught, ranks(settings_of(model_folder(), tensor_parallel=parts)):
+    with (
+        pytest.raises(ConfigError) as caught,
+        ranks(settings_of(model_folder(), tensor_parallel=parts)),
+    ):
         pass
     assert len(caught.value.problems) == len(texts)
     for text in texts:
@@ -286,10 +379,16 @@ def test_what_needs_cuda_is_refused_where_auto_finds_none(model_folder, monkeypa
     settings = {"device": "auto", "activation_offloading": True, "cpu_offload": True}
     with pytest.raises(ConfigError) as caught, ranks(settings_of(model_folder(), **settings)):
         pass
-    assert [problem.split()[0] for problem in caught.value.problems] == ["activation_offloading", "cpu_offload"]
+    assert [problem.split()[0] for problem in caught.value.problems] == [
+        "activation_offloading",
+        "cpu_offload",
+    ]
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.raises(ConfigError, match="optimizer_on_cpu is for one process, and there are 2; use cpu_offload"),
+        pytest.raises(
+            ConfigError,
+            match="optimizer_on_cpu is for one process, and there are 2; use cpu_offload",
+        ),
         ranks(settings_of(model_folder(), device="cuda", optimizer_on_cpu=True)),
     ):
         pass

@@ -25,13 +25,27 @@ def written(folder, *rows, here=Ranks(0, 1, CPU)):  # noqa: B008  # frozen
 
 
 def test_numbers_that_are_not_finite_are_null_wherever_they_are(tmp_path):
-    """A step is skipped because log-probabilities are NaN, and so is the distance of sampler and trainer beside its loss."""
-    (line,) = written(tmp_path, {**ROW, "loss": math.nan, "sampler_trainer": {"tokens": 3, "mean": math.nan, "ess": math.inf}})
-    assert line["loss"] is None and line["sampler_trainer"] == {"tokens": 3, "mean": None, "ess": None}
+    """A step is skipped because log-probabilities are NaN, and so is the distance of sampler and
+    trainer beside its loss.
+    """
+    (line,) = written(
+        tmp_path,
+        {
+            **ROW,
+            "loss": math.nan,
+            "sampler_trainer": {"tokens": 3, "mean": math.nan, "ess": math.inf},
+        },
+    )
+    assert line["loss"] is None and line["sampler_trainer"] == {
+        "tokens": 3,
+        "mean": None,
+        "ess": None,
+    }
     assert line["tokens_per_second"] > 0
 
 
 def test_a_second_attempt_begins_a_new_file(tmp_path):
     written(tmp_path, ROW, {**ROW, "global_step": 2})
     assert [line["global_step"] for line in written(tmp_path, ROW)] == [1]
-    assert [line["global_step"] for line in written(tmp_path, here=Ranks(1, 2, CPU))] == [1]  # only the first rank writes
+    # Only the first rank writes.
+    assert [line["global_step"] for line in written(tmp_path, here=Ranks(1, 2, CPU))] == [1]

@@ -1,4 +1,6 @@
-"""Weights held out in memory: what others read there is the policy, by its names, whoever holds which part of it."""
+"""Weights held out in memory: what others read there is the policy, by its names, whoever holds
+which part of it.
+"""
 
 import hashlib
 import os
@@ -27,7 +29,9 @@ def read(handed_over):
     weights = load_file(handed_over["memory"])
     left = {name: torch.ones(tensor.shape, dtype=torch.int) for name, tensor in weights.items()}
     for name, starts, lengths, sha in handed_over["parts"]:
-        part = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+        part = tuple(
+            slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+        )
         assert digest(weights[name][part]) == sha
         left[name][part] -= 1
     assert not any(map(torch.any, left.values()))
@@ -44,13 +48,19 @@ def test_it_is_what_a_checkpoint_would_be(family, dtype, model_folder, tmp_path)
     if policy.decoder.config.tie_word_embeddings:
         stored.pop("lm_head.weight", None)  # the worker makes it from the embeddings
     held = read(hand_over(memory, policy, start, dtype))
-    assert held.keys() == stored.keys() and all(torch.equal(held[name], stored[name]) for name in held)
+    assert held.keys() == stored.keys() and all(
+        torch.equal(held[name], stored[name]) for name in held
+    )
     memory.close()
 
 
 def test_parts_of_any_number_of_dimensions_are_named_with_their_place():
     memory = WeightMemory(HERE)
-    tensors = [Held("v", (torch.ones(5), torch.zeros(2))), Held("m", (torch.ones(3, 4),)), Held("c", (torch.ones(2, 3, 4, 5),))]
+    tensors = [
+        Held("v", (torch.ones(5), torch.zeros(2))),
+        Held("m", (torch.ones(3, 4),)),
+        Held("c", (torch.ones(2, 3, 4, 5),)),
+    ]
     said = memory.write(tensors, torch.float32)
     assert [part[:3] for part in said["parts"]] == [
         *(("v", [0], [5]), ("v", [5], [2]), ("m", [0, 0], [3, 4])),
@@ -62,12 +72,17 @@ def test_parts_of_any_number_of_dimensions_are_named_with_their_place():
 
 def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process():
     memory = WeightMemory(HERE)
-    first = memory.write([Held("a", (torch.ones(3, 2),)), Held("b", (torch.ones(4),))], torch.float32)
+    first = memory.write(
+        [Held("a", (torch.ones(3, 2),)), Held("b", (torch.ones(4),))], torch.float32
+    )
     read(first)
-    second = memory.write([Held("a", (torch.full((3, 2), 2.0),)), Held("b", (torch.ones(4),))], torch.float32)
+    second = memory.write(
+        [Held("a", (torch.full((3, 2), 2.0),)), Held("b", (torch.ones(4),))], torch.float32
+    )
     assert second["memory"] == first["memory"] and second["parts"][0] != first["parts"][0]
     assert torch.equal(read(second)["a"], torch.full((3, 2), 2.0))
-    fused = memory.write([Held("a", (torch.zeros(1, 2), torch.ones(2, 2)))], torch.bfloat16)  # another layout
+    # Another layout.
+    fused = memory.write([Held("a", (torch.zeros(1, 2), torch.ones(2, 2)))], torch.bfloat16)
     assert read(fused)["a"].tolist() == [[0, 0], [1, 1], [1, 1]]
     memory.close()
     assert not os.path.exists(fused["memory"])
@@ -75,13 +90,22 @@ def test_the_next_weights_lie_in_the_same_place_and_it_is_gone_with_its_process(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_is_copied_in_pieces(dtype, monkeypatch):
-    """Of whole rows, also where the part lies apart in the whole; its digest is that of all of them."""
+    """Of whole rows, also where the part lies apart in the whole; its digest is that of all of
+    them.
+    """
     monkeypatch.setattr(weight_memory, "_PIECE", 64)
-    for shape, columns in (((100,), slice(None)), ((37, 5), slice(None)), ((37, 50), slice(20, 44)), ((3, 4, 5), slice(1, 3))):
+    for shape, columns in (
+        ((100,), slice(None)),
+        ((37, 5), slice(None)),
+        ((37, 50), slice(20, 44)),
+        ((3, 4, 5), slice(1, 3)),
+    ):
         whole, part = torch.zeros(shape, dtype=dtype), torch.randn(shape)
         rows = (slice(None), columns)[: len(shape)]
         digested = weight_memory._copy(part[rows], whole[rows])
-        assert torch.equal(whole[rows], part[rows].to(dtype)) and digested.hex() == digest(part[rows].to(dtype))
+        assert torch.equal(whole[rows], part[rows].to(dtype)) and digested.hex() == digest(
+            part[rows].to(dtype)
+        )
         assert whole.count_nonzero() <= part[rows].numel()
 
 
@@ -94,7 +118,10 @@ def test_without_memory_for_it(enough, monkeypatch):
     if not enough:
         monkeypatch.setattr(weight_memory, "memory_bytes", lambda: (1e9, 10.0))
     memory = WeightMemory(HERE)
-    with pytest.raises(StorageError, match=r"no 0\.0 GiB of memory for them: " + ("No space" if enough else "so much is not")):
+    with pytest.raises(
+        StorageError,
+        match=r"no 0\.0 GiB of memory for them: " + ("No space" if enough else "so much is not"),
+    ):
         memory.write([Held("a", (torch.ones(3),))], torch.float32)
     monkeypatch.undo()
     read(memory.write([Held("a", (torch.ones(3),))], torch.float32))

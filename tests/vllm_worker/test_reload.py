@@ -1,4 +1,6 @@
-"""Reloads of parameters that a model writes itself, without a server. tools/check_models.py serves a real gpt-oss."""
+"""Reloads of parameters that a model writes itself, without a server. tools/check_models.py serves
+a real gpt-oss.
+"""
 
 from types import SimpleNamespace
 
@@ -23,11 +25,17 @@ class Attention(nn.Module):
 
 
 class GptOssForCausalLM(nn.Module):
-    """Loads as vLLM's class of this name does: its experts are turned and copied, its sinks written through `.data`."""
+    """Loads as vLLM's class of this name does: its experts are turned and copied, its sinks written
+    through `.data`.
+    """
 
     def __init__(self):
         super().__init__()
-        self.experts, self.attention, self.norm = Experts(), Attention(), nn.LayerNorm(3, bias=False)
+        self.experts, self.attention, self.norm = (
+            Experts(),
+            Attention(),
+            nn.LayerNorm(3, bias=False),
+        )
 
     @torch.no_grad()
     def load_weights(self, weights):
@@ -48,7 +56,10 @@ class GptOssForCausalLM(nn.Module):
 
 def test_what_a_model_writes_itself_is_kept_at_every_reload():
     """The parameters stay the same objects, and captured graphs see the new numbers."""
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
     from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
     from ttrl.vllm_worker.reload import KeepDirectWrites

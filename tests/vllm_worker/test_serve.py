@@ -1,4 +1,5 @@
-"""What starts vLLM sooner: ranks without a compiler, and an engine that does not hold the API server's port.
+"""What starts vLLM sooner: ranks without a compiler, and an engine that does not hold the API
+server's port.
 
 Only the vLLM that is installed has what is replaced.
 """
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.e2e  # vLLM is imported
 def test_ranks(rows, columns):
     from ttrl.vllm_worker.serve import count_at_least
 
-    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).round(decimals=1)  # with ties
+    # With ties.
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     x[:, -1] = -torch.inf
     for place in (0, columns - 1):
         values = x[:, place : place + 1].clone()
@@ -35,7 +37,11 @@ def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
 
     monkeypatch.setattr(serve, "_apply_adapters_by_products", lambda: None)
     monkeypatch.setattr(serve, "compute_in_float32", lambda: None)
-    replaced = ((utils, "get_mp_context"), (sampler, "batched_count_greater_than"), (registry, "_run_in_subprocess"))
+    replaced = (
+        (utils, "get_mp_context"),
+        (sampler, "batched_count_greater_than"),
+        (registry, "_run_in_subprocess"),
+    )
     for owner, name in replaced:
         monkeypatch.setattr(owner, name, getattr(owner, name))  # as it was, at the end
     monkeypatch.setattr(os, "register_at_fork", lambda **_: None)
@@ -64,7 +70,10 @@ def test_a_port_does_not_stay_with_a_forked_process():
     from ttrl.vllm_worker.serve import close_listening_sockets
 
     gate, opened = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
         port = server.getsockname()[1]
         child = os.fork()
         if child == 0:  # it lives on until the pipe says so
@@ -96,7 +105,10 @@ def test_adapters_by_products(slots, dtype):
 
     assert lora_ops.bgmv_expand.__module__ == lora_ops.__name__  # theirs, in this process
     generator = torch.Generator().manual_seed(0)
-    down, up, x, y = (torch.randn(n, generator=generator).to(dtype) for n in ((3, 1, 4, 32), (3, 1, 8, 4), (5, 32), (5, 20)))
+    down, up, x, y = (
+        torch.randn(n, generator=generator).to(dtype)
+        for n in ((3, 1, 4, 32), (3, 1, 8, 4), (5, 32), (5, 20))
+    )
     where = torch.tensor(slots)
     there = where >= 0
     buffers, outputs = [], []
@@ -113,7 +125,11 @@ def test_adapters_by_products(slots, dtype):
         torch.testing.assert_close(ours[there], theirs[there])
     whole, part, new = outputs[1]
     assert not buffers[1][~there].any()
-    assert torch.equal(whole[~there], y[~there]) and torch.equal(part[~there], y[~there]) and not new[~there][:, 7:15].any()
+    assert (
+        torch.equal(whole[~there], y[~there])
+        and torch.equal(part[~there], y[~there])
+        and not new[~there][:, 7:15].any()
+    )
 
 
 def test_this_vllm_applies_adapters_by_products(monkeypatch):
@@ -127,12 +143,18 @@ def test_this_vllm_applies_adapters_by_products(monkeypatch):
             monkeypatch.setattr(module, name, getattr(module, name))
     serve._apply_adapters_by_products()
     assert punica_cpu.bgmv_shrink is lora_ops.bgmv_shrink is serve.bgmv_shrink
-    for way in (lora_ops.sgmv_shrink, lora_ops.sgmv_expand, lora_ops.sgmv_expand_slice):  # these use them
-        assert any(name in way.__code__.co_names for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"))
+    # These use them.
+    for way in (lora_ops.sgmv_shrink, lora_ops.sgmv_expand, lora_ops.sgmv_expand_slice):
+        assert any(
+            name in way.__code__.co_names
+            for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice")
+        )
 
 
 def test_the_delta_rule_in_float32_is_that_of_transformers():
-    """A prompt at once, and its last token in a step of its own; two sequences, of which one begins with a state."""
+    """A prompt at once, and its last token in a step of its own; two sequences, of which one begins
+    with a state.
+    """
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
     from ttrl.vllm_worker.delta_rule import _Operations
@@ -152,19 +174,31 @@ def test_the_delta_rule_in_float32_is_that_of_transformers():
     wide = [x.repeat_interleave(times, 2) for x in (query, key)]
     how = {"g": g, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
     start = random(1, heads * times, width, width)
-    wanted, state = theirs.torch_recurrent_gated_delta_rule(*wide, value, initial_state=start, **how)
+    wanted, state = theirs.torch_recurrent_gated_delta_rule(
+        *wide, value, initial_state=start, **how
+    )
 
     states = torch.cat([torch.zeros_like(start), start])
     prompt = tokens - 1
     given = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     parts = {name: x[:, :prompt] for name, x in given.items()}
     found, _ = ours.chunk_gated_delta_rule_cpu(
-        **parts, initial_state=states, initial_state_indices=torch.tensor([1]), cu_seqlens=torch.tensor([0, prompt])
+        **parts,
+        initial_state=states,
+        initial_state_indices=torch.tensor([1]),
+        cu_seqlens=torch.tensor([0, prompt]),
     )
     assert torch.allclose(found, wanted[:, :prompt], atol=1e-5)
-    last = {name: x[0, prompt:].unsqueeze(0) for name, x in (("q", query), ("k", key), ("v", value))}
+    last = {
+        name: x[0, prompt:].unsqueeze(0) for name, x in (("q", query), ("k", key), ("v", value))
+    }
     step = ours.fused_sigmoid_gating_delta_rule_update_cpu(
-        **last, a=a[prompt:], b=b[prompt:], **gates, initial_state_source=states, initial_state_indices=torch.tensor([1])
+        **last,
+        a=a[prompt:],
+        b=b[prompt:],
+        **gates,
+        initial_state_source=states,
+        initial_state_indices=torch.tensor([1]),
     )
     assert step.shape == (1, 1, heads * times, width)
     assert torch.allclose(step[0, 0], wanted[0, prompt], atol=1e-5)
@@ -181,7 +215,12 @@ def test_models_that_also_see_pictures_are_imported_without_torchvision(monkeypa
 
     if is_torchvision_available():
         pytest.skip("torchvision is installed")
-    for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2", "torchvision.transforms.v2.functional"):
+    for name in (
+        "torchvision",
+        "torchvision.transforms",
+        "torchvision.transforms.v2",
+        "torchvision.transforms.v2.functional",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, name)
     serve._stand_in_for_torchvision()
@@ -190,7 +229,9 @@ def test_models_that_also_see_pictures_are_imported_without_torchvision(monkeypa
 
 
 def test_queries_with_a_dimension_of_heads_are_turned_as_flat_ones(monkeypatch):
-    """LFM2's, which vLLM 0.32 turns wrongly on CPUs: the canary found log-probabilities 0.7 nats off."""
+    """LFM2's, which vLLM 0.32 turns wrongly on CPUs: the canary found log-probabilities 0.7 nats
+    off.
+    """
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -200,7 +241,12 @@ def test_queries_with_a_dimension_of_heads_are_turned_as_flat_ones(monkeypatch):
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
     serve._rotate_every_head()
     with set_current_vllm_config(VllmConfig()):
-        rope = get_rope(32, 64, rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, dtype=torch.float32)
+        rope = get_rope(
+            32,
+            64,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            dtype=torch.float32,
+        )
     positions = torch.arange(5)
     query, key = torch.randn(5, 4, 32), torch.randn(5, 2, 32)
     wanted = rope.forward_native(positions, query.flatten(1).clone(), key.flatten(1).clone())

@@ -1,4 +1,6 @@
-"""A ReAct agent of LangGraph (`pip install langgraph langchain-openai`) as its documentation has it; it knows nothing of ttrl."""
+"""A ReAct agent of LangGraph (`pip install langgraph langchain-openai`) as its documentation has
+it; it knows nothing of ttrl.
+"""
 
 import json
 import os
@@ -15,5 +17,7 @@ def count_letters(text: str) -> str:
 if __name__ == "__main__":
     with open(os.environ["TTRL_AGENT_TASK"]) as file:
         messages = json.load(file)["messages"]
-    agent = create_react_agent(ChatOpenAI(model=os.environ["OPENAI_MODEL"]), [count_letters], prompt="Write letters.")
+    agent = create_react_agent(
+        ChatOpenAI(model=os.environ["OPENAI_MODEL"]), [count_letters], prompt="Write letters."
+    )
     print(agent.invoke({"messages": messages})["messages"][-1].content)

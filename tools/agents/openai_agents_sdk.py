@@ -1,4 +1,6 @@
-"""An agent of the OpenAI Agents SDK (`pip install openai-agents`) as its documentation has it; it knows nothing of ttrl."""
+"""An agent of the OpenAI Agents SDK (`pip install openai-agents`) as its documentation has it; it
+knows nothing of ttrl.
+"""
 
 import json
 import os
@@ -17,5 +19,10 @@ def count_letters(text: str) -> str:
 if __name__ == "__main__":
     with open(os.environ["TTRL_AGENT_TASK"]) as file:
         messages = json.load(file)["messages"]
-    agent = Agent(name="Writer", instructions="Write letters.", model=os.environ["OPENAI_MODEL"], tools=[count_letters])
+    agent = Agent(
+        name="Writer",
+        instructions="Write letters.",
+        model=os.environ["OPENAI_MODEL"],
+        tools=[count_letters],
+    )
     print(Runner.run_sync(agent, messages[0]["content"], max_turns=20).final_output)

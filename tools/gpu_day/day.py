@@ -346,7 +346,8 @@ def last_line(log: Path) -> str:
 def about_machine(facts: dict[str, str]) -> dict[str, object]:
     """Return the card, its driver, the commit and the versions of packages."""
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    card, driver = platform.processor() or platform.machine(), "none"
+    card = platform.processor() or platform.machine()
+    driver = "none"
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         said = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
         if said.returncode == 0 and "," in said.stdout:

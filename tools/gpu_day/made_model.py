@@ -1,9 +1,10 @@
 """Random models of published shapes, made on the spot, with tokenizers of their vocabulary's size.
 
-The shapes are those of ttrl/costs/architectures.json; the weights are random, in bf16 on a GPU as such
-models are published. The tokenizer is a byte-level BPE: 256 bytes, all pairs of bytes, then triples
-until only the special tokens are missing. So every id that a random model samples is a token, and
-text of any kind can be encoded. Chat template and special tokens are those of `ttrl.tiny_model`.
+The shapes are those of ttrl/costs/architectures.json; the weights are random, in bf16 on a GPU as
+such models are published. The tokenizer is a byte-level BPE: 256 bytes, all pairs of bytes, then
+triples until only the special tokens are missing. So every id that a random model samples is a
+token, and text of any kind can be encoded. Chat template and special tokens are those of
+`ttrl.tiny_model`.
 """
 
 import argparse

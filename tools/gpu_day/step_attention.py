@@ -125,7 +125,10 @@ def ways(inputs: Inputs, place: Place) -> Iterator[Way]:
     """Yield every way to compute attention for these samples."""
     kernel = attend_trees if place.rehearse else compiled_flex()
     scale = WIDTH**-0.5
-    q, k, v, plan = inputs.q, inputs.k, inputs.v, inputs.plan
+    q = inputs.q
+    k = inputs.k
+    v = inputs.v
+    plan = inputs.plan
     mask = plan.flex(None)
     yield Way("expanded", lambda: flex_attend(q, k, v, plan, scale, None, None, kernel))
 
@@ -221,7 +224,8 @@ def make_row(mask: Mask) -> PackedTensors:
     results = []
     for number in range(groups * GROUP):
         group = number // GROUP
-        n, m = mask.prompt, mask.answer
+        n = mask.prompt
+        m = mask.answer
         tokens = [1 + group] * n + [1 + number] * m
         results.append(
             TokenizedResult(

@@ -18,30 +18,47 @@ _FINISH_REASONS = ("stop", "length", "tool_calls", "content_filter")
 
 
 def read(body: Mapping[str, Any]) -> Asked:
-    """Return what is asked: the messages without fields that are null, as clients send what they were sent. Raises UserError."""
+    """Return what is asked: the messages without fields that are null, as clients send what they
+    were sent. Raises UserError.
+    """
     given = body.get("messages")
-    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+    if (
+        not isinstance(given, list)
+        or not given
+        or not all(isinstance(message, dict) for message in given)
+    ):
         raise UserError(f"messages is {short(given, 60)}; give a non-empty list of objects")
     for number, message in enumerate(given):
         found = part_that_is_no_text(message.get("content"))
         if found is not None:
             raise UserError(f"messages[{number}] holds {found}; the policy is trained on text")
         if message.get("role") == "prompt":
-            raise UserError(f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions")
-    limits = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+            raise UserError(
+                f"messages[{number}] has the role 'prompt'; send prompts to /v1/completions"
+            )
+    limits = [
+        body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None
+    ]
     return Asked(messages_without_nulls(given), tools_of(body), body.get("stop"), limits)
 
 
 def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:
     """Return a completion, or the stream of one, as the API has it."""
     reason = finish_reason(choice)
-    logprobs = choice.logprobs.model_dump(mode="json") if body.get("logprobs") and choice.logprobs is not None else None
+    logprobs = (
+        choice.logprobs.model_dump(mode="json")
+        if body.get("logprobs") and choice.logprobs is not None
+        else None
+    )
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
     if not body.get("stream"):
         one = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
         if body.get("return_token_ids"):  # as vLLM has them
-            head, one = {**head, "prompt_token_ids": choice.prompt_token_ids}, {**one, "token_ids": choice.token_ids}
-        return web.json_response({**head, "object": "chat.completion", "choices": [one], "usage": choice.usage})
+            head = {**head, "prompt_token_ids": choice.prompt_token_ids}
+            one = {**one, "token_ids": choice.token_ids}
+        return web.json_response(
+            {**head, "object": "chat.completion", "choices": [one], "usage": choice.usage}
+        )
     delta = dict(message)
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(calls)]

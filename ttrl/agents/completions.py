@@ -1,4 +1,6 @@
-"""POST /v1/completions: a prompt as text or token ids, which the model goes on with as it is; no chat template is used."""
+"""POST /v1/completions: a prompt as text or token ids, which the model goes on with as it is; no
+chat template is used.
+"""
 
 import secrets
 import time
@@ -22,27 +24,57 @@ def read(body: Mapping[str, Any]) -> Asked:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if not prompt or not (isinstance(prompt, str) or (isinstance(prompt, list) and all(type(token) is int for token in prompt))):
-        raise UserError(f"prompt is {short(prompt, 60)}; give one prompt, a text or a list of token ids")
+    if not prompt or not (
+        isinstance(prompt, str)
+        or (isinstance(prompt, list) and all(type(token) is int for token in prompt))
+    ):
+        raise UserError(
+            f"prompt is {short(prompt, 60)}; give one prompt, a text or a list of token ids"
+        )
     logprobs = body.get("logprobs")
     if logprobs is not None and (type(logprobs) is not int or not 0 <= logprobs <= 1):
-        raise UserError(f"logprobs is {short(logprobs, 60)}; a session gives those of the generated tokens alone: 0 or 1")
+        raise UserError(
+            f"logprobs is {short(logprobs, 60)}; a session gives those of the generated tokens "
+            "alone: 0 or 1"
+        )
     limit = body.get("max_tokens")
-    return Asked([{"role": PROMPT, "content": prompt}], None, body.get("stop"), [] if limit is None else [limit])
+    return Asked(
+        [{"role": PROMPT, "content": prompt}],
+        None,
+        body.get("stop"),
+        [] if limit is None else [limit],
+    )
 
 
 def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:
     """Return a completion, or the stream of one, as the API has it."""
-    head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()), "model": MODEL}
+    head = {
+        "id": f"cmpl-{secrets.token_hex(12)}",
+        "object": "text_completion",
+        "created": int(time.time()),
+        "model": MODEL,
+    }
     logprobs: dict[str, Any] | None = None
     if body.get("logprobs") is not None and choice.logprobs is not None:
         entries = choice.logprobs.content
-        logprobs = {"tokens": [entry.token for entry in entries], "token_logprobs": [entry.logprob for entry in entries]}
+        logprobs = {
+            "tokens": [entry.token for entry in entries],
+            "token_logprobs": [entry.logprob for entry in entries],
+        }
         logprobs |= {"top_logprobs": [], "text_offset": []}
-    one = {"index": 0, "text": message["content"], "logprobs": logprobs, "finish_reason": finish_reason(choice)}
+    one = {
+        "index": 0,
+        "text": message["content"],
+        "logprobs": logprobs,
+        "finish_reason": finish_reason(choice),
+    }
     if body.get("return_token_ids"):  # as vLLM has them
         one |= {"prompt_token_ids": choice.prompt_token_ids, "token_ids": choice.token_ids}
     if not body.get("stream"):
         return web.json_response({**head, "choices": [one], "usage": choice.usage})
-    usage = [{**head, "choices": [], "usage": choice.usage}] if (body.get("stream_options") or {}).get("include_usage") else []
+    usage = (
+        [{**head, "choices": [], "usage": choice.usage}]
+        if (body.get("stream_options") or {}).get("include_usage")
+        else []
+    )
     return events([{**head, "choices": [one]}, *usage])

@@ -1,7 +1,9 @@
-"""Packages that live in a Python of their own, since they pin what ttrl cannot have: asked there which tasks they have.
+"""Packages that live in a Python of their own, since they pin what ttrl cannot have: asked there
+which tasks they have.
 
-The worker (`ttrl.agents.worker`) is run by path and imports the package, not ttrl. `{"do": "list", …}` has it write a JSON line
-for each task; `{"do": "play", …}` plays one, as the program of an `agent_task`.
+The worker (`ttrl.agents.worker`) is run by path and imports the package, not ttrl. `{"do": "list",
+…}` has it write a JSON line for each task; `{"do": "play", …}` plays one, as the program of an
+`agent_task`.
 """
 
 import functools
@@ -25,11 +27,16 @@ _LAST_ERROR = re.compile(r"^(?=[\w.]+(?:Error|Exception|Exit)\b)", re.MULTILINE)
 
 
 def worker_program(package: str, python: str | None) -> list[str]:
-    """Return the worker's command: by the Python that is given, or TTRL_PACKAGE_PYTHON of the environment, or this one.
+    """Return the worker's command: by the Python that is given, or TTRL_PACKAGE_PYTHON of the
+    environment, or this one.
 
     -P, as the worker's folder has files that are named like libraries.
     """
-    return [python or os.environ.get(variable(package)) or sys.executable, "-P", str(Path(__file__).with_name("worker.py"))]
+    return [
+        python or os.environ.get(variable(package)) or sys.executable,
+        "-P",
+        str(Path(__file__).with_name("worker.py")),
+    ]
 
 
 def playing(program: Sequence[str], order: Mapping[str, Any], **row: Any) -> list[str]:
@@ -45,14 +52,17 @@ def variable(package: str) -> str:
 def list_rows(program: Sequence[str], order: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return what the worker lists; asked once in this process. Raises TaskError."""
     text = _listed(tuple(program), json.dumps(order), name)
-    return [json.loads(line) for line in text.splitlines() if line.startswith('{"idx": ')]  # others print what they like
+    # Others print what they like.
+    return [json.loads(line) for line in text.splitlines() if line.startswith('{"idx": ')]
 
 
 @functools.lru_cache(8)
 def _listed(program: tuple[str, ...], order: str, name: str) -> str:
     own = {variable: value for variable, value in os.environ.items() if not hidden(variable)}
     try:
-        done = subprocess.run([*program, order], env=own, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            [*program, order], env=own, capture_output=True, text=True, timeout=_SECONDS
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TaskError(f"{name}: {error}") from None
     if not done.returncode:

@@ -1,7 +1,9 @@
-"""Environments with Gymnasium's interface (`reset`, `step`) that speak text: games, as rollouts. Gymnasium itself is not needed.
+"""Environments with Gymnasium's interface (`reset`, `step`) that speak text: games, as rollouts.
+Gymnasium itself is not needed.
 
-What the environment shows is a user's message, what the model answers is an action, and the rewards of all steps are added up.
-Every sample of a task begins in the same state, by the same seed, since a group's rewards are compared with each other.
+What the environment shows is a user's message, what the model answers is an action, and the rewards
+of all steps are added up. Every sample of a task begins in the same state, by the same seed, since
+a group's rewards are compared with each other.
 """
 
 import asyncio
@@ -21,7 +23,9 @@ MakeEnvironment: TypeAlias = Callable[[], Any]
 
 
 def tagged_or_last_line(text: str) -> str:
-    """Return what a reply gives as its action: what stands in its last `<answer>` tags, or its last line, after any thinking."""
+    """Return what a reply gives as its action: what stands in its last `<answer>` tags, or its last
+    line, after any thinking.
+    """
     text = after_thinking(text)
     place = find_tagged(text)
     return (text[place[0] : place[1]] if place is not None else last_line(text)).strip()
@@ -39,28 +43,38 @@ def gym_tasks(
     options: Mapping[str, Any] | None = None,
     limits: RolloutLimits | None = None,
 ) -> list[Task]:
-    """Return `n` tasks of an environment, which begin as the seeds first_seed, first_seed + 1, … say.
+    """Return `n` tasks of an environment, which begin as the seeds first_seed, first_seed + 1, …
+    say.
 
-    make: makes one, `lambda: gymnasium.make("…")`; each sample has its own, which is closed at its end.
+    make: makes one, `lambda: gymnasium.make("…")`; each sample has its own, which is closed at its
+        end.
     prompt: the rules, and how to give an action; the first observation follows.
     name: of the environment; tasks are called NAME/SEED.
-    action: makes an action of a reply. A ValueError of it is told to the model, which may try again; that is a turn, too.
+    action: makes an action of a reply. A ValueError of it is told to the model, which may try
+        again; that is a turn, too.
     observe: makes a text of an observation. options: for `reset`.
     limits: a game that reaches them has the rewards that it got so far.
 
-    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies that were no action), `ended` (the game was over).
-    Raises TaskError for what is no environment.
+    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies that were no action),
+    `ended` (the game was over). Raises TaskError for what is no environment.
     """
     if type(n) is not int or n < 1 or not name or not prompt:
         raise TaskError(
-            f"gym_tasks: n is {n!r}, name {name!r}, prompt {short(prompt, 40)}; give a number above 0, a name, a prompt"
+            f"gym_tasks: n is {n!r}, name {name!r}, prompt {short(prompt, 40)}; give a number "
+            "above 0, a name, a prompt"
         )
     try:
         environment = make()
     except Exception as error:
-        raise TaskError(f"environment {name} cannot be made: {type(error).__name__}: {error}") from error
-    if missing := [one for one in ("reset", "step") if not callable(getattr(environment, one, None))]:
-        raise TaskError(f"environment {name} ({type(environment).__name__}) has no {' and no '.join(missing)}")
+        raise TaskError(
+            f"environment {name} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    if missing := [
+        one for one in ("reset", "step") if not callable(getattr(environment, one, None))
+    ]:
+        raise TaskError(
+            f"environment {name} ({type(environment).__name__}) has no {' and no '.join(missing)}"
+        )
     _close(environment)
     return [
         Task(
@@ -74,12 +88,16 @@ def gym_tasks(
 
 
 class NoAction(ValueError):  # noqa: N818 - what a model wrote is no error of ours
-    """Says why an environment does not take an action: raised by its `step`, it is told to the model."""
+    """Says why an environment does not take an action: raised by its `step`, it is told to the
+    model.
+    """
 
 
 @dataclass(frozen=True)
 class Game:
-    """Plays an environment whose methods are Gymnasium's, or coroutine functions that give the same."""
+    """Plays an environment whose methods are Gymnasium's, or coroutine functions that give the
+    same.
+    """
 
     name: str
     seed: int
@@ -89,9 +107,15 @@ class Game:
 
     async def play(self, chat: Chat, environment: Any) -> tuple[float, dict[str, float]]:
         """Return the rewards' sum, and metrics."""
-        observation, _ = self._parts(await _called(environment.reset, seed=self.seed, options=self.options), 2)
+        observation, _ = self._parts(
+            await _called(environment.reset, seed=self.seed, options=self.options), 2
+        )
         show(chat, self.observe(observation))
-        total, steps, invalid, ended, told = 0.0, 0, 0, False, None
+        total = 0.0
+        steps = 0
+        invalid = 0
+        ended = False
+        told = None
         while not ended:
             try:
                 choice = await chat(told)
@@ -102,31 +126,47 @@ class Game:
             try:
                 action = self.action(reply_text(choice))
             except ValueError as error:
-                invalid, told = invalid + 1, f"That is no action: {error}"
+                invalid = invalid + 1
+                told = f"That is no action: {error}"
                 continue
             try:
                 found = await _called(environment.step, action)
             except NoAction as error:
-                invalid, told = invalid + 1, f"That is no action: {error}"
+                invalid = invalid + 1
+                told = f"That is no action: {error}"
                 continue
             observation, reward, terminated, truncated, _ = self._parts(found, 5)
             if not is_number(reward):
-                raise RolloutError(f"environment {self.name}: step gave the reward {reward!r}; it gives a finite number")
-            steps, total, told = steps + 1, total + float(reward), self.observe(observation)
+                raise RolloutError(
+                    f"environment {self.name}: step gave the reward {reward!r}; it gives a "
+                    "finite number"
+                )
+            steps = steps + 1
+            total = total + float(reward)
+            told = self.observe(observation)
             ended = bool(terminated) or bool(truncated)
         return total, {"steps": steps, "invalid": invalid, "ended": float(ended)}
 
     def _parts(self, found: Any, count: int) -> tuple[Any, ...]:
         if not isinstance(found, tuple) or len(found) != count:
-            names = "(observation, info)" if count == 2 else "(observation, reward, terminated, truncated, info)"
+            names = (
+                "(observation, info)"
+                if count == 2
+                else "(observation, reward, terminated, truncated, info)"
+            )
             method = "reset" if count == 2 else "step"
-            raise RolloutError(f"environment {self.name}: {method} gave {short(found, 80)}; Gymnasium's gives {names}")
+            raise RolloutError(
+                f"environment {self.name}: {method} gave {short(found, 80)}; Gymnasium's gives "
+                f"{names}"
+            )
         return found
 
 
 @dataclass(frozen=True)
 class GymRollout:
-    """Plays one game in an environment of its own. Its calls run in threads, one after the other."""
+    """Plays one game in an environment of its own. Its calls run in threads, one after the
+    other.
+    """
 
     make: MakeEnvironment
     game: Game
@@ -145,7 +185,9 @@ def show(chat: Chat, text: str) -> None:
 
 
 def seeds(split: str, n: int, seed: int) -> range:
-    """Return `n` seeds of games: those of "train" are decided by `seed`, those of other splits are always the same."""
+    """Return `n` seeds of games: those of "train" are decided by `seed`, those of other splits are
+    always the same.
+    """
     digest = hashlib.sha256(f"{split} {seed if split == 'train' else ''}".encode()).digest()
     first = int.from_bytes(digest[:4], "big") >> 2
     return range(first, first + n)

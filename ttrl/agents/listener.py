@@ -1,9 +1,11 @@
 """An address at which sessions are reached over HTTP, told apart by their keys.
 
-Nothing is done without a key, and whatever goes wrong is said in the API's words, such that OpenAI's clients do not ask again.
-A request whose client is gone is cancelled, up to the server: nobody acted on its answer. When it is left, nothing stays behind.
+Nothing is done without a key, and whatever goes wrong is said in the API's words, such that
+OpenAI's clients do not ask again. A request whose client is gone is cancelled, up to the server:
+nobody acted on its answer. When it is left, nothing stays behind.
 
-It costs a request 0.4 to 0.6 ms of CPU beyond what `await chat(…)` costs (tools/bench_rollouts.py --fake, on two busy cores).
+It costs a request 0.4 to 0.6 ms of CPU beyond what `await chat(…)` costs (tools/bench_rollouts.py
+--fake, on two busy cores).
 """
 
 import asyncio
@@ -24,12 +26,21 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Listener:
-    """Serves sessions while it is entered. `own`: further routes with keys of their own, (method, path, handler, key)."""
+    """Serves sessions while it is entered. `own`: further routes with keys of their own, (method,
+    path, handler, key).
+    """
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 0, own: Sequence[tuple[str, str, Handler, str]] = ()) -> None:
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        own: Sequence[tuple[str, str, Handler, str]] = (),
+    ) -> None:
         self.root = ""
         """Its address, once it listens."""
-        self._host, self._port, self._own = host, port, own
+        self._host = host
+        self._port = port
+        self._own = own
         self._agents: dict[bytes, Session] = {}
         self._rewarders: dict[bytes, Session] = {}
         """By digests of the keys: how long a look-up takes says nothing of a key."""
@@ -40,11 +51,17 @@ class Listener:
         app.router.add_get("/v1/models", self._guarded(self._agents, _models))
         for path in APIS:
             app.router.add_post(f"/v1{path}", self._guarded(self._agents, Session.answer))
-        app.router.add_get("/v1/responses/{response}", self._guarded(self._agents, Session.response))
-        app.router.add_post("/sessions/{id}/reward", self._guarded(self._rewarders, Session.take_reward))
+        app.router.add_get(
+            "/v1/responses/{response}", self._guarded(self._agents, Session.response)
+        )
+        app.router.add_post(
+            "/sessions/{id}/reward", self._guarded(self._rewarders, Session.take_reward)
+        )
         for method, path, handler, key in self._own:
             app.router.add_route(method, path, _with_key(handler, key))
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+        )
         try:
             await self._runner.setup()
             await web.TCPSite(self._runner, self._host, self._port).start()
@@ -55,7 +72,12 @@ class Listener:
         self.root = f"http://{host}:{self._runner.addresses[0][1]}"
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self._runner is not None
         for session in list(self._agents.values()):
             await session.close()
@@ -63,8 +85,11 @@ class Listener:
 
     def add(self, session: Session) -> None:
         """Let a session be reached."""
-        session.base_url, session.reward_url = f"{self.root}/v1", f"{self.root}/sessions/{session.id}/reward"
-        self._agents[_digest(session.api_key)] = self._rewarders[_digest(session.reward_key)] = session
+        session.base_url = f"{self.root}/v1"
+        session.reward_url = f"{self.root}/sessions/{session.id}/reward"
+        self._agents[_digest(session.api_key)] = self._rewarders[_digest(session.reward_key)] = (
+            session
+        )
 
     async def remove(self, session: Session) -> None:
         """End a session: its requests are ended, its keys forgotten."""
@@ -72,12 +97,18 @@ class Listener:
         await session.close()
 
     def _guarded(
-        self, keys: dict[bytes, Session], handler: Callable[[Session, web.Request], Awaitable[web.StreamResponse]]
+        self,
+        keys: dict[bytes, Session],
+        handler: Callable[[Session, web.Request], Awaitable[web.StreamResponse]],
     ) -> Handler:
         async def answer(request: web.Request) -> web.StreamResponse:
             session = keys.get(_digest(_key(request)))
             if session is None or request.match_info.get("id", session.id) != session.id:
-                return refusal(401, "a session wants its own key, and this is none of a session that goes on", "invalid_api_key")
+                return refusal(
+                    401,
+                    "a session wants its own key, and this is none of a session that goes on",
+                    "invalid_api_key",
+                )
             if session.is_over:
                 return refusal(410, "the session is over", "session_over")
             return await handler(session, request)
@@ -109,17 +140,31 @@ async def _explained(request: web.Request, handler: Handler) -> web.StreamRespon
     try:
         return await handler(request)
     except RolloutLimitError as error:
-        return refusal(400, str(error), "context_length_exceeded" if error.limit == "context" else f"session_{error.limit}")
+        return refusal(
+            400,
+            str(error),
+            "context_length_exceeded" if error.limit == "context" else f"session_{error.limit}",
+        )
     except (UserError, GraderError) as error:
         return refusal(400, str(error), "refused")
     except TtrlError as error:
-        is_own_fault = isinstance(error, RequestError) and error.status is not None and 400 <= error.status < 500
+        is_own_fault = (
+            isinstance(error, RequestError)
+            and error.status is not None
+            and 400 <= error.status < 500
+        )
         return refusal(400 if is_own_fault else 502, str(error), "policy_failed")
     except web.HTTPException as error:
         known = ", ".join(f"/v1{path}" for path in (*APIS, "/models"))
-        return refusal(error.status, f"{request.method} {request.path}: {error.reason}; a session has {known}", "not_found")
+        return refusal(
+            error.status,
+            f"{request.method} {request.path}: {error.reason}; a session has {known}",
+            "not_found",
+        )
 
 
 async def _models(session: Session, request: web.Request) -> web.Response:
-    data = [{"id": name, "object": "model", "created": 0, "owned_by": "ttrl"} for name in session.models]
+    data = [
+        {"id": name, "object": "model", "created": 0, "owned_by": "ttrl"} for name in session.models
+    ]
     return web.json_response({"object": "list", "data": data})

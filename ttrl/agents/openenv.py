@@ -1,11 +1,13 @@
-"""Servers of OpenEnv (Meta, BSD; read: openenv-core 0.3.0) as rollouts. Its package is not needed here: the server has it.
+"""Servers of OpenEnv (Meta, BSD; read: openenv-core 0.3.0) as rollouts. Its package is not needed
+here: the server has it.
 
-A rollout is a session, a WebSocket of its own: `reset` with the task's seed, then a `step` for each action, until the environment
-says that it is done. The rewards of all steps are added up. Where the environment's actions are calls of tools, the model is
-given the tools; else its reply becomes an action as the server's schema says: the only field's value, or a JSON object.
+A rollout is a session, a WebSocket of its own: `reset` with the task's seed, then a `step` for each
+action, until the environment says that it is done. The rewards of all steps are added up. Where the
+environment's actions are calls of tools, the model is given the tools; else its reply becomes an
+action as the server's schema says: the only field's value, or a JSON object.
 
-What the schema refuses is told to the model. What fails in the environment fails the sample. A server that has no session left
-(they have one, by default) is asked again until it has.
+What the schema refuses is told to the model. What fails in the environment fails the sample. A
+server that has no session left (they have one, by default) is asked again until it has.
 """
 
 import asyncio
@@ -58,35 +60,51 @@ def get_openenv_tasks(
 ) -> list[Task]:
     """Return `n` tasks of an environment, each with a seed of its own.
 
-    server: its address, "http://127.0.0.1:8000"; or the command that starts it, with {port} where the port stands,
-        ["python", "-m", "uvicorn", "server.app:app", "--port", "{port}"]: it is started once, and ends with this process.
+    server: its address, "http://127.0.0.1:8000"; or the command that starts it, with {port} where
+        the port stands, ["python", "-m", "uvicorn", "server.app:app", "--port", "{port}"]: it is
+        started once, and ends with this process.
     split: "train", whose tasks `seed` decides, or another, which is the same for every seed.
-    prompt: the rules, and how to give an action; by default the server's description of itself, and its actions' schema.
-    action: makes an action (a dict) of a reply; a ValueError of it is told to the model. observe: makes a text of an observation.
+    prompt: the rules, and how to give an action; by default the server's description of itself, and
+        its actions' schema.
+    action: makes an action (a dict) of a reply; a ValueError of it is told to the model. observe:
+        makes a text of an observation.
     options: for `reset`. headers: of requests, for a server that wants a key.
     limits: a game that reaches them has the rewards that it got so far.
 
-    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies or calls that were no action), `ended`.
-    Raises TaskError for what cannot be reached, or is no such server.
+    The reward is the sum of the steps'; metrics: `steps`, `invalid` (replies or calls that were no
+    action), `ended`. Raises TaskError for what cannot be reached, or is no such server.
     """
     check_count(n)
     address = server.rstrip("/") if isinstance(server, str) else _started(tuple(server))
     if not address.startswith(("http://", "https://")):
-        raise TaskError(f"OpenEnv server {short(server, 80)}: give its address, http://…, or the command that starts it")
+        raise TaskError(
+            f"OpenEnv server {short(server, 80)}: give its address, http://…, or the command "
+            "that starts it"
+        )
     own = dict(headers or {})
-    described, schema = _get(address, "/metadata", own), _get(address, "/schema", own).get("action")
+    described = _get(address, "/metadata", own)
+    schema = _get(address, "/schema", own).get("action")
     if not isinstance(schema, dict):
-        raise TaskError(f"OpenEnv server {address}: /schema says nothing of actions; is it a server of OpenEnv?")
+        raise TaskError(
+            f"OpenEnv server {address}: /schema says nothing of actions; is it a server of OpenEnv?"
+        )
     name = str(described.get("name") or "environment")
     if prompt is None:
-        prompt = "\n\n".join(filter(None, [str(described.get("description") or name), _how(schema) if action is None else ""]))
+        prompt = "\n\n".join(
+            filter(
+                None,
+                [str(described.get("description") or name), _how(schema) if action is None else ""],
+            )
+        )
     with_tools = action is None and _is_tools(schema)
     act = action or functools.partial(read_action, schema=schema)
     return [
         Task(
             question(prompt),
             id=f"openenv/{name}/{one}",
-            rollout=OpenEnvRollout(address, own, Game(name, one, act, observe or observation_text, options), with_tools),
+            rollout=OpenEnvRollout(
+                address, own, Game(name, one, act, observe or observation_text, options), with_tools
+            ),
             limits=limits or RolloutLimits(),
         )
         for one in seeds(split, n, seed)
@@ -98,12 +116,20 @@ def observation_text(observation: Any) -> str:
     if isinstance(observation, Mapping):
         known = {name: value for name, value in observation.items() if value is not None}
         observation = next(iter(known.values())) if len(known) == 1 else known
-    return cut(observation if isinstance(observation, str) else json.dumps(observation, ensure_ascii=False), MOST_CHARACTERS)
+    return cut(
+        observation
+        if isinstance(observation, str)
+        else json.dumps(observation, ensure_ascii=False),
+        MOST_CHARACTERS,
+    )
 
 
 def read_action(text: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the action that a reply gives in its last `<answer>` tags, or its last line. Raises ValueError."""
-    given, fields = tagged_or_last_line(text), _fields(schema)
+    """Return the action that a reply gives in its last `<answer>` tags, or its last line. Raises
+    ValueError.
+    """
+    given = tagged_or_last_line(text)
+    fields = _fields(schema)
     if len(fields) == 1:
         ((name, kind),) = fields.items()
         return {name: given if kind.get("type") == "string" else json.loads(given)}
@@ -128,20 +154,28 @@ class OpenEnvRollout:
         async with aiohttp.ClientSession(headers=dict(self.headers)) as http:
             while True:
                 try:
-                    connection = await http.ws_connect(f"{self.address}/ws", max_msg_size=LONGEST_MESSAGE)
+                    connection = await http.ws_connect(
+                        f"{self.address}/ws", max_msg_size=LONGEST_MESSAGE
+                    )
                 except aiohttp.ClientError as error:
                     raise RolloutError(f"{where} cannot be reached: {describe(error)}") from None
                 async with connection:
                     session = _Session(where, connection)
                     with contextlib.suppress(_Busy):
                         session.begun = await session.ask("reset", options)
-                        return await (self._call_tools(chat, session) if self.with_tools else self.game.play(chat, session))
+                        return await (
+                            self._call_tools(chat, session)
+                            if self.with_tools
+                            else self.game.play(chat, session)
+                        )
                 with chat.idle():
                     await asyncio.sleep(_ASK_AGAIN)
 
     async def _call_tools(self, chat: Chat, session: "_Session") -> tuple[float, dict[str, float]]:
         show(chat, self.game.observe(session.begun["observation"]))
-        total, ended, tools = 0.0, False, Tools(())
+        total = 0.0
+        ended = False
+        tools = Tools(())
 
         async def step(name: str, arguments: dict[str, Any]) -> str:
             nonlocal total, ended
@@ -156,7 +190,10 @@ class OpenEnvRollout:
                     raise session.failed(f"failed in its tool {name}: {failure.get('message')}")
                 raise ValueError(failure.get("message"))
             result = observation.get("result")
-            return self.game.observe(result["data"] if isinstance(result, dict) and "data" in result else result)  # FastMCP's
+            # FastMCP's.
+            return self.game.observe(
+                result["data"] if isinstance(result, dict) and "data" in result else result
+            )
 
         def caller(name: str) -> Callable[..., Any]:
             async def call(**arguments: Any) -> str:
@@ -165,8 +202,13 @@ class OpenEnvRollout:
             return call
 
         for tool in (await session.step({"type": "list_tools"}))[0].get("tools", []):
-            name, parameters = tool["name"], tool.get("input_schema") or {"type": "object", "properties": {}}
-            described = {"name": name, "description": tool.get("description", ""), "parameters": parameters}
+            name = tool["name"]
+            parameters = tool.get("input_schema") or {"type": "object", "properties": {}}
+            described = {
+                "name": name,
+                "description": tool.get("description", ""),
+                "parameters": parameters,
+            }
             tools.add(caller(name), {"type": "function", "function": described})
         if not tools.functions:
             raise session.failed("has no tools")
@@ -177,14 +219,19 @@ class OpenEnvRollout:
         except RolloutLimitError:
             if not tools.calls:
                 raise
-        return total, {"steps": tools.calls - tools.failures, "invalid": tools.failures, "ended": float(ended)}
+        return total, {
+            "steps": tools.calls - tools.failures,
+            "invalid": tools.failures,
+            "ended": float(ended),
+        }
 
 
 class _Session:
     """A connection of one rollout, with Gymnasium's methods."""
 
     def __init__(self, where: str, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._where, self._socket = where, socket
+        self._where = where
+        self._socket = socket
         self.begun: dict[str, Any] = {}
 
     async def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
@@ -199,22 +246,33 @@ class _Session:
 
     async def ask(self, kind: str, data: Any) -> dict[str, Any]:
         """Return what the server answers. Raises NoAction, _Busy, RolloutError."""
-        with contextlib.suppress(ConnectionError, aiohttp.ClientError):  # a server without a free session has said so, and left
+        # A server without a free session has said so, and left.
+        with contextlib.suppress(ConnectionError, aiohttp.ClientError):
             await self._socket.send_json({"type": kind, "data": data})
         message = await self._socket.receive()
         if message.type is not aiohttp.WSMsgType.TEXT:
-            raise self.failed(f"ended the session ({message.type.name.lower()} {self._socket.close_code or ''})")
+            raise self.failed(
+                f"ended the session ({message.type.name.lower()} {self._socket.close_code or ''})"
+            )
         try:
             answer = json.loads(message.data)
-            found, is_error = dict(answer["data"]), answer["type"] == "error"
+            found = dict(answer["data"])
+            is_error = answer["type"] == "error"
             if not is_error and not isinstance(found["observation"], dict):
                 raise TypeError("its observation is no object")
         except (ValueError, KeyError, TypeError) as error:
-            raise self.failed(f"answered {short(message.data, 120)}, which is not OpenEnv's: {describe(error)}") from None
+            raise self.failed(
+                f"answered {short(message.data, 120)}, which is not OpenEnv's: {describe(error)}"
+            ) from None
         if is_error and found.get("code") == "CAPACITY_REACHED":
             raise _Busy
         if is_error and found.get("code") == "VALIDATION_ERROR":
-            raise NoAction("; ".join(f"{_dotted(one.get('loc'))}: {one.get('msg')}" for one in found.get("errors", [])))
+            raise NoAction(
+                "; ".join(
+                    f"{_dotted(one.get('loc'))}: {one.get('msg')}"
+                    for one in found.get("errors", [])
+                )
+            )
         if is_error:
             raise self.failed(f"failed: {found.get('message')} ({found.get('code')})")
         return found
@@ -236,8 +294,12 @@ class _Busy(Exception):  # noqa: N818 - it is waited for
 
 def _fields(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Return what an action must have, or may have, where it must have nothing."""
-    known = {name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"}
-    return {name: kind for name, kind in known.items() if name in schema.get("required", ())} or known
+    known = {
+        name: kind for name, kind in schema.get("properties", {}).items() if name != "metadata"
+    }
+    return {
+        name: kind for name, kind in known.items() if name in schema.get("required", ())
+    } or known
 
 
 def _is_tools(schema: Mapping[str, Any]) -> bool:
@@ -252,7 +314,10 @@ def _how(schema: Mapping[str, Any]) -> str:
         ((name, kind),) = fields.items()
         what = f"{name} ({kind.get('description') or kind.get('type', 'JSON')})"
     else:
-        what = f"an action, as a JSON object of the schema {json.dumps({'properties': fields}, ensure_ascii=False)}"
+        what = (
+            "an action, as a JSON object of the schema "
+            f"{json.dumps({'properties': fields}, ensure_ascii=False)}"
+        )
     return f"End each reply with {what}, in <answer> </answer> tags."
 
 
@@ -263,9 +328,14 @@ def _get(address: str, path: str, headers: Mapping[str, str]) -> dict[str, Any]:
         with direct.open(request, timeout=30) as answer:
             found = json.loads(answer.read(LONGEST_MESSAGE))
     except (OSError, ValueError) as error:
-        raise TaskError(f"OpenEnv server {address}{path} cannot be read: {describe(error)}") from None
+        raise TaskError(
+            f"OpenEnv server {address}{path} cannot be read: {describe(error)}"
+        ) from None
     if not isinstance(found, dict):
-        raise TaskError(f"OpenEnv server {address}{path} answered {short(found, 80)}; is it a server of OpenEnv?")
+        raise TaskError(
+            f"OpenEnv server {address}{path} answered {short(found, 80)}; is it a server of "
+            "OpenEnv?"
+        )
     return found
 
 
@@ -274,21 +344,30 @@ _running: list[tuple[ChildProcess, tempfile.TemporaryDirectory[str]]] = []
 
 @functools.lru_cache(16)
 def _started(command: tuple[str, ...]) -> str:
-    """Start a server that is not started yet; return its address. It ends with this process. Raises TaskError."""
+    """Start a server that is not started yet; return its address. It ends with this process. Raises
+    TaskError.
+    """
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
     if not any("{port}" in part for part in command):
-        raise TaskError(f"OpenEnv server {' '.join(command)!r}: write {{port}} where its port stands")
+        raise TaskError(
+            f"OpenEnv server {' '.join(command)!r}: write {{port}} where its port stands"
+        )
     folder = tempfile.TemporaryDirectory(prefix="ttrl-openenv-")
     own = {name: value for name, value in os.environ.items() if not hidden(name)}
-    child = ChildProcess([part.replace("{port}", str(port)) for part in command], Path(folder.name, "server.log"), own)
+    child = ChildProcess(
+        [part.replace("{port}", str(port)) for part in command],
+        Path(folder.name, "server.log"),
+        own,
+    )
     _running.append((child, folder))
     try:
         child.start()
     except TtrlError as error:
         raise TaskError(f"OpenEnv server: {error}") from None
-    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + _PATIENCE
+    address = f"http://127.0.0.1:{port}"
+    deadline = time.monotonic() + _PATIENCE
     while time.monotonic() < deadline and child.poll() is None:
         with contextlib.suppress(TaskError):
             _get(address, "/health", {})

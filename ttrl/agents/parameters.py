@@ -1,4 +1,6 @@
-"""What of an agent's request may differ from the run's own sampling: nothing that would sample another distribution."""
+"""What of an agent's request may differ from the run's own sampling: nothing that would sample
+another distribution.
+"""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -11,12 +13,13 @@ from ttrl.errors import UserError
 from ttrl.text import short
 
 MODEL = "policy"
-# What does not change what is sampled for a given prompt, or is read elsewhere. A seed is the run's matter: with one of the
-# agent's own, all samples of a task would be equal.
+# What does not change what is sampled for a given prompt, or is read elsewhere. A seed is the run's
+# matter: with one of the agent's own, all samples of a task would be equal.
 # fmt: off
 FREE = frozenset([
-    "model", "tools", "stop", "max_tokens", "stream", "stream_options", "logprobs", "seed", "user", "metadata", "store",
-    "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "return_token_ids",
+    "model", "tools", "stop", "max_tokens", "stream", "stream_options", "logprobs", "seed", "user",
+    "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_retention",
+    "safety_identifier", "return_token_ids",
 ])
 # fmt: on
 NEUTRAL: dict[str, Any] = {
@@ -69,24 +72,35 @@ def check_parameters(
     if not isinstance(body.get("stream_options") or {}, dict):
         raise UserError(f"stream_options is {short(body['stream_options'], 60)}; give an object")
     for name, value in body.items():
-        if name in FREE or name in free or name in ignore or value is None or (name == "tool_choice" and value == "none"):
+        if (
+            name in FREE
+            or name in free
+            or name in ignore
+            or value is None
+            or (name == "tool_choice" and value == "none")
+        ):
             continue
         default = neutral[name] if name in neutral else NEUTRAL.get(name)
         sampled = own.get(name, default)
         if value != sampled:
             shown = "does not set it" if sampled is None else f"samples with {short(sampled, 60)}"
             raise UserError(
-                f"{name} is {short(value, 60)}, but the run {shown}, and no other distribution can be trained; leave it "
+                f"{name} is {short(value, 60)}, but the run {shown}, and no other distribution "
+                "can be trained; leave it "
                 f"out, set it for the run, or let it be ignored: ignore=[{name!r}]"
             )
 
 
 def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
-    """Return the least of the agent's limits and the run's; None where the agent gave none. Raises UserError."""
+    """Return the least of the agent's limits and the run's; None where the agent gave none. Raises
+    UserError.
+    """
     for value in given:
         if type(value) is not int or value < 1:
             raise UserError(f"max_tokens is {short(value, 60)}; give a whole number of at least 1")
-    limits = [own[name] for name in ("max_completion_tokens", "max_tokens") if own.get(name) is not None]
+    limits = [
+        own[name] for name in ("max_completion_tokens", "max_tokens") if own.get(name) is not None
+    ]
     return min([*given, *limits[:1]]) if given else None
 
 
@@ -108,11 +122,21 @@ async def read_json(request: web.Request) -> dict[str, Any]:
 
 def refusal(status: int, message: str, code: str) -> web.Response:
     """Return an error in the API's words, such that OpenAI's clients do not ask again."""
-    error = {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "param": None, "code": code}
+    error = {
+        "message": message,
+        "type": "invalid_request_error" if status < 500 else "server_error",
+        "param": None,
+        "code": code,
+    }
     return web.json_response({"error": error}, status=status, headers={"x-should-retry": "false"})
 
 
-def events(objects: Collection[Any], *, named: bool = False, end: str = "data: [DONE]\n\n") -> web.Response:
+def events(
+    objects: Collection[Any], *, named: bool = False, end: str = "data: [DONE]\n\n"
+) -> web.Response:
     """Return a stream that is complete. named: each event is preceded by its type."""
-    lines = [(f"event: {one['type']}\n" if named else "") + f"data: {json.dumps(one)}\n\n" for one in objects]
+    lines = [
+        (f"event: {one['type']}\n" if named else "") + f"data: {json.dumps(one)}\n\n"
+        for one in objects
+    ]
     return web.Response(text="".join([*lines, end]), content_type="text/event-stream")

@@ -1,11 +1,14 @@
-"""`ttrl proxy`: sessions in front of a server without a run, whose rollouts are kept as those of one.
+"""`ttrl proxy`: sessions in front of a server without a run, whose rollouts are kept as those of
+one.
 
-    POST /sessions              {"id": "task/1", "messages": […]}, both optional → base_url, api_key, reward_url, reward_key
+    POST /sessions              {"id": "task/1", "messages": […]}, both optional → base_url,
+                                api_key, reward_url, reward_key
     POST /sessions/ID/reward    {"reward": 1.0, "metrics": {}}: ends the session
 
-A session in which nothing was asked for too long is a failed sample; those that go on when the proxy ends are dropped. Each is in
-RUN/sessions.jsonl before its reward is answered. When the proxy ends (or begins again, after a kill), what is new there becomes
-an iteration of RUN, which `ttrl replay` grades again and trains on like any other.
+A session in which nothing was asked for too long is a failed sample; those that go on when the
+proxy ends are dropped. Each is in RUN/sessions.jsonl before its reward is answered. When the proxy
+ends (or begins again, after a kill), what is new there becomes an iteration of RUN, which `ttrl
+replay` grades again and trains on like any other.
 """
 
 import asyncio
@@ -39,7 +42,9 @@ _NO_MESSAGES = [{"role": "user", "content": "(the session's first request)"}]
 
 @dataclass
 class Proxy:
-    """Sessions at one address. Raises UserError before anything is asked where a setting is wrong."""
+    """Sessions at one address. Raises UserError before anything is asked where a setting is
+    wrong.
+    """
 
     settings: SamplingSettings
     run: Path
@@ -59,13 +64,18 @@ class Proxy:
         self._count = 0
 
     async def serve(self, say: Callable[[str], None]) -> None:
-        """Serve until cancelled; then make an iteration of what came. Raises RunFolderError where the folder is in use."""
+        """Serve until cancelled; then make an iteration of what came. Raises RunFolderError where
+        the folder is in use.
+        """
         folder = RunFolder(self.run)
         with folder.locked():
             collect(folder)
             try:
                 routes = [("POST", "/sessions", self._begin, self.key)]
-                async with self._sampling.running(), Listener(self.host, self.port, routes) as self._listener:
+                async with (
+                    self._sampling.running(),
+                    Listener(self.host, self.port, routes) as self._listener,
+                ):
                     say(f"sessions are opened at {self._listener.root}/sessions")
                     try:
                         await asyncio.Event().wait()
@@ -81,10 +91,12 @@ class Proxy:
         """Open a session."""
         body = await read_json(request)
         begun: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
-        messages, name = body.get("messages"), body.get("id", _UNNAMED)
+        messages = body.get("messages")
+        name = body.get("id", _UNNAMED)
         if not isinstance(name, str) or (messages is not None and not isinstance(messages, list)):
             raise UserError(
-                f"a session's id is a text and its messages a list; these are {short(name, 60)}, {short(messages, 60)}"
+                f"a session's id is a text and its messages a list; these are {short(name, 60)}, "
+                f"{short(messages, 60)}"
             )
 
         async def rollout(chat: Chat) -> Grade | None:
@@ -99,15 +111,24 @@ class Proxy:
             return session.reward
 
         try:
-            task = Task(messages or list(_NO_MESSAGES), rollout=rollout, id=name, limits=self.limits)
+            task = Task(
+                messages or list(_NO_MESSAGES), rollout=rollout, id=name, limits=self.limits
+            )
         except TaskError as error:
             raise UserError(str(error)) from None
         self._count += 1
-        running = asyncio.create_task(self._run(SamplingJob(self._count, task, self._count, None, None), begun, messages is None))
+        running = asyncio.create_task(
+            self._run(
+                SamplingJob(self._count, task, self._count, None, None), begun, messages is None
+            )
+        )
         self._open.add(running)
         running.add_done_callback(self._open.discard)
         session = await begun
-        told = {name: getattr(session, name) for name in ("id", "base_url", "api_key", "model", "reward_url", "reward_key")}
+        told = {
+            name: getattr(session, name)
+            for name in ("id", "base_url", "api_key", "model", "reward_url", "reward_key")
+        }
         return web.json_response(told)
 
     async def _run(self, job: SamplingJob, begun: "asyncio.Future[Session]", unknown: bool) -> None:
@@ -115,7 +136,9 @@ class Proxy:
         for sample in outcome.result.samples:
             if unknown and sample.turns:  # its first request said what the messages are
                 first = sample.turns[0]
-                sample.messages, first.messages, first.follows = first.messages, [], -1
+                sample.messages = first.messages
+                first.messages = []
+                first.follows = -1
             written = begun.result().written
             assert written is not None
             try:
@@ -128,10 +151,14 @@ class Proxy:
 
 
 def collect(folder: RunFolder) -> int | None:
-    """Make an iteration of the sessions that are in none yet; return its number, None where there are none."""
-    known, number = 0, 1
+    """Make an iteration of the sessions that are in none yet; return its number, None where there
+    are none.
+    """
+    known = 0
+    number = 1
     while (marker := folder.iteration(number).marker("rollouts")) is not None:
-        known, number = marker["sessions"], number + 1
+        known = marker["sessions"]
+        number = number + 1
     rows = read_jsonl(folder.path / SESSIONS_FILE)
     if len(rows) == known:
         return None
@@ -142,7 +169,10 @@ def collect(folder: RunFolder) -> int | None:
         same.append(replace(sample, sample=len(same)))
     results = TaskResults.from_samples(sample for group in groups.values() for sample in group)
     iteration = folder.iteration(number)
-    lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in results.to_jsonl_rows()]
+    lines = [
+        json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n"
+        for row in results.to_jsonl_rows()
+    ]
     write_text(iteration.path / "rollouts.jsonl", "".join(lines))
     iteration.mark("rollouts", ["rollouts.jsonl"], {"sessions": len(rows)})
     return number

@@ -1,12 +1,15 @@
-"""reasoning-gym (Open-Thought, Apache-2.0; pip install reasoning-gym): a hundred families of generated puzzles, with verifiers.
+"""reasoning-gym (Open-Thought, Apache-2.0; pip install reasoning-gym): a hundred families of
+generated puzzles, with verifiers.
 
-An answer is what stands in the reply's last `<answer>` tags, after any thinking, and the family's own verifier scores it. Two
-things stand between them:
+An answer is what stands in the reply's last `<answer>` tags, after any thinking, and the family's
+own verifier scores it. Two things stand between them:
 
-- Full marks count, and nothing less, unless `partial` is set: the package's default verifier pays for every answer that
-  *contains* the right one, by how much of it that is, so that "yes or no" earns a third of "yes". That part is never paid.
-- Some verifiers evaluate the answer as Python (`eval`, SymPy's parser, which is one too). What a model wrote is given to these
-  only where it is a literal, or arithmetic of a size that SymPy can do.
+- Full marks count, and nothing less, unless `partial` is set: the package's default verifier pays
+  for every answer that *contains* the right one, by how much of it that is, so that "yes or no"
+  earns a third of "yes". That part is never paid.
+- Some verifiers evaluate the answer as Python (`eval`, SymPy's parser, which is one too). What a
+  model wrote is given to these only where it is a literal, or arithmetic of a size that SymPy can
+  do.
 
 Held out are whole questions, by a hash.
 """
@@ -30,26 +33,40 @@ from ttrl.tasks.words import in_validation
 
 REFUSED = {
     "composite": "it mixes other families; name those themselves",
-    "game_of_life_halting": "its verifier takes every answer for right (0.1.25: bool('False') is True)",
-    "codeio": "it runs programs of a data file in this process, of which some print, and differs from process to process",
-    "list_functions": "it draws from Python's global random numbers, so that no seed decides (0.1.25)",
-    "propositional_logic": "every second conclusion of another of its puzzles is right, too (0.1.25)",
+    "game_of_life_halting": (
+        "its verifier takes every answer for right (0.1.25: bool('False') is True)"
+    ),
+    "codeio": (
+        "it runs programs of a data file in this process, of which some print, and differs from "
+        "process to process"
+    ),
+    "list_functions": (
+        "it draws from Python's global random numbers, so that no seed decides (0.1.25)"
+    ),
+    "propositional_logic": (
+        "every second conclusion of another of its puzzles is right, too (0.1.25)"
+    ),
     "puzzle24": "its verifier does not look whether the numbers are those that were given (0.1.25)",
     "intermediate_integration": "SymPy takes minutes over some of its integrals",
 }
 """Families that are no tasks, and why."""
-UNSTEADY = frozenset(["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"])
-"""Families that follow the order of Python's sets, which is another one in each process unless PYTHONHASHSEED is set (0.1.25): a
-run that is continued would not find its tasks again."""
+UNSTEADY = frozenset(
+    ["isomorphic_strings", "polynomial_multiplication", "ransom_note", "word_ladder"]
+)
+"""Families that follow the order of Python's sets, which is another one in each process unless
+PYTHONHASHSEED is set (0.1.25): a run that is continued would not find its tasks again."""
 LONGEST = 20_000
 """Characters of an answer."""
-_ASK = "\n\nThink as long as you like. End your reply with the answer, and nothing else, in <answer> </answer> tags."
+_ASK = (
+    "\n\nThink as long as you like. End your reply with the answer, and nothing else, in "
+    "<answer> </answer> tags."
+)
 _EXAMPLES = ("possible_answer", "example_answer", "example_correct_answer")
 """Where the metadata have a right answer, of families with many."""
 # fmt: off
 _FUNCTIONS = frozenset([
-    "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos", "atan",
-    "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
+    "sqrt", "exp", "log", "ln", "Abs", "sin", "cos", "tan", "sec", "csc", "cot", "asin", "acos",
+    "atan", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh",
 ])
 # fmt: on
 _WORDS = re.compile(r"[\w\s,'\"-]*")
@@ -61,8 +78,8 @@ _MAX_BITS = 4096
 class ReasoningGymGrader:
     """1.0 for full marks of the family's verifier.
 
-    entry: the package's own (question, answer, metadata). options: what the family was made with, as JSON. partial: pay what the
-    verifier gives, less what it gives for containing the answer.
+    entry: the package's own (question, answer, metadata). options: what the family was made with,
+    as JSON. partial: pay what the verifier gives, less what it gives for containing the answer.
     """
 
     family: str
@@ -71,16 +88,24 @@ class ReasoningGymGrader:
     partial: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, metrics): `exact`, `answered` (there are tags), `lenient` (the last line, where there are none)."""
+        """Return (reward, metrics): `exact`, `answered` (there are tags), `lenient` (the last line,
+        where there are none).
+        """
         text = after_thinking(reply_text(choice))
         place = find_tagged(text)
         score = self.score(text[place[0] : place[1]]) if place is not None else 0.0
         exact = float(score >= 1.0)
         lenient = exact if place is not None else float(self.score(last_line(text)) >= 1.0)
-        return score if self.partial else exact, {"exact": exact, "answered": float(place is not None), "lenient": lenient}
+        return score if self.partial else exact, {
+            "exact": exact,
+            "answered": float(place is not None),
+            "lenient": lenient,
+        }
 
     def score(self, answer: str) -> float:
-        """Return the verifier's mark for an answer, 0 to 1; 0 for one that it cannot read or must not evaluate."""
+        """Return the verifier's mark for an answer, 0 to 1; 0 for one that it cannot read or must
+        not evaluate.
+        """
         answer = answer.strip()
         dataset = _dataset(self.family, self.options, 0, 1)
         if not answer or len(answer) > LONGEST or not _gate(dataset.score_answer.__func__)(answer):
@@ -90,7 +115,9 @@ class ReasoningGymGrader:
         except Exception:  # noqa: BLE001 - of what verifiers meet in a model's answer, anything: it is not right
             return 0.0
         right = str(self.entry["answer"])
-        return 0.0 if score < 1.0 and right in answer and score == len(right) / len(answer) else score
+        return (
+            0.0 if score < 1.0 and right in answer and score == len(right) / len(answer) else score
+        )
 
     @property
     def expected(self) -> str | None:
@@ -116,10 +143,11 @@ def get_reasoning_gym_tasks(
 ) -> list[Task]:
     """Return `n` tasks of a family of reasoning-gym, such as "chain_sum".
 
-    level: of the package's curriculum, from 0: all of the family's difficulties are set to it. options: fields of the family's
-        config (`max_terms=3`), which prevail.
+    level: of the package's curriculum, from 0: all of the family's difficulties are set to it.
+        options: fields of the family's config (`max_terms=3`), which prevail.
     partial: pay for answers that are partly right, as the family's verifier does.
-    train: the seed decides. validation: the same for every seed, no question twice; more of them begin with the same ones.
+    train: the seed decides. validation: the same for every seed, no question twice; more of them
+        begin with the same ones.
 
     Raises TaskError for unknown families and options, and those that the family refuses.
     """
@@ -128,7 +156,13 @@ def get_reasoning_gym_tasks(
     family = name.replace("-", "_")
     text = _options(family, level, options)
     held_out = split == "validation"
-    first = int.from_bytes(hashlib.sha256(f"{family} {split} {'' if held_out else seed}".encode()).digest()[:4], "big") >> 2
+    first = (
+        int.from_bytes(
+            hashlib.sha256(f"{family} {split} {'' if held_out else seed}".encode()).digest()[:4],
+            "big",
+        )
+        >> 2
+    )
     tasks: dict[str, Task] = {}
     failure: Exception | None = None
     dataset = _dataset(family, text, first, 200 * n + 2000)
@@ -139,17 +173,22 @@ def get_reasoning_gym_tasks(
             failure = error
             continue
         asked = str(entry["question"])
-        if in_validation(f"{family} {asked}", 2) != held_out:  # half of them, as some take seconds to make
+        # Half of them, as some take seconds to make.
+        if in_validation(f"{family} {asked}", 2) != held_out:
             continue
         digest = hashlib.sha256(asked.encode()).hexdigest()[:12]
         grader = ReasoningGymGrader(family, text, entry, partial)
         tasks.setdefault(
-            digest if held_out else str(len(tasks)), Task(question(asked + _ASK), grader, id=f"reasoning_gym/{family}/{digest}")
+            digest if held_out else str(len(tasks)),
+            Task(question(asked + _ASK), grader, id=f"reasoning_gym/{family}/{digest}"),
         )
         if len(tasks) == n:
             return list(tasks.values())
     why = f"; the last failure: {describe(failure)}" if failure is not None else ""
-    raise TaskError(f"{n} {split} tasks of reasoning_gym:{family}: found {len(tasks)} different ones; ask for fewer{why}")
+    raise TaskError(
+        f"{n} {split} tasks of reasoning_gym:{family}: found {len(tasks)} different ones; ask "
+        f"for fewer{why}"
+    )
 
 
 def families() -> list[str]:
@@ -161,7 +200,10 @@ def _package() -> Any:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise TaskError(f"tasks of reasoning_gym need the package reasoning-gym: pip install 'ttrl[tasks]' ({error})") from None
+        raise TaskError(
+            "tasks of reasoning_gym need the package reasoning-gym: pip install 'ttrl[tasks]' "
+            f"({error})"
+        ) from None
     return reasoning_gym
 
 
@@ -173,27 +215,37 @@ def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
     check_name("name", family, families(), "reasoning_gym")
     if family in UNSTEADY and os.environ.get("PYTHONHASHSEED", "random") == "random":
         raise TaskError(
-            f"reasoning_gym:{family} makes other puzzles in each process; set PYTHONHASHSEED=0 in the environment first"
+            f"reasoning_gym:{family} makes other puzzles in each process; set PYTHONHASHSEED=0 "
+            "in the environment first"
         )
     config_class = factory.DATASETS[family][1]
     known = {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
     if unknown := sorted(set(options) - known):
         raise TaskError(
-            f"reasoning_gym:{family} has no option {', '.join(map(repr, unknown))}; it has {', '.join(sorted(known))}, and level "
+            f"reasoning_gym:{family} has no option {', '.join(map(repr, unknown))}; it has "
+            f"{', '.join(sorted(known))}, and level "
             "and partial, as all have"
         )
     given = dict(options)
     if level is not None:
         if family not in factory.CURRICULA:
-            raise TaskError(f"reasoning_gym:{family} has no levels; it has the options {', '.join(sorted(known))}")
+            raise TaskError(
+                f"reasoning_gym:{family} has no levels; it has the options "
+                f"{', '.join(sorted(known))}"
+            )
         curriculum = factory.create_curriculum(family)
         highest = max((len(one.levels) for one in curriculum.attributes.values()), default=1) - 1
         if type(level) is not int or not 0 <= level <= highest:
             raise TaskError(f"level is {level!r}; reasoning_gym:{family} has levels 0 to {highest}")
         curriculum.set_global_level(level)
         config = curriculum.generate_configuration()
-        default = config_class()  # what a level leaves as it is may be of a type that JSON has no word for
-        changed = {name: getattr(config, name) for name in known if getattr(config, name) != getattr(default, name)}
+        # What a level leaves as it is may be of a type that JSON has no word for.
+        default = config_class()
+        changed = {
+            name: getattr(config, name)
+            for name in known
+            if getattr(config, name) != getattr(default, name)
+        }
         given = changed | given
     try:
         text = json.dumps(given, sort_keys=True)
@@ -213,7 +265,9 @@ def _dataset(family: str, options: str, seed: int, size: int) -> Any:
 
 @functools.cache
 def _gate(verifier: Callable[..., Any]) -> Callable[[str], bool]:
-    """Return what tells whether an answer may be given to this verifier: all, unless it evaluates them."""
+    """Return what tells whether an answer may be given to this verifier: all, unless it evaluates
+    them.
+    """
     source = inspect.getsource(verifier)
     if "parse_expr(" in source:
         return _is_arithmetic
@@ -232,7 +286,9 @@ def _is_literal(answer: str) -> bool:
 
 
 def _is_arithmetic(answer: str) -> bool:
-    """Tell whether it is arithmetic of numbers, names and the usual functions, and how large what it writes out may become."""
+    """Tell whether it is arithmetic of numbers, names and the usual functions, and how large what
+    it writes out may become.
+    """
     try:
         return len(answer) <= 1000 and _bits(ast.parse(answer, mode="eval").body) <= _MAX_BITS
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -240,16 +296,28 @@ def _is_arithmetic(answer: str) -> bool:
 
 
 def _bits(tree: ast.expr) -> float:
-    """Bound the size of a value, in bits, or the degree of a polynomial. Raises ValueError for anything but arithmetic."""
+    """Bound the size of a value, in bits, or the degree of a polynomial. Raises ValueError for
+    anything but arithmetic.
+    """
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float):
         return max(1, int(abs(tree.value)).bit_length()) if abs(tree.value) < 1e300 else 1e9
-    if isinstance(tree, ast.Name) and (len(tree.id) == 1 or tree.id in _FUNCTIONS or tree.id == "pi"):
+    if isinstance(tree, ast.Name) and (
+        len(tree.id) == 1 or tree.id in _FUNCTIONS or tree.id == "pi"
+    ):
         return 1
     if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub | ast.UAdd):
         return _bits(tree.operand)
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in _FUNCTIONS and not tree.keywords:
+    if (
+        isinstance(tree, ast.Call)
+        and isinstance(tree.func, ast.Name)
+        and tree.func.id in _FUNCTIONS
+        and not tree.keywords
+    ):
         return sum(map(_bits, tree.args))
-    if isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow):
-        left, right = _bits(tree.left), _bits(tree.right)
+    if isinstance(tree, ast.BinOp) and isinstance(
+        tree.op, ast.Add | ast.Sub | ast.Mult | ast.Div | ast.Pow
+    ):
+        left = _bits(tree.left)
+        right = _bits(tree.right)
         return left * 2.0 ** min(right, 64) if isinstance(tree.op, ast.Pow) else left + right
     raise ValueError(ast.dump(tree)[:80])

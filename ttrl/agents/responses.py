@@ -1,7 +1,9 @@
-"""POST /v1/responses, as far as a chat can say it: text, function tools and their results, earlier responses of the session.
+"""POST /v1/responses, as far as a chat can say it: text, function tools and their results, earlier
+responses of the session.
 
-Items become chat messages, and the reply becomes items, so that an answer that is sent back is the message that it was. Whatever
-else the API knows (pictures, files, tools of the provider, structured text, background) is refused.
+Items become chat messages, and the reply becomes items, so that an answer that is sent back is the
+message that it was. Whatever else the API knows (pictures, files, tools of the provider, structured
+text, background) is refused.
 """
 
 import secrets
@@ -17,18 +19,30 @@ from ttrl.text import short
 
 # fmt: off
 FREE = frozenset([
-    "input", "instructions", "previous_response_id", "max_output_tokens", "include", "truncation", "max_tool_calls",
+    "input", "instructions", "previous_response_id", "max_output_tokens", "include", "truncation",
+    "max_tool_calls",
 ])
 # fmt: on
-NEUTRAL: dict[str, Any] = {"background": False, "text": {"format": {"type": "text"}}, "reasoning": {}, "verbosity": "medium"}
+NEUTRAL: dict[str, Any] = {
+    "background": False,
+    "text": {"format": {"type": "text"}},
+    "reasoning": {},
+    "verbosity": "medium",
+}
 _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
 def read(body: Mapping[str, Any], earlier: Mapping[str, list[dict[str, Any]]]) -> Asked:
-    """Return what is asked. earlier: the conversations of the session's responses, by their ids. Raises UserError."""
-    previous, given, instructions = body.get("previous_response_id"), body.get("input"), body.get("instructions")
+    """Return what is asked. earlier: the conversations of the session's responses, by their ids.
+    Raises UserError.
+    """
+    previous = body.get("previous_response_id")
+    given = body.get("input")
+    instructions = body.get("instructions")
     if previous is not None and previous not in earlier:
-        raise UserError(f"previous_response_id is {short(previous, 60)}, which is no response of this session")
+        raise UserError(
+            f"previous_response_id is {short(previous, 60)}, which is no response of this session"
+        )
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise UserError(f"input is {short(given, 60)}; give a text or a list of items")
@@ -53,7 +67,9 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             reply = None
         elif kind == "function_call_output":
             content = _text(item.get("output"), number)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            messages.append(
+                {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+            )
             reply = None
         elif kind in ("message", "function_call", "reasoning"):
             has_text = reply is not None and (reply["content"] is not None or "tool_calls" in reply)
@@ -66,10 +82,13 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                 reply["reasoning"] = _text(item.get("content") or item.get("summary") or "", number)
             else:
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                reply.setdefault("tool_calls", []).append({"id": item.get("call_id"), "type": "function", "function": function})
+                reply.setdefault("tool_calls", []).append(
+                    {"id": item.get("call_id"), "type": "function", "function": function}
+                )
         else:
             raise UserError(
-                f"input[{number}] is of type {short(kind, 60)}; a session knows messages, reasoning and function calls"
+                f"input[{number}] is of type {short(kind, 60)}; a session knows messages, "
+                "reasoning and function calls"
             )
     return messages
 
@@ -82,7 +101,10 @@ def _text(content: Any, number: int) -> str:
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else type(part).__name__
         if kind not in (*_TEXT, "reasoning_text", "summary_text"):
-            raise UserError(f"input[{number}] holds a part of type {short(kind, 60)}; the policy is trained on text alone")
+            raise UserError(
+                f"input[{number}] holds a part of type {short(kind, 60)}; the policy is trained "
+                "on text alone"
+            )
         texts.append(part.get("text") or part.get("refusal") or "")
     return "".join(texts)
 
@@ -90,8 +112,15 @@ def _text(content: Any, number: int) -> str:
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     """Return a function as chat completions have it."""
     if tool.get("type") != "function":
-        raise UserError(f"tools holds one of type {short(tool.get('type'), 60)}; a session knows functions alone")
-    kept = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        raise UserError(
+            f"tools holds one of type {short(tool.get('type'), 60)}; a session knows functions "
+            "alone"
+        )
+    kept = {
+        name: tool[name]
+        for name in ("name", "description", "parameters")
+        if tool.get(name) is not None
+    }
     return {"type": "function", "function": kept}
 
 
@@ -102,7 +131,8 @@ def answer(
     body: Mapping[str, Any], message: dict[str, Any], choice: Any, response_id: str
 ) -> tuple[dict[str, Any], web.Response]:
     """Return a response as the API has it, and what answers the request: it, or a stream of it."""
-    output, is_cut = _items(message), choice.finish_reason == "length"
+    output = _items(message)
+    is_cut = choice.finish_reason == "length"
     usage = choice.usage
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
     details = {
@@ -145,18 +175,36 @@ def answer(
         *(event for index, item in enumerate(output) for event in _events(index, item)),
         {"type": "response.incomplete" if is_cut else "response.completed", "response": whole},
     ]
-    return whole, events([{**event, "sequence_number": number} for number, event in enumerate(told)], named=True, end="")
+    return whole, events(
+        [{**event, "sequence_number": number} for number, event in enumerate(told)],
+        named=True,
+        end="",
+    )
 
 
 def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
-    content, calls = message.get("content"), message.get("tool_calls") or []
+    content = message.get("content")
+    calls = message.get("tool_calls") or []
     if reasoning := message.get("reasoning") or message.get("reasoning_content"):
         said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
         items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
     if content or not calls:
-        text: dict[str, Any] = {"type": "output_text", "text": content or "", "annotations": [], "logprobs": []}
-        items.append({"type": "message", "id": _id("msg"), "status": "completed", "role": "assistant", "content": [text]})
+        text: dict[str, Any] = {
+            "type": "output_text",
+            "text": content or "",
+            "annotations": [],
+            "logprobs": [],
+        }
+        items.append(
+            {
+                "type": "message",
+                "id": _id("msg"),
+                "status": "completed",
+                "role": "assistant",
+                "content": [text],
+            }
+        )
     for call in calls:
         function = call["function"]
         told = {"call_id": call["id"], "name": function["name"], "arguments": function["arguments"]}
@@ -173,7 +221,11 @@ def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "output_index": index,
             "item": {**item, "status": "in_progress", "arguments": ""},
         }
-        yield {"type": "response.function_call_arguments.delta", **place, "delta": item["arguments"]}
+        yield {
+            "type": "response.function_call_arguments.delta",
+            **place,
+            "delta": item["arguments"],
+        }
         done = {"name": item["name"], "arguments": item["arguments"]}
         yield {"type": "response.function_call_arguments.done", **place, **done}
     else:

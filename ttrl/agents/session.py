@@ -1,11 +1,14 @@
-"""A session of an agent that ttrl knows nothing of: what it asks the policy, in whichever API, is one sample's rollout.
+"""A session of an agent that ttrl knows nothing of: what it asks the policy, in whichever API, is
+one sample's rollout.
 
-A request is one reply of the sample's rollout (`ttrl.tasks.task.Chat`), so what is true of rollouts is true here: the server's
-ids and log-probabilities, caches, retries, limits, and the tree of prefixes, by which branches, parallel calls, repeated requests
-and rewritten histories are told apart. Only what the policy sampled is trained, and only if its request was still waited for.
+A request is one reply of the sample's rollout (`ttrl.tasks.task.Chat`), so what is true of rollouts
+is true here: the server's ids and log-probabilities, caches, retries, limits, and the tree of
+prefixes, by which branches, parallel calls, repeated requests and rewritten histories are told
+apart. Only what the policy sampled is trained, and only if its request was still waited for.
 
-Keys are random; the server's own key stays with ttrl. Answers are complete when they are sent, streamed ones too: a stream that
-breaks between server and ttrl is asked for again, which could not be done if the agent had read a part of it.
+Keys are random; the server's own key stays with ttrl. Answers are complete when they are sent,
+streamed ones too: a stream that breaks between server and ttrl is asked for again, which could not
+be done if the agent had read a part of it.
 """
 
 import asyncio
@@ -24,7 +27,11 @@ from ttrl.rollouts.client.transport import Transport, transport_for
 from ttrl.tasks.task import Chat, Grade
 from ttrl.text import short
 
-APIS: dict[str, Any] = {"/chat/completions": chat_completions, "/completions": completions, "/responses": responses}
+APIS: dict[str, Any] = {
+    "/chat/completions": chat_completions,
+    "/completions": completions,
+    "/responses": responses,
+}
 
 
 class Session:
@@ -33,8 +40,9 @@ class Session:
     base_url, api_key, model: for any OpenAI client; the model's name is always "policy".
     names: what else requests may call it.
     messages, task_id, sample: the task, and which rollout of it this is.
-    reward_url, reward_key: where `POST {"reward": 1.0, "metrics": {…}}` gives the reward, with a key of its own, so that what the
-        model writes and the agent runs cannot reward itself with the agent's key.
+    reward_url, reward_key: where `POST {"reward": 1.0, "metrics": {…}}` gives the reward, with a
+        key of its own, so that what the model writes and the agent runs cannot reward itself with
+        the agent's key.
     """
 
     def __init__(
@@ -45,8 +53,14 @@ class Session:
         names: Iterable[str] = (),
     ) -> None:
         self.messages = [dict(message) for message in chat.messages]
-        self.task_id, self.sample, self.model = chat.task_id, chat.sample, MODEL
-        self.id, self.api_key, self.reward_key = secrets.token_hex(8), secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+        self.task_id = chat.task_id
+        self.sample = chat.sample
+        self.model = MODEL
+        self.id, self.api_key, self.reward_key = (
+            secrets.token_hex(8),
+            secrets.token_urlsafe(32),
+            secrets.token_urlsafe(32),
+        )
         self.base_url = self.reward_url = ""
         """Known when somebody listens for it."""
         self.reward: Grade | None = None
@@ -54,13 +68,16 @@ class Session:
         self.rewarded = asyncio.Event()
         self.num_replies = 0
         self.failure: TtrlError | None = None
-        """Of the first request that was refused or failed: what the agent made of it is not the policy's doing."""
+        """Of the first request that was refused or failed: what the agent made of it is not the
+        policy's doing.
+        """
         self.limit: RolloutLimitError | None = None
         self.written: asyncio.Future[None] | None = None
         """If not None, a reward is answered once this is done."""
         self._requests: set[asyncio.Task[Any]] = set()
         self.is_over = False
-        self._chat, self._ignore = chat, ignore
+        self._chat = chat
+        self._ignore = ignore
         self._names = list(dict.fromkeys([MODEL, *names]))
         self._beside = {name: transport_for(server) for name, server in (beside or {}).items()}
         self._place = f"task {chat.task_id!r}, sample {chat.sample}"
@@ -72,8 +89,14 @@ class Session:
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables by which OpenAI's clients find the session."""
-        direct = ",".join(filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"]))
-        names = {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key, "OPENAI_MODEL": self.model}
+        direct = ",".join(
+            filter(None, [os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1"])
+        )
+        names = {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "OPENAI_MODEL": self.model,
+        }
         return {**names, "no_proxy": direct, "NO_PROXY": direct}
 
     @property
@@ -107,7 +130,8 @@ class Session:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         with _Kept(self):
             body = await read_json(request)
-        path, name = request.path.removeprefix("/v1"), body.get("model", MODEL)
+        path = request.path.removeprefix("/v1")
+        name = body.get("model", MODEL)
         if isinstance(name, str) and (other := self._beside.get(name)) is not None:
             return await _passed_on(other, path, body)
         with _Kept(self):
@@ -120,7 +144,10 @@ class Session:
             asked = responses.read(body, self._responses)
             message, choice = await self._ask(asked)
             name = f"resp_{secrets.token_hex(12)}"
-            self._responses[name] = [*asked.messages[1 if body.get("instructions") else 0 :], message]
+            self._responses[name] = [
+                *asked.messages[1 if body.get("instructions") else 0 :],
+                message,
+            ]
             self._answered[name], answer = responses.answer(body, message, choice, name)
             return answer
 
@@ -132,7 +159,9 @@ class Session:
 
     async def take_reward(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        self.reward = Grade.of((body.get("reward"), body.get("metrics") or {}), self._place, who="agent")
+        self.reward = Grade.of(
+            (body.get("reward"), body.get("metrics") or {}), self._place, who="agent"
+        )
         self.rewarded.set()
         if self.written is not None:
             await asyncio.shield(self.written)
@@ -152,7 +181,9 @@ async def _passed_on(transport: Transport, path: str, body: Mapping[str, Any]) -
     if not body.get("stream"):
         return web.Response(body=await transport.post(path, body), content_type="application/json")
     async with transport.stream(path, body) as parts:
-        return web.Response(body=b"".join([part async for part in parts]), content_type="text/event-stream")
+        return web.Response(
+            body=b"".join([part async for part in parts]), content_type="text/event-stream"
+        )
 
 
 class _Kept:
@@ -164,7 +195,9 @@ class _Kept:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         session = self.session
         if isinstance(error, Exception) and not isinstance(error, RolloutLimitError):
             own = error if isinstance(error, ServerError | RolloutError) else None

@@ -1,4 +1,6 @@
-"""Tasks whose rollout is somebody else's agent: a coroutine function that is told where the model is, or a program."""
+"""Tasks whose rollout is somebody else's agent: a coroutine function that is told where the model
+is, or a program.
+"""
 
 import asyncio
 import inspect
@@ -41,7 +43,8 @@ def agent_task(
     beside: "Mapping[str, str | Endpoint] | None" = None,
     at_once: int | None = None,
 ) -> Task:
-    """Make a task of an agent that talks to an OpenAI-compatible endpoint: all that it asks the model is trained as a rollout.
+    """Make a task of an agent that talks to an OpenAI-compatible endpoint: all that it asks the
+    model is trained as a rollout.
 
         async def agent(session):
             client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key)
@@ -49,38 +52,60 @@ def agent_task(
 
         agent_task(agent, grader, messages="Find the fault in main.py.")
 
-    agent: `async def agent(session)`, which may return the reward, (reward, metrics) or None; or a command, which finds the
-        endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and {"id", "sample", "messages"} in the file that
-        TTRL_AGENT_TASK names. It is ended, with all that it started, when its sample is over.
-    grader: is asked where neither the agent returned a reward nor one was posted to `session.reward_url`. It is given the last
-        choice, whose `messages` are the conversation up to there. A command without one posts its reward itself, to "reward_url"
-        with "reward_key" of the file.
-    messages: what the agent is to do, `session.messages`; a string is a user's message. They, or `id`, tell tasks apart.
+    agent: `async def agent(session)`, which may return the reward, (reward, metrics) or None; or a
+        command, which finds the endpoint in OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL, and
+        {"id", "sample", "messages"} in the file that TTRL_AGENT_TASK names. It is ended, with all
+        that it started, when its sample is over.
+    grader: is asked where neither the agent returned a reward nor one was posted to
+        `session.reward_url`. It is given the last choice, whose `messages` are the conversation up
+        to there. A command without one posts its reward itself, to "reward_url" with "reward_key"
+        of the file.
+    messages: what the agent is to do, `session.messages`; a string is a user's message. They, or
+        `id`, tell tasks apart.
     limits: as of rollouts; `seconds` is how long the agent may work without asking the model.
-    ignore: parameters of the agent's requests to leave out where they would be refused, such as "temperature".
-    beside: other models that the agent may ask at the same endpoint, by their names: the addresses of their servers (the key is
-        OPENAI_API_KEY's), or `ttrl.records.Endpoint`. They are passed on as they are, and not trained.
-    at_once: of a command: how many of them run at the same time, those of all tasks with the same number together; None: four
-        for each core. Others wait for their turn, which `limits.seconds` does not count.
+    ignore: parameters of the agent's requests to leave out where they would be refused, such as
+        "temperature".
+    beside: other models that the agent may ask at the same endpoint, by their names: the addresses
+        of their servers (the key is OPENAI_API_KEY's), or `ttrl.records.Endpoint`. They are passed
+        on as they are, and not trained.
+    at_once: of a command: how many of them run at the same time, those of all tasks with the same
+        number together; None: four for each core. Others wait for their turn, which
+        `limits.seconds` does not count.
 
     Raises TaskError for an agent that is neither.
     """
-    is_command = isinstance(agent, Sequence) and not isinstance(agent, str) and agent and all(isinstance(x, str) for x in agent)
+    is_command = (
+        isinstance(agent, Sequence)
+        and not isinstance(agent, str)
+        and agent
+        and all(isinstance(x, str) for x in agent)
+    )
     if not callable(agent) and not is_command:
         raise TaskError(
-            f"agent is {short(agent, 80)}; give async def agent(session), or a command such as ['python', 'agent.py']"
+            f"agent is {short(agent, 80)}; give async def agent(session), or a command such as "
+            "['python', 'agent.py']"
         )
     if isinstance(ignore, str):
         raise TaskError(f"ignore is {ignore!r}; give a list of names, [{ignore!r}]")
-    given = question(messages) if isinstance(messages, str) else [dict(message) for message in messages]
+    given = (
+        question(messages) if isinstance(messages, str) else [dict(message) for message in messages]
+    )
     if at_once is not None and (type(at_once) is not int or at_once < 1):
         raise TaskError(f"at_once is {at_once!r}; give a number of programs of at least 1, or None")
     others = dict(beside or {})
     for name, server in others.items():
         transport_for(server)  # raises for what is none
         if name == MODEL:
-            raise TaskError(f"beside names a model {MODEL!r}, which is the policy's own name; give it another")
-    rollout = _AgentRollout(agent if callable(agent) else tuple(agent), frozenset(ignore), others, grader is None, at_once)
+            raise TaskError(
+                f"beside names a model {MODEL!r}, which is the policy's own name; give it another"
+            )
+    rollout = _AgentRollout(
+        agent if callable(agent) else tuple(agent),
+        frozenset(ignore),
+        others,
+        grader is None,
+        at_once,
+    )
     return Task(given, grader, id=id, rollout=rollout, limits=limits or RolloutLimits())
 
 
@@ -114,8 +139,14 @@ class _AgentRollout:
             listener.add(session)
             try:
                 output = await self._run(session, place)
-            except Exception:  # of the agent's own code, any kind; nothing is swallowed but for a reward that was posted
-                if session.failure is None and session.limit is not None and session.reward is not None:
+            # Of the agent's own code, any kind; nothing is swallowed but for a reward that was
+            # posted.
+            except Exception:
+                if (
+                    session.failure is None
+                    and session.limit is not None
+                    and session.reward is not None
+                ):
                     return session.reward  # it was rewarded before it went on to its limit
                 if (cause := session.failure or session.limit) is not None:
                     raise cause from None  # what the agent's client made of it says less
@@ -123,7 +154,10 @@ class _AgentRollout:
         if session.failure is not None:
             raise session.failure
         if not session.num_replies and session.limit is None:
-            raise RolloutError(f"{place}: the agent ended without a reply of the model; point its client at session.base_url")
+            raise RolloutError(
+                f"{place}: the agent ended without a reply of the model; point its client at "
+                "session.base_url"
+            )
         posted: Grade | None = session.reward
         return posted if output is None else output
 
@@ -133,21 +167,29 @@ class _AgentRollout:
             return None
         coroutine = self.agent(session)
         if not inspect.isawaitable(coroutine):
-            raise RolloutError(f"{place}: the agent is no coroutine function; write it as async def agent(session)")
+            raise RolloutError(
+                f"{place}: the agent is no coroutine function; write it as async def agent(session)"
+            )
         output: GraderOutput | None = await coroutine
         return output
 
 
-_of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]" = weakref.WeakKeyDictionary()
+_of_loops: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[int, asyncio.Semaphore]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def turns(at_once: int | None = None) -> asyncio.Semaphore:
     """Return what lets so many programs run at the same time."""
     count = at_once or 4 * (os.cpu_count() or 1)
-    return _of_loops.setdefault(asyncio.get_running_loop(), {}).setdefault(count, asyncio.Semaphore(count))
+    return _of_loops.setdefault(asyncio.get_running_loop(), {}).setdefault(
+        count, asyncio.Semaphore(count)
+    )
 
 
-async def _run_command(command: Sequence[str], session: Session, place: str, posts_reward: bool) -> None:
+async def _run_command(
+    command: Sequence[str], session: Session, place: str, posts_reward: bool
+) -> None:
     """Run a program to its end. Raises RolloutError where it fails."""
     with tempfile.TemporaryDirectory(prefix="ttrl-agent-") as folder:
         task = Path(folder, "task.json")
@@ -156,14 +198,21 @@ async def _run_command(command: Sequence[str], session: Session, place: str, pos
             given |= {"reward_url": session.reward_url, "reward_key": session.reward_key}
         task.write_text(json.dumps(given))
         own = {name: value for name, value in os.environ.items() if not hidden(name)}
-        child = ChildProcess(command, Path(folder, "agent.log"), {**own, **session.environment, TASK_VARIABLE: str(task)})
+        child = ChildProcess(
+            command,
+            Path(folder, "agent.log"),
+            {**own, **session.environment, TASK_VARIABLE: str(task)},
+        )
         starting = asyncio.create_task(asyncio.to_thread(child.start))
         try:
             await asyncio.shield(starting)
             while (status := child.poll()) is None:
                 await asyncio.sleep(_PAUSE)
             if status:
-                raise RolloutError(f"{place}: the agent {command[0]!r} ended with status {status}:\n{child.log_tail(10)}")
+                raise RolloutError(
+                    f"{place}: the agent {command[0]!r} ended with status "
+                    f"{status}:\n{child.log_tail(10)}"
+                )
         finally:
             await asyncio.shield(end(child, starting))
 

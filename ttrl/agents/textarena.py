@@ -1,7 +1,8 @@
 """Games of TextArena (MIT; pip install 'ttrl[textarena]'; read: 0.7.4), as rollouts.
 
-The games draw from Python's global random numbers, which they seed. So that games that go on at the same time are the same each
-time, and nobody else's numbers change, each has a state of its own, which is in place only while it moves, one at a time.
+The games draw from Python's global random numbers, which they seed. So that games that go on at the
+same time are the same each time, and nobody else's numbers change, each has a state of its own,
+which is in place only while it moves, one at a time.
 """
 
 import functools
@@ -16,7 +17,10 @@ from ttrl.tasks.answers import after_thinking, find_tagged
 from ttrl.tasks.datasets import check_count
 from ttrl.tasks.task import RolloutLimits, Task, question
 
-ASK = "Play the game. Think first; then give your move, in the form that the game asks for, in <answer> </answer> tags."
+ASK = (
+    "Play the game. Think first; then give your move, in the form that the game asks for, in "
+    "<answer> </answer> tags."
+)
 _moving = threading.Lock()
 
 
@@ -32,19 +36,25 @@ def get_textarena_tasks(
     limits: RolloutLimits | None = None,
     **options: Any,
 ) -> list[Task]:
-    """Return `n` games, such as of "TowerOfHanoi-v0", each with a seed of its own: the split's, and in "train" the seed's.
+    """Return `n` games, such as of "TowerOfHanoi-v0", each with a seed of its own: the split's, and
+    in "train" the seed's.
 
-    opponent: plays all other players of a game for several: a function of what a player is shown, which returns a move. The model
-        is player 0. players: how many there are; by default 1, or 2 with an opponent.
+    opponent: plays all other players of a game for several: a function of what a player is shown,
+        which returns a move. The model is player 0. players: how many there are; by default 1, or 2
+        with an opponent.
     options: of the game, such as `num_disks`.
 
     The reward is what the game gives player 0 at its end; metrics: `steps`, `ended`.
-    Raises TaskError without the package, for unknown games and options, and for games that need what is not there.
+    Raises TaskError without the package, for unknown games and options, and for games that need
+    what is not there.
     """
     check_count(n)
     count = players or (1 if opponent is None else 2)
     if count > 1 and opponent is None:
-        raise TaskError(f"textarena:{name} for {count} players needs an opponent, a function of what a player is shown")
+        raise TaskError(
+            f"textarena:{name} for {count} players needs an opponent, a function of what a "
+            "player is shown"
+        )
 
     def make() -> "TextArenaGame":
         return TextArenaGame(name, count, opponent, options)
@@ -52,7 +62,10 @@ def get_textarena_tasks(
     try:
         make().reset(seed=0)
     except ImportError as error:
-        raise TaskError(f"games of TextArena need the package textarena: pip install 'ttrl[textarena]' ({error})") from None
+        raise TaskError(
+            "games of TextArena need the package textarena: pip install 'ttrl[textarena]' "
+            f"({error})"
+        ) from None
     except Exception as error:
         raise TaskError(f"textarena:{name} cannot be played: {describe(error)}") from error
     return [
@@ -67,7 +80,9 @@ def get_textarena_tasks(
 
 
 def read_move(text: str) -> str:
-    """Return a reply's move: what stands in its last `<answer>` tags, else all after its thinking; in brackets, as games want."""
+    """Return a reply's move: what stands in its last `<answer>` tags, else all after its thinking;
+    in brackets, as games want.
+    """
     text = after_thinking(text)
     place = find_tagged(text)
     move = (text[place[0] : place[1]] if place is not None else text).strip()
@@ -75,15 +90,27 @@ def read_move(text: str) -> str:
 
 
 class TextArenaGame:
-    """One game with Gymnasium's methods, seen by player 0. Its moves are made one at a time, with random numbers of its own."""
+    """One game with Gymnasium's methods, seen by player 0. Its moves are made one at a time, with
+    random numbers of its own.
+    """
 
-    def __init__(self, name: str, players: int, opponent: Callable[[str], str] | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        name: str,
+        players: int,
+        opponent: Callable[[str], str] | None,
+        options: dict[str, Any],
+    ) -> None:
         import textarena
 
-        self._players, self._opponent, self._own_move = players, opponent, ""
+        self._players = players
+        self._opponent = opponent
+        self._own_move = ""
         self._random = random.Random(0).getstate()
         # Without the wrappers, which repeat all that was said so far in each observation.
-        self._game: Any = self._moved(lambda: textarena.make(f"{name.removesuffix('-raw')}-raw", **options))
+        self._game: Any = self._moved(
+            lambda: textarena.make(f"{name.removesuffix('-raw')}-raw", **options)
+        )
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
         self._moved(lambda: self._game.reset(num_players=self._players, seed=seed))
@@ -123,5 +150,9 @@ class TextArenaGame:
 
 def _text(messages: Any, own_move: str | None) -> str:
     """Return what the game and other players said, without the player's own move."""
-    said = [str(text) for _, text, kind in messages if kind.name != "PLAYER_ACTION" or str(text) != own_move]
+    said = [
+        str(text)
+        for _, text, kind in messages
+        if kind.name != "PLAYER_ACTION" or str(text) != own_move
+    ]
     return "\n".join(said).strip()

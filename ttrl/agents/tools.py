@@ -1,9 +1,11 @@
-"""Python functions as tools of a rollout: what the model is told of them, and what becomes of its calls.
+"""Python functions as tools of a rollout: what the model is told of them, and what becomes of its
+calls.
 
-A function is described by its type hints and its docstring, in Google's style (`Args:`). What it raises, and arguments that are
-no JSON or do not fit, are told to the model as {"error": …}: it may try again; a RolloutError fails the sample. Functions that
-are no coroutines run in a thread, one call of a rollout after the other, so that they hold up no other rollout; nothing can end
-such a thread.
+A function is described by its type hints and its docstring, in Google's style (`Args:`). What it
+raises, and arguments that are no JSON or do not fit, are told to the model as {"error": …}: it may
+try again; a RolloutError fails the sample. Functions that are no coroutines run in a thread, one
+call of a rollout after the other, so that they hold up no other rollout; nothing can end such a
+thread.
 """
 
 import asyncio
@@ -19,13 +21,24 @@ from typing import Any, Literal, Union
 from ttrl.errors import RolloutError, TaskError
 from ttrl.tasks.task import Chat, Choice
 
-_SIMPLE = {int: "integer", float: "number", str: "string", bool: "boolean", list: "array", tuple: "array", dict: "object"}
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE)
+_SIMPLE = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    list: "array",
+    tuple: "array",
+    dict: "object",
+}
+_SECTION = re.compile(
+    r"^(Args|Arguments|Parameters|Returns?|Raises|Yields|Examples?|Notes?):\s*$", re.MULTILINE
+)
 _ARGUMENT = re.compile(r"^(\w+)(?:\s*\([^)]*\))?:\s*(.*(?:\n[ \t]+.*)*)", re.MULTILINE)
 
 
 class Tools:
-    """Functions by their names. Raises TaskError for those without a docstring or a type hint, which no model could call.
+    """Functions by their names. Raises TaskError for those without a docstring or a type hint,
+    which no model could call.
 
     calls, failures: how many there were so far.
     """
@@ -38,7 +51,9 @@ class Tools:
             self.add(function, describe_tool(function))
 
     def add(self, function: Callable[..., Any], description: dict[str, Any]) -> None:
-        """Let the model call a function that is described in the form of OpenAI's API. Raises TaskError."""
+        """Let the model call a function that is described in the form of OpenAI's API. Raises
+        TaskError.
+        """
         name = description["function"]["name"]
         if name in self.functions:
             raise TaskError(f"two tools are named {name}; rename one of them")
@@ -46,11 +61,15 @@ class Tools:
         self.descriptions.append(description)
 
     async def answer(self, choice: Choice) -> list[dict[str, Any]]:
-        """Call what the model asks for, in its order; return the messages that answer it, [] where it calls nothing."""
+        """Call what the model asks for, in its order; return the messages that answer it, [] where
+        it calls nothing.
+        """
         told = []
         for call in choice.message.tool_calls or []:
             function: Any = getattr(call, "function", None)
-            content = await self._call(getattr(function, "name", ""), getattr(function, "arguments", ""))
+            content = await self._call(
+                getattr(function, "name", ""), getattr(function, "arguments", "")
+            )
             told.append({"role": "tool", "tool_call_id": call.id, "content": content})
         return told
 
@@ -85,7 +104,11 @@ class Tools:
 
 def cut(text: str, most: int) -> str:
     """Return a text, or its beginning and how much is left out."""
-    return text if len(text) <= most else f"{text[:most]}\n[{len(text) - most} characters more are left out]"
+    return (
+        text
+        if len(text) <= most
+        else f"{text[:most]}\n[{len(text) - most} characters more are left out]"
+    )
 
 
 def _text(result: object) -> str:
@@ -97,9 +120,13 @@ def _text(result: object) -> str:
 
 def describe_tool(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the description of a function in the form of OpenAI's API. Raises TaskError."""
-    name, text = function.__name__, inspect.getdoc(function) or ""
+    name = function.__name__
+    text = inspect.getdoc(function) or ""
     if not text:
-        raise TaskError(f"tool {name} has no docstring; say in one what it does, and under Args: what its arguments are")
+        raise TaskError(
+            f"tool {name} has no docstring; say in one what it does, and under Args: what its "
+            "arguments are"
+        )
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:
@@ -107,16 +134,23 @@ def describe_tool(function: Callable[..., Any]) -> dict[str, Any]:
     first, *sections = _SECTION.split(text)
     parts = dict(zip(sections[::2], sections[1::2]))
     told = next((parts[key] for key in ("Args", "Arguments", "Parameters") if key in parts), "")
-    said = {match[1]: " ".join(match[2].split()) for match in _ARGUMENT.finditer(textwrap.dedent(told.strip("\n")))}
-    properties, required = {}, []
+    said = {
+        match[1]: " ".join(match[2].split())
+        for match in _ARGUMENT.finditer(textwrap.dedent(told.strip("\n")))
+    }
+    properties = {}
+    required = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if parameter.name not in hints:
             raise TaskError(
-                f"tool {name}: its argument {parameter.name} has no type hint; give one, such as {parameter.name}: str"
+                f"tool {name}: its argument {parameter.name} has no type hint; give one, such as "
+                f"{parameter.name}: str"
             )
-        properties[parameter.name] = {**json_type(hints[parameter.name], f"tool {name}, {parameter.name}")}
+        properties[parameter.name] = {
+            **json_type(hints[parameter.name], f"tool {name}, {parameter.name}")
+        }
         if parameter.name in said:
             properties[parameter.name]["description"] = said[parameter.name]
         if parameter.default is parameter.empty:
@@ -127,8 +161,11 @@ def describe_tool(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def json_type(hint: Any, where: str) -> Mapping[str, Any]:
-    """Return a type hint as JSON Schema. Raises TaskError, naming `where`, for types that JSON has not."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    """Return a type hint as JSON Schema. Raises TaskError, naming `where`, for types that JSON has
+    not.
+    """
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint is Any:
         return {}
     if origin is Literal:
@@ -139,7 +176,10 @@ def json_type(hint: Any, where: str) -> Mapping[str, Any]:
         return {**rest, "nullable": True} if type(None) in arguments else rest
     kind = _SIMPLE.get(origin or hint)
     if kind is None:
-        raise TaskError(f"{where}: its type {hint} cannot be said in JSON; use int, float, str, bool, list, dict, Literal")
+        raise TaskError(
+            f"{where}: its type {hint} cannot be said in JSON; use int, float, str, bool, list, "
+            "dict, Literal"
+        )
     items = [one for one in arguments if one is not Ellipsis]
     if kind == "array" and items:
         return {"type": kind, "items": json_type(items[0], where)}

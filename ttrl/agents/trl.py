@@ -1,13 +1,19 @@
-"""Data sets, reward functions, tools and environments as TRL's GRPOTrainer takes them (Hugging Face, Apache-2.0; read: 1.16).
+"""Data sets, reward functions, tools and environments as TRL's GRPOTrainer takes them (Hugging
+Face, Apache-2.0; read: 1.16).
 
-`trl_tasks` takes the arguments of the same names and makes tasks of them; TRL itself is not needed. What differs:
+`trl_tasks` takes the arguments of the same names and makes tasks of them; TRL itself is not needed.
+What differs:
 
-- a prompt that is a string is a user's message, and the model's reply the completion: ttrl talks to a chat template;
-- functions are called for one completion at a time, so `prompts` and `completions` have one element: what compares the
-  completions of a batch belongs into a `group_grader`;
-- an environment that makes its own tasks (no `train_dataset`) needs `n`, as there is no `max_steps`;
-- there is no `trainer_state`, and a reward function cannot be a model's name (serve it: see docs/tasks.md);
-- where all functions return None, the sample has no reward and fails, instead of being trained with an advantage of 0.
+- a prompt that is a string is a user's message, and the model's reply the completion: ttrl talks to
+  a chat template;
+- functions are called for one completion at a time, so `prompts` and `completions` have one
+  element: what compares the completions of a batch belongs into a `group_grader`;
+- an environment that makes its own tasks (no `train_dataset`) needs `n`, as there is no
+  `max_steps`;
+- there is no `trainer_state`, and a reward function cannot be a model's name (serve it: see
+  docs/tasks.md);
+- where all functions return None, the sample has no reward and fails, instead of being trained with
+  an advantage of 0.
 """
 
 import asyncio
@@ -29,7 +35,9 @@ from ttrl.tasks.task import Chat, Choice, GraderOutput, RolloutLimits, Task, que
 from ttrl.text import is_number, short
 
 RewardFunction: TypeAlias = Callable[..., Any]
-"""`f(prompts, completions, **columns)`: a list with a number, or None, for each completion; now, or as an awaitable."""
+"""`f(prompts, completions, **columns)`: a list with a number, or None, for each completion; now, or
+as an awaitable.
+"""
 EnvironmentFactory: TypeAlias = Callable[[], Any]
 _NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
@@ -48,35 +56,55 @@ def trl_tasks(
 ) -> list[Task]:
     """Return a task for each row of a data set that was made for TRL's GRPOTrainer.
 
-    train_dataset: rows, such as a `datasets.Dataset` or a list of dicts, or where they are: a file (parquet, jsonl, json, csv), a
-        folder, or a name on the hub, with `split` and `config`. Column `prompt`: a string, or chat messages. None, with `n`: the
-        environment makes the tasks, in `reset`.
-    reward_funcs: functions or coroutine functions, whose rewards are added up, times `reward_weights`; None leaves one out. Each
-        is a metric, with those that it gives to `log_metric`.
+    train_dataset: rows, such as a `datasets.Dataset` or a list of dicts, or where they are: a file
+        (parquet, jsonl, json, csv), a folder, or a name on the hub, with `split` and `config`.
+        Column `prompt`: a string, or chat messages. None, with `n`: the environment makes the
+        tasks, in `reset`.
+    reward_funcs: functions or coroutine functions, whose rewards are added up, times
+        `reward_weights`; None leaves one out. Each is a metric, with those that it gives to
+        `log_metric`.
     tools: functions that the model may call, with type hints and docstrings.
-    environment_factory: makes an environment for each rollout: its `reset(**row)` may return a text for the end of the prompt;
-        its other public methods are tools; its `get_reward()`, if it has one, is added to the rewards. Of several by name, the
-        row's `environment` says which.
+    environment_factory: makes an environment for each rollout: its `reset(**row)` may return a text
+        for the end of the prompt; its other public methods are tools; its `get_reward()`, if it has
+        one, is added to the rewards. Of several by name, the row's `environment` says which.
     n: the first n rows alone.
 
     Raises TaskError for rows, functions and environments that do not fit.
     """
-    functions = [reward_funcs] if callable(reward_funcs) or isinstance(reward_funcs, str) else list(reward_funcs)
+    functions = (
+        [reward_funcs]
+        if callable(reward_funcs) or isinstance(reward_funcs, str)
+        else list(reward_funcs)
+    )
     weights = [1.0] * len(functions) if reward_weights is None else list(reward_weights)
     if len(weights) != len(functions):
-        raise TaskError(f"there are {len(weights)} reward_weights for {len(functions)} reward_funcs; give one for each")
+        raise TaskError(
+            f"there are {len(weights)} reward_weights for {len(functions)} reward_funcs; give "
+            "one for each"
+        )
     for function in functions:
         _check(function)
     factories = _factories(environment_factory)
     if factories is None and not functions:
-        raise TaskError("there are no reward_funcs; give at least one function of (prompts, completions, **columns)")
-    given = load_rows(train_dataset, dict, splits=(split,), config=config) if _is_place(train_dataset) else train_dataset
+        raise TaskError(
+            "there are no reward_funcs; give at least one function of (prompts, completions, "
+            "**columns)"
+        )
+    given = (
+        load_rows(train_dataset, dict, splits=(split,), config=config)
+        if _is_place(train_dataset)
+        else train_dataset
+    )
     if given is None:
         if n is None or factories is None or None not in factories:
-            raise TaskError("there is no train_dataset; give one, or an environment_factory whose reset makes the tasks, and n")
+            raise TaskError(
+                "there is no train_dataset; give one, or an environment_factory whose reset "
+                "makes the tasks, and n"
+            )
         given = itertools.repeat({}, n)
     Tools(tools)
-    tasks, names = [], dict[str, int]()
+    tasks = []
+    names = dict[str, int]()
     for number, row in enumerate(given):
         if number == n:
             break
@@ -86,7 +114,10 @@ def trl_tasks(
         prompt = columns.get("prompt", "" if factories is not None else None)
         if not isinstance(prompt, str | list) or (prompt == [] and factories is None):
             columns_there = ", ".join(columns) or "none"
-            wanted = f"a string, or a list of chat messages, in the column 'prompt' (there are the columns {columns_there})"
+            wanted = (
+                "a string, or a list of chat messages, in the column 'prompt' (there are the "
+                f"columns {columns_there})"
+            )
             raise TaskError(f"row {number}: its prompt is {short(prompt, 80)}; give {wanted}")
         text = json.dumps(columns, sort_keys=True, default=str)
         if isinstance(prompt, list):
@@ -97,8 +128,15 @@ def trl_tasks(
         if factories is not None:
             name = columns.get("environment") if None not in factories else None
             if name not in factories:
-                raise TaskError(f"row {number}: its environment is {name!r}; there are {', '.join(map(repr, factories))}")
-            row = {column: value for column, value in columns.items() if column != "environment" or None in factories}
+                raise TaskError(
+                    f"row {number}: its environment is {name!r}; there are "
+                    f"{', '.join(map(repr, factories))}"
+                )
+            row = {
+                column: value
+                for column, value in columns.items()
+                if column != "environment" or None in factories
+            }
             rollout = EnvironmentRollout(factories[name], tuple(tools), rewards, row)
         elif tools:
             rollout = ToolRollout(tuple(tools))
@@ -107,7 +145,15 @@ def trl_tasks(
         mark = f"-{names[digest]}" if names[digest] > 1 else ""
         messages = question(prompt) if isinstance(prompt, str) else prompt
         grader = None if factories is not None else rewards
-        tasks.append(Task(messages, grader, id=f"trl/{digest}{mark}", rollout=rollout, limits=limits or RolloutLimits()))
+        tasks.append(
+            Task(
+                messages,
+                grader,
+                id=f"trl/{digest}{mark}",
+                rollout=rollout,
+                limits=limits or RolloutLimits(),
+            )
+        )
     if not tasks:
         raise TaskError("the data set has no rows")
     return tasks
@@ -115,9 +161,11 @@ def trl_tasks(
 
 @dataclass(frozen=True)
 class TrlGrader:
-    """Adds up what the functions give for one completion, times their weights; each of them is a metric.
+    """Adds up what the functions give for one completion, times their weights; each of them is a
+    metric.
 
-    Functions that are no coroutines are called at once, so in the grader's thread; the others together, on the event loop.
+    Functions that are no coroutines are called at once, so in the grader's thread; the others
+    together, on the event loop.
     """
 
     functions: tuple[RewardFunction, ...]
@@ -128,11 +176,19 @@ class TrlGrader:
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
         return self.scored(choice)
 
-    def scored(self, choice: Choice, environment: Any = None) -> "GraderOutput | Awaitable[GraderOutput]":
-        """Return (reward, metrics), or an awaitable of it. Raises GraderError where nothing can be said."""
+    def scored(
+        self, choice: Choice, environment: Any = None
+    ) -> "GraderOutput | Awaitable[GraderOutput]":
+        """Return (reward, metrics), or an awaitable of it. Raises GraderError where nothing can be
+        said.
+        """
         metrics: dict[str, float] = {}
-        outputs = [function(**self._arguments(function, choice, environment, metrics)) for function in self.functions]
-        weights, names = list(self.weights), [_name(function) for function in self.functions]
+        outputs = [
+            function(**self._arguments(function, choice, environment, metrics))
+            for function in self.functions
+        ]
+        weights = list(self.weights)
+        names = [_name(function) for function in self.functions]
         if hasattr(environment, "get_reward"):
             outputs.append(environment.get_reward())
             weights.append(1.0)
@@ -145,16 +201,28 @@ class TrlGrader:
         self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]
     ) -> "GraderOutput":
         waiting = [place for place, output in enumerate(outputs) if inspect.isawaitable(output)]
-        for place, output in zip(waiting, await asyncio.gather(*(outputs[place] for place in waiting)), strict=True):
+        for place, output in zip(
+            waiting, await asyncio.gather(*(outputs[place] for place in waiting)), strict=True
+        ):
             outputs[place] = output
         return self._sum(outputs, weights, names, metrics)
 
-    def _sum(self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]) -> "GraderOutput":
-        total, known = 0.0, False
+    def _sum(
+        self, outputs: list[Any], weights: list[float], names: list[str], metrics: dict[str, float]
+    ) -> "GraderOutput":
+        total = 0.0
+        known = False
         for place, (output, weight, name) in enumerate(zip(outputs, weights, names, strict=True)):
             if place < len(self.functions):
-                if not isinstance(output, Iterable) or isinstance(output, str | Mapping) or len(given := list(output)) != 1:
-                    raise GraderError(f"{name} returned {short(output, 80)} for one completion; it returns a list of one reward")
+                if (
+                    not isinstance(output, Iterable)
+                    or isinstance(output, str | Mapping)
+                    or len(given := list(output)) != 1
+                ):
+                    raise GraderError(
+                        f"{name} returned {short(output, 80)} for one completion; it returns a "
+                        "list of one reward"
+                    )
                 output = given[0]
             if output is None or (is_number(output) and math.isnan(output)):
                 continue
@@ -162,17 +230,25 @@ class TrlGrader:
             total += weight * float(output)
             metrics[name if name not in metrics else f"{name}_{place}"] = float(output)
         if not known:
-            raise GraderError(f"none of {', '.join(names)} applies to this row: all of them returned None")
+            raise GraderError(
+                f"none of {', '.join(names)} applies to this row: all of them returned None"
+            )
         return total, metrics
 
-    def _arguments(self, function: RewardFunction, choice: Choice, environment: Any, metrics: dict[str, float]) -> dict[str, Any]:
+    def _arguments(
+        self, function: RewardFunction, choice: Choice, environment: Any, metrics: dict[str, float]
+    ) -> dict[str, Any]:
         completion: Any = reply_text(choice)
         if isinstance(self.prompt, list) or environment is not None:
             said = getattr(choice, "messages", None)
             begun = max(1, len(self.prompt)) if isinstance(self.prompt, list) else 1
-            completion = _as_trl(said[begun:]) if said else [{"role": "assistant", "content": completion}]
+            completion = (
+                _as_trl(said[begun:]) if said else [{"role": "assistant", "content": completion}]
+            )
         ids = list(getattr(choice, "token_ids", None) or ())
-        given: dict[str, Any] = {name: [value] for name, value in self.columns.items() if name not in _NOT_COLUMNS}
+        given: dict[str, Any] = {
+            name: [value] for name, value in self.columns.items() if name not in _NOT_COLUMNS
+        }
         given |= {"prompts": [self.prompt], "completions": [completion], "completion_ids": [ids]}
         given |= {"log_extra": lambda column, values: None, "log_metric": metrics.__setitem__}
         if environment is not None:
@@ -197,7 +273,9 @@ class ToolRollout:
 
 @dataclass(frozen=True)
 class EnvironmentRollout:
-    """Lets the model call an environment's methods until it calls none; the rewards are those of the functions then."""
+    """Lets the model call an environment's methods until it calls none; the rewards are those of
+    the functions then.
+    """
 
     factory: EnvironmentFactory
     tools: tuple[Callable[..., Any], ...]
@@ -210,7 +288,10 @@ class EnvironmentRollout:
         told = environment.reset(**self.row)
         if told is not None:
             if not isinstance(told, str):
-                raise TaskError(f"{type(environment).__name__}.reset returned {short(told, 80)}; it returns a text, or None")
+                raise TaskError(
+                    f"{type(environment).__name__}.reset returned {short(told, 80)}; it returns "
+                    "a text, or None"
+                )
             chat.messages[-1] = with_text_added(chat.messages[-1], told)
         tools = Tools([*self.tools, *_methods(environment)])
         choice = await tools.talk(chat)
@@ -220,25 +301,38 @@ class EnvironmentRollout:
         return reward, {**metrics, "tool_calls": tools.calls, "tool_failures": tools.failures}
 
 
-def _factories(given: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None) -> dict[Any, EnvironmentFactory] | None:
+def _factories(
+    given: EnvironmentFactory | Mapping[str, EnvironmentFactory] | None,
+) -> dict[Any, EnvironmentFactory] | None:
     """Return the factories by name, None for the only one, each tried once. Raises TaskError."""
     if given is None:
         return None
-    factories: dict[Any, EnvironmentFactory] = dict(given) if isinstance(given, Mapping) else {None: given}
+    factories: dict[Any, EnvironmentFactory] = (
+        dict(given) if isinstance(given, Mapping) else {None: given}
+    )
     for name, factory in factories.items():
         try:
             environment = factory()
         except Exception as error:
-            raise TaskError(f"environment {name or factory!r} cannot be made: {type(error).__name__}: {error}") from error
+            raise TaskError(
+                f"environment {name or factory!r} cannot be made: {type(error).__name__}: {error}"
+            ) from error
         if not callable(getattr(environment, "reset", None)):
-            raise TaskError(f"environment {type(environment).__name__} has no method reset; it has to begin a rollout")
+            raise TaskError(
+                f"environment {type(environment).__name__} has no method reset; it has to begin "
+                "a rollout"
+            )
         Tools(_methods(environment))
     return factories
 
 
 def _methods(environment: Any) -> list[Callable[..., Any]]:
     """Return what of an environment the model may call."""
-    named = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
+    named = [
+        name
+        for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
+        if not name.startswith("_")
+    ]
     return [getattr(environment, name) for name in named if name not in ("reset", "get_reward")]
 
 
@@ -252,7 +346,8 @@ def _check(function: Any) -> None:
     parameter = inspect.signature(function).parameters.get("trainer_state")
     if parameter is not None and parameter.default is parameter.empty:
         raise TaskError(
-            f"reward function {_name(function)} wants the trainer_state of TRL, which there is none of; give it a default"
+            f"reward function {_name(function)} wants the trainer_state of TRL, which there is "
+            "none of; give it a default"
         )
 
 
@@ -261,12 +356,17 @@ def _name(function: Any) -> str:
 
 
 def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with what TRL's have: arguments of calls that are read already, and the name of the tool that answers."""
-    names, told = dict[str, str](), []
+    """Return messages with what TRL's have: arguments of calls that are read already, and the name
+    of the tool that answers.
+    """
+    names = dict[str, str]()
+    told = []
     for message in messages:
         one = dict(message)
         if one.get("tool_calls"):
-            one["tool_calls"] = [{**call, "function": _read(call["function"])} for call in one["tool_calls"]]
+            one["tool_calls"] = [
+                {**call, "function": _read(call["function"])} for call in one["tool_calls"]
+            ]
             names |= {call["id"]: call["function"]["name"] for call in one["tool_calls"]}
         elif one.get("role") == "tool" and one.get("tool_call_id") in names:
             one["name"] = names[one["tool_call_id"]]
@@ -275,12 +375,17 @@ def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read(function: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a called function with its arguments as a dict; as they are, where they are no JSON object."""
+    """Return a called function with its arguments as a dict; as they are, where they are no JSON
+    object.
+    """
     try:
         arguments = json.loads(function["arguments"])
     except (TypeError, ValueError):
         arguments = None
-    return {**function, "arguments": arguments if isinstance(arguments, dict) else function["arguments"]}
+    return {
+        **function,
+        "arguments": arguments if isinstance(arguments, dict) else function["arguments"],
+    }
 
 
 def _is_place(given: Any) -> bool:

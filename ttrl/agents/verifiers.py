@@ -1,9 +1,10 @@
-"""Tasksets of verifiers (Prime Intellect, Apache-2.0; read: v1 of 0.4.0), played by verifiers itself behind an endpoint of ours.
+"""Tasksets of verifiers (Prime Intellect, Apache-2.0; read: v1 of 0.4.0), played by verifiers
+itself behind an endpoint of ours.
 
-verifiers pins an openai and an mcp that ttrl cannot have, so it has a Python of its own, with the tasksets installed beside it:
-`python=`, or the environment variable TTRL_VERIFIERS_PYTHON. A sample is a process of it
-(`ttrl.agents.worker`), which starts the harness, its tools, scores the trace, and posts the reward; what is asked
-of the model on the way is the rollout.
+verifiers pins an openai and an mcp that ttrl cannot have, so it has a Python of its own, with the
+tasksets installed beside it: `python=`, or the environment variable TTRL_VERIFIERS_PYTHON. A sample
+is a process of it (`ttrl.agents.worker`), which starts the harness, its tools, scores the trace,
+and posts the reward; what is asked of the model on the way is the rollout.
 """
 
 import random
@@ -36,27 +37,41 @@ def get_verifiers_tasks(
 ) -> list[Task]:
     """Return at most `n` tasks of a taskset, `n` None: all.
 
-    name: the id, as its package is called, "gsm8k-v1", with or without its owner. options: of the taskset's config.
-    split: a tenth of the tasks is held out, by a hash of their keys: "train", "validation", or "all".
+    name: the id, as its package is called, "gsm8k-v1", with or without its owner. options: of the
+        taskset's config.
+    split: a tenth of the tasks is held out, by a hash of their keys: "train", "validation", or
+        "all".
     python: of the environment in which verifiers and the taskset are installed.
-    harness: the taskset's own by default, else "null", which chats and calls the taskset's tools; "bash" lets the model run
-        commands. runtime: where that is done: "subprocess", with your rights, or "docker".
+    harness: the taskset's own by default, else "null", which chats and calls the taskset's tools;
+        "bash" lets the model run commands. runtime: where that is done: "subprocess", with your
+        rights, or "docker".
     ignore: of requests, as in `agent_task`.
     limits: `turns` and `tokens` are the agent's, so that verifiers scores what reaches them.
 
-    The reward is the trace's: the sum of the task's rewards, times their weights. Metrics: the task's, and each reward without
-    its weight; `stopped`: a stop condition or a limit ended the conversation.
-    Raises TaskError where verifiers or the taskset is missing, or the taskset has no such tasks.
+    The reward is the trace's: the sum of the task's rewards, times their weights. Metrics: the
+    task's, and each reward without its weight; `stopped`: a stop condition or a limit ended the
+    conversation. Raises TaskError where verifiers or the taskset is missing, or the taskset has no
+    such tasks.
     """
     check_name("split", split, _SPLITS, f"verifiers:{name}")
     if n is not None:
         check_count(n)
     limits = limits or RolloutLimits(seconds=300.0)
     program = worker_program("verifiers", python)
-    order: dict[str, Any] = {"package": "verifiers", "id": name, "harness": harness, "runtime": runtime, "options": options}
+    order: dict[str, Any] = {
+        "package": "verifiers",
+        "id": name,
+        "harness": harness,
+        "runtime": runtime,
+        "options": options,
+    }
     order |= {"turns": limits.turns, "tokens": limits.tokens}
     most = 20 * n + 100 if n is not None else 1000
-    rows = [row for row in list_rows(program, {**order, "do": "list", "most": most}, f"verifiers:{name}") if _is_of(row, split)]
+    rows = [
+        row
+        for row in list_rows(program, {**order, "do": "list", "most": most}, f"verifiers:{name}")
+        if _is_of(row, split)
+    ]
     if split == "train":
         random.Random(seed).shuffle(rows)
     if not rows:
@@ -79,9 +94,13 @@ def _is_of(row: dict[str, Any], split: str) -> bool:
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is known of a task's conversation before it begins."""
-    prompt = row["prompt"] if row["prompt"] is not None else "(the environment begins the conversation)"
+    prompt = (
+        row["prompt"] if row["prompt"] is not None else "(the environment begins the conversation)"
+    )
     system = [{"role": "system", "content": row["system_prompt"]}] if row["system_prompt"] else []
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if not isinstance(given, list):
-        raise TaskError(f"verifiers: a prompt is {short(prompt, 80)}; it is a text or a list of messages")
+        raise TaskError(
+            f"verifiers: a prompt is {short(prompt, 80)}; it is a text or a list of messages"
+        )
     return [*system, *given]

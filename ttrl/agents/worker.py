@@ -1,12 +1,16 @@
-"""Plays tasks of packages that pin what ttrl cannot have: run by path, by a Python that has the package and need not have ttrl.
+"""Plays tasks of packages that pin what ttrl cannot have: run by path, by a Python that has the
+package and need not have ttrl.
 
     python -P worker.py '{"package": "verifiers", "do": "list", …}'  → a JSON line for each task
-    python -P worker.py '{"package": "inspect_ai", "do": "play", …}' → the reward is posted, as agents of ttrl do
+    python -P worker.py '{"package": "inspect_ai", "do": "play", …}' → the reward is posted, as
+    agents of ttrl do
 
-Each package plays its tasks itself, and asks ttrl's endpoint for the model. What fails there ends this process with a status.
+Each package plays its tasks itself, and asks ttrl's endpoint for the model. What fails there ends
+this process with a status.
 
-verifiers (`Env.run_episode`): only where the program of a harness runs differs. verifiers would have uv install its dependencies,
-all of which this Python has. inspect_ai (`eval`, of one sample): the task's solver, sandbox, limits and scorers.
+verifiers (`Env.run_episode`): only where the program of a harness runs differs. verifiers would
+have uv install its dependencies, all of which this Python has. inspect_ai (`eval`, of one sample):
+the task's solver, sandbox, limits and scorers.
 """
 
 import asyncio
@@ -34,8 +38,16 @@ def make_environment(order: dict[str, Any]) -> Any:
     harness = order["harness"]
     if harness is None and default_harness_id(order["id"]) == "bash":
         harness = "null"  # verifiers' own default lets the model run commands here
-    role = {"runtime": {"type": order["runtime"]}, "max_turns": order["turns"], "max_output_tokens": order["tokens"]}
-    roles = {name: dict(role) for name, field in config.model_fields.items() if isinstance(field.default, AgentConfig)}
+    role = {
+        "runtime": {"type": order["runtime"]},
+        "max_turns": order["turns"],
+        "max_output_tokens": order["tokens"],
+    }
+    roles = {
+        name: dict(role)
+        for name, field in config.model_fields.items()
+        if isinstance(field.default, AgentConfig)
+    }
     for name, given in roles.items():
         if harness is not None and config.model_fields[name].default.harness is None:
             given["harness"] = {"id": harness}
@@ -47,7 +59,12 @@ def list_verifiers(order: dict[str, Any]) -> None:
     taskset = make_environment(order).taskset
     for task in taskset.take(order["most"]) if not taskset.bounded else taskset:
         row = task.data.model_dump(mode="json")
-        told = {"idx": row["idx"], "key": task.key, "prompt": row["prompt"], "system_prompt": row["system_prompt"]}
+        told = {
+            "idx": row["idx"],
+            "key": task.key,
+            "prompt": row["prompt"],
+            "system_prompt": row["system_prompt"],
+        }
         sys.stdout.write(json.dumps(told) + "\n")
 
 
@@ -59,25 +76,43 @@ async def play_verifiers(order: dict[str, Any]) -> dict[str, Any]:
     environment = make_environment(order)
     (task,) = environment.taskset.include(idx=[str(order["idx"])])
     if task.key != order["key"]:
-        raise RuntimeError(f"task {order['idx']} is another one than when the tasks were listed; does load() draw at random?")
+        raise RuntimeError(
+            f"task {order['idx']} is another one than when the tasks were listed; does load() "
+            "draw at random?"
+        )
     client = EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")
-    context = ModelContext(client=client, model=os.environ["OPENAI_MODEL"], sampling=SamplingConfig())
+    context = ModelContext(
+        client=client, model=os.environ["OPENAI_MODEL"], sampling=SamplingConfig()
+    )
     async with environment.serving():
         episode = await environment.run_episode(task, context)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if errors or not episode.ok:
-        raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+        raise RuntimeError(
+            "; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed"
+        )
     if len(episode.traces) != 1 or not episode.traces[0].agent.trainable:
         names = ", ".join(trace.agent.name for trace in episode.traces)
-        raise RuntimeError(f"the episode has several agents ({names}); ttrl plays those with one, which is trained")
+        raise RuntimeError(
+            f"the episode has several agents ({names}); ttrl plays those with one, which is trained"
+        )
     (trace,) = episode.traces
-    if trace.is_timeout and trace.stop_condition in ("setup_timeout", "finalize_timeout", "scoring_timeout"):
+    if trace.is_timeout and trace.stop_condition in (
+        "setup_timeout",
+        "finalize_timeout",
+        "scoring_timeout",
+    ):
         raise RuntimeError(f"the task's own limit was reached: {trace.stop_condition}")
     scores = {name: reward.score for name, reward in trace.rewards.items() if reward is not None}
-    metrics = {name: value for name, value in {**trace.metrics, **scores}.items() if value is not None}
+    metrics = {
+        name: value for name, value in {**trace.metrics, **scores}.items() if value is not None
+    }
     return {
         "reward": trace.reward,
-        "metrics": {**metrics, "stopped": float(trace.stop_condition not in (None, "agent_completed", "user_closed"))},
+        "metrics": {
+            **metrics,
+            "stopped": float(trace.stop_condition not in (None, "agent_completed", "user_closed")),
+        },
     }
 
 
@@ -88,7 +123,9 @@ def use_this_python() -> None:
 
     theirs = SubprocessRuntime.prepare_uv_script
 
-    async def prepare(self: Any, script: Any, env: Any = None, *, activate: bool = True) -> list[str]:
+    async def prepare(
+        self: Any, script: Any, env: Any = None, *, activate: bool = True
+    ) -> list[str]:
         if script != CHAT_PROGRAM_SOURCE:
             found: list[str] = await theirs(self, script, env, activate=activate)
             return found
@@ -112,7 +149,9 @@ def load_task(order: dict[str, Any]) -> Any:
 
     found = load_tasks([order["id"]], order["options"])
     if len(found) != 1:
-        raise RuntimeError(f"{order['id']} names {len(found)} tasks ({', '.join(one.name for one in found)})")
+        raise RuntimeError(
+            f"{order['id']} names {len(found)} tasks ({', '.join(one.name for one in found)})"
+        )
     return found[0]
 
 
@@ -121,8 +160,16 @@ def list_inspect(order: dict[str, Any]) -> None:
     task = load_task(order)
     for number, sample in zip(range(order["most"]), task.dataset, strict=False):
         given = sample.input
-        prompt = given if isinstance(given, str) else [{"role": message.role, "content": message.text} for message in given]
-        told = {"idx": sample.id if sample.id is not None else number + 1, "name": task.name, "prompt": prompt}
+        prompt = (
+            given
+            if isinstance(given, str)
+            else [{"role": message.role, "content": message.text} for message in given]
+        )
+        told = {
+            "idx": sample.id if sample.id is not None else number + 1,
+            "name": task.name,
+            "prompt": prompt,
+        }
         sys.stdout.write(json.dumps(told) + "\n")
 
 
@@ -132,22 +179,48 @@ def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     from inspect_ai.model import get_model
 
     model = get_model(
-        "openai-api/ttrl/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"], stream=False
+        "openai-api/ttrl/policy",
+        base_url=os.environ["OPENAI_BASE_URL"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        stream=False,
     )
     limits = {"turn_limit": order["turns"], "token_limit": order["tokens"]}
-    options = {"log_dir": str(folder / "logs"), "log_format": "json", "display": "none", "score_display": False}
-    (log,) = evaluate(load_task(order), model, sample_id=order["idx"], epochs=1, max_retries=0, **limits, **options)
-    error = log.error or next((sample.error for sample in log.samples or [] if sample.error is not None), None)
+    options = {
+        "log_dir": str(folder / "logs"),
+        "log_format": "json",
+        "display": "none",
+        "score_display": False,
+    }
+    (log,) = evaluate(
+        load_task(order),
+        model,
+        sample_id=order["idx"],
+        epochs=1,
+        max_retries=0,
+        **limits,
+        **options,
+    )
+    error = log.error or next(
+        (sample.error for sample in log.samples or [] if sample.error is not None), None
+    )
     if error is not None or log.status != "success" or len(log.samples or []) != 1:
-        raise RuntimeError(error.message if error is not None else f"inspect ended with {log.status}")
+        raise RuntimeError(
+            error.message if error is not None else f"inspect ended with {log.status}"
+        )
     (sample,) = log.samples
     numbers: dict[str, float] = {}
     for scorer, score in (sample.scores or {}).items():
         values = score.value if isinstance(score.value, dict) else {"": score.value}
-        numbers |= {f"{scorer}/{name}".rstrip("/"): number(value, f"{scorer}'s score {name}") for name, value in values.items()}
+        numbers |= {
+            f"{scorer}/{name}".rstrip("/"): number(value, f"{scorer}'s score {name}")
+            for name, value in values.items()
+        }
     if not numbers:
         raise RuntimeError("no scorer has scored it")
-    return {"reward": next(iter(numbers.values())), "metrics": {**numbers, "stopped": float(sample.limit is not None)}}
+    return {
+        "reward": next(iter(numbers.values())),
+        "metrics": {**numbers, "stopped": float(sample.limit is not None)},
+    }
 
 
 def number(value: Any, what: str) -> float:
@@ -175,7 +248,9 @@ def main() -> None:
         return list_verifiers(order) if is_verifiers else list_inspect(order)
     place = Path(os.environ[order["task_variable"]])
     told = json.loads(place.read_text())
-    result = asyncio.run(play_verifiers(order)) if is_verifiers else play_inspect(order, place.parent)
+    result = (
+        asyncio.run(play_verifiers(order)) if is_verifiers else play_inspect(order, place.parent)
+    )
     headers = {"Authorization": f"Bearer {told['reward_key']}", "Content-Type": "application/json"}
     request = urllib.request.Request(told["reward_url"], json.dumps(result).encode(), headers)  # noqa: S310 - ttrl's own address
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()

@@ -1,15 +1,19 @@
-"""Arms from one checkpoint at equal FLOPs: reinforcement learning, further supervised training, and others that are named.
+"""Arms from one checkpoint at equal FLOPs: reinforcement learning, further supervised training, and
+others that are named.
 
-    RUN/start/          supervised training until the held-out tasks are answered well enough, from which all arms start
+    RUN/start/          supervised training until the held-out tasks are answered well enough, from
+                        which all arms start
     RUN/RL-0/           a run, for each seed
     RUN/SFT-0/          supervised training, on as many FLOPs as RL-0 took
     RUN/NAME-0/         a further arm: the run with other settings
     RUN/compare.html    the report (`ttrl.report.comparison`), written again after each seed
 
-Each of them is a run folder, so the same call goes on wherever it was interrupted. An iteration of a supervised run is a piece of
-it, at whose end the held-out tasks are asked. The pieces of SFT end where the FLOPs of its steps, B·3f each (B: tokens of a
-step, f: FLOPs of a token's forward pass), are nearest to what RL had spent after some of its iterations, on reading prompts,
-writing answers, passes before its updates, and forward and backward passes: N = ΣF / (B·3f) steps in all, within half a step.
+Each of them is a run folder, so the same call goes on wherever it was interrupted. An iteration of
+a supervised run is a piece of it, at whose end the held-out tasks are asked. The pieces of SFT end
+where the FLOPs of its steps, B·3f each (B: tokens of a step, f: FLOPs of a token's forward pass),
+are nearest to what RL had spent after some of its iterations, on reading prompts, writing answers,
+passes before its updates, and forward and backward passes: N = ΣF / (B·3f) steps in all, within
+half a step.
 
 Supervised training takes over the run's dtype and GPUs (`ttrl.plans.supervised`). Settings and
 memory of all arms are checked before the first one starts.
@@ -55,7 +59,8 @@ from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.text import counted, percent, si_spaced
 
-RL, SFT = "RL", "SFT"
+RL = "RL"
+SFT = "SFT"
 
 Sets = str | Mapping[str, Sequence[Task]]
 """Held-out sets as `evaluate` takes them: families as text, or tasks by name."""
@@ -73,7 +78,9 @@ class Supervised:
     """Of the start: steps after which the held-out tasks are asked, the last of which ends it."""
     metric: str = "exact"
     stop_at: float | None = None
-    """Of the start: what ends it earlier, such as a share of 0.95 of answers in the asked format (metric "format")."""
+    """Of the start: what ends it earlier, such as a share of 0.95 of answers in the asked format
+    (metric "format").
+    """
 
 
 @dataclass(frozen=True)
@@ -88,12 +95,21 @@ class HeldOut:
 def arm_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `run_arms`."""
     parser.add_argument("--seeds", type=int, default=5, help="how many, from --seed on (5)")
-    parser.add_argument("--points", type=int, default=2, help="how often SFT is asked the held-out tasks (2)")
+    parser.add_argument(
+        "--points", type=int, default=2, help="how often SFT is asked the held-out tasks (2)"
+    )
     families = 'held-out sets that are asked at the end, as in `ttrl eval --tasks` ("": none)'
     parser.add_argument("--sets", metavar="LIST", help=families)
     parser.add_argument("--sets-n", type=int, metavar="N", help="at most so many tasks of each set")
     further = "a further arm: RL with other settings; may be repeated"
-    parser.add_argument("--arm", nargs="+", action="append", default=[], metavar=("NAME", "SETTING=VALUE"), help=further)
+    parser.add_argument(
+        "--arm",
+        nargs="+",
+        action="append",
+        default=[],
+        metavar=("NAME", "SETTING=VALUE"),
+        help=further,
+    )
 
 
 def run_arms(
@@ -106,20 +122,31 @@ def run_arms(
     sft: Supervised,
     sets: Sets,
 ) -> str:
-    """Train all arms with all seeds and compare them; return the comparison. With --check, only check; with --plan, say what RL
-    takes, and SFT with it.
+    """Train all arms with all seeds and compare them; return the comparison. With --check, only
+    check; with --plan, say what RL takes, and SFT with it.
 
-    config: RL's; `model` is what the start is trained from. Raises what `train`, `tune` and `evaluate` raise.
+    config: RL's; `model` is what the start is trained from. Raises what `train`, `tune` and
+        `evaluate` raise.
     """
     config, problems = with_settings(config, arguments.set)
     named = {RL: config}
     for name, *changes in arguments.arm:
-        if name in (RL, SFT, "start") or name in named or not name.replace("-", "").replace("_", "").isalnum():
-            raise UserError(f"--arm {name}: give another name, of letters, digits and dashes; {RL} and {SFT} are there")
+        if (
+            name in (RL, SFT, "start")
+            or name in named
+            or not name.replace("-", "").replace("_", "").isalnum()
+        ):
+            raise UserError(
+                f"--arm {name}: give another name, of letters, digits and dashes; {RL} and {SFT} "
+                "are there"
+            )
         named[name], found = with_settings(config, changes)
         problems += [f"--arm {name}: {problem}" for problem in found if problem not in problems]
     if arguments.seeds < 1 or arguments.points < 1 or arguments.overfit is not None:
-        raise UserError("--seeds and --points must be at least 1, and --overfit leaves no held-out tasks to compare arms on")
+        raise UserError(
+            "--seeds and --points must be at least 1, and --overfit leaves no held-out tasks to "
+            "compare arms on"
+        )
     config = dataclasses.replace(config, run=str(Path(arguments.run, f"{RL}-{arguments.seed}")))
     problems += setting_problems("start", start_settings(config, start.settings, cuda=False))
     problems += setting_problems(SFT, sft_settings(config, sft.settings))
@@ -189,13 +216,19 @@ def _how(config: TrainConfig) -> dict[str, Any]:
         "params": config.sampling,
         "dtype": None if config.dtype == "auto" else config.dtype,
         "max_model_len": config.context,
-        "server_args": {name: value for name, value in config.server.items() if name != "max_model_len"},
+        "server_args": {
+            name: value for name, value in config.server.items() if name != "max_model_len"
+        },
         "chat_template": config.chat_template,
     }
 
 
 def supervised_first(
-    arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], held_out: Sequence[Task], start: Supervised
+    arguments: argparse.Namespace,
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    held_out: Sequence[Task],
+    start: Supervised,
 ) -> TrainConfig:
     """Return the run's config with the model that supervised training makes first, in RUN/start.
 
@@ -274,14 +307,18 @@ def _start(
     asked: HeldOut,
     hardware: Hardware,
 ) -> Path:
-    """Train the model that a run starts from, unless it is good enough as it is; return its folder."""
+    """Train the model that a run starts from, unless it is good enough as it is; return its
+    folder.
+    """
     from ttrl.loop.train import local_model  # loads PyTorch
     from ttrl.server.chat_template import with_chat_template
 
     write_jsonl(run / "examples.jsonl", [dict(one) for one in start.examples])
     settings = start_settings(config, start.settings, cuda=hardware.cuda)
     model = local_model(config.model, chat_template=config.chat_template is None)
-    settings["model"] = str(with_chat_template(model, config.chat_template, run.absolute() / "model"))
+    settings["model"] = str(
+        with_chat_template(model, config.chat_template, run.absolute() / "model")
+    )
     settings["data"] = str(run / "examples.jsonl")
     fitted = fit_supervised(settings, config, hardware, run)
     return supervised_run(
@@ -311,7 +348,9 @@ def _same_flops(
     settings["data"] = str(run.parent / "examples.jsonl")
     fitted = fit_supervised(settings, config, hardware, run)
     flops = spent(read_run(rl))["flops"]
-    chosen = sorted({round((len(flops) - 1) * point / points) for point in range(1, points + 1)} - {0})
+    chosen = sorted(
+        {round((len(flops) - 1) * point / points) for point in range(1, points + 1)} - {0}
+    )
     return supervised_run(
         run,
         fitted.settings,
@@ -334,17 +373,24 @@ def supervised_run(
     before: IterationFolder | None = None,
     processes: int = 1,
 ) -> Path:
-    """Train up to each mark, counted from the start, and ask the held-out tasks there and before; end where their metric reaches
-    `stop_at`. The same call goes on where it was interrupted. Returns the folder of the last model.
+    """Train up to each mark, counted from the start, and ask the held-out tasks there and before;
+    end where their metric reaches `stop_at`. The same call goes on where it was interrupted.
+    Returns the folder of the last model.
 
-    settings: of SFTConfig. before: another run's iteration, whose answers of the model that training starts from are taken over.
+    settings: of SFTConfig. before: another run's iteration, whose answers of the model that
+        training starts from are taken over.
     processes: on this machine, one for each GPU.
     """
     folder = RunFolder(run)
     with folder.locked():
         reap_leftovers(folder.path)
         folder.clean()
-        own = {"run": str(run), "seed": settings["seed"], "model": settings["model"], "validation_metric": asked.metric}
+        own = {
+            "run": str(run),
+            "seed": settings["seed"],
+            "model": settings["model"],
+            "validation_metric": asked.metric,
+        }
         training = {name: value for name, value in settings.items() if name not in own}
         remembered = own | {"by": by, "marks": list(marks), "training": training}
         if processes > 1:
@@ -364,9 +410,14 @@ def supervised_run(
             row = rows[place]
             if (value := number(row, path)) is None:
                 known = ", ".join(["reward", *row["validation"]])
-                raise UserError(f"{run}: the held-out tasks have no metric {asked.metric!r}; they have {known}")
+                raise UserError(
+                    f"{run}: the held-out tasks have no metric {asked.metric!r}; they have {known}"
+                )
             steps = counted(int(number(row, "train.global_step") or 0), "supervised step")
-            Console().line(f"{folder.path.name}: after {steps}, held-out {asked.metric} {held_out_text(row, asked.metric)}")
+            Console().line(
+                f"{folder.path.name}: after {steps}, held-out {asked.metric} "
+                f"{held_out_text(row, asked.metric)}"
+            )
             if stop_at is not None and value >= stop_at:
                 break
     return checkpoint
@@ -379,7 +430,8 @@ def _train_on(
     processes: int,
 ) -> None:
     """Train the next piece, from model and state of the one before."""
-    iteration, state = folder.iteration(place), folder.state(place - 1)
+    iteration = folder.iteration(place)
+    state = folder.state(place - 1)
     if iteration.marker("train") is not None:
         return
     config = {**settings, "output_dir": str(iteration.path), "save_state": True}
@@ -393,7 +445,11 @@ def _train_on(
         nproc_per_node=processes,
         pbar_desc=f"{folder.path.name}: supervised training, {place}",
     )
-    facts = {"seconds": clock() - began, "trained": True, "steps": read_jsonl(iteration.path / "train.jsonl")}
+    facts = {
+        "seconds": clock() - began,
+        "trained": True,
+        "steps": read_jsonl(iteration.path / "train.jsonl"),
+    }
     iteration.mark("train", ["train.jsonl", "checkpoint", "state"], facts)
 
 
@@ -419,7 +475,9 @@ def _finish(
         iteration.mark("validate", [path.name], facts)
     row = metrics_row(iteration)
     flops = row.get("flops", {"total": 0.0})
-    row["flops"] = flops | {"cumulated": flops["total"] + (row_before["flops"]["cumulated"] if row_before else 0.0)}
+    row["flops"] = flops | {
+        "cumulated": flops["total"] + (row_before["flops"]["cumulated"] if row_before else 0.0)
+    }
     steps = (iteration.marker("train") or {}).get("steps", [])
     row["completion_tokens"] = sum(step["trained_tokens"] for step in steps)
     append_jsonl(folder.path / "metrics.jsonl", row)
@@ -430,12 +488,24 @@ def _finish(
 def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> dict[str, Any]:
     """Ask a policy the held-out tasks; return what the marker says, as that of a run does."""
     began = clock()
-    found = evaluate(str(checkpoint), {"held-out": asked.tasks}, samples_file=path, pbar=False, **asked.how)["held-out"]
-    stats = {"mean_reward": found.reward.mean, "metrics": {name: one.mean for name, one in found.metrics.items()}}
+    found = evaluate(
+        str(checkpoint), {"held-out": asked.tasks}, samples_file=path, pbar=False, **asked.how
+    )["held-out"]
+    stats = {
+        "mean_reward": found.reward.mean,
+        "metrics": {name: one.mean for name, one in found.metrics.items()},
+    }
     stats |= {"num_graded": found.num_samples - found.num_failed, "num_failed": found.num_failed}
-    spans = {name: (one.low, one.high) for name, one in {"reward": found.reward, **found.metrics}.items() if one.low is not None}
+    spans = {
+        name: (one.low, one.high)
+        for name, one in {"reward": found.reward, **found.metrics}.items()
+        if one.low is not None
+    }
     temperature = asked.how.get("temperature")
-    how = f"{'greedy' if not temperature else f'temperature {temperature:g}'}, {found.num_tasks} tasks"
+    how = (
+        f"{'greedy' if not temperature else f'temperature {temperature:g}'}, {found.num_tasks} "
+        "tasks"
+    )
     return {"seconds": clock() - began, "stats": stats, "sampling": how, "intervals": spans}
 
 
@@ -447,21 +517,35 @@ def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) 
 
 def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
     """Compare the arms at equal FLOPs, on the held-out tasks and on the further sets."""
-    found = compare_runs([folder for _, folder in folders], by="flops", arms=[name for name, _ in folders])
+    found = compare_runs(
+        [folder for _, folder in folders], by="flops", arms=[name for name, _ in folders]
+    )
     if not sets:
         return found
     files: dict[str, list[Path]] = {}
     for name, folder in folders:
         files.setdefault(name, []).append(folder / "sets.json")
     start = folders[0][1].parent / "start" / "sets.json"
-    heads = ["tasks", "n", "score", RL, "the arm", "difference", f"{percent(found.confidence)} interval", "p", "better/worse"]
+    heads = [
+        "tasks",
+        "n",
+        "score",
+        RL,
+        "the arm",
+        "difference",
+        f"{percent(found.confidence)} interval",
+        "p",
+        "better/worse",
+    ]
     table = [["arm", *heads, "verdict"]]
     for name, each in {"start": [start], **files}.items():
         if name != RL:
             for one in compare_seeds(files[RL], each, confidence=found.confidence):
                 verdict = ""
                 if one.difference is not None and name != "start":
-                    verdict = one.difference.verdict(found.confidence) if len(each) > 1 else "one seed"
+                    verdict = (
+                        one.difference.verdict(found.confidence) if len(each) > 1 else "one seed"
+                    )
                 table.append([name, *one.row(), verdict])
     return dataclasses.replace(found, sets=table)
 
@@ -469,7 +553,13 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
 def _sft_plan(run: Path) -> str:
     """Say what the plan of RL means for SFT, which takes as many FLOPs."""
     plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
-    flops = plan["iterations"] * sum(plan["flops"][name] for name in ("sampling", "training", "prepass"))
-    each = plan["flops"]["training"] / plan["work"]["row_tokens"] if plan["work"]["row_tokens"] else 0.0
+    flops = plan["iterations"] * sum(
+        plan["flops"][name] for name in ("sampling", "training", "prepass")
+    )
+    each = (
+        plan["flops"]["training"] / plan["work"]["row_tokens"]
+        if plan["work"]["row_tokens"]
+        else 0.0
+    )
     tokens = f": steps over about {si_spaced(flops / each)}tokens" if each else ""
     return f"\n\nSFT, of each seed, takes the {si_spaced(flops)}FLOP that RL takes{tokens}"

@@ -17,14 +17,22 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
     export = commands.add_parser("export", help="write every sample of a cache as a line of JSON")
     prune = commands.add_parser("prune", help="remove samples from a cache")
     for one, run in ((stats, run_stats), (export, run_export), (prune, run_prune)):
-        one.add_argument("url", metavar="URL", help="a folder, or s3://bucket/folder, gs://..., az://...")
+        one.add_argument(
+            "url", metavar="URL", help="a folder, or s3://bucket/folder, gs://..., az://..."
+        )
         one.set_defaults(run_command=run)
-    export.add_argument("file", type=Path, metavar="FILE.jsonl", help="the file to write; replaced if it exists")
+    export.add_argument(
+        "file", type=Path, metavar="FILE.jsonl", help="the file to write; replaced if it exists"
+    )
     which = prune.add_mutually_exclusive_group(required=True)
-    which.add_argument("--older-than", metavar="TIME", help="those stored longer ago than this: 30d, 12h, 2w")
+    which.add_argument(
+        "--older-than", metavar="TIME", help="those stored longer ago than this: 30d, 12h, 2w"
+    )
     which.add_argument("--damaged", action="store_true", help="those that cannot be read")
     which.add_argument("--all", action="store_true", help="all of them")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    prune.add_argument(
+        "--dry-run", action="store_true", help="say what would be removed, and remove nothing"
+    )
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
@@ -45,12 +53,21 @@ def run_prune(arguments: argparse.Namespace) -> int:
     from ttrl.rollouts.cache import tools
 
     older_than = None if arguments.older_than is None else _age(arguments.older_than)
-    print(tools.prune(arguments.url, older_than=older_than, damaged_only=arguments.damaged, dry_run=arguments.dry_run))
+    print(
+        tools.prune(
+            arguments.url,
+            older_than=older_than,
+            damaged_only=arguments.damaged,
+            dry_run=arguments.dry_run,
+        )
+    )
     return 0
 
 
 def _age(text: str) -> timedelta:
     """Read a length of time: 30d, 12h, 45m, 90s or 2w."""
     if (match := re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())) is None:
-        raise UserError(f"{text!r} is not a length of time; give a number and s, m, h, d or w, such as 30d")
+        raise UserError(
+            f"{text!r} is not a length of time; give a number and s, m, h, d or w, such as 30d"
+        )
     return timedelta(**{_UNITS[match[2]]: int(match[1])})

@@ -1,8 +1,10 @@
-"""`ttrl doctor --certify`: prove on this machine's hardware what training rests on, and write it down for a bug report.
+"""`ttrl doctor --certify`: prove on this machine's hardware what training rests on, and write it
+down for a bug report.
 
-What `ttrl.instruments.certificate` tries runs in a process of its own, so that a crash of the hardware's driver is a result. A
-run of a tiny model follows, with a real server, whose weights are compared one by one after every iteration: it must learn. With
-several GPUs a second run shards the model over two of them. Never run on a GPU yet.
+What `ttrl.instruments.certificate` tries runs in a process of its own, so that a crash of the
+hardware's driver is a result. A run of a tiny model follows, with a real server, whose weights are
+compared one by one after every iteration: it must learn. With several GPUs a second run shards the
+model over two of them. Never run on a GPU yet.
 """
 
 import itertools
@@ -29,15 +31,22 @@ ITERATIONS = 12
 STOP_AT = 0.7
 """Of the held-out words; the warm start sorts about half."""
 Case = Mapping[str, Any]
-"""part, case, passed (None where it was left out), found, seconds: as `ttrl.instruments.certificate` prints."""
+"""part, case, passed (None where it was left out), found, seconds: as
+`ttrl.instruments.certificate` prints.
+"""
 
 
 def certify(out: Path, say: Callable[[str], None]) -> bool:
-    """Try everything, say each result as it comes, and write `out`.json and `out`.html. Returns whether nothing failed. Raises
-    UserError where these could not be written."""
+    """Try everything, say each result as it comes, and write `out`.json and `out`.html. Returns
+    whether nothing failed. Raises UserError where these could not be written."""
     if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: {out.absolute().parent} is not a folder that can be written to; make it, or name another")
-    began, machine, cases = time.monotonic(), describe_environment(), list[Case]()
+        raise UserError(
+            f"--out {out}: {out.absolute().parent} is not a folder that can be written to; make "
+            "it, or name another"
+        )
+    began = time.monotonic()
+    machine = describe_environment()
+    cases = list[Case]()
     gpus = machine["gpus"]
     device = f"{len(gpus)} × {gpus[0]}" if gpus else cpu_name()
     say(f"Certifying {device}: about {15 if gpus else 3} minutes")
@@ -45,23 +54,37 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
         for case in itertools.chain(numerics(say), runs(len(gpus), say)):
             cases.append(case)
     finally:  # also after Ctrl-C: what was found until then
-        line, minutes = verdict(device, cases), round((time.monotonic() - began) / 60, 1)
+        line = verdict(device, cases)
+        minutes = round((time.monotonic() - began) / 60, 1)
         content = {"verdict": line, "minutes": minutes, "machine": machine, "cases": cases}
         write_json(out.with_suffix(".json"), content)
-        write_text(out.with_suffix(".html"), template("certificate.html").render(css=css(), mark=_mark, **content))
+        write_text(
+            out.with_suffix(".html"),
+            template("certificate.html").render(css=css(), mark=_mark, **content),
+        )
         say(f"\n{line}\n{out.with_suffix('.html')} and .json can be attached to a bug report")
     return not any(case["passed"] is False for case in cases)
 
 
 def _case(part: str, case: str, passed: bool | None, found: str, since: float) -> dict[str, Any]:
-    return {"part": part, "case": case, "passed": passed, "found": found, "seconds": round(time.monotonic() - since, 1)}
+    return {
+        "part": part,
+        "case": case,
+        "passed": passed,
+        "found": found,
+        "seconds": round(time.monotonic() - since, 1),
+    }
 
 
-def numerics(say: Callable[[str], None], command: str = "ttrl.instruments.certificate") -> Iterator[Case]:
+def numerics(
+    say: Callable[[str], None], command: str = "ttrl.instruments.certificate"
+) -> Iterator[Case]:
     """Yield what the kernels, the optimizers and parking come to, from a process of its own."""
     began = time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen([sys.executable, "-u", "-m", command], stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", command], stdout=subprocess.PIPE, stderr=errors, text=True
+        )
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -74,13 +97,22 @@ def numerics(say: Callable[[str], None], command: str = "ttrl.instruments.certif
             code = process.wait()
         if code not in (0, 1):
             errors.seek(0)
-            how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = (
+                f"ended by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
             last = " / ".join(errors.read().strip().splitlines()[-3:])
-            yield _said(_case("numerics", "the process that tries them", False, f"{how}: {last}", began), say)
+            yield _said(
+                _case("numerics", "the process that tries them", False, f"{how}: {last}", began),
+                say,
+            )
 
 
 def runs(gpus: int, say: Callable[[str], None]) -> Iterator[Case]:
-    """Yield what a run of a tiny model comes to: on one device, and with its trainer on two GPUs."""
+    """Yield what a run of a tiny model comes to: on one device, and with its trainer on two
+    GPUs.
+    """
     with tempfile.TemporaryDirectory(prefix="ttrl-certificate-") as folder:
         yield from (_said(case, say) for case in _run(Path(folder), 1))
         if gpus > 1:
@@ -97,11 +129,15 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
     from ttrl.run_folder.folder import RunFolder
     from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 
-    began, name = time.monotonic(), "a tiny model learns" + ("" if processes == 1 else f", its trainer on {processes} GPUs")
+    began = time.monotonic()
+    name = "a tiny model learns" + ("" if processes == 1 else f", its trainer on {processes} GPUs")
     run = folder / f"run-{processes}"
     try:
         start = supervised_start(
-            folder / "start", sort_letters_examples(160 * 64, seed=0, max_length=5), steps=160, batch_size=64
+            folder / "start",
+            sort_letters_examples(160 * 64, seed=0, max_length=5),
+            steps=160,
+            batch_size=64,
         )
         config = TrainConfig(
             run=str(run),
@@ -126,21 +162,37 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
 
 
 def judge(rows: list[dict[str, Any]], name: str, began: float) -> Iterator[Case]:
-    """Yield whether a run's metrics show that it learned, and that every policy arrived in the server."""
+    """Yield whether a run's metrics show that it learned, and that every policy arrived in the
+    server.
+    """
     shares = [row["validation"]["exact"] for row in rows if "exact" in row.get("validation", {})]
     seconds = [row["seconds"]["total"] for row in rows[1:]]
     of = ", ".join(
-        f"{phase} {sum(row['seconds'].get(phase, 0.0) for row in rows[1:]):.0f}" for phase in ("sample", "train", "sync")
+        f"{phase} {sum(row['seconds'].get(phase, 0.0) for row in rows[1:]):.0f}"
+        for phase in ("sample", "train", "sync")
     )
     found = f"{len(rows) - 1} iterations, {sum(seconds):.0f} s ({of})"
     learned = len(shares) > 1 and shares[-1] >= STOP_AT
-    yield _case("run", name, learned, f"held out {' → '.join(f'{share:.2f}' for share in shares)}; {found}", began)
+    yield _case(
+        "run",
+        name,
+        learned,
+        f"held out {' → '.join(f'{share:.2f}' for share in shares)}; {found}",
+        began,
+    )
     syncs = [row["sync"] for row in rows if row.get("sync")]
-    whole = bool(syncs) and all(sync["weights_compared"] and not sync["weights_unchecked"] for sync in syncs)
+    whole = bool(syncs) and all(
+        sync["weights_compared"] and not sync["weights_unchecked"] for sync in syncs
+    )
     ways = ", ".join(sorted({sync["mode"] for sync in syncs}))
     worst = max((sync["canary_max_difference"] or 0.0 for sync in syncs), default=float("nan"))
-    compared = f"{len(syncs)} policies ({ways}), every weight compared; canary differs by {worst:.1e} nats at most"
-    yield _case("sync", name, whole, compared if whole else f"not every weight was compared: {syncs}", began)
+    compared = (
+        f"{len(syncs)} policies ({ways}), every weight compared; canary differs by {worst:.1e} "
+        "nats at most"
+    )
+    yield _case(
+        "sync", name, whole, compared if whole else f"not every weight was compared: {syncs}", began
+    )
 
 
 def _said(case: Case, say: Callable[[str], None]) -> Case:
@@ -154,7 +206,9 @@ def _mark(case: Case) -> str:
 
 def verdict(device: str, cases: list[Case]) -> str:
     """Return one line: what is proven on this hardware."""
-    proven, failed, left_out = (sum(case["passed"] is state for case in cases) for state in (True, False, None))
+    proven, failed, left_out = (
+        sum(case["passed"] is state for case in cases) for state in (True, False, None)
+    )
     parts = ", ".join(dict.fromkeys(str(case["part"]) for case in cases if case["passed"] is False))
     rest = f"; {left_out} left out" if left_out else ""
     if failed:

@@ -1,10 +1,12 @@
 """The command `ttrl`: its subcommands, and what errors and signals become.
 
-A subcommand is two functions in a file of its group: `add_X`, which adds its arguments to a parser, and `run_X`, which prints and
-returns the exit code. `run_X` imports what it needs when it runs, so that `ttrl --help` is instant.
+A subcommand is two functions in a file of its group: `add_X`, which adds its arguments to a parser,
+and `run_X`, which prints and returns the exit code. `run_X` imports what it needs when it runs, so
+that `ttrl --help` is instant.
 
-Exit codes: 0 done; 1 the answer is no (doctor: this machine cannot run ttrl); 2 something given is wrong, or ttrl stopped for a
-reason that it knows, which is said in a line or two without a traceback; 130 interrupted.
+Exit codes: 0 done; 1 the answer is no (doctor: this machine cannot run ttrl); 2 something given is
+wrong, or ttrl stopped for a reason that it knows, which is said in a line or two without a
+traceback; 130 interrupted.
 """
 
 import argparse
@@ -22,20 +24,34 @@ from ttrl.text import harmless
 from ttrl.version import __version__
 
 SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = {
-    "train": (runs.add_train, "train a model: with a script, a recipe by its name, or a file of settings"),
+    "train": (
+        runs.add_train,
+        "train a model: with a script, a recipe by its name, or a file of settings",
+    ),
     "doctor": (machine.add_doctor, "say whether this machine can run ttrl, and what to do if not"),
     "report": (runs.add_report, "write a run's report.html again and print where it is"),
     "view": (runs.add_view, "look at the packed rows that an iteration was trained on"),
     "plan": (plan.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
     "config": (config.add_config, "say what a setting means: ttrl config max_tokens"),
-    "replay": (runs.add_replay, "grade a run's rollouts again with a changed grader, and train on the new grades"),
-    "study": (runs.add_study, "study an optimizer step of a run: its noise, AdamW's vector, what it does to the entropy"),
-    "eval": (evaluate.add_eval, "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, cost"),
+    "replay": (
+        runs.add_replay,
+        "grade a run's rollouts again with a changed grader, and train on the new grades",
+    ),
+    "study": (
+        runs.add_study,
+        "study an optimizer step of a run: its noise, AdamW's vector, what it does to the entropy",
+    ),
+    "eval": (
+        evaluate.add_eval,
+        "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, "
+        "cost",
+    ),
     "models": (models.add_models, "list and get the models that need no hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
     "compare": (
         evaluate.add_compare,
-        "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by task",
+        "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by "
+        "task",
     ),
     "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare what came of them"),
     "serve": (machine.add_serve, "start a server that a run on another host joins"),
@@ -50,7 +66,9 @@ class Lines(logging.Formatter):
     """Writes what goes on as it is, and what is wrong with its origin."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return harmless(record.getMessage() if record.levelno == logging.INFO else super().format(record))
+        return harmless(
+            record.getMessage() if record.levelno == logging.INFO else super().format(record)
+        )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,7 +84,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     speak_in_lines()
-    parser, given = make_parser(), sys.argv[1:] if argv is None else argv
+    parser = make_parser()
+    given = sys.argv[1:] if argv is None else argv
     if not given:  # somebody looks around
         parser.exit(2, parser.format_help())
     arguments, others = parser.parse_known_args(given)

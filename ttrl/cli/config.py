@@ -9,11 +9,16 @@ _ABOUT = """# Settings
 
 Every setting of a run, of the recipes and of an evaluation: name, type, default, meaning. This page is what `ttrl config` prints
 (`ttrl config > docs/settings.md`), made from the source; `ttrl config NAME` explains one setting, and
-`help(ttrl.TrainConfig)` all of a class. A config with mistakes is refused before anything starts, with all of them."""
+`help(ttrl.TrainConfig)` all of a class. A config with mistakes is refused before anything starts, with all of them."""  # noqa: E501
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", metavar="NAME", help="such as max_tokens, lr or training.lr (all, as a page)")
+    parser.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="such as max_tokens, lr or training.lr (all, as a page)",
+    )
     parser.set_defaults(run_command=run_config)
 
 
@@ -35,10 +40,19 @@ def run_config(arguments: argparse.Namespace) -> int:
         print(as_markdown(_ABOUT, classes), end="")
         return 0
     name = arguments.name.removeprefix("training.").replace("-", "_")
-    found = [(title, one.text()) for title, cls in classes for one in settings_of(cls) if one.name == name]
+    found = [
+        (title, one.text())
+        for title, cls in classes
+        for one in settings_of(cls)
+        if one.name == name
+    ]
     if not found:
         known = sorted({one.name for _, cls in classes for one in settings_of(cls)})
-        near = [OTHER_NAMES[name]] if name in OTHER_NAMES else difflib.get_close_matches(name, known, n=3)
+        near = (
+            [OTHER_NAMES[name]]
+            if name in OTHER_NAMES
+            else difflib.get_close_matches(name, known, n=3)
+        )
         hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrl config` lists all"
         raise UserError(f"there is no setting {arguments.name!r}{hint}")
     for text in dict.fromkeys(text for _, text in found):

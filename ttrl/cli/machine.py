@@ -1,4 +1,6 @@
-"""`ttrl doctor` and `ttrl serve`: what this machine can do, and what it does for a run on another one."""
+"""`ttrl doctor` and `ttrl serve`: what this machine can do, and what it does for a run on another
+one.
+"""
 
 import argparse
 import logging
@@ -9,11 +11,19 @@ from ttrl.system.console import say
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
-    proof = "also prove on this hardware what training rests on: kernels, optimizers, a run that learns (3 to 15 minutes)"
+    proof = (
+        "also prove on this hardware what training rests on: kernels, optimizers, a run that "
+        "learns (3 to 15 minutes)"
+    )
     parser.add_argument("--certify", action="store_true", help=proof)
     out = "where the certificate is written, as .json and .html (./ttrl-certificate)"
-    parser.add_argument("--out", type=Path, default=Path("ttrl-certificate"), metavar="FILE", help=out)
-    model = "also say whether ttrl can train this model: a folder, a name of `ttrl models` or on the hub"
+    parser.add_argument(
+        "--out", type=Path, default=Path("ttrl-certificate"), metavar="FILE", help=out
+    )
+    model = (
+        "also say whether ttrl can train this model: a folder, a name of `ttrl models` or on the "
+        "hub"
+    )
     parser.add_argument("--model", metavar="MODEL", help=model)
     parser.set_defaults(run_command=run_doctor)
 
@@ -22,7 +32,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     """Examine this machine; 1 where it cannot run ttrl, or a case of the certificate failed."""
     from ttrl.cli import doctor
 
-    print("Looking at this machine: it imports vLLM, 15 s or, on a busy machine, minutes ...", file=sys.stderr, flush=True)
+    print(
+        "Looking at this machine: it imports vLLM, 15 s or, on a busy machine, minutes ...",
+        file=sys.stderr,
+        flush=True,
+    )
     checks = doctor.examine(Path.cwd())
     if arguments.model is not None:
         checks += doctor.check_model(arguments.model)
@@ -38,20 +52,36 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "model", metavar="MODEL", help="a model folder, a name of `ttrl models` or on the hub: the run's starting model"
+        "model",
+        metavar="MODEL",
+        help="a model folder, a name of `ttrl models` or on the hub: the run's starting model",
     )
     host = "the address to listen on (127.0.0.1: this machine alone)"
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help=host)
     parser.add_argument("--port", type=int, metavar="N", help="the port (a free one)")
     key_file = "the file with the key, made if it does not exist (~/.config/ttrl/server.key)"
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
-    parser.add_argument("--log", type=Path, default=Path("ttrl_serve.log"), metavar="FILE", help="vLLM's log (./ttrl_serve.log)")
+    parser.add_argument(
+        "--log",
+        type=Path,
+        default=Path("ttrl_serve.log"),
+        metavar="FILE",
+        help="vLLM's log (./ttrl_serve.log)",
+    )
     dtypes = ("auto", "fp32", "bf16", "float32", "bfloat16", "float16")
     parser.add_argument(
-        "--dtype", choices=dtypes, default="auto", help="must be that of the run (auto: fp32 on CPU, bf16 on CUDA, as in a run)"
+        "--dtype",
+        choices=dtypes,
+        default="auto",
+        help="must be that of the run (auto: fp32 on CPU, bf16 on CUDA, as in a run)",
     )
-    parser.add_argument("--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)")
-    adapters = "fetch a run's adapters from its mirror, this address, instead of weights from a file system that both share"
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="TOKENS", help="the longest sequence (the model's)"
+    )
+    adapters = (
+        "fetch a run's adapters from its mirror, this address, instead of weights from a file "
+        "system that both share"
+    )
     parser.add_argument("--adapters", metavar="ADDRESS", help=adapters)
     template = "a file with another chat template than the model's"
     parser.add_argument("--chat-template", metavar="FILE", help=template)

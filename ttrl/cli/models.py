@@ -20,11 +20,21 @@ def add_models(parser: argparse.ArgumentParser) -> None:
     get = commands.add_parser("get", help="download or make one, and print its folder")
     get.add_argument("name", metavar="NAME", help="as `ttrl models` lists it")
     get.set_defaults(run_command=run_get)
-    convert = commands.add_parser("convert", help="write a model folder from another program's own checkpoint")
-    convert.add_argument("kind", metavar="KIND", choices=("nanochat",), help="the program: nanochat")
-    convert.add_argument("path", metavar="PATH", help="a folder such as chatsft_checkpoints/d20, or a model_NNNNNN.pt")
+    convert = commands.add_parser(
+        "convert", help="write a model folder from another program's own checkpoint"
+    )
+    convert.add_argument(
+        "kind", metavar="KIND", choices=("nanochat",), help="the program: nanochat"
+    )
+    convert.add_argument(
+        "path",
+        metavar="PATH",
+        help="a folder such as chatsft_checkpoints/d20, or a model_NNNNNN.pt",
+    )
     convert.add_argument("--out", metavar="FOLDER", help="where to write it (models/NAME)")
-    convert.add_argument("--tokenizer", metavar="FOLDER", help="of tokenizer.pkl; sought where nanochat keeps it")
+    convert.add_argument(
+        "--tokenizer", metavar="FOLDER", help="of tokenizer.pkl; sought where nanochat keeps it"
+    )
     convert.set_defaults(run_command=run_convert)
 
 
@@ -34,12 +44,24 @@ def run_list(_: argparse.Namespace) -> int:
 
     for name, model in READY_MODELS.items():
         print(f"{name:14}{model.about}\n{'':14}{model.licence}; {model.size}")
-    print("\nA name works wherever a model folder does: --model smollm2-135m; `ttrl models get NAME` prints its folder.")
-    print("\nFolders and names on the hub are trained by ttrl's own decoder where their model_type is one of")
+    print(
+        "\nA name works wherever a model folder does: --model smollm2-135m; `ttrl models get "
+        "NAME` prints its folder."
+    )
+    print(
+        "\nFolders and names on the hub are trained by ttrl's own decoder where their model_type "
+        "is one of"
+    )
     print(f"  {', '.join([*FAMILIES, *COMPOSITES])}")
-    print("Tested against transformers on CPU, all of them; on one H100, the trainer with ten of them, and a whole run with a")
+    print(
+        "Tested against transformers on CPU, all of them; on one H100, the trainer with ten of "
+        "them, and a whole run with a"
+    )
     print("tiny model. Several GPUs have not been tried.")
-    print("Nearly all other text models are trained through transformers' own class: docs/models.md lists what was checked, with")
+    print(
+        "Nearly all other text models are trained through transformers' own class: "
+        "docs/models.md lists what was checked, with"
+    )
     print("tiny versions on CPU. `ttrl doctor --model MODEL` says whether ttrl trains a model.")
     return 0
 
@@ -67,17 +89,28 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    model = "a checkpoint or another model folder, a name of `ttrl models` or on the hub, or a server's address (http://…/v1)"
+    model = (
+        "a checkpoint or another model folder, a name of `ttrl models` or on the hub, or a "
+        "server's address (http://…/v1)"
+    )
     parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("--system-prompt", "--system", dest="system", metavar="TEXT", help="a system message")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 for the likeliest words (0)")
-    parser.add_argument("--max-tokens", type=int, default=512, metavar="N", help="of one reply (512)")
+    parser.add_argument(
+        "--system-prompt", "--system", dest="system", metavar="TEXT", help="a system message"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0 for the likeliest words (0)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, metavar="N", help="of one reply (512)"
+    )
     parser.add_argument("--dtype", help="of the server: fp32, bf16, auto (fp32 on CPU)")
     parser.set_defaults(run_command=run_chat)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """Hold a conversation: a line of standard input is a message, an empty one starts anew, the end of the input ends it."""
+    """Hold a conversation: a line of standard input is a message, an empty one starts anew, the end
+    of the input ends it.
+    """
     import openai
 
     from ttrl.ready_models import ready_model
@@ -120,7 +153,9 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def client_of(endpoint: Endpoint) -> "openai.OpenAI":
-    """Return openai's client of a server; a proxy of the environment is given the key of no server of our own."""
+    """Return openai's client of a server; a proxy of the environment is given the key of no server
+    of our own.
+    """
     import openai
 
     return openai.OpenAI(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PLAN = """Say what a run will take: memory, disk, FLOPs, time, money.
 
-    ttrl plan Qwen/Qwen3-4B --gpu 1x24GB     a model: a name on the hub or of `ttrl models`, a folder
+    ttrl plan Qwen/Qwen3-4B --gpu 1x24GB     a model: on the hub, of `ttrl models`, or a folder
     ttrl plan structured_output              a recipe by its name
     ttrl plan my_task.py --seed 1            a script, such as `ttrl tasks new` writes
     ttrl plan run.yaml --set lora_rank=16    a file of settings, as for `ttrl train`
@@ -88,12 +88,37 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     what = "a model, a recipe, a script, a run folder, or a file of settings (recipe_configs/, too)"
     parser.add_argument("config", metavar="WHAT", help=what)
     others = "settings to use instead: model=FOLDER iterations=100 lora_rank=16"
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=others)
-    parser.add_argument("--tasks", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME: tasks whose prompts are counted")
-    parser.add_argument("--prompt-tokens", type=float, metavar="N", help="mean length of prompts, where there are no tasks (200)")
-    parser.add_argument("--completion-tokens", type=float, metavar="N", help="mean length of completions (a third of max_tokens)")
-    parser.add_argument("--signal-share", type=float, metavar="S", help="share of the groups that are trained on (1)")
-    parser.add_argument("--probe", action="store_true", help="start server and trainer, and measure a few iterations")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=others
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="FILE.py",
+        help="also FILE.py:NAME or MODULE:NAME: tasks whose prompts are counted",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean length of prompts, where there are no tasks (200)",
+    )
+    parser.add_argument(
+        "--completion-tokens",
+        type=float,
+        metavar="N",
+        help="mean length of completions (a third of max_tokens)",
+    )
+    parser.add_argument(
+        "--signal-share",
+        type=float,
+        metavar="S",
+        help="share of the groups that are trained on (1)",
+    )
+    parser.add_argument(
+        "--probe",
+        action="store_true",
+        help="start server and trainer, and measure a few iterations",
+    )
     which = "plan for this GPU, by its data sheet: H100, 8xH100, 4090, A100-40GB, 2x24GB, ..."
     parser.add_argument("--gpu", metavar="NAME", help=which)
     parser.add_argument("--price-per-hour", type=float, metavar="P", help="of the whole machine")
@@ -144,7 +169,9 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
     """Become a script that plans itself; does not return. Raises UserError for one that would train
     instead."""
     if arguments.tasks is not None:
-        raise UserError(f"--tasks {arguments.tasks}: {script} has tasks of its own; leave --tasks out")
+        raise UserError(
+            f"--tasks {arguments.tasks}: {script} has tasks of its own; leave --tasks out"
+        )
     if "script_arguments(" not in script.read_text(encoding="utf-8", errors="replace"):
         raise UserError(
             f"{script} would train, as it reads no options; build it on script_arguments() and "

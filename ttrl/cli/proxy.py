@@ -12,20 +12,55 @@ from ttrl.system.console import Console, say
 
 
 def add_proxy(parser: argparse.ArgumentParser) -> None:
-    what = "a model folder, a name of `ttrl models` or on the hub, or a vLLM server's address (http://…/v1)"
+    what = (
+        "a model folder, a name of `ttrl models` or on the hub, or a vLLM server's address "
+        "(http://…/v1)"
+    )
     parser.add_argument("model", metavar="MODEL_OR_URL", help=what)
-    parser.add_argument("--output", type=Path, required=True, metavar="RUN", help="the folder for the rollouts")
-    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="RUN", help="the folder for the rollouts"
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        metavar="ADDRESS",
+        help="to listen on (127.0.0.1: this machine alone)",
+    )
     parser.add_argument("--port", type=int, default=0, metavar="N", help="the port (a free one)")
-    key_file = "the file with the key that opens sessions, made if it does not exist (~/.config/ttrl/proxy.key)"
+    key_file = (
+        "the file with the key that opens sessions, made if it does not exist "
+        "(~/.config/ttrl/proxy.key)"
+    )
     parser.add_argument("--key-file", type=Path, metavar="FILE", help=key_file)
-    parser.add_argument("--beside", action="append", default=[], metavar="NAME=URL", help="another model, which is not captured")
-    parser.add_argument("--ignore", default="", metavar="NAMES", help="parameters of agents to leave out: temperature,top_p")
-    parser.add_argument("--seconds", type=float, default=600.0, help="in which a session may ask nothing (600)")
-    parser.add_argument("--turns", type=int, default=64, metavar="N", help="replies of a session (64)")
+    parser.add_argument(
+        "--beside",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="another model, which is not captured",
+    )
+    parser.add_argument(
+        "--ignore",
+        default="",
+        metavar="NAMES",
+        help="parameters of agents to leave out: temperature,top_p",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=600.0, help="in which a session may ask nothing (600)"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=64, metavar="N", help="replies of a session (64)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="of the samples (1)")
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="of one reply (what the model's context has room for)")
-    parser.add_argument("--name", metavar="NAME", help="the model's name at its address (the first one listed)")
+    parser.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="of one reply (what the model's context has room for)",
+    )
+    parser.add_argument(
+        "--name", metavar="NAME", help="the model's name at its address (the first one listed)"
+    )
     key = "the environment variable with the server's key (OPENAI_API_KEY)"
     parser.add_argument("--key-variable", default="OPENAI_API_KEY", metavar="VARIABLE", help=key)
     server = "arguments of vLLM for a server that is started here: JSON"
@@ -47,7 +82,8 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     from ttrl.server.serving import is_address, serving
     from ttrl.tasks.task import RolloutLimits
 
-    run, model = arguments.output, str(ready_model(arguments.model) or arguments.model)
+    run = arguments.output
+    model = str(ready_model(arguments.model) or arguments.model)
     beside = dict(map(_named, arguments.beside))
     params: dict[str, Any] = {"temperature": arguments.temperature}
     if arguments.max_tokens is not None:
@@ -58,7 +94,8 @@ def run_proxy(arguments: argparse.Namespace) -> int:
         options["chat_template"] = read_chat_template(arguments.chat_template)
     key_file = arguments.key_file or Path.home() / ".config" / "ttrl" / "proxy.key"
     key = read_or_make_key(key_file)
-    if not is_address(model) and not RunFolder(run).config():  # what `ttrl replay --train` trains, and how
+    # What `ttrl replay --train` trains, and how.
+    if not is_address(model) and not RunFolder(run).config():
         config = TrainConfig(
             run=str(run),
             model=model,
@@ -71,7 +108,13 @@ def run_proxy(arguments: argparse.Namespace) -> int:
         if served.parsers:
             say(served.parsers)
         proxy = Proxy(
-            SamplingSettings(client=served.endpoint, model=served.model, params=params, weights_version=0, pbar=False),
+            SamplingSettings(
+                client=served.endpoint,
+                model=served.model,
+                params=params,
+                weights_version=0,
+                pbar=False,
+            ),
             run,
             key,
             arguments.host,
@@ -81,7 +124,10 @@ def run_proxy(arguments: argparse.Namespace) -> int:
             beside,
             names=[served.model if is_address(model) else arguments.model],
         )
-        say(f"POST /sessions wants the key in {key_file}; Ctrl-C or SIGTERM ends the proxy, and makes an iteration of what came")
+        say(
+            f"POST /sessions wants the key in {key_file}; Ctrl-C or SIGTERM ends the proxy, and "
+            "makes an iteration of what came"
+        )
         with contextlib.suppress(KeyboardInterrupt), Console(quiet=True).interruptible(""):
             asyncio.run(proxy.serve(say))
     return 0

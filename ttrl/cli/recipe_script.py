@@ -1,10 +1,12 @@
-"""What the scripts in recipes/ share: their options, a warm start of a tiny model, a try-out, what they say at the end.
+"""What the scripts in recipes/ share: their options, a warm start of a tiny model, a try-out, what
+they say at the end.
 
-A recipe is a script that reads from top to bottom: config, tasks, and `run_recipe`, which is `train(config, tasks=…,
-validation_tasks=…)` and a line about what came of it, unless one of its options says otherwise. `--check` makes its tasks and
-checks its config, and whether its model can be had. `--tiny` runs it for an iteration with a tiny random model on the few
-shortest tasks: it learns nothing, but every part of the recipe has run. A random model's answers are all wrong, and of equal
-rewards nothing is trained, so chance is added to them there.
+A recipe is a script that reads from top to bottom: config, tasks, and `run_recipe`, which is
+`train(config, tasks=…, validation_tasks=…)` and a line about what came of it, unless one of its
+options says otherwise. `--check` makes its tasks and checks its config, and whether its model can
+be had. `--tiny` runs it for an iteration with a tiny random model on the few shortest tasks: it
+learns nothing, but every part of the recipe has run. A random model's answers are all wrong, and of
+equal rewards nothing is trained, so chance is added to them there.
 """
 
 import argparse
@@ -48,7 +50,8 @@ _PLAIN_TEMPLATE = (
 )
 _PROBED = PlanOptions(probe=True)
 _TINY_CONTEXT = 16_384
-_TINY_TASKS, _TINY_TOKENS = 2, 8
+_TINY_TASKS = 2
+_TINY_TOKENS = 8
 
 
 def script_arguments(
@@ -61,41 +64,70 @@ def script_arguments(
     presets: Mapping[str, Mapping[str, Any]] | None = None,
     options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> argparse.Namespace:
-    """Read the command line of a recipe: run folder, seed, iterations, any other setting; with `model`, also a model ("" where
-    the recipe makes one of its own); with `data`, also data ("" for data that has no default); with `presets`, settings of an
-    experiment by its name, over which single ones given with --set prevail; `options` adds more.
-    Raises ConfigError where --set contradicts another option.
+    """Read the command line of a recipe: run folder, seed, iterations, any other setting; with
+    `model`, also a model ("" where the recipe makes one of its own); with `data`, also data ("" for
+    data that has no default); with `presets`, settings of an experiment by its name, over which
+    single ones given with --set prevail; `options` adds more. Raises ConfigError where --set
+    contradicts another option.
 
-    `run` of what it returns is absolute; where the recipe has a model that is not its own, it has `tiny`.
+    `run` of what it returns is absolute; where the recipe has a model that is not its own, it has
+    `tiny`.
     """
     speak_in_lines()
     errors_in_lines(TtrlError, KeyboardInterrupt)
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--run", type=Path, default=Path(run), help=f"the run folder ({run})")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--iterations", type=int, default=iterations, help=f"at most ({iterations})")
-    parser.add_argument("--weight-sync", choices=("auto", "reload", "restart", "sleep", "memory"), default="auto")
-    parser.add_argument("--cluster", metavar="ADDRESS", help="run on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT")
+    parser.add_argument(
+        "--iterations", type=int, default=iterations, help=f"at most ({iterations})"
+    )
+    parser.add_argument(
+        "--weight-sync", choices=("auto", "reload", "restart", "sleep", "memory"), default="auto"
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="ADDRESS",
+        help="run on a Ray cluster: auto, HOST:PORT or ray://HOST:PORT",
+    )
     parser.add_argument("--nproc-per-node", type=int, help="trainer processes: one for each GPU")
     if model is not None:
         shown = model or "a tiny one, made and warmed up first"
-        parser.add_argument("--model", default=model, help=f"a model folder, a name of `ttrl models` or on the hub ({shown})")
+        parser.add_argument(
+            "--model",
+            default=model,
+            help=f"a model folder, a name of `ttrl models` or on the hub ({shown})",
+        )
     if model:
         parser.add_argument(
-            "--tiny", action="store_true", help="try it out: one iteration of a tiny random model, on any machine"
+            "--tiny",
+            action="store_true",
+            help="try it out: one iteration of a tiny random model, on any machine",
         )
     if data is not None:
         shown = f" ({data})" if data else ""
         parser.add_argument(
-            "--data", default=data or None, required=not data, help=f"a file, a folder, or a data set's name on the hub{shown}"
+            "--data",
+            default=data or None,
+            required=not data,
+            help=f"a file, a folder, or a data set's name on the hub{shown}",
         )
     same = "the first N tasks in each iteration, asked again greedily after each step"
     parser.add_argument("--overfit", type=int, metavar="N", help=same)
     if presets:
-        parser.add_argument("--preset", choices=presets, help="with the settings of an experiment; see docs/tasks.md")
+        parser.add_argument(
+            "--preset",
+            choices=presets,
+            help="with the settings of an experiment; see docs/tasks.md",
+        )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
-    parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="make the tasks and check the settings; run nothing"
+    )
     how = "say what the run will take, by a short run; `ttrl plan SCRIPT` needs none"
     reading: dict[str, Any] = {"nargs": "?", "const": _PROBED, "type": PlanOptions.parse}
     parser.add_argument("--plan", **reading, metavar="", help=how)
@@ -108,7 +140,9 @@ def script_arguments(
     if model is not None:
         _take_model(arguments)
     chosen = (presets or {}).get(getattr(arguments, "preset", None) or "", {})
-    arguments.set = [f"{name}={json.dumps(value)}" for name, value in chosen.items()] + arguments.set
+    arguments.set = [
+        f"{name}={json.dumps(value)}" for name, value in chosen.items()
+    ] + arguments.set
     if arguments.cluster is not None:
         arguments.set.append(f"cluster={json.dumps(arguments.cluster)}")
     arguments.run = arguments.run.absolute()
@@ -186,12 +220,16 @@ def supervised_start(
     lr: float = 1e-3,
     rows_per_microbatch: int = 64,
 ) -> Path:
-    """Make a tiny model that has seen `examples` ({"messages": …}): random weights, then a fixed number of supervised steps.
+    """Make a tiny model that has seen `examples` ({"messages": …}): random weights, then a fixed
+    number of supervised steps.
 
     Returns the model's folder; made once, and found there again afterwards.
     """
     if not (folder / "checkpoint" / "config.json").exists():
-        print(f"making a tiny model and warming it up with {steps} supervised steps; log: {folder / 'train.log'}")
+        print(
+            f"making a tiny model and warming it up with {steps} supervised steps; log: "
+            f"{folder / 'train.log'}"
+        )
         write_jsonl(folder / "examples.jsonl", [dict(one) for one in examples])
         config = {
             "model": str(make_tiny_model(folder / "random_model", seed=seed)),
@@ -210,8 +248,10 @@ def supervised_start(
 
 
 def with_plain_template(model: str, folder: Path) -> Path:
-    """Return the folder of a model with a chat template; if it has none (a base model), `folder`: links to its files, and a
-    template that writes nothing but the texts, and ends each answer. Raises ModelFolderError."""
+    """Return the folder of a model with a chat template; if it has none (a base model), `folder`:
+    links to its files, and a template that writes nothing but the texts, and ends each answer.
+    Raises ModelFolderError.
+    """
     from ttrl.loop.train import local_model  # loads PyTorch
 
     source = local_model(model, chat_template=False)
@@ -227,7 +267,9 @@ def with_plain_template(model: str, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def mistakes_together(arguments: argparse.Namespace, config: TrainConfig) -> Iterator[None]:
-    """Name what is wrong with the data, of which tasks are made here, together with what is wrong with settings and model."""
+    """Name what is wrong with the data, of which tasks are made here, together with what is wrong
+    with settings and model.
+    """
     try:
         yield
     except TaskError as error:
@@ -241,18 +283,27 @@ def _is_to_be_had(arguments: argparse.Namespace) -> bool:
 
 
 def run_recipe(
-    arguments: argparse.Namespace, config: TrainConfig, tasks: Sequence[Task], validation_tasks: Sequence[Task], what: str
+    arguments: argparse.Namespace,
+    config: TrainConfig,
+    tasks: Sequence[Task],
+    validation_tasks: Sequence[Task],
+    what: str,
 ) -> str:
     """Train; return `what` of the held-out tasks before and after, and where the results are.
 
     With --check, only check; with --tiny, try the recipe out. Raises what `train` raises.
     """
     if getattr(arguments, "tiny", False):
-        config, tasks, validation_tasks = _tiny(config, tasks, validation_tasks, make=not arguments.check)
+        config, tasks, validation_tasks = _tiny(
+            config, tasks, validation_tasks, make=not arguments.check
+        )
     config, problems = with_settings(config, getattr(arguments, "set", ()))
     count = getattr(arguments, "overfit", None)
     if count is not None and not 1 <= count <= len(tasks):
-        problems.append(f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to {len(tasks)}")
+        problems.append(
+            f"--overfit is {count}, and there are {len(tasks)} tasks; give a number from 1 to "
+            f"{len(tasks)}"
+        )
     elif count is not None:
         tasks = [dataclasses.replace(task, level=0) for task in tasks[:count]]
         validation_tasks = tasks
@@ -266,10 +317,15 @@ def run_recipe(
         if is_planned:
             return _rough_plan(arguments, config, tasks, validation_tasks)
         if not tasks or not validation_tasks:
-            raise UserError(f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?")
+            raise UserError(
+                f"{len(tasks)} tasks and {len(validation_tasks)} held out; is the data too small?"
+            )
         longest = max(_prompt_size(task) for task in tasks)
         prompts = f"the longest prompt has {longest:,} bytes"
-        return f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are right"
+        return (
+            f"{len(tasks)} tasks ({prompts}), {len(validation_tasks)} held out; the settings are "
+            "right"
+        )
     if asked is not None:
         print("planning, with a short run to measure (a minute or two)", file=sys.stderr)
         made = asked.plan(config, tasks, validation_tasks)
@@ -277,10 +333,18 @@ def run_recipe(
         return asked.text(made)
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
     rows = [row for row in result.metrics if validation_metric(row, config) is not None]
-    before, after = (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1])) if rows else ("", "")
+    before, after = (
+        (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1]))
+        if rows
+        else ("", "")
+    )
     change = f"{before} before, {after} after" if rows else "not known after"
     iterations = result.metrics[-1]["iteration"]
-    tried = "tried out, with chance added to the rewards of training\n" if getattr(arguments, "tiny", False) else ""
+    tried = (
+        "tried out, with chance added to the rewards of training\n"
+        if getattr(arguments, "tiny", False)
+        else ""
+    )
     held_out = "" if getattr(arguments, "overfit", None) else "held-out "
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
@@ -318,7 +382,9 @@ def _tiny(
 
     folder = Path(config.run) / "tiny_model"
     if make and not (folder / "config.json").exists():
-        make_tiny_model(folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT)
+        make_tiny_model(
+            folder, seed=config.seed, layers=2, width=64, heads=2, context=_TINY_CONTEXT
+        )
     training = {**config.recipe_settings, "rows_per_microbatch": 1}
     small: dict[str, Any] = {
         "tasks_per_iteration": _TINY_TASKS,
@@ -327,19 +393,31 @@ def _tiny(
         "seq_len": _TINY_CONTEXT,
     }
     config = dataclasses.replace(
-        config, **small, model=str(folder), iterations=min(config.iterations, 1), training=training, nproc_per_node=1, server={}
+        config,
+        **small,
+        model=str(folder),
+        iterations=min(config.iterations, 1),
+        training=training,
+        nproc_per_node=1,
+        server={},
     )
     return config, [_graded_by_chance(task) for task in shortest(tasks)], shortest(validation_tasks)
 
 
 def _graded_by_chance(task: Task) -> Task:
-    """Return the task with a number from 0 to 1 added to its rewards, a different one for every reply."""
+    """Return the task with a number from 0 to 1 added to its rewards, a different one for every
+    reply.
+    """
     grader = task.grader
     assert grader is not None, "a recipe with --tiny asks for one reply"
 
     async def grade(choice: "Choice") -> Grade:
         output = grader(choice)
         right = Grade.of(await output if inspect.isawaitable(output) else output, task.id)
-        return Grade(right.reward + zlib.crc32((choice.message.content or "").encode(errors="replace")) / 2**32, right.metrics)
+        return Grade(
+            right.reward
+            + zlib.crc32((choice.message.content or "").encode(errors="replace")) / 2**32,
+            right.metrics,
+        )
 
     return dataclasses.replace(task, grader=grade, level=0)

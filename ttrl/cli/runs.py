@@ -1,4 +1,6 @@
-"""`ttrl train`, and what is done with the folder of a run: `ttrl report`, `ttrl view`, `ttrl replay` and `ttrl study`."""
+"""`ttrl train`, and what is done with the folder of a run: `ttrl report`, `ttrl view`, `ttrl
+replay` and `ttrl study`.
+"""
 
 import argparse
 import difflib
@@ -25,14 +27,19 @@ What follows a script or recipe goes to it: `ttrl train my_task.py --help` lists
 those of `ttrl config`, and two more:
 
     tasks: structured_output                         a family of `ttrl eval`, FILE.py or FILE.py:NAME
-    validation_tasks: structured_output              the same, held out; may be left out"""
+    validation_tasks: structured_output              the same, held out; may be left out"""  # noqa: E501
 
 
 def add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = _TRAIN
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("what", metavar="FILE.py|RECIPE|RUN.yaml")
-    parser.add_argument("options", nargs=argparse.REMAINDER, metavar="…", help="--set NAME=VALUE …, --check; a script's own")
+    parser.add_argument(
+        "options",
+        nargs=argparse.REMAINDER,
+        metavar="…",
+        help="--set NAME=VALUE …, --check; a script's own",
+    )
     parser.set_defaults(run_command=run_train)
 
 
@@ -54,10 +61,16 @@ def script_named(what: str) -> Path:
     """Return the script or recipe that is named. Raises UserError where there is none."""
     if what.endswith(".py"):
         if not Path(what).is_file():
-            raise UserError(f"there is no file {what}; `ttrl tasks new {what}` writes one to start from")
-        if not re.search(r"__main__|\b(train|run_recipe)\(", Path(what).read_text(encoding="utf-8", errors="replace")):
             raise UserError(
-                f"{what} trains nothing when it is run; end it with train(…) or run_recipe(…), as what `ttrl tasks new` writes, "
+                f"there is no file {what}; `ttrl tasks new {what}` writes one to start from"
+            )
+        if not re.search(
+            r"__main__|\b(train|run_recipe)\(",
+            Path(what).read_text(encoding="utf-8", errors="replace"),
+        ):
+            raise UserError(
+                f"{what} trains nothing when it is run; end it with train(…) or run_recipe(…), "
+                "as what `ttrl tasks new` writes, "
                 f"or name its tasks in a file of settings (tasks: {what})"
             )
         return Path(what)
@@ -67,7 +80,8 @@ def script_named(what: str) -> Path:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"there is no recipe {what!r}; {hint}Give a script (FILE.py), a file of settings (RUN.yaml) or one of "
+            f"there is no recipe {what!r}; {hint}Give a script (FILE.py), a file of settings "
+            "(RUN.yaml) or one of "
             f"{', '.join(known) or f'the recipes in a clone of ttrl: there are none in {_RECIPES}'}"
         )
     return known[name]
@@ -76,8 +90,12 @@ def script_named(what: str) -> Path:
 def _train_by_settings(file: Path, options: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"ttrl train {file}")
     others = "settings to use instead of the file's: model=FOLDER iterations=100 lora_rank=16"
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others)
-    parser.add_argument("--check", action="store_true", help="make the tasks and check the settings; run nothing")
+    parser.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=others
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="make the tasks and check the settings; run nothing"
+    )
     given = parser.parse_args(options)
     from ttrl.cli.settings import read_run
     from ttrl.loop.checks import checked
@@ -104,7 +122,10 @@ def run_report(arguments: argparse.Namespace) -> int:
     from ttrl.report.words import report_text
 
     print(write_report(arguments.run))
-    print(harmless(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns)), file=sys.stderr)
+    print(
+        harmless(report_text(arguments.run, shutil.get_terminal_size((100, 24)).columns)),
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -112,11 +133,27 @@ def add_view(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=f"{_RUN}, or a packed.safetensors")
     which = "the iteration whose pack is shown (the newest that has one)"
     parser.add_argument("--iteration", "--pack", type=int, metavar="N", help=which)
-    parser.add_argument("--rows", metavar="A-B", help="which rows, such as 3, or 0-7, or 0-3,8 (the first 8)")
-    parser.add_argument("--output", type=Path, metavar="FILE.html", help="where the page goes (packed.html beside the pack)")
-    parser.add_argument("--png", type=Path, metavar="FILE.png", help="write a picture (with matplotlib) instead of the page")
-    parser.add_argument("--text", action="store_true", help="print the rows here instead of writing the page")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="a folder with tokenizer.json (the run's)")
+    parser.add_argument(
+        "--rows", metavar="A-B", help="which rows, such as 3, or 0-7, or 0-3,8 (the first 8)"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE.html",
+        help="where the page goes (packed.html beside the pack)",
+    )
+    parser.add_argument(
+        "--png",
+        type=Path,
+        metavar="FILE.png",
+        help="write a picture (with matplotlib) instead of the page",
+    )
+    parser.add_argument(
+        "--text", action="store_true", help="print the rows here instead of writing the page"
+    )
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="a folder with tokenizer.json (the run's)"
+    )
     parser.set_defaults(run_command=run_view)
 
 
@@ -140,15 +177,37 @@ def run_view(arguments: argparse.Namespace) -> int:
 def add_replay(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=Path, metavar="RUN", help=_RUN)
     how = parser.add_mutually_exclusive_group(required=True)
-    how.add_argument("--grader", metavar="MODULE:NAME", help="grader(choice), (choice, sample) or (choices); also FILE.py:NAME")
-    how.add_argument("--tasks", metavar="MODULE:NAME", help="a list of tasks with graders, or a function that returns one")
+    how.add_argument(
+        "--grader",
+        metavar="MODULE:NAME",
+        help="grader(choice), (choice, sample) or (choices); also FILE.py:NAME",
+    )
+    how.add_argument(
+        "--tasks",
+        metavar="MODULE:NAME",
+        help="a list of tasks with graders, or a function that returns one",
+    )
     parser.add_argument("--iterations", metavar="3-5,8", help="which ones (all)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="where the replay goes (RUN/replays/NAME)")
-    parser.add_argument("--again", action="store_true", help="grade again what has a grade in that folder already")
-    parser.add_argument("--skip-missing", action="store_true", help="with --tasks: leave out rollouts that have no task")
-    parser.add_argument("--isolated", action="store_true", help="run graders in processes that can be ended")
-    parser.add_argument("--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)")
-    parser.add_argument("--grader-memory", type=int, metavar="BYTES", help="with --isolated: of one grader process")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="where the replay goes (RUN/replays/NAME)"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="grade again what has a grade in that folder already"
+    )
+    parser.add_argument(
+        "--skip-missing",
+        action="store_true",
+        help="with --tasks: leave out rollouts that have no task",
+    )
+    parser.add_argument(
+        "--isolated", action="store_true", help="run graders in processes that can be ended"
+    )
+    parser.add_argument(
+        "--grader-timeout", type=float, default=60.0, metavar="SECONDS", help="for one grade (60)"
+    )
+    parser.add_argument(
+        "--grader-memory", type=int, metavar="BYTES", help="with --isolated: of one grader process"
+    )
     parser.add_argument("--train", action="store_true", help="train again on the new grades")
     from_checkpoints = "with --train: start each iteration from the run's own checkpoint"
     parser.add_argument("--from-checkpoints", action="store_true", help=from_checkpoints)
@@ -159,16 +218,40 @@ def run_replay(arguments: argparse.Namespace) -> int:
     print(f"ttrl replay: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.replays.replay import replay
 
-    names = ("grader", "tasks", "iterations", "output", "again", "skip_missing", "isolated", "grader_timeout", "grader_memory")
+    names = (
+        "grader",
+        "tasks",
+        "iterations",
+        "output",
+        "again",
+        "skip_missing",
+        "isolated",
+        "grader_timeout",
+        "grader_memory",
+    )
     options = {name: getattr(arguments, name) for name in (*names, "train", "from_checkpoints")}
     replay(arguments.run, **options)
     return 0
 
 
 def add_study(parser: argparse.ArgumentParser) -> None:
-    what = "the checkpoint of an iteration, such as runs/NAME/iterations/0007/checkpoint, or a run: the step of each iteration"
-    parser.add_argument("path", type=Path, metavar="CHECKPOINT|RUN", help=f"{what}; what it started from must still be there")
-    parser.add_argument("--sequences", type=int, default=256, metavar="N", help="answers on which the entropy is measured (256)")
+    what = (
+        "the checkpoint of an iteration, such as runs/NAME/iterations/0007/checkpoint, or a run: "
+        "the step of each iteration"
+    )
+    parser.add_argument(
+        "path",
+        type=Path,
+        metavar="CHECKPOINT|RUN",
+        help=f"{what}; what it started from must still be there",
+    )
+    parser.add_argument(
+        "--sequences",
+        type=int,
+        default=256,
+        metavar="N",
+        help="answers on which the entropy is measured (256)",
+    )
     factors = "the sweep of η, in learning rates (-4,-1,0.25,0.5,1,2,4,8,16,32,64); of a checkpoint"
     parser.add_argument("--factors", metavar="A,B,…", help=factors)
     dtype = "of the study, not of the run; fp64 sees small steps that fp32 rounds away (fp32)"
@@ -176,9 +259,17 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     device = "where to compute (the run's); cpu also studies runs that were made on a GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), help=device)
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    kernel = "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: none); of a checkpoint"
+    kernel = (
+        "also the Fisher kernel of so many tokens, each of which takes two backward passes (0: "
+        "none); of a checkpoint"
+    )
     parser.add_argument("--kernel", type=int, default=0, metavar="N", help=kernel)
-    parser.add_argument("--output", type=Path, metavar="DIR", help="for study.json and pictures (study/ beside or in it)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="for study.json and pictures (study/ beside or in it)",
+    )
     parser.set_defaults(run_command=run_study)
 
 
@@ -186,13 +277,19 @@ def run_study(arguments: argparse.Namespace) -> int:
     is_run = (arguments.path / "iterations").is_dir()
     problems = []
     try:
-        factors = None if arguments.factors is None else [float(one) for one in arguments.factors.split(",")]
+        factors = (
+            None
+            if arguments.factors is None
+            else [float(one) for one in arguments.factors.split(",")]
+        )
     except ValueError:
         problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
     if arguments.sequences < 2:
         problems.append(f"--sequences is {arguments.sequences}; it must be at least 2")
     if is_run and (arguments.factors is not None or arguments.kernel):
-        problems.append(f"--factors and --kernel are for one checkpoint, and {arguments.path} is a run")
+        problems.append(
+            f"--factors and --kernel are for one checkpoint, and {arguments.path} is a run"
+        )
     if problems:
         raise ConfigError("arguments", problems)
     print(f"ttrl study: loading PyTorch, then {arguments.path}", file=sys.stderr, flush=True)
@@ -203,18 +300,24 @@ def run_study(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith("matplotlib"):
             raise
-        raise UserError(f"what is studied is drawn with matplotlib ({error}); pip install matplotlib") from error
+        raise UserError(
+            f"what is studied is drawn with matplotlib ({error}); pip install matplotlib"
+        ) from error
     from ttrl.report.page import leave_report
 
     options = {name: getattr(arguments, name) for name in ("sequences", "dtype", "device", "seed")}
     if is_run:
         say("\n".join(textwrap.wrap(study_run.HEADING, 100)) + "\n")
         say(study_run.row_text(None))
-        every = study_run.study_run(arguments.path, **options, seen=lambda row: say(study_run.row_text(row)))
+        every = study_run.study_run(
+            arguments.path, **options, seen=lambda row: say(study_run.row_text(row))
+        )
         say(study_run.last_words(every))
         paths = study_run.write_steps(every, arguments.output or arguments.path / "study")
     else:
-        found = study(arguments.path, factors=factors or FACTORS, kernel=arguments.kernel, **options)
+        found = study(
+            arguments.path, factors=factors or FACTORS, kernel=arguments.kernel, **options
+        )
         say(study_text(found))
         paths = write_study(found, arguments.output or arguments.path.parent / "study")
     for path in paths:

@@ -16,7 +16,8 @@ from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.families import tasks_named
 from ttrl.tasks.task import Task
 
-_OF_RUN, _OF_RECIPE = TrainConfig.names(), GRPOConfig.names()
+_OF_RUN = TrainConfig.names()
+_OF_RECIPE = GRPOConfig.names()
 _SPLITS = {"tasks": "train", "validation_tasks": "validation"}
 _OF_THE_MACHINE = ("device", "dtype", "num_threads", "trainer_memory")
 """Settings that config.yaml of a run holds as the machine decided them."""
@@ -59,7 +60,9 @@ def read_planned(
     changes = _known(settings)
     if not values.keys() & {"iterations", "tasks_per_iteration", "tasks"}:
         if not values.keys() & _OF_RECIPE:
-            raise UserError(f"{file} is neither a run's config nor a recipe's: it has no setting of either")
+            raise UserError(
+                f"{file} is neither a run's config nor a recipe's: it has no setting of either"
+            )
         return Planned(_of_recipe(_promised(file) | values | changes, file), recipe_only=True)
     named = {key: values.pop(key, None) for key in _SPLITS}
     run = file.parent if (file.parent / "iterations").is_dir() else None
@@ -102,7 +105,9 @@ def _known(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_run(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return a file's settings with a run folder: runs/ and the file's name, where it names none."""
+    """Return a file's settings with a run folder: runs/ and the file's name, where it names
+    none.
+    """
     return {"run": f"runs/{path.stem}"} | values
 
 
@@ -113,12 +118,16 @@ def _read_mapping(file: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{file} cannot be read as a config: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{file} holds a {type(values).__name__}; a config is a mapping of settings")
+        raise UserError(
+            f"{file} holds a {type(values).__name__}; a config is a mapping of settings"
+        )
     return values
 
 
 def _promised(file: Path) -> dict[str, Any]:
-    """Return what the first line of a file of recipe_configs/ says: "# 16 x 141 GB GPU in 2 machines; rows of up to 8192 …"."""
+    """Return what the first line of a file of recipe_configs/ says: "# 16 x 141 GB GPU in 2
+    machines; rows of up to 8192 …".
+    """
     with file.open(encoding="utf-8") as lines:
         first = lines.readline()
     found: dict[str, Any] = {}
@@ -126,15 +135,20 @@ def _promised(file: Path) -> dict[str, Any]:
         found["seq_len"] = int(rows[1])
     if gpus := re.match(r"# (\d+) x \d+ GB GPU(?: in (\d+) machines)?", first):
         nodes = int(gpus[2] or 1)
-        found |= {"nproc_per_node": int(gpus[1]) // nodes} | ({"nnodes": nodes, "cluster": "auto"} if nodes > 1 else {})
+        found |= {"nproc_per_node": int(gpus[1]) // nodes} | (
+            {"nnodes": nodes, "cluster": "auto"} if nodes > 1 else {}
+        )
     return found
 
 
-def read_run(path: Path, settings: Sequence[str]) -> tuple[TrainConfig, list[Task], list[Task], list[str]]:
-    """Read a run's settings and tasks; return (config, tasks, validation tasks, what is wrong with them, one line each).
+def read_run(
+    path: Path, settings: Sequence[str]
+) -> tuple[TrainConfig, list[Task], list[Task], list[str]]:
+    """Read a run's settings and tasks; return (config, tasks, validation tasks, what is wrong with
+    them, one line each).
 
-    settings: "KEY=VALUE", which prevail over the file's. Without `run` in the file, the run folder is runs/ and the file's name.
-    Raises UserError for a file that cannot be read, TaskError.
+    settings: "KEY=VALUE", which prevail over the file's. Without `run` in the file, the run folder
+    is runs/ and the file's name. Raises UserError for a file that cannot be read, TaskError.
     """
     values = _with_run(_read_mapping(path), path)
     named = {key: values.pop(key, None) for key in _SPLITS}
@@ -143,7 +157,10 @@ def read_run(path: Path, settings: Sequence[str]) -> tuple[TrainConfig, list[Tas
     tasks, wrong = _named_tasks(named, config.seed)
     problems += wrong
     if named["tasks"] is None:
-        problems.append(f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as structured_output")
+        problems.append(
+            f"{path} names no tasks; write tasks: FILE.py, or a family of `ttrl eval` such as "
+            "structured_output"
+        )
     return config, tasks["tasks"], tasks["validation_tasks"], problems + found + config.absent()
 
 
@@ -163,8 +180,8 @@ def _named_tasks(named: Mapping[str, Any], seed: int) -> tuple[dict[str, list[Ta
 
 
 def with_settings(config: TrainConfig, settings: Sequence[str]) -> tuple[TrainConfig, list[str]]:
-    """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and what is wrong with the result, one
-    line each."""
+    """Return the config with other settings, "KEY=VALUE" of the run or else of the recipe, and what
+    is wrong with the result, one line each."""
     changes, unknown = settings_in(settings)
     config, found = TrainConfig.examine(_changed(config.to_dict(), changes))
     return config, unknown + found
@@ -181,8 +198,18 @@ def settings_in(texts: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             unknown.append(str(error))
     known = _OF_RUN | _OF_RECIPE
     for name in sorted(changes.keys() - known):
-        near = OTHER_NAMES.get(name) or TrainConfig.elsewhere(name) or next(iter(difflib.get_close_matches(name, known, n=1)), "")
-        hint = f"; write {near}" if "=" in near else f"; did you mean {near!r}?" if near else "; `ttrl config` lists all"
+        near = (
+            OTHER_NAMES.get(name)
+            or TrainConfig.elsewhere(name)
+            or next(iter(difflib.get_close_matches(name, known, n=1)), "")
+        )
+        hint = (
+            f"; write {near}"
+            if "=" in near
+            else f"; did you mean {near!r}?"
+            if near
+            else "; `ttrl config` lists all"
+        )
         unknown.append(f"{name!r} is a setting neither of a run nor of the recipe{hint}")
     return {name: value for name, value in changes.items() if name in known}, unknown
 
@@ -196,11 +223,20 @@ def _changed(values: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 def _of_recipe(values: dict[str, Any], file: Path) -> TrainConfig:
     """Make a run around a recipe's config, of which only the trainer is planned."""
     if not values.get("model"):
-        raise UserError(f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on the hub")
+        raise UserError(
+            f"{file} names no model; say which: --set model=FOLDER, a config.json, or a name on "
+            "the hub"
+        )
     missing = {"packed": "", "output_dir": ""}
-    alone = {name: value for name, value in values.items() if name in _OF_RECIPE or name not in _OF_RUN}
+    alone = {
+        name: value for name, value in values.items() if name in _OF_RECIPE or name not in _OF_RUN
+    }
     GRPOConfig.parse(missing | alone, str(file))
-    training = {name: value for name, value in values.items() if name in _OF_RECIPE and name not in SET_BY_THE_LOOP}
+    training = {
+        name: value
+        for name, value in values.items()
+        if name in _OF_RECIPE and name not in SET_BY_THE_LOOP
+    }
     run = {name: value for name, value in values.items() if name in _OF_RUN and name != "training"}
     return TrainConfig.parse({"run": "", "iterations": 1, **run, "training": training}, str(file))
 

@@ -1,13 +1,15 @@
 """`ttrl sweep FILE`: the runs of a grid, one after the other, and one comparison at the end.
 
     recipe: sort_letters                   # a recipe by its name, or a script with the same options
-    runs: runs/shape                       # where the runs go, each in a folder named after its settings
+    runs: runs/shape                       # where the runs go, each in a folder named after its
+                                           settings
     arguments: ["--iterations", "20"]      # for all of them (none)
     seeds: [0, 1, 2]                       # ([0])
     arms:                                  # settings that belong together, by a name (none)
       wide: {tasks_per_iteration: 32, samples_per_task: 8}
       deep: {tasks_per_iteration: 8, samples_per_task: 32}
-    grid:                                  # every combination of these values, with every arm (none)
+    grid:                                  # every combination of these values, with every arm
+                                           (none)
       lr: [1.0e-4, 3.0e-4]                 # also model: [FOLDER, NAME]
     by: flops                              # where they are compared (iteration)
 
@@ -51,17 +53,29 @@ class Sweep:
     by: str = "iteration"
 
     def commands(self) -> dict[str, list[str]]:
-        """Return the command of each run, by the name of its folder; the seeds of one arm follow each other."""
+        """Return the command of each run, by the name of its folder; the seeds of one arm follow
+        each other.
+        """
         found = {}
         for (arm, fixed), *values in itertools.product(
-            self.arms.items() or [("", {})], *([(name, one) for one in each] for name, each in self.grid.items())
+            self.arms.items() or [("", {})],
+            *([(name, one) for one in each] for name, each in self.grid.items()),
         ):
             settings = {**fixed, **dict(values)}
-            parts = [arm] * bool(arm) + [f"{name.rpartition('.')[2]}={_plain(value)}" for name, value in values]
+            parts = [arm] * bool(arm) + [
+                f"{name.rpartition('.')[2]}={_plain(value)}" for name, value in values
+            ]
             for seed in self.seeds:
                 name = ",".join([*parts, f"seed={seed}"])
                 given = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-                command = [self.recipe, "--run", str(Path(self.runs, name)), "--seed", str(seed), *self.arguments]
+                command = [
+                    self.recipe,
+                    "--run",
+                    str(Path(self.runs, name)),
+                    "--seed",
+                    str(seed),
+                    *self.arguments,
+                ]
                 found[name] = [*command, *(["--set", *given] if given else [])]
         return found
 
@@ -73,9 +87,23 @@ def read_sweep(path: Path) -> Sweep:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} is no mapping; it needs recipe, runs, and arms or grid (`ttrl sweep --help`)")
-    kinds = {"recipe": str, "runs": str, "arguments": list, "seeds": list, "arms": dict, "grid": dict, "by": str}
-    found = [f"unknown key {name!r}; there are {', '.join(kinds)}" for name in values if name not in kinds]
+        raise UserError(
+            f"{path} is no mapping; it needs recipe, runs, and arms or grid (`ttrl sweep --help`)"
+        )
+    kinds = {
+        "recipe": str,
+        "runs": str,
+        "arguments": list,
+        "seeds": list,
+        "arms": dict,
+        "grid": dict,
+        "by": str,
+    }
+    found = [
+        f"unknown key {name!r}; there are {', '.join(kinds)}"
+        for name in values
+        if name not in kinds
+    ]
     found += [f"{name} is missing" for name in ("recipe", "runs") if name not in values]
     found += [
         f"{name} is {values[name]!r}; it must be a {kind.__name__}"
@@ -84,17 +112,29 @@ def read_sweep(path: Path) -> Sweep:
     ]
     if not found:
         found += [
-            f"grid: {name} must be a list of values" for name, each in values.get("grid", {}).items() if type(each) is not list
+            f"grid: {name} must be a list of values"
+            for name, each in values.get("grid", {}).items()
+            if type(each) is not list
         ]
         found += [
-            f"arms: {name} must be a mapping of settings" for name, one in values.get("arms", {}).items() if type(one) is not dict
+            f"arms: {name} must be a mapping of settings"
+            for name, one in values.get("arms", {}).items()
+            if type(one) is not dict
         ]
-        found += [f"seeds: {one!r} is no whole number" for one in values.get("seeds", []) if type(one) is not int]
+        found += [
+            f"seeds: {one!r} is no whole number"
+            for one in values.get("seeds", [])
+            if type(one) is not int
+        ]
         recipe = values["recipe"]
         values["recipe"] = str(recipes().get(recipe.replace("-", "_"), recipe))
         if not Path(values["recipe"]).is_file():
             found.append(f"recipe: there is no file or recipe {recipe}")
-        found += [] if values.get("by", "flops") in _BY else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
+        found += (
+            []
+            if values.get("by", "flops") in _BY
+            else [f"by is {values['by']!r}; choose one of {', '.join(_BY)}"]
+        )
     if found:
         raise UserError(f"{path}: " + "\n".join(found))
     sweep = Sweep(**{**values, "arguments": [str(one) for one in values.get("arguments", [])]})
@@ -117,7 +157,8 @@ def add_sweep(parser: argparse.ArgumentParser) -> None:
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Run what is not finished, then compare all that is."""
     sweep = read_sweep(arguments.file)
-    commands, runs = sweep.commands(), Path(sweep.runs)
+    commands = sweep.commands()
+    runs = Path(sweep.runs)
     if arguments.list:
         print("\n".join(" ".join(command) for command in commands.values()))
         return 0
@@ -141,13 +182,19 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         say(comparison.table())
         print(comparison.write_html(runs / "compare.html"))
     if failed:
-        print(f"ttrl sweep: {len(failed)} of {len(commands)} runs failed, and are tried again by the same command: "
-              f"{'; '.join(failed)}", file=sys.stderr)  # fmt: skip
+        print(
+            f"ttrl sweep: {len(failed)} of {len(commands)} runs failed, and are tried again by "
+            "the same command: "
+            f"{'; '.join(failed)}",
+            file=sys.stderr,
+        )
     return 2 if failed else 0
 
 
 def _run(command: list[str]) -> int:
-    """Run a script to its end. An interruption reaches it too: it is waited for, so that it can end in order."""
+    """Run a script to its end. An interruption reaches it too: it is waited for, so that it can end
+    in order.
+    """
     with subprocess.Popen(command) as process:
         try:
             return process.wait()
@@ -166,7 +213,9 @@ def _finished(path: Path) -> dict[str, str | list[str]]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}; without it, each run says itself that it is finished") from error
+        raise UserError(
+            f"{path} is damaged: {error}; without it, each run says itself that it is finished"
+        ) from error
     return dict(found) if isinstance(found, Mapping) else {}
 
 

@@ -10,31 +10,69 @@ from ttrl.system.console import say
 def add_tasks(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="make puzzles in parallel and write them to a file")
+    generate = commands.add_parser(
+        "generate", help="make puzzles in parallel and write them to a file"
+    )
     families = "temporal-clue, temporal-clue-night (like the published ones), zebra-grid"
     generate.add_argument("family", metavar="FAMILY", help=families)
     generate.add_argument("--n", type=int, required=True, help="how many")
-    generate.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl", help="the file; replaced if it exists")
-    generate.add_argument("--seed", type=int, default=0, help="another seed gives other puzzles (0)")
-    generate.add_argument("--size", help="temporal-clue: tiny, small, medium, large; zebra-grid: 5x4 (mixed)")
-    generate.add_argument("--processes", type=int, metavar="N", help="how many work at once (one for each core)")
+    generate.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="FILE.jsonl",
+        help="the file; replaced if it exists",
+    )
+    generate.add_argument(
+        "--seed", type=int, default=0, help="another seed gives other puzzles (0)"
+    )
+    generate.add_argument(
+        "--size", help="temporal-clue: tiny, small, medium, large; zebra-grid: 5x4 (mixed)"
+    )
+    generate.add_argument(
+        "--processes", type=int, metavar="N", help="how many work at once (one for each core)"
+    )
     generate.set_defaults(run_command=run_generate)
 
     new = commands.add_parser("new", help="write a file to start a task of your own from")
     new.add_argument("file", type=Path, metavar="FILE.py", help="such as my_task.py")
     new.set_defaults(run_command=run_new)
 
-    attempt = commands.add_parser("try", help="show prompts, replies and grades of a task before any training")
-    attempt.add_argument("file", metavar="FILE.py", help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks or tasks")
+    attempt = commands.add_parser(
+        "try", help="show prompts, replies and grades of a task before any training"
+    )
+    attempt.add_argument(
+        "file",
+        metavar="FILE.py",
+        help="also FILE.py:NAME or MODULE:NAME; without NAME, get_tasks or tasks",
+    )
     attempt.add_argument("--n", type=int, default=3, help="how many tasks (3)")
-    attempt.add_argument("--model", metavar="URL_OR_FOLDER", help="a server's address, a model folder or a name of `ttrl models`")
+    attempt.add_argument(
+        "--model",
+        metavar="URL_OR_FOLDER",
+        help="a server's address, a model folder or a name of `ttrl models`",
+    )
     vllm = 'for a server that is started here: arguments of vLLM, such as {"max_num_seqs": 8}'
     attempt.add_argument("--server-args", type=json.loads, default={}, metavar="JSON", help=vllm)
     template = "the same: a file with another chat template than the model's"
     attempt.add_argument("--chat-template", metavar="FILE", help=template)
-    attempt.add_argument("--reply", action="append", default=[], metavar="TEXT", help="grade this reply; may be repeated")
+    attempt.add_argument(
+        "--reply",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="grade this reply; may be repeated",
+    )
     replies = "replies of the model to each task (1)"
-    attempt.add_argument("--samples-per-task", "--samples", dest="samples", type=int, default=1, metavar="K", help=replies)
+    attempt.add_argument(
+        "--samples-per-task",
+        "--samples",
+        dest="samples",
+        type=int,
+        default=1,
+        metavar="K",
+        help=replies,
+    )
     attempt.add_argument("--max-tokens", type=int, default=512, help="of one reply (512)")
     attempt.add_argument("--temperature", type=float, default=1.0, help="of the sampling (1)")
     attempt.set_defaults(run_command=run_try)

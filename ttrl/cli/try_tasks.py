@@ -1,4 +1,6 @@
-"""A first task of one's own: a file to start from (`ttrl tasks new`); prompts, replies and grades (`ttrl tasks try`)."""
+"""A first task of one's own: a file to start from (`ttrl tasks new`); prompts, replies and grades
+(`ttrl tasks try`).
+"""
 
 import asyncio
 import dataclasses
@@ -31,9 +33,14 @@ Say = Callable[[str], None]
 
 
 def write_template(path: Path) -> Path:
-    """Write the template. Raises UserError where the file exists, or is not named so that Python can import it."""
+    """Write the template. Raises UserError where the file exists, or is not named so that Python
+    can import it.
+    """
     if path.suffix != ".py" or not path.stem.isidentifier():
-        raise UserError(f"{path}: give a name that Python can import: letters, digits and underscores, ending in .py")
+        raise UserError(
+            f"{path}: give a name that Python can import: letters, digits and underscores, "
+            "ending in .py"
+        )
     if path.exists():
         raise UserError(f"{path} exists already; give another name, or remove it first")
     write_text(path, TEMPLATE.read_text(encoding="utf-8").replace("my_task", path.stem))
@@ -54,16 +61,18 @@ def try_tasks(
 ) -> bool:
     """Show each task's prompt, replies and grades; return True where every reply was graded.
 
-    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name, for which
-        a vLLM server is started here with `server_args` and `chat_template`; it replies `samples`
-        times to each task. None: the `replies` given are graded, and without any only the prompts
-        are said.
+    model: the address of a server ("http://127.0.0.1:8000/v1"), or a model folder or name, for
+        which a vLLM server is started here with `server_args` and `chat_template`; it replies
+        `samples` times to each task. None: the `replies` given are graded, and without any only the
+        prompts are said.
     Raises UserError, ServerError.
     """
     if model is None:
         answers = [[_graded(task, reply) for reply in replies] for task in tasks]
     elif replies:
-        raise UserError("give a model or replies, not both: replies are for grading without a model")
+        raise UserError(
+            "give a model or replies, not both: replies are for grading without a model"
+        )
     else:
         folder = str(ready_model(model) or model)
         if not is_address(folder):
@@ -73,17 +82,30 @@ def try_tasks(
         with serving(folder, server_args=server_args, chat_template=chat_template) as served:
             if served.parsers:
                 say(served.parsers)
-            options: dict[str, Any] = {"n": samples, "params": params, "token_ids": served.is_ours, "pbar": False}
+            options: dict[str, Any] = {
+                "n": samples,
+                "params": params,
+                "token_ids": served.is_ours,
+                "pbar": False,
+            }
             answers = [
-                result.samples for result in asyncio.run(get_task_results(tasks, served.endpoint, served.model, **options))
+                result.samples
+                for result in asyncio.run(
+                    get_task_results(tasks, served.endpoint, served.model, **options)
+                )
             ]
     for number, (task, of_task) in enumerate(zip(tasks, answers, strict=True), 1):
         _say_task(say, task, number, len(tasks))
         for sample in of_task:
-            _say_block(say, "reply given" if model is None else "reply", sample.text + _ending(sample))
+            _say_block(
+                say, "reply given" if model is None else "reply", sample.text + _ending(sample)
+            )
             say(_grade_line(sample))
     if model is None and not replies:
-        say("\nThese are the prompts. To see grades: --reply TEXT for a reply of your own, or --model URL_OR_FOLDER.")
+        say(
+            "\nThese are the prompts. To see grades: --reply TEXT for a reply of your own, or "
+            "--model URL_OR_FOLDER."
+        )
     return all(sample.error is None for of_task in answers for sample in of_task)
 
 
@@ -92,7 +114,9 @@ def _graded(task: Task, reply: str) -> Sample:
     sample = Sample(task_id=task.id, sample=0, messages=task.messages, text=reply)
     if task.grader is None:
         return dataclasses.replace(
-            sample, error="this task's reward comes from its rollout or its group_grader, which need a model: --model"
+            sample,
+            error="this task's reward comes from its rollout or its group_grader, which need a "
+            "model: --model",
         )
     try:
         grade = asyncio.run(_grade(task.grader, reply, task.id))
@@ -100,7 +124,11 @@ def _graded(task: Task, reply: str) -> Sample:
         frames = traceback.extract_tb(error.__traceback__)
         libraries = (sys.prefix, sys.base_prefix)
         where = [frame for frame in frames if not frame.filename.startswith(libraries)][-1]
-        at = "" if isinstance(error, TtrlError) else f"{Path(where.filename).name}, line {where.lineno}: "
+        at = (
+            ""
+            if isinstance(error, TtrlError)
+            else f"{Path(where.filename).name}, line {where.lineno}: "
+        )
         return dataclasses.replace(sample, error=f"{at}{type(error).__name__}: {error}")
     return dataclasses.replace(sample, reward=grade.reward, metrics=grade.metrics)
 
@@ -120,7 +148,13 @@ def _say_block(say: Say, title: str, text: str) -> None:
     say(f"  {title}:")
     for line in text.splitlines() or [""]:
         say(
-            textwrap.fill(line, _WIDTH, initial_indent="    ", subsequent_indent="    ", replace_whitespace=False)
+            textwrap.fill(
+                line,
+                _WIDTH,
+                initial_indent="    ",
+                subsequent_indent="    ",
+                replace_whitespace=False,
+            )
             or "    (empty)"
         )
 
@@ -132,7 +166,9 @@ def _ending(sample: Sample) -> str:
 def _grade_line(sample: Sample) -> str:
     if sample.error is not None:
         return f"  no grade: {sample.error}"
-    return f"  reward {sample.reward:g}" + "".join(f", {name} {value:g}" for name, value in sample.metrics.items())
+    return f"  reward {sample.reward:g}" + "".join(
+        f", {name} {value:g}" for name, value in sample.metrics.items()
+    )
 
 
 async def _grade(grader: Grader, reply: str, name: str) -> Grade:

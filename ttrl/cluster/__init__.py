@@ -1,4 +1,6 @@
-"""A run on a Ray cluster. Importing this turns Ray's token authentication on, unless RAY_AUTH_MODE says otherwise."""
+"""A run on a Ray cluster. Importing this turns Ray's token authentication on, unless RAY_AUTH_MODE
+says otherwise.
+"""
 
 import os
 

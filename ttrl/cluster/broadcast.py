@@ -1,10 +1,11 @@
-"""Bring new weights to the machines of replicas by Ray's object store, from each that has them to others, so that the run's file
-system is read once and not by every replica.
+"""Bring new weights to the machines of replicas by Ray's object store, from each that has them to
+others, so that the run's file system is read once and not by every replica.
 
-The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as files in its machine's memory
-(/dev/shm), once for all replicas there, from where vLLM's own weight transfer loads them (`ttrl.vllm_worker.memory`); they are
-dropped when the sync is over. What is proven is the same: the digests of what the workers read are those that the trainer wrote.
-Who has no room for it, or comes later, reads the checkpoint itself.
+The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as
+files in its machine's memory (/dev/shm), once for all replicas there, from where vLLM's own weight
+transfer loads them (`ttrl.vllm_worker.memory`); they are dropped when the sync is over. What is
+proven is the same: the digests of what the workers read are those that the trainer wrote. Who has
+no room for it, or comes later, reads the checkpoint itself.
 """
 
 import fcntl
@@ -48,18 +49,21 @@ class Broadcast:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: tuple[Any, ...] = ()
-        """What tells the checkpoint in the store from others, of the same path too: an iteration may be done again."""
+        """What tells the checkpoint in the store from others, of the same path too: an iteration
+        may be done again.
+        """
         self._sent: Sent | None = None
         self._readers = 0
         self._over = set[tuple[Any, ...]]()
         """What was sent, or was too large: who asks for it later reads files."""
 
     def send(self, checkpoint: Path) -> Sent | None:
-        """Return the weights of a checkpoint for one reader, who says later that it `has_read` them; None for one that is to read
-        the files. Raises OSError, RayError."""
+        """Return the weights of a checkpoint for one reader, who says later that it `has_read`
+        them; None for one that is to read the files. Raises OSError, RayError."""
         files = weight_files(checkpoint)
         stats = [file.stat() for file in files]
-        size, held = sum(stat.st_size for stat in stats), (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
+        size = sum(stat.st_size for stat in stats)
+        held = (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
         with self._lock:
             if held in self._over:
                 return None
@@ -84,7 +88,9 @@ class Broadcast:
     def _forget(self) -> None:
         if self._sent is not None:
             self._over.add(self._held)
-        self._held, self._sent, self._readers = (), None, 0
+        self._held = ()
+        self._sent = None
+        self._readers = 0
 
     def _has_room(self, checkpoint: Path, size: int) -> bool:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -94,9 +100,14 @@ class Broadcast:
         room = least["Resources"].get("object_store_memory", 0.0)
         if size > _ROOM * room:
             logger.warning(
-                "each server reads %s itself: its weights take %s, and Ray's object store on %s has %s (ray start "
-                "--object-store-memory=BYTES)", checkpoint, gib(size), least["NodeManagerAddress"], gib(room),
-            )  # fmt: skip
+                "each server reads %s itself: its weights take %s, and Ray's object store on %s "
+                "has %s (ray start "
+                "--object-store-memory=BYTES)",
+                checkpoint,
+                gib(size),
+                least["NodeManagerAddress"],
+                gib(room),
+            )
         return bool(size <= _ROOM * room)
 
 
@@ -107,7 +118,8 @@ def _pieces(file: Path) -> Iterator[bytes]:
 
 
 class Staged:
-    """A replica's side: checkpoints in its machine's memory. Its methods may be called by several threads.
+    """A replica's side: checkpoints in its machine's memory. Its methods may be called by several
+    threads.
 
     memory/ttrl-USER/lock          held by who changes something
                      ID.owner      held by a process as long as it lives, wherever that is seen from
@@ -120,12 +132,17 @@ class Staged:
         self._owner: Any = None
 
     def put(self, sent: Sent, seconds: float) -> Path:
-        """Return a folder with the weights. Raises OSError, RayError where that fails, or takes longer."""
+        """Return a folder with the weights. Raises OSError, RayError where that fails, or takes
+        longer.
+        """
         with self._locked():
             self._clean()
             free = min(memory_bytes()[1], shutil.disk_usage(self._pool).free)
             if not any(self._pool.glob(f"{sent.name}-*")) and sent.size > _ROOM * free:
-                raise OSError(f"its weights take {gib(sent.size)}, and {self._pool} has room for half of {gib(free)}")
+                raise OSError(
+                    f"its weights take {gib(sent.size)}, and {self._pool} has room for half of "
+                    f"{gib(free)}"
+                )
             if self._owner is None:
                 self._owner = open(self._pool / f"{self._id}.owner", "wb")  # noqa: SIM115 - open as long as this process lives
                 fcntl.flock(self._owner, fcntl.LOCK_EX)
@@ -148,7 +165,9 @@ class Staged:
         return own
 
     def drop(self, name: str = "") -> None:
-        """Give back the memory of weights that nobody else here reads, and of processes that are gone. Raises OSError."""
+        """Give back the memory of weights that nobody else here reads, and of processes that are
+        gone. Raises OSError.
+        """
         with self._locked():
             self._remove(name)
 
@@ -173,7 +192,12 @@ class Staged:
                     shutil.rmtree(folder)
                 path.unlink()
         for path in self._pool.iterdir():
-            if path.is_file() and path.name != "lock" and path.suffix != ".owner" and path.stat().st_nlink == 1:
+            if (
+                path.is_file()
+                and path.name != "lock"
+                and path.suffix != ".owner"
+                and path.stat().st_nlink == 1
+            ):
                 path.unlink()
 
 

@@ -14,32 +14,43 @@ NAMESPACE = "ttrl"
 ASK_SECONDS = 30.0
 """For an actor's answer; Ray itself finds a dead machine in about as many."""
 START_SECONDS = 300.0
-"""For an actor to be there at all: imports take minutes on a machine with much to do, or from a slow disk."""
+"""For an actor to be there at all: imports take minutes on a machine with much to do, or from a
+slow disk.
+"""
 _begun: list[Any] = []
 Words = tuple[str, str]
-"""An error's class and message: some of our exceptions cannot be pickled, and their causes need not be there on both sides."""
+"""An error's class and message: some of our exceptions cannot be pickled, and their causes need not
+be there on both sides.
+"""
 
 
 def connect(address: str) -> None:
-    """Connect this process to the cluster at `address` ("auto", "HOST:PORT", "ray://HOST:PORT"). Harmless where it is. Raises
-    UserError where that fails."""
+    """Connect this process to the cluster at `address` ("auto", "HOST:PORT", "ray://HOST:PORT").
+    Harmless where it is. Raises UserError where that fails."""
     if ray.is_initialized():
         return
     try:
         ray.init(address=address, namespace=NAMESPACE, logging_level=logging.WARNING)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         raise UserError(
-            f"the Ray cluster at {address!r} cannot be used: {error}\nStart one with `ray start --head` and `ray start "
-            "--address=HOST:6379`; its token (`ray get-auth-token --generate`) has to be in ~/.ray/auth_token on each machine, "
+            f"the Ray cluster at {address!r} cannot be used: {error}\nStart one with `ray start "
+            "--head` and `ray start "
+            "--address=HOST:6379`; its token (`ray get-auth-token --generate`) has to be in "
+            "~/.ray/auth_token on each machine, "
             "this one too, or in RAY_AUTH_TOKEN"
         ) from error
 
 
 def actor_class(kind: type, **options: Any) -> Any:
-    """Return a class of actors that see only GPUs that they ask for (Ray shows all to one that asks for none), and whose child
-    processes are ended by their guards (`ttrl.system.process_guard`). Ray would kill the guards, as they are an actor's own
-    children, and leave what they guard, such as an engine of vLLM with all of its memory."""
-    variables = {"RAY_kill_child_processes_on_worker_exit": "false", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1"}
+    """Return a class of actors that see only GPUs that they ask for (Ray shows all to one that asks
+    for none), and whose child processes are ended by their guards (`ttrl.system.process_guard`).
+    Ray would kill the guards, as they are an actor's own children, and leave what they guard, such
+    as an engine of vLLM with all of its memory.
+    """
+    variables = {
+        "RAY_kill_child_processes_on_worker_exit": "false",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",
+    }
     return ray.remote(kind).options(runtime_env={"env_vars": variables}, **options)
 
 
@@ -57,7 +68,9 @@ def end_actors() -> None:
 
 def has_gpus(config: TrainConfig) -> bool:
     """Return whether the run takes GPUs of the cluster."""
-    return config.device == "cuda" or (config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0)
+    return config.device == "cuda" or (
+        config.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+    )
 
 
 def last_line(error: BaseException) -> str:
@@ -68,11 +81,15 @@ def last_line(error: BaseException) -> str:
 def as_words(error: BaseException) -> Words:
     """Return what an error says, for another machine."""
     known = isinstance(error, TtrlError)
-    return type(error).__name__ if known else "TrainerError", str(error) if known else f"{type(error).__name__}: {error}"
+    return type(error).__name__ if known else "TrainerError", str(
+        error
+    ) if known else f"{type(error).__name__}: {error}"
 
 
 def from_words(words: Words) -> TtrlError:
-    """Return the error that `as_words` was given; UserError for those that are made of more than a message."""
+    """Return the error that `as_words` was given; UserError for those that are made of more than a
+    message.
+    """
     kind: Any = getattr(errors, words[0])
     try:
         error: TtrlError = kind(words[1])

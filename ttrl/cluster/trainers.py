@@ -1,7 +1,9 @@
-"""A trainer over several machines of a cluster: an actor on each, in a placement group that spreads them, with a torchrun each.
+"""A trainer over several machines of a cluster: an actor on each, in a placement group that spreads
+them, with a torchrun each.
 
-Where they meet is an address of the first one's machine, at a port that is free there (`ttrl.launch.nodes`). A machine that dies
-ends the trainer; the loop starts another one, which waits for as many machines again.
+Where they meet is an address of the first one's machine, at a port that is free there
+(`ttrl.launch.nodes`). A machine that dies ends the trainer; the loop starts another one, which
+waits for as many machines again.
 """
 
 import contextlib
@@ -15,7 +17,15 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ttrl.cluster.connection import ASK_SECONDS, START_SECONDS, Words, as_words, begin_actor, from_words, has_gpus
+from ttrl.cluster.connection import (
+    ASK_SECONDS,
+    START_SECONDS,
+    Words,
+    as_words,
+    begin_actor,
+    from_words,
+    has_gpus,
+)
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError, UserError
 from ttrl.launch.nodes import PROGRESS_FILE, network_environment, torchrun_arguments
@@ -36,15 +46,34 @@ class TrainerNode:
         host = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
-            return f"[{host}]:{probe.getsockname()[1]}" if ":" in host else f"{host}:{probe.getsockname()[1]}"
+            return (
+                f"[{host}]:{probe.getsockname()[1]}"
+                if ":" in host
+                else f"{host}:{probe.getsockname()[1]}"
+            )
 
-    def start(self, config: TrainConfig, path: Path, log: Path, variables: Mapping[str, str], endpoint: str, leads: bool) -> Any:
+    def start(
+        self,
+        config: TrainConfig,
+        path: Path,
+        log: Path,
+        variables: Mapping[str, str],
+        endpoint: str,
+        leads: bool,
+    ) -> Any:
         """Start its torchrun; return what went wrong, or None."""
         try:
             if not (path / "start.yaml").is_file():
-                raise UserError(f"{path} is not on {socket.gethostname()}; the run folder must lie where all machines see it")
-            torchrun = torchrun_arguments(config.nnodes, endpoint, path.name, leads=leads, join_timeout=config.join_timeout)
-            command = tune_command(path / "start.yaml", nproc_per_node=config.processes_here, torchrun_args=torchrun)
+                raise UserError(
+                    f"{path} is not on {socket.gethostname()}; the run folder must lie where all "
+                    "machines see it"
+                )
+            torchrun = torchrun_arguments(
+                config.nnodes, endpoint, path.name, leads=leads, join_timeout=config.join_timeout
+            )
+            command = tune_command(
+                path / "start.yaml", nproc_per_node=config.processes_here, torchrun_args=torchrun
+            )
             variables = network_environment(endpoint) | dict(variables)
             self._process = TrainerProcess(command, log, path / PROGRESS_FILE, variables).start()
         except TtrlError as error:
@@ -70,9 +99,13 @@ class TrainerNode:
 
 
 class ClusterTrainer(TrainerProcess):
-    """The lead's side of it: one process, to all appearances. path: the folder of this start; log: the first machine's."""
+    """The lead's side of it: one process, to all appearances. path: the folder of this start; log:
+    the first machine's.
+    """
 
-    def __init__(self, config: TrainConfig, path: Path, log: Path, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, config: TrainConfig, path: Path, log: Path, variables: Mapping[str, str]
+    ) -> None:
         super().__init__(["torchrun", "--nnodes", str(config.nnodes)], log, path / PROGRESS_FILE)
         self._config, self._path, self._log, self._variables = config, path, log, dict(variables)
         self._nodes: list[Any] = []
@@ -80,25 +113,42 @@ class ClusterTrainer(TrainerProcess):
         self._look_at = 0.0
 
     def start(self) -> "ClusterTrainer":
-        """Take the machines, and start their parts. Raises TrainerError where so many are not free within `join_timeout`."""
-        config, count = self._config, self._config.nnodes
+        """Take the machines, and start their parts. Raises TrainerError where so many are not free
+        within `join_timeout`.
+        """
+        config = self._config
+        count = self._config.nnodes
         kind = "GPU" if has_gpus(config) else "CPU"
-        self._group = placement_group([{kind: config.processes_here}] * count, strategy="STRICT_SPREAD")
+        self._group = placement_group(
+            [{kind: config.processes_here}] * count, strategy="STRICT_SPREAD"
+        )
         try:
             if not self._group.wait(config.join_timeout):
                 raise TrainerError(
-                    f"the cluster has no {count} machines with {config.processes_here} free {kind}s (nnodes, nproc_per_node); "
-                    f"waited {config.join_timeout} s (join_timeout); `ray status` shows what is taken"
+                    f"the cluster has no {count} machines with {config.processes_here} free "
+                    f"{kind}s (nnodes, nproc_per_node); "
+                    f"waited {config.join_timeout} s (join_timeout); `ray status` shows what is "
+                    "taken"
                 )
             for number in range(count):
-                place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
+                place = PlacementGroupSchedulingStrategy(
+                    self._group, placement_group_bundle_index=number
+                )
                 takes = {f"num_{kind.lower()}s": config.processes_here}
                 options = {"num_cpus": 0, **takes, "scheduling_strategy": place}
                 self._nodes.append(begin_actor(TrainerNode, options))
-            ray.wait([node.__ray_ready__.remote() for node in self._nodes], num_returns=count, timeout=START_SECONDS)
+            ray.wait(
+                [node.__ray_ready__.remote() for node in self._nodes],
+                num_returns=count,
+                timeout=START_SECONDS,
+            )
             endpoint = self._ask(0, self._nodes[0].endpoint.remote)
             for number, node in enumerate(self._nodes):
-                log = self._log if number == 0 else self._log.with_name(f"{self._log.stem}-node{number}.log")
+                log = (
+                    self._log
+                    if number == 0
+                    else self._log.with_name(f"{self._log.stem}-node{number}.log")
+                )
                 arguments = (config, self._path, log, self._variables, endpoint, number == 0)
                 if (words := self._ask(number, node.start.remote, *arguments)) is not None:
                     raise from_words(words)
@@ -108,8 +158,8 @@ class ClusterTrainer(TrainerProcess):
         return self
 
     def ended(self) -> bool:
-        """See `TrainerProcess.ended`; looks twice a second. Gives the machines back where it has, however it ended: another start
-        needs them."""
+        """See `TrainerProcess.ended`; looks twice a second. Gives the machines back where it has,
+        however it ended: another start needs them."""
         if time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -137,11 +187,15 @@ class ClusterTrainer(TrainerProcess):
 
     def stop(self, timeout: float = 1.0) -> int | None:
         """End all parts, and give the machines back."""
-        nodes, self._nodes = self._nodes, []
-        ray.wait([node.stop.remote() for node in nodes], num_returns=len(nodes), timeout=_STOP_SECONDS) if nodes else None
+        nodes = self._nodes
+        self._nodes = []
+        ray.wait(
+            [node.stop.remote() for node in nodes], num_returns=len(nodes), timeout=_STOP_SECONDS
+        ) if nodes else None
         for node in nodes:
             ray.kill(node)
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         if group is not None:
             remove_placement_group(group)
         return None
@@ -150,5 +204,11 @@ class ClusterTrainer(TrainerProcess):
         try:
             return ray.get(method(*arguments), timeout=ASK_SECONDS)
         except ray.exceptions.RayError as error:
-            what = f"has not answered for {ASK_SECONDS:.0f} s" if isinstance(error, TimeoutError) else f"is gone: {error}"
-            raise TrainerDiedError(f"trainer machine {number} of {self._config.nnodes} {what}") from error
+            what = (
+                f"has not answered for {ASK_SECONDS:.0f} s"
+                if isinstance(error, TimeoutError)
+                else f"is gone: {error}"
+            )
+            raise TrainerDiedError(
+                f"trainer machine {number} of {self._config.nnodes} {what}"
+            ) from error

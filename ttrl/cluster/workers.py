@@ -1,7 +1,9 @@
-"""A run's sampling workers on a cluster: an actor on a CPU for each, with the runner and its share of the servers.
+"""A run's sampling workers on a cluster: an actor on a CPU for each, with the runner and its share
+of the servers.
 
-They sample, grade and tokenize; the lead hands out tasks (`ttrl.rollouts.divided`) and gets groups as arrays in the object store.
-Ray starts one that dies again, where it likes; it then takes its share on anew.
+They sample, grade and tokenize; the lead hands out tasks (`ttrl.rollouts.divided`) and gets groups
+as arrays in the object store. Ray starts one that dies again, where it likes; it then takes its
+share on anew.
 """
 
 import asyncio
@@ -12,7 +14,15 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import ASK_SECONDS, START_SECONDS, Words, as_words, begin_actor, from_words, last_line
+from ttrl.cluster.connection import (
+    ASK_SECONDS,
+    START_SECONDS,
+    Words,
+    as_words,
+    begin_actor,
+    from_words,
+    last_line,
+)
 from ttrl.configs.run import TrainConfig
 from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import ServerDiedError
@@ -25,7 +35,9 @@ _SERVERS_EACH = 16
 _FEW_SERVERS = 32
 """Up to which the lead does it all."""
 _FIND_SECONDS = 1.0
-"""For the other actors when the first one is up; those that are slower get whatever servers are left."""
+"""For the other actors when the first one is up; those that are slower get whatever servers are
+left.
+"""
 
 
 class SamplingWorker:
@@ -50,7 +62,9 @@ class SamplingWorker:
         return None
 
     async def turn(self, name: str, jobs: Sequence[Job], more: bool) -> Turn | Words | None:
-        """See `WorkerCall.turn`. Returns what went wrong; None for a call that it does not know, as it was started anew."""
+        """See `WorkerCall.turn`. Returns what went wrong; None for a call that it does not know, as
+        it was started anew.
+        """
         if name not in self._calls:
             return None
         try:
@@ -68,7 +82,8 @@ class WorkerActor:
     """The lead's side of a worker (`ttrl.rollouts.divided.Worker`)."""
 
     def __init__(self, number: int, actor: Any) -> None:
-        self.name, self.actor = f"sampling worker {number}", actor
+        self.name = f"sampling worker {number}"
+        self.actor = actor
 
     async def open(self, call: str, settings: SamplingSettings) -> None:
         if (words := await self._ask(self.actor.open, call, settings)) is not None:
@@ -89,7 +104,9 @@ class WorkerActor:
         try:
             return await asyncio.wait_for(method.remote(*arguments), ASK_SECONDS)
         except (ray.exceptions.RayError, TimeoutError) as error:
-            raise ServerDiedError(f"{self.name} does not answer: {type(error).__name__}: {last_line(error)}") from error
+            raise ServerDiedError(
+                f"{self.name} does not answer: {type(error).__name__}: {last_line(error)}"
+            ) from error
 
 
 def worker_count(config: TrainConfig) -> int:
@@ -102,19 +119,35 @@ def worker_count(config: TrainConfig) -> int:
     return min(config.sampling_workers, servers)
 
 
-def start_workers(config: TrainConfig, model: Path) -> Callable[[Sequence[Endpoint]], list[tuple[Worker, Client]]] | None:
-    """Begin to start workers, spread over the cluster; return what gives them their servers, None without any."""
+def start_workers(
+    config: TrainConfig, model: Path
+) -> Callable[[Sequence[Endpoint]], list[tuple[Worker, Client]]] | None:
+    """Begin to start workers, spread over the cluster; return what gives them their servers, None
+    without any.
+    """
     if not (count := worker_count(config)):
         return None
-    options = {"num_cpus": 1, "max_restarts": -1, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
-    workers = [WorkerActor(number, begin_actor(SamplingWorker, options, model)) for number in range(count)]
+    options = {
+        "num_cpus": 1,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+    }
+    workers = [
+        WorkerActor(number, begin_actor(SamplingWorker, options, model)) for number in range(count)
+    ]
 
     def shares(endpoints: Sequence[Endpoint]) -> list[tuple[Worker, Client]]:
-        asked = [worker.actor.where.options(max_task_retries=-1).remote() for worker in workers]  # also while it starts again
+        # Also while it starts again.
+        asked = [worker.actor.where.options(max_task_retries=-1).remote() for worker in workers]
         ray.wait(asked, timeout=START_SECONDS)
         known, _ = ray.wait(asked, num_returns=count, timeout=_FIND_SECONDS)
         places = [_answer(one) if one in known else None for one in asked]
-        return [(worker, share) for worker, share in zip(workers, divided_servers(endpoints, places), strict=True) if share]
+        return [
+            (worker, share)
+            for worker, share in zip(workers, divided_servers(endpoints, places), strict=True)
+            if share
+        ]
 
     return shares
 
@@ -126,8 +159,12 @@ def _answer(asked: Any) -> str | None:
         return None
 
 
-def tokenized_by(model: Path) -> Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]:
-    """Return what tokenizes a group for `Prepared.sequences`, with the tokenizer of a model's folder."""
+def tokenized_by(
+    model: Path,
+) -> Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]:
+    """Return what tokenizes a group for `Prepared.sequences`, with the tokenizer of a model's
+    folder.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)

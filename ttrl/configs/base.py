@@ -1,4 +1,6 @@
-"""Strict dataclasses that report everything that is wrong with them at once, and how they are shown without their secrets."""
+"""Strict dataclasses that report everything that is wrong with them at once, and how they are shown
+without their secrets.
+"""
 
 import dataclasses
 import difflib
@@ -19,25 +21,42 @@ _C = typing.TypeVar("_C", bound="Config")
 
 
 def required() -> Any:
-    """Return a field that a file of settings must have, and that is "" where Python code leaves it out."""
+    """Return a field that a file of settings must have, and that is "" where Python code leaves it
+    out.
+    """
     return dataclasses.field(default="", metadata={"required": True})
 
 
 @typing.dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field, required))
 def settings(cls: type[_C]) -> type[_C]:
-    """Make a dataclass of settings: its constructor names all mistakes at once, and help() explains every setting."""
+    """Make a dataclass of settings: its constructor names all mistakes at once, and help() explains
+    every setting.
+    """
     made = dataclasses.dataclass(kw_only=True)(cls)
     plain: Callable[..., None] = made.__init__
 
     @functools.wraps(plain)
     def init(self: _C, *unnamed: Any, **given: Any) -> None:
         own = {field.name: field for field in dataclasses.fields(made)}
-        unknown = {name: value for name, value in given.items() if name not in own and not (name in made.gone and value is None)}
-        alone = [f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…" for value in unnamed]
-        if alone or (unknown and not made._is_part) or any(_has_no_default(own[name]) for name in own.keys() - given.keys()):
+        unknown = {
+            name: value
+            for name, value in given.items()
+            if name not in own and not (name in made.gone and value is None)
+        }
+        alone = [
+            f"{value!r} stands alone; settings are given by name, such as {next(iter(own))}=…"
+            for value in unnamed
+        ]
+        if (
+            alone
+            or (unknown and not made._is_part)
+            or any(_has_no_default(own[name]) for name in own.keys() - given.keys())
+        ):
             config, found = made.examine(given)
             errors_in_lines(UserError)
-            raise ConfigError(made.__name__, alone + found + config.local_problems() + config.absent())
+            raise ConfigError(
+                made.__name__, alone + found + config.local_problems() + config.absent()
+            )
         vars(self).update(_given=tuple(given), _unknown=unknown)
         plain(self, **{name: value for name, value in given.items() if name in own})
 
@@ -58,13 +77,19 @@ def _describe(kind: Any) -> str:
         return "a mapping with names as keys"
     if typing.get_origin(kind) in (list, tuple):
         return "a list of which each is " + _describe(typing.get_args(kind)[0])
-    known = {type(None): "null", str: "a string", int: "a whole number", float: "a number", bool: "true or false"}
+    known = {
+        type(None): "null",
+        str: "a string",
+        int: "a whole number",
+        float: "a number",
+        bool: "true or false",
+    }
     return known.get(kind, f"a {kind.__name__}" if isinstance(kind, type) else str(kind))
 
 
 def _converted(value: Any, kind: Any) -> Any:
-    """Return `value` as `kind`, or raise TypeError. Ints pass as floats, and so do strings such as 1e-4, which YAML 1.1 reads as
-    text; nothing else is converted."""
+    """Return `value` as `kind`, or raise TypeError. Ints pass as floats, and so do strings such as
+    1e-4, which YAML 1.1 reads as text; nothing else is converted."""
     origin = typing.get_origin(kind)
     if origin is Literal:
         if value in typing.get_args(kind) and not isinstance(value, bool):
@@ -103,16 +128,21 @@ def _converted(value: Any, kind: Any) -> Any:
 def absent_folder(model: str) -> list[str]:
     """Return a model that can only be a folder, and is none, in a line."""
     is_folder = model.startswith((".", "/", "~")) or model.count("/") > 1
-    return [f"model folder {model} does not exist"] if is_folder and not os.path.exists(model) else []
+    return (
+        [f"model folder {model} does not exist"] if is_folder and not os.path.exists(model) else []
+    )
 
 
 @functools.cache
 def _kinds(cls: type) -> dict[str, Any]:
-    """Return the types of a config's fields. A run asks for them dozens of times in an iteration, milliseconds each time."""
+    """Return the types of a config's fields. A run asks for them dozens of times in an iteration,
+    milliseconds each time.
+    """
     return typing.get_type_hints(cls)
 
 
-_STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}  # for wrong required values, so that the others are checked
+# For wrong required values, so that the others are checked.
+_STAND_INS: dict[Any, Any] = {str: "", int: 1, float: 1.0}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -122,22 +152,29 @@ class Config:
     _given: typing.ClassVar[tuple[str, ...]] = ()
     _unknown: typing.ClassVar[dict[str, Any]] = {}
     _is_part: typing.ClassVar[bool] = False
-    """Whether its constructor leaves misspelt names to the config that it is a part of, which names all mistakes at once."""
+    """Whether its constructor leaves misspelt names to the config that it is a part of, which names
+    all mistakes at once.
+    """
 
     gone: typing.ClassVar[Mapping[str, str]] = {}
-    """Settings of earlier versions, which null in a file of theirs does no harm, with what takes their place."""
+    """Settings of earlier versions, which null in a file of theirs does no harm, with what takes
+    their place.
+    """
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values beyond their types, one line each."""
         return []
 
     def local_problems(self) -> list[str]:
-        """Return what is wrong with them for the packages that are installed here, one line each."""
+        """Return what is wrong with them for the packages that are installed here, one line
+        each.
+        """
         return []
 
     def absent(self) -> list[str]:
-        """Return what the values name that is not on this machine, one line each, where a look at its files tells that. Looked
-        for where something else is wrong: whoever uses them says more."""
+        """Return what the values name that is not on this machine, one line each, where a look at
+        its files tells that. Looked for where something else is wrong: whoever uses them says more.
+        """
         return []
 
     @classmethod
@@ -147,12 +184,16 @@ class Config:
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
-        """Return what to write for a setting of something else, or of another library; None where that is not known."""
+        """Return what to write for a setting of something else, or of another library; None where
+        that is not known.
+        """
         return None
 
     @classmethod
     def parse(cls, values: Mapping[str, Any], where: str) -> Self:
-        """Make a config from plain values. Raises ConfigError with every problem: unknown and missing keys, types, ranges."""
+        """Make a config from plain values. Raises ConfigError with every problem: unknown and
+        missing keys, types, ranges.
+        """
         config, found = cls.examine(values)
         if found:
             raise ConfigError(where, found + config.absent())
@@ -160,7 +201,9 @@ class Config:
 
     @classmethod
     def examine(cls, values: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """Return a config in which defaults stand in for wrong values, and every problem, one line each."""
+        """Return a config in which defaults stand in for wrong values, and every problem, one line
+        each.
+        """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         itself: Any = cls  # mypy takes it for one of its configs, which have no hash
         kinds = _kinds(itself)
@@ -170,10 +213,22 @@ class Config:
             if key in cls.gone:
                 found += [] if values[key] is None else [f"{key} is gone: {cls.gone[key]}"]
             elif key not in fields:
-                near = cls.elsewhere(str(key)) or next(iter(difflib.get_close_matches(str(key), fields, n=1)), None)
+                near = cls.elsewhere(str(key)) or next(
+                    iter(difflib.get_close_matches(str(key), fields, n=1)), None
+                )
                 meant.add(near)
-                listed = f"known keys: {', '.join(fields)}" if len(fields) <= 20 else "`ttrl config` lists all that there are"
-                hint = listed if near is None else f"did you mean {near!r}?" if near in fields else f"write {near}"
+                listed = (
+                    f"known keys: {', '.join(fields)}"
+                    if len(fields) <= 20
+                    else "`ttrl config` lists all that there are"
+                )
+                hint = (
+                    listed
+                    if near is None
+                    else f"did you mean {near!r}?"
+                    if near in fields
+                    else f"write {near}"
+                )
                 found.append(f"unknown key {key!r}; {hint}")
         converted: dict[str, Any] = {}
         for name, field in fields.items():
@@ -193,10 +248,16 @@ class Config:
 
     def check(self, where: str) -> Self:
         """Check a config that was made in Python as `parse` would. Raises ConfigError."""
-        return self.parse({field.name: getattr(self, field.name) for field in dataclasses.fields(self)} | self._unknown, where)
+        return self.parse(
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+            | self._unknown,
+            where,
+        )
 
     def at_least(self, minimum: float, *names: str) -> list[str]:
-        """Return a problem for each value below `minimum`; None passes, here and in the next two."""
+        """Return a problem for each value below `minimum`; None passes, here and in the next
+        two.
+        """
         return self._unless(lambda value: value >= minimum, f"at least {minimum}", names)
 
     def above_zero(self, *names: str) -> list[str]:
@@ -205,36 +266,58 @@ class Config:
 
     def within(self, interval: Literal["[0, 1]", "[0, 1)"], *names: str) -> list[str]:
         """Return a problem for each value outside of an interval."""
-        return self._unless(lambda value: 0 <= value < 1 or (value == 1 and interval == "[0, 1]"), f"in {interval}", names)
+        return self._unless(
+            lambda value: 0 <= value < 1 or (value == 1 and interval == "[0, 1]"),
+            f"in {interval}",
+            names,
+        )
 
-    def _unless(self, right: Callable[[float], bool], wanted: str, names: Iterable[str]) -> list[str]:
+    def _unless(
+        self, right: Callable[[float], bool], wanted: str, names: Iterable[str]
+    ) -> list[str]:
         given = {name: getattr(self, name) for name in names}
-        return [f"{n} is {value}; it must be {wanted}" for n, value in given.items() if value is not None and not right(value)]
+        return [
+            f"{n} is {value}; it must be {wanted}"
+            for n, value in given.items()
+            if value is not None and not right(value)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, ready for YAML."""
         return dataclasses.asdict(self)
 
     def given(self) -> dict[str, Any]:
-        """Return the plain values that the constructor was given, misspelt ones too, and those that are no defaults; of a copy,
-        which is given all, the latter alone."""
+        """Return the plain values that the constructor was given, misspelt ones too, and those that
+        are no defaults; of a copy, which is given all, the latter alone."""
         own = {field.name: field for field in dataclasses.fields(self)}
         named = self._given if len(self._given) < len(own) else ()
         plain = {
-            name: field.default_factory() if callable(field.default_factory) else field.default for name, field in own.items()
+            name: field.default_factory() if callable(field.default_factory) else field.default
+            for name, field in own.items()
         }
-        return {name: value for name, value in self.to_dict().items() if name in named or value != plain[name]} | self._unknown
+        return {
+            name: value
+            for name, value in self.to_dict().items()
+            if name in named or value != plain[name]
+        } | self._unknown
 
 
 HIDDEN = "***"
-_SECRET = re.compile(r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie|headers?|pat)$")
+_SECRET = re.compile(
+    r"(?i)(^|[-_.])(api-?key|key|token|secret|password|passwd|authorization|credentials?|cookie|headers?|pat)$"
+)
 """Matches the names of secret settings: "hf_token", "X-Api-Key"; not "max_tokens", "key_file"."""
 
 
 def without_secrets(values: Any, name: str = "") -> Any:
-    """Return plain values in which each string whose name says that it is a secret is replaced by HIDDEN."""
+    """Return plain values in which each string whose name says that it is a secret is replaced by
+    HIDDEN.
+    """
     if isinstance(values, Mapping):  # of what is secret as a whole, such as headers, every part
-        return {key: without_secrets(value, name if _SECRET.search(name) else str(key)) for key, value in values.items()}
+        return {
+            key: without_secrets(value, name if _SECRET.search(name) else str(key))
+            for key, value in values.items()
+        }
     if isinstance(values, list | tuple):
         return [without_secrets(value, name) for value in values]
     return HIDDEN if isinstance(values, str) and values and _SECRET.search(name) else values

@@ -1,4 +1,6 @@
-"""Settings of the data: advantages, what happens to samples longer than a row, what is stored once."""
+"""Settings of the data: advantages, what happens to samples longer than a row, what is stored
+once.
+"""
 
 import math
 from dataclasses import dataclass
@@ -18,16 +20,22 @@ class AdvantageConfig:
     kind: AdvantageKind = "std"
     """A row of the table in `ttrl.data.advantages`."""
     std_floor: float = 1e-6
-    """The smallest standard deviation to divide by, so that nearly equal rewards do not weigh as much as others."""
+    """The smallest standard deviation to divide by, so that nearly equal rewards do not weigh as
+    much as others.
+    """
     clip: float | None = None
     """Advantages are clipped to [-clip, clip]; None: no clipping."""
     reward_power: float = 1.0
     """Rewards first become sign(r)·|r|^reward_power."""
     surprise_bonus: float = 0.0
-    """b: rewards then become (1 - b)·r + b·r·s, where s is the completion's mean -logp in nats. Groups in which every answer is
-    correct get a signal from it, however small; "std" makes it as large as any other's unless `std_floor` prevents that."""
+    """b: rewards then become (1 - b)·r + b·r·s, where s is the completion's mean -logp in nats.
+    Groups in which every answer is correct get a signal from it, however small; "std" makes it as
+    large as any other's unless `std_floor` prevents that.
+    """
     surprise_until: str | None = None
-    """The grader's metric that says up to which character of the answer s is taken; None: up to the end."""
+    """The grader's metric that says up to which character of the answer s is taken; None: up to the
+    end.
+    """
 
     def __post_init__(self) -> None:
         if found := self.problems():
@@ -47,5 +55,8 @@ class AdvantageConfig:
         if not 0 <= self.surprise_bonus <= 1:
             found.append(f"surprise_bonus is {self.surprise_bonus}; it must be in [0, 1]")
         if self.surprise_until is not None and self.surprise_bonus == 0:
-            found.append(f"surprise_until is {self.surprise_until!r} without a surprise_bonus; they go together")
+            found.append(
+                f"surprise_until is {self.surprise_until!r} without a surprise_bonus; they go "
+                "together"
+            )
         return found

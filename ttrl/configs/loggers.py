@@ -1,4 +1,6 @@
-"""The names of loggers in configs, and what can be wrong with such an entry. Loads none of their packages."""
+"""The names of loggers in configs, and what can be wrong with such an entry. Loads none of their
+packages.
+"""
 
 import difflib
 import importlib.util
@@ -11,24 +13,31 @@ NEEDS: dict[str, str | None] = {"stdout": None, "tensorboard": "tensorboard", "w
 """Our own loggers, and the package that each needs besides ttrl's requirements."""
 TORCHTUNE = "torchtune.training.metric_logging."
 _TORCHTUNE_NEEDS: dict[str, str | None] = {
-    "StdoutLogger": None, "DiskLogger": None, "TensorBoardLogger": "tensorboard", "WandBLogger": "wandb",
-    "CometLogger": "comet_ml",
+    "StdoutLogger": None, "DiskLogger": None, "TensorBoardLogger": "tensorboard",
+    "WandBLogger": "wandb", "CometLogger": "comet_ml",
 }  # fmt: skip
 _ARGUMENTS: dict[str, set[str]] = {"stdout": set(), "tensorboard": {"log_dir"}}
 """Which arguments an entry may have; "wandb" passes everything on to wandb.init."""
 
 
 def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
-    """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError that says what is wrong with it."""
+    """Return an entry of `loggers` as (name or dotted name, arguments). Raises ValueError that says
+    what is wrong with it.
+    """
     if isinstance(entry, str):
-        name, arguments = entry, {}
+        name = entry
+        arguments = {}
     elif isinstance(entry, Mapping) and all(isinstance(key, str) for key in entry):
         arguments = dict(entry)
         names = [arguments.pop(key) for key in ("name", "_component_") if key in entry]
-        if "_component_" in entry and "name" in entry:  # an argument of the component, such as W&B's name of the run
+        # An argument of the component, such as W&B's name of the run.
+        if "_component_" in entry and "name" in entry:
             arguments["name"], names = entry["name"], [entry["_component_"]]
         if len(names) != 1 or not isinstance(names[0], str):
-            raise ValueError(f"loggers: {without_secrets(entry)!r} names no logger; give it a name, or a _component_")
+            raise ValueError(
+                f"loggers: {without_secrets(entry)!r} names no logger; give it a name, or a "
+                "_component_"
+            )
         name = names[0]
     else:
         raise ValueError(f"loggers: {entry!r} is neither a name nor a mapping with a name")
@@ -36,19 +45,28 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
         unknown = sorted(arguments.keys() - _ARGUMENTS[name]) if name in _ARGUMENTS else []
         if unknown:
             allowed = ", ".join(sorted(_ARGUMENTS[name])) or "none"
-            raise ValueError(f"loggers: {name} has no argument {unknown[0]!r}; there are: {allowed}")
+            raise ValueError(
+                f"loggers: {name} has no argument {unknown[0]!r}; there are: {allowed}"
+            )
     elif name.startswith(TORCHTUNE):
         if name.removeprefix(TORCHTUNE) not in _TORCHTUNE_NEEDS:
-            raise ValueError(f"loggers: torchtune has no {name!r}; there are: {', '.join(_TORCHTUNE_NEEDS)}")
+            raise ValueError(
+                f"loggers: torchtune has no {name!r}; there are: {', '.join(_TORCHTUNE_NEEDS)}"
+            )
     elif "." not in name:
         near = difflib.get_close_matches(name, NEEDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"loggers: there is no {name!r}{hint}; there are {', '.join(NEEDS)}, and dotted names of classes")
+        raise ValueError(
+            f"loggers: there is no {name!r}{hint}; there are {', '.join(NEEDS)}, and dotted "
+            "names of classes"
+        )
     return name, arguments
 
 
 def logger_problems(entry: Any) -> list[str]:
-    """Return what is wrong with an entry, one line each: no such logger, or its package is missing."""
+    """Return what is wrong with an entry, one line each: no such logger, or its package is
+    missing.
+    """
     try:
         name, _ = normalised(entry)
     except ValueError as error:

@@ -19,9 +19,14 @@ def server_address_problems(urls: Sequence[str]) -> list[str]:
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or not _has_valid_port(url):
-            found.append(f"joined_servers: {url!r} is not an address such as 'http://10.0.0.7:8000'")
+            found.append(
+                f"joined_servers: {url!r} is not an address such as 'http://10.0.0.7:8000'"
+            )
         elif parts.username or parts.password or parts.query or parts.fragment:
-            found.append(f"joined_servers: the address of {parts.hostname} has more than host and port; keys go into a file")
+            found.append(
+                f"joined_servers: the address of {parts.hostname} has more than host and port; "
+                "keys go into a file"
+            )
     if len({_without_path(url) for url in urls}) < len(urls):
         found.append("joined_servers names a server twice")
     return found
@@ -39,18 +44,27 @@ def joined_problems(urls: Sequence[str]) -> list[str]:
 
 
 def server_keys(urls: Sequence[str]) -> dict[str, str]:
-    """Return the key of each joined server, from the environment. Raises ConfigError where it is not known."""
+    """Return the key of each joined server, from the environment. Raises ConfigError where it is
+    not known.
+    """
     if not urls:
         return {}
-    key = os.environ.get(SERVER_KEY_VARIABLE, "").strip()  # files and secrets often end with a newline
+    # Files and secrets often end with a newline.
+    key = os.environ.get(SERVER_KEY_VARIABLE, "").strip()
     if not key:
         raise ConfigError(
             "TrainConfig",
-            [f"joined_servers: no key for {', '.join(urls)}; export {SERVER_KEY_VARIABLE}=$(cat FILE)"],
+            [
+                f"joined_servers: no key for {', '.join(urls)}; export "
+                f"{SERVER_KEY_VARIABLE}=$(cat FILE)"
+            ],
         )
     if not (key.isascii() and key.isprintable()) or " " in key:
         # Refused here, because the HTTP client's own error would repeat the key.
-        raise ConfigError("TrainConfig", [f"joined_servers: the key in {SERVER_KEY_VARIABLE} is not one ASCII word"])
+        raise ConfigError(
+            "TrainConfig",
+            [f"joined_servers: the key in {SERVER_KEY_VARIABLE} is not one ASCII word"],
+        )
     return dict.fromkeys(urls, key)
 
 
@@ -66,18 +80,25 @@ def _without_path(url: str) -> str:
 
 
 def gpus_of_a_server(arguments: Mapping[str, Any]) -> int:
-    """Return how many GPUs a server takes, by vLLM's arguments, which may be written with dashes."""
+    """Return how many GPUs a server takes, by vLLM's arguments, which may be written with
+    dashes.
+    """
     given = {name.replace("-", "_"): value for name, value in arguments.items()}
-    return math.prod(int(given.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data"))
+    return math.prod(
+        int(given.get(f"{kind}_parallel_size") or 1) for kind in ("tensor", "pipeline", "data")
+    )
 
 
 def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[str]]:
-    """Return which of a machine's GPUs train and which serve, where no GPU does both. Raises ConfigError where none is left."""
+    """Return which of a machine's GPUs train and which serve, where no GPU does both. Raises
+    ConfigError where none is left.
+    """
     if trainers >= len(devices):
         raise ConfigError(
             "TrainConfig",
             [
-                f"placement is 'split' with nproc_per_node {trainers}, but there are {len(devices)} GPUs, and none is left to "
+                f"placement is 'split' with nproc_per_node {trainers}, but there are "
+                f"{len(devices)} GPUs, and none is left to "
                 "serve; ask for fewer processes, or set CUDA_VISIBLE_DEVICES"
             ],
         )
@@ -85,12 +106,15 @@ def divided_devices(devices: list[str], trainers: int) -> tuple[list[str], list[
 
 
 def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
-    """Return CUDA_VISIBLE_DEVICES for each server: `each` devices, in their order. Raises ConfigError where there are too few."""
+    """Return CUDA_VISIBLE_DEVICES for each server: `each` devices, in their order. Raises
+    ConfigError where there are too few.
+    """
     if servers * each > len(devices):
         raise ConfigError(
             "TrainConfig",
             [
-                f"servers is {servers}, with {each} GPUs each (vLLM's parallel sizes multiplied), but there are "
+                f"servers is {servers}, with {each} GPUs each (vLLM's parallel sizes "
+                "multiplied), but there are "
                 f"{len(devices)} GPUs; ask for fewer, or set CUDA_VISIBLE_DEVICES"
             ],
         )
@@ -98,6 +122,6 @@ def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
 
 
 def auto_dtype(cuda: bool) -> Literal["bf16", "fp32"]:
-    """Return what dtype "auto" means for a run's trainer and servers, whoever starts them: fp32 on CPU, where half precision is
-    coarse, bf16 on CUDA."""
+    """Return what dtype "auto" means for a run's trainer and servers, whoever starts them: fp32 on
+    CPU, where half precision is coarse, bf16 on CUDA."""
     return "bf16" if cuda else "fp32"

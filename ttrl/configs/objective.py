@@ -8,44 +8,62 @@ from ttrl.configs.base import Config, settings
 
 @settings
 class ObjectiveConfig(Config):
-    """The loss of a trained token, and what is added to it. The weights of tokens are stored with the packed tensors
-    (`ttrl.data.packing.packed`); how rewards become advantages is decided before that (`ttrl.data.advantages`)."""
+    """The loss of a trained token, and what is added to it. The weights of tokens are stored with
+    the packed tensors (`ttrl.data.packing.packed`); how rewards become advantages is decided before
+    that (`ttrl.data.advantages`).
+    """
 
     objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
-    """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo: clipped ratio of whole samples;
-    cispo: clipped ratio as a constant weight; clip_cov, kl_cov: ratio with the tokens of highest covariance left out or held."""
+    """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo:
+    clipped ratio of whole samples; cispo: clipped ratio as a constant weight; clip_cov, kl_cov:
+    ratio with the tokens of highest covariance left out or held.
+    """
     clip_low: float | None = None
     """The probability ratio is clipped below at 1 - clip_low …"""
     clip_high: float | None = None
-    """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo". None: 0.2; with "gspo", whose ratio is a mean over
-    the sample and stays close to 1, its paper's 3e-4 and 4e-4."""
+    """… and above at 1 + clip_high. For "ppo", "clip_cov", "cispo" and "gspo". None: 0.2; with
+    "gspo", whose ratio is a mean over the sample and stays close to 1, its paper's 3e-4 and 4e-4.
+    """
     dual_clip: float | None = None
-    """For "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in its paper. None: no bound."""
+    """For "ppo": the loss of a negative advantage is at most this times |advantage|; above 1, 3 in
+    its paper. None: no bound.
+    """
     covariance_share: float = 2e-4
-    """For "clip_cov" and "kl_cov": the share of a step's trained tokens that is chosen (at least one token)."""
+    """For "clip_cov" and "kl_cov": the share of a step's trained tokens that is chosen (at least
+    one token).
+    """
     covariance_bounds: tuple[float, float] = (1.0, 5.0)
-    """For "clip_cov": tokens are chosen at random among those whose covariance lies between these."""
+    """For "clip_cov": tokens are chosen at random among those whose covariance lies between these.
+    """
     kl_cov_coefficient: float = 1.0
     """For "kl_cov": weight of the penalty on the chosen tokens."""
 
     kl_coefficient: float = 0.0
     """Weight of KL(policy ‖ reference); 0: none, and no reference model is needed."""
     reference_model: str | None = None
-    """Folder of the frozen reference; needed if kl_coefficient is above 0, and for token_rewards "implicit", unless the pack
-    holds its log-probabilities (kl_estimator "full" needs it all the same). Not with adapters: their base is the reference."""
+    """Folder of the frozen reference; needed if kl_coefficient is above 0, and for token_rewards
+    "implicit", unless the pack holds its log-probabilities (kl_estimator "full" needs it all the
+    same). Not with adapters: their base is the reference.
+    """
     kl_estimator: Literal["k1", "k2", "k3", "full"] = "k3"
-    """How KL is estimated; values and gradients are in `ttrl.training.objective.divergences`. full: over the whole vocabulary."""
+    """How KL is estimated; values and gradients are in `ttrl.training.objective.divergences`. full:
+    over the whole vocabulary.
+    """
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: added to each token's loss, with its gradient. reward: subtracted from each token's reward, as a number, and spread
-    over the tokens before it by `gamma`."""
+    """loss: added to each token's loss, with its gradient. reward: subtracted from each token's
+    reward, as a number, and spread over the tokens before it by `gamma`."""
     kl_after_steps: int = 0
     """The coefficient is 0 for the first optimizer steps of the run, as many as this."""
     watch_kl: bool = False
-    """Measure KL to the reference also where the coefficient is 0, on a twelfth of an iteration's rows (of few rows, one in every
-    so many iterations). That takes about 3% of a step, besides loading the reference's weights (adapters are switched off)."""
+    """Measure KL to the reference also where the coefficient is 0, on a twelfth of an iteration's
+    rows (of few rows, one in every so many iterations). That takes about 3% of a step, besides
+    loading the reference's weights (adapters are switched off).
+    """
 
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its distribution, in nats."""
+    """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its
+    distribution, in nats.
+    """
     entropy_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 at `entropy_until_step`, and stays there."""
     entropy_from_step: int = 0
@@ -54,33 +72,39 @@ class ObjectiveConfig(Config):
     """Optimizer step of the run, for the linear schedule."""
 
     off_policy: Literal["none", "token", "sequence", "mask"] = "none"
-    """How losses are corrected for the difference between the sampler's and the trainer's probabilities, with w =
-    π_trainer/π_sampler at the start of the iteration. none: not at all; the sampler's log-probabilities are the old ones of every
-    ratio. token, sequence: times min(w, cap) of the token, or of the whole sample. mask: times w where floor <= w <= cap, else
-    0."""
+    """How losses are corrected for the difference between the sampler's and the trainer's
+    probabilities, with w = π_trainer/π_sampler at the start of the iteration. none: not at all; the
+    sampler's log-probabilities are the old ones of every ratio. token, sequence: times min(w, cap)
+    of the token, or of the whole sample. mask: times w where floor <= w <= cap, else 0."""
     off_policy_cap: float = 2.0
     """The cap of `off_policy`; at least 1."""
     off_policy_floor: float = 0.5
     """The floor of off_policy "mask"; in [0, 1]."""
 
     token_rewards: Literal["none", "implicit"] = "none"
-    """implicit: advantages of single tokens from implicit_beta·(log π - log π_reference) as process rewards (PRIME)."""
+    """implicit: advantages of single tokens from implicit_beta·(log π - log π_reference) as process
+    rewards (PRIME).
+    """
     implicit_beta: float = 0.005
     """Factor of the implicit rewards; see `token_rewards`."""
 
     value_head: bool = False
-    """Train a value head on the hidden states; advantages come from it (GAE) and from the graders' rewards."""
+    """Train a value head on the hidden states; advantages come from it (GAE) and from the graders'
+    rewards.
+    """
     value_coefficient: float = 0.5
     """Weight of the value loss."""
     value_clip: float | None = None
-    """Values that have moved by more than this in an iteration get no gradient to move further; None: no clipping."""
+    """Values that have moved by more than this in an iteration get no gradient to move further;
+    None: no clipping.
+    """
     value_lr: float | None = None
     """Learning rate of the value head; None: the policy's."""
     value_grad_in_decoder: bool = False
     """Let the value loss train the decoder as well, not the head alone."""
     gamma: float = 1.0
-    """Discount, from token to token, of token rewards: KL in the reward, implicit rewards, the value head's returns. 0 makes each
-    token answer only for itself."""
+    """Discount, from token to token, of token rewards: KL in the reward, implicit rewards, the
+    value head's returns. 0 makes each token answer only for itself."""
     lam: float = 1.0
     """λ of generalised advantage estimation."""
 
@@ -91,91 +115,166 @@ class ObjectiveConfig(Config):
 
     @property
     def rewards_tokens(self) -> bool:
-        """Whether the recipe gives single tokens rewards or values, so that samples of a group with equal rewards differ too."""
-        return self.value_head or self.token_rewards == "implicit" or (self.kl_coefficient > 0 and self.kl_in == "reward")
+        """Whether the recipe gives single tokens rewards or values, so that samples of a group with
+        equal rewards differ too.
+        """
+        return (
+            self.value_head
+            or self.token_rewards == "implicit"
+            or (self.kl_coefficient > 0 and self.kl_in == "reward")
+        )
 
     @property
     def clip_bounds(self) -> tuple[float, float]:
         """Return `clip_low` and `clip_high`, or what they are by default."""
         low, high = (3e-4, 4e-4) if self.objective == "gspo" else (0.2, 0.2)
-        return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
-        found = super().problems() + self._policy_problems() + self._kl_problems() + self._other_problems()
+        found = (
+            super().problems()
+            + self._policy_problems()
+            + self._kl_problems()
+            + self._other_problems()
+        )
         return found + self._without_effect()
 
     def _policy_problems(self) -> list[str]:
-        found = self.at_least(0, "clip_high") + self.within("[0, 1]", "clip_low") + self.above_zero("kl_cov_coefficient")
+        found = (
+            self.at_least(0, "clip_high")
+            + self.within("[0, 1]", "clip_low")
+            + self.above_zero("kl_cov_coefficient")
+        )
         if self.dual_clip is not None:
             if self.objective != "ppo":
                 found.append(
-                    f"dual_clip is {self.dual_clip} with objective {self.objective!r}; it bounds the loss of 'ppo' alone"
+                    f"dual_clip is {self.dual_clip} with objective {self.objective!r}; it bounds "
+                    "the loss of 'ppo' alone"
                 )
             if not self.dual_clip > 1:
-                found.append(f"dual_clip is {self.dual_clip}; it must be above 1, or null for no bound")
+                found.append(
+                    f"dual_clip is {self.dual_clip}; it must be above 1, or null for no bound"
+                )
         if not 0 < self.covariance_share <= 1:
-            found.append(f"covariance_share is {self.covariance_share}; it must be above 0 and at most 1")
-        if len(self.covariance_bounds) != 2 or not self.covariance_bounds[0] < self.covariance_bounds[1]:
-            found.append(f"covariance_bounds are {list(self.covariance_bounds)}; give the lower and the higher one")
+            found.append(
+                f"covariance_share is {self.covariance_share}; it must be above 0 and at most 1"
+            )
+        if (
+            len(self.covariance_bounds) != 2
+            or not self.covariance_bounds[0] < self.covariance_bounds[1]
+        ):
+            found.append(
+                f"covariance_bounds are {list(self.covariance_bounds)}; give the lower and the "
+                "higher one"
+            )
         return found
 
     def _kl_problems(self) -> list[str]:
-        found = self.at_least(0, "kl_coefficient", "kl_after_steps") + self.above_zero("implicit_beta")
+        found = self.at_least(0, "kl_coefficient", "kl_after_steps") + self.above_zero(
+            "implicit_beta"
+        )
         if self.kl_coefficient > 0 and self.kl_estimator == "full" and not self.has_reference:
-            found.append("kl_coefficient is above 0, with kl_estimator 'full', but reference_model is missing")
+            found.append(
+                "kl_coefficient is above 0, with kl_estimator 'full', but reference_model is "
+                "missing"
+            )
         if self.watch_kl and not self.has_reference:
-            found.append("watch_kl is on, but reference_model is missing; name the model to which KL is to be measured")
+            found.append(
+                "watch_kl is on, but reference_model is missing; name the model to which KL is "
+                "to be measured"
+            )
         if self.kl_after_steps > 0 and self.kl_coefficient == 0:
-            found.append(f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0; there is nothing to begin with")
+            found.append(
+                f"kl_after_steps is {self.kl_after_steps} but kl_coefficient is 0; there is "
+                "nothing to begin with"
+            )
         if self.kl_in == "reward" and self.kl_estimator == "full":
-            found.append("kl_estimator 'full' with kl_in 'reward'; rewards belong to sampled tokens: choose 'k1', 'k2' or 'k3'")
+            found.append(
+                "kl_estimator 'full' with kl_in 'reward'; rewards belong to sampled tokens: "
+                "choose 'k1', 'k2' or 'k3'"
+            )
         if self.token_rewards == "implicit":
             if self.kl_coefficient > 0 and self.kl_in == "reward":
                 found.append(
-                    "token_rewards 'implicit' with kl_in 'reward'; the one rewards log π - log π_reference and the other one "
+                    "token_rewards 'implicit' with kl_in 'reward'; the one rewards log π - log "
+                    "π_reference and the other one "
                     "charges for it: choose one, or kl_in 'loss'"
                 )
             if self.value_head:
-                found.append("token_rewards 'implicit' with value_head; both make advantages of single tokens: choose one")
+                found.append(
+                    "token_rewards 'implicit' with value_head; both make advantages of single "
+                    "tokens: choose one"
+                )
         return found
 
     def _other_problems(self) -> list[str]:
-        found = self.at_least(0, "entropy_coefficient", "value_lr") + self.at_least(1, "entropy_until_step")
+        found = self.at_least(0, "entropy_coefficient", "value_lr") + self.at_least(
+            1, "entropy_until_step"
+        )
         found += self.within("[0, 1]", "gamma", "lam") + self.above_zero("value_coefficient")
         if self.entropy_schedule == "linear" and self.entropy_until_step is None:
             found.append("entropy_schedule 'linear' needs entropy_until_step, where it reaches 0")
         if self.entropy_schedule == "constant" and self.entropy_until_step is not None:
-            found.append(f"entropy_until_step is {self.entropy_until_step} with entropy_schedule 'constant'; choose 'linear'")
-        if self.entropy_until_step is not None and not 0 <= self.entropy_from_step < self.entropy_until_step:
             found.append(
-                f"entropy_from_step is {self.entropy_from_step} and entropy_until_step {self.entropy_until_step}; the bonus "
+                f"entropy_until_step is {self.entropy_until_step} with entropy_schedule "
+                "'constant'; choose 'linear'"
+            )
+        if (
+            self.entropy_until_step is not None
+            and not 0 <= self.entropy_from_step < self.entropy_until_step
+        ):
+            found.append(
+                f"entropy_from_step is {self.entropy_from_step} and entropy_until_step "
+                f"{self.entropy_until_step}; the bonus "
                 "falls from the one to the other: give a number from 0 to less than that"
             )
         if self.entropy_schedule == "linear" and self.entropy_coefficient == 0:
-            found.append("entropy_schedule is 'linear' but entropy_coefficient is 0; there is nothing to lower")
+            found.append(
+                "entropy_schedule is 'linear' but entropy_coefficient is 0; there is nothing to "
+                "lower"
+            )
         if self.off_policy != "none":
             found += self.at_least(1, "off_policy_cap")
         if self.off_policy == "mask":
             found += self.within("[0, 1]", "off_policy_floor")
         if self.value_clip is not None and not self.value_clip > 0:
-            found.append(f"value_clip is {self.value_clip}; it must be above 0, or null for no clipping")
+            found.append(
+                f"value_clip is {self.value_clip}; it must be above 0, or null for no clipping"
+            )
         return found
 
     def _without_effect(self) -> list[str]:
-        """Return a problem for each setting that was changed but has no effect: whoever sets it expects something else."""
+        """Return a problem for each setting that was changed but has no effect: whoever sets it
+        expects something else.
+        """
         here = f"with objective {self.objective!r}"
         looked_at = {
-            ("clip_low", "clip_high"): (self.objective in ("ppo", "gspo", "cispo", "clip_cov"), here),
+            ("clip_low", "clip_high"): (
+                self.objective in ("ppo", "gspo", "cispo", "clip_cov"),
+                here,
+            ),
             ("covariance_share",): (self.objective in ("clip_cov", "kl_cov"), here),
             ("covariance_bounds",): (self.objective == "clip_cov", here),
             ("kl_cov_coefficient",): (self.objective == "kl_cov", here),
             ("kl_in",): (self.kl_coefficient > 0, "with kl_coefficient 0"),
-            ("entropy_from_step",): (self.entropy_schedule == "linear", "with entropy_schedule 'constant'"),
+            ("entropy_from_step",): (
+                self.entropy_schedule == "linear",
+                "with entropy_schedule 'constant'",
+            ),
             ("off_policy_cap",): (self.off_policy != "none", "with off_policy 'none'"),
-            ("off_policy_floor",): (self.off_policy == "mask", f"with off_policy {self.off_policy!r}"),
+            ("off_policy_floor",): (
+                self.off_policy == "mask",
+                f"with off_policy {self.off_policy!r}",
+            ),
             ("implicit_beta",): (self.token_rewards == "implicit", "with token_rewards 'none'"),
-            ("gamma",): (self.rewards_tokens, "without kl_in 'reward', token_rewards or value_head, which reward single tokens"),
+            ("gamma",): (
+                self.rewards_tokens,
+                "without kl_in 'reward', token_rewards or value_head, which reward single tokens",
+            ),
             ("value_coefficient", "value_clip", "value_lr", "value_grad_in_decoder", "lam"): (
                 self.value_head,
                 "without value_head",

@@ -1,4 +1,6 @@
-"""The settings of `tune run ttrl/grpo_recipe` and `tune run ttrl/sft_recipe`: what both share, then what each adds."""
+"""The settings of `tune run ttrl/grpo_recipe` and `tune run ttrl/sft_recipe`: what both share, then
+what each adds.
+"""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +18,9 @@ LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w
 PROGRESS_VARIABLE = "TTRL_PROGRESS_FILE"
 """Environment variable with the file in which a recipe says how far it is."""
 STORE_VARIABLE = "TTRL_STORE_FILE"
-"""The same for the file through which the processes of one machine find each other; without it they do as torchrun says."""
+"""The same for the file through which the processes of one machine find each other; without it they
+do as torchrun says.
+"""
 NF4_BLOCK = 64
 """Numbers that share a scale in a base that is held in 4 bits."""
 MATRIX_NAMES: dict[str, tuple[str, ...]] = {
@@ -33,8 +37,17 @@ MATRIX_NAMES: dict[str, tuple[str, ...]] = {
 OTHER_NAMES = {
     **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "steps"), "iterations"),
     **dict.fromkeys(("max_completion_length", "max_new_tokens"), "max_tokens"),
-    **{"learning_rate": "lr", "beta": "kl_coefficient", "num_generations": "samples_per_task", "group_size": "samples_per_task"},
-    **{"batch_size": "tasks_per_iteration", "output_dir": "run", "train_batch_size": "tasks_per_iteration"},
+    **{
+        "learning_rate": "lr",
+        "beta": "kl_coefficient",
+        "num_generations": "samples_per_task",
+        "group_size": "samples_per_task",
+    },
+    **{
+        "batch_size": "tasks_per_iteration",
+        "output_dir": "run",
+        "train_batch_size": "tasks_per_iteration",
+    },
     **dict.fromkeys(("model_name_or_path", "model_name", "model_path"), "model"),
 }
 """What settings of other libraries are called here."""
@@ -42,13 +55,20 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 """How models name their experts."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
 _OLDER_NAMES = {
-    **{"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size", "n_inner": "intermediate_size"},
+    **{
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_embd": "hidden_size",
+        "n_inner": "intermediate_size",
+    },
     **{"n_positions": "max_position_embeddings", "activation_function": "hidden_act"},
 }
 
 
 def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of the text part, under the names of today: GPT-2 has older ones."""
+    """Return what a config.json says of the text part, under the names of today: GPT-2 has older
+    ones.
+    """
     text = config.get("text_config") or config
     return {**text, **{name: text[older] for older, name in _OLDER_NAMES.items() if older in text}}
 
@@ -89,28 +109,38 @@ class TrainingConfig(Config):
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the computation. Parameters and optimizer state are fp32 either way."""
     checkpoint_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds: the next iteration starts
-    from what was written, so updates smaller than about 0.2% of a weight are lost; not for small learning rates."""
+    """Dtype of the weights in checkpoints, not of adapters. "bf16" takes half the disk, and rounds:
+    the next iteration starts from what was written, so updates smaller than about 0.2% of a weight
+    are lost; not for small learning rates.
+    """
     context: int | None = None
-    """The longest sequence that the server accepts, in tokens (vLLM's max_model_len), on which RoPE of the type longrope depends;
-    None: the model's max_position_embeddings, as in vLLM."""
+    """The longest sequence that the server accepts, in tokens (vLLM's max_model_len), on which RoPE
+    of the type longrope depends; None: the model's max_position_embeddings, as in vLLM."""
     num_threads: int | None = None
-    """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable bit for bit."""
+    """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable
+    bit for bit.
+    """
     seed: int = 0
     """Of everything random, with iteration and rank: dropout, the order of rows."""
 
     # Optimizer
 
     optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
-    """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the memory; on CPU it needs a C++
-    compiler. "sgd" has no state: W ← W - lr·g, for tests and measurements."""
+    """"adamw_8bit" keeps both moments in 8 bits (arXiv 2110.02861, torchao's), a quarter of the
+    memory; on CPU it needs a C++ compiler. "sgd" has no state: W ← W - lr·g, for tests and
+    measurements.
+    """
     optimizer_on_cpu: bool = False
-    """Keep AdamW's state and take its step on the CPU; gradients are copied there during the backward pass (torchao). CUDA only,
-    one process, without clipping. With several processes, use cpu_offload."""
+    """Keep AdamW's state and take its step on the CPU; gradients are copied there during the
+    backward pass (torchao). CUDA only, one process, without clipping. With several processes, use
+    cpu_offload.
+    """
     optimizer_in_backward: bool = False
-    """Step each parameter and free its gradient as soon as the backward pass has it, so that only one layer's gradients are held
-    at a time. Excludes clipping, and more than one microbatch per step. If a step is skipped because a gradient is not finite,
-    the parameters with finite gradients have been stepped all the same."""
+    """Step each parameter and free its gradient as soon as the backward pass has it, so that only
+    one layer's gradients are held at a time. Excludes clipping, and more than one microbatch per
+    step. If a step is skipped because a gradient is not finite, the parameters with finite
+    gradients have been stepped all the same.
+    """
     lr: float = 1e-5
     """Learning rate of an optimizer step."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -126,90 +156,115 @@ class TrainingConfig(Config):
     eps: float = 1e-8
     """AdamW: added to the root of that mean before it divides the step."""
     weight_decay: float = 0.0
-    """AdamW: each step also takes lr·weight_decay of each matrix from it; not of norms and biases."""
+    """AdamW: each step also takes lr·weight_decay of each matrix from it; not of norms and biases.
+    """
     max_grad_norm: float | None = 1.0
     """Global norm to which gradients are clipped; None: no clipping."""
     state_format: Literal["auto", "whole", "sharded"] = "auto"
-    """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each tensor gathered and written by
-    the first rank. "sharded": each rank writes its part, and a table of where it belongs, into a folder that all ranks must see.
-    "auto": sharded if there are several ranks and the state is above 8 GB. Either loads with any number of ranks."""
+    """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each
+    tensor gathered and written by the first rank. "sharded": each rank writes its part, and a table
+    of where it belongs, into a folder that all ranks must see. "auto": sharded if there are several
+    ranks and the state is above 8 GB. Either loads with any number of ranks.
+    """
 
     # Memory and speed
 
     rows_per_microbatch: int = 4
-    """Packed rows in one forward and backward pass on each rank. The update is the same for any value."""
+    """Packed rows in one forward and backward pass on each rank. The update is the same for any
+    value.
+    """
     row_length_multiple: int = 1
-    """Rows are trimmed to their real length, rounded up to a multiple of this, on GPUs also of 128. Code is compiled for each new
-    length, so `compile` wants few of them (128 or more)."""
+    """Rows are trimmed to their real length, rounded up to a multiple of this, on GPUs also of 128.
+    Code is compiled for each new length, so `compile` wants few of them (128 or more)."""
     num_output_chunks: int | None = None
-    """Chunks in which the trained positions of a microbatch pass through the output projection; only one chunk's logits are ever
-    held. None: chunks of 128 positions on the CPU and of 1024 elsewhere, however many that makes; larger ones are hardly
-    faster."""
+    """Chunks in which the trained positions of a microbatch pass through the output projection;
+    only one chunk's logits are ever held. None: chunks of 128 positions on the CPU and of 1024
+    elsewhere, however many that makes; larger ones are hardly faster."""
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
     checkpoint_every: int = 1
-    """With activation_checkpointing: recompute one layer out of this many. 1 saves most memory and costs most time."""
+    """With activation_checkpointing: recompute one layer out of this many. 1 saves most memory and
+    costs most time.
+    """
     checkpoint_keeps: Literal["nothing", "products"] = "nothing"
-    """With activation_checkpointing: "products" keeps the results of matrix products and of attention, and recomputes only what
-    is cheap: norms, activations, rotations."""
+    """With activation_checkpointing: "products" keeps the results of matrix products and of
+    attention, and recomputes only what is cheap: norms, activations, rotations."""
     activation_offloading: bool = False
     """Keep activations in the CPU's memory until the backward pass needs them. CUDA only."""
     decoder: Decoder = "auto"
-    """Whose code computes the model. "torchtune": ours, for the families that it knows. "transformers":
-    transformers' own class, unmodified. "auto": ours where it knows the family."""
+    """Whose code computes the model. "torchtune": ours, for the families that it knows.
+    "transformers": transformers' own class, unmodified. "auto": ours where it knows the family."""
     compile: bool = False
-    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off when many steps share few row lengths. Not with
-    tensor_parallel."""
+    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off when many steps share
+    few row lengths. Not with tensor_parallel."""
 
     # Several processes
 
     tensor_parallel: int = 1
-    """Processes that share each layer: heads, feed-forward columns and vocabulary rows are divided among them, and they train on
-    the same rows. The other processes train on other rows, with parameters, gradients and state sharded over all (FSDP2)."""
+    """Processes that share each layer: heads, feed-forward columns and vocabulary rows are divided
+    among them, and they train on the same rows. The other processes train on other rows, with
+    parameters, gradients and state sharded over all (FSDP2).
+    """
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer state live in the CPU's memory and visit the GPU layer by layer. CUDA only."""
+    """Parameters, gradients and optimizer state live in the CPU's memory and visit the GPU layer by
+    layer. CUDA only.
+    """
     reshard_after_forward: bool = True
-    """With several processes: free a layer's gathered parameters after its forward pass and gather them again for its backward
-    pass. False is faster and needs room for all parameters."""
+    """With several processes: free a layer's gathered parameters after its forward pass and gather
+    them again for its backward pass. False is faster and needs room for all parameters."""
     collective_timeout: int | None = None
-    """With several processes: seconds that one waits for the others in any one exchange before it fails. A process that was
-    killed is noticed at once; a machine that was cut off from the network only by this. Must be longer than it takes to compile,
-    and for the first process to make checkpoint or state durable on the shared folder, while all others wait. None: 600, and one
-    for each 25 MB of the model's files (7B in bf16: 20 minutes)."""
+    """With several processes: seconds that one waits for the others in any one exchange before it
+    fails. A process that was killed is noticed at once; a machine that was cut off from the network
+    only by this. Must be longer than it takes to compile, and for the first process to make
+    checkpoint or state durable on the shared folder, while all others wait. None: 600, and one for
+    each 25 MB of the model's files (7B in bf16: 20 minutes).
+    """
 
-    # Adapters: what is trained while the model itself stays frozen. The formulas: `ttrl.training.policy.lora`.
+    # Adapters: what is trained while the model itself stays frozen. The formulas:
+    # `ttrl.training.policy.lora`.
 
     lora_rank: int | None = None
-    """Rank of the adapters; the base is then frozen, and only adapters have gradients, optimizer state and files of their own.
-    None: no adapters, all parameters are trained."""
+    """Rank of the adapters; the base is then frozen, and only adapters have gradients, optimizer
+    state and files of their own. None: no adapters, all parameters are trained."""
     lora_alpha: float = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Dropout of the adapters' inputs, in passes with a gradient only; above 0, what is trained is not quite what samples."""
+    """Dropout of the adapters' inputs, in passes with a gradient only; above 0, what is trained is
+    not quite what samples.
+    """
     lora_targets: list[LoRATarget] = field(default_factory=_every_layer_matrix)
-    """Which matrices get adapters: attention's four, the feed-forward layer's w1 (gate), w2 (down) and w3 (up), and "output", the
-    head. Those that a model does not have are ignored."""
+    """Which matrices get adapters: attention's four, the feed-forward layer's w1 (gate), w2 (down)
+    and w3 (up), and "output", the head. Those that a model does not have are ignored."""
     lora_kind: Literal["lora", "dora"] = "lora"
-    """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353)."""
+    """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353).
+    """
     lora_base: str | None = None
-    """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder that its adapter names."""
+    """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder
+    that its adapter names.
+    """
     lora_base_dtype: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
-    """How the frozen base is held in memory. "auto" keeps each tensor in the 16 bits of its file, or
-    else in fp32. Results equal those of "fp32" bit for bit, as 16 bits widen without loss where
-    products are computed in fp32. "bf16" rounds files in fp32 to half their size, as a server in bf16
-    does; for `dtype` bf16. "nf4" holds the adapted matrices in 4 bits (QLoRA, arXiv 2305.14314), and
-    the rest as "auto"; several processes share them by FSDP2 or by tensor_parallel, not both."""
+    """How the frozen base is held in memory. "auto" keeps each tensor in the 16 bits of its file,
+    or else in fp32. Results equal those of "fp32" bit for bit, as 16 bits widen without loss where
+    products are computed in fp32. "bf16" rounds files in fp32 to half their size, as a server in
+    bf16 does; for `dtype` bf16. "nf4" holds the adapted matrices in 4 bits (QLoRA, arXiv
+    2305.14314), and the rest as "auto"; several processes share them by FSDP2 or by
+    tensor_parallel, not both.
+    """
     lora_merge: bool = True
-    """Checkpoints hold the merged model, ready to be served, with the adapter next to it in adapter/. False: the adapter
-    only, which `python -m ttrl.training.merge` merges later, and whatever serves it (`ttrl eval`, `ttrl chat`)."""
+    """Checkpoints hold the merged model, ready to be served, with the adapter next to it in
+    adapter/. False: the adapter only, which `python -m ttrl.training.merge` merges later, and
+    whatever serves it (`ttrl eval`, `ttrl chat`).
+    """
 
     # What is watched
 
     max_skipped_steps: int = 2
-    """Optimizer steps in a row that may be skipped for a loss or gradient that is NaN or infinite; one more stops the run."""
+    """Optimizer steps in a row that may be skipped for a loss or gradient that is NaN or infinite;
+    one more stops the run.
+    """
     measure_peak: bool = True
-    """Measure once per process, for a twentieth of a second, how fast the machine computes the model's largest matrix product;
-    train.jsonl then says what share of that a step reached."""
+    """Measure once per process, for a twentieth of a second, how fast the machine computes the
+    model's largest matrix product; train.jsonl then says what share of that a step reached."""
     profile_steps: int = 0
     """Write a trace of the first optimizer steps, as many as this, to output_dir/profile/."""
 
@@ -226,18 +281,37 @@ class TrainingConfig(Config):
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
         found = super().problems()
-        found += self.at_least(0, "max_skipped_steps", "profile_steps", "lr", "warmup_steps", "weight_decay", "seed")
-        found += self.at_least(1, "collective_timeout", "rows_per_microbatch", "num_output_chunks", "num_threads", "total_steps")
-        found += self.at_least(1, "row_length_multiple", "checkpoint_every", "tensor_parallel", "context")
+        found += self.at_least(
+            0, "max_skipped_steps", "profile_steps", "lr", "warmup_steps", "weight_decay", "seed"
+        )
+        found += self.at_least(
+            1,
+            "collective_timeout",
+            "rows_per_microbatch",
+            "num_output_chunks",
+            "num_threads",
+            "total_steps",
+        )
+        found += self.at_least(
+            1, "row_length_multiple", "checkpoint_every", "tensor_parallel", "context"
+        )
         found += self.within("[0, 1)", "beta1", "beta2") + self.above_zero("eps")
         if self.max_grad_norm is not None and self.max_grad_norm <= 0:
-            found.append(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no clipping")
+            found.append(
+                f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or null for no "
+                "clipping"
+            )
         if self.lr_schedule != "constant" and self.total_steps is None:
             found.append(f"lr_schedule {self.lr_schedule!r} needs total_steps")
         if self.lr_schedule == "constant" and self.total_steps is not None:
-            found.append(f"total_steps is {self.total_steps}, which does nothing with lr_schedule 'constant'; choose another one")
+            found.append(
+                f"total_steps is {self.total_steps}, which does nothing with lr_schedule "
+                "'constant'; choose another one"
+            )
         elif self.total_steps is not None and self.warmup_steps >= self.total_steps:
-            found.append(f"warmup_steps ({self.warmup_steps}) must be below total_steps ({self.total_steps})")
+            found.append(
+                f"warmup_steps ({self.warmup_steps}) must be below total_steps ({self.total_steps})"
+            )
         found += self._excluded() + self._lora_problems()
         return found + (self._without_cuda() if self.device == "cpu" else [])
 
@@ -246,70 +320,110 @@ class TrainingConfig(Config):
         found = []
         if self.optimizer_in_backward and self.max_grad_norm is not None:
             found.append(
-                "optimizer_in_backward steps each parameter before the global norm is known; set max_grad_norm to null, or "
+                "optimizer_in_backward steps each parameter before the global norm is known; set "
+                "max_grad_norm to null, or "
                 "switch it off"
             )
         if self.optimizer_in_backward and self.optimizer_on_cpu:
-            found.append("optimizer_in_backward and optimizer_on_cpu exclude each other; switch one off")
+            found.append(
+                "optimizer_in_backward and optimizer_on_cpu exclude each other; switch one off"
+            )
         if self.optimizer_on_cpu and self.max_grad_norm is not None:
             found.append(
-                "optimizer_on_cpu copies each gradient before the global norm is known, so that clipping would change nothing; "
+                "optimizer_on_cpu copies each gradient before the global norm is known, so that "
+                "clipping would change nothing; "
                 "set max_grad_norm to null, or switch it off"
             )
         if self.optimizer_on_cpu and self.cpu_offload:
-            found.append("cpu_offload already has the optimizer on the CPU; switch optimizer_on_cpu off")
+            found.append(
+                "cpu_offload already has the optimizer on the CPU; switch optimizer_on_cpu off"
+            )
         if self.optimizer_on_cpu and self.optimizer != "adamw":
             found.append(f"optimizer_on_cpu is for optimizer 'adamw', not {self.optimizer!r}")
         if not self.activation_checkpointing:
             for name, plain in (("checkpoint_every", 1), ("checkpoint_keeps", "nothing")):
                 if getattr(self, name) != plain:
-                    found.append(f"{name} is {getattr(self, name)!r}, which does nothing without activation_checkpointing")
+                    found.append(
+                        f"{name} is {getattr(self, name)!r}, which does nothing without "
+                        "activation_checkpointing"
+                    )
         if self.compile and self.checkpoint_keeps != "nothing":
-            found.append("checkpoint_keeps cannot see into compiled layers; set it to 'nothing', or switch compile off")
+            found.append(
+                "checkpoint_keeps cannot see into compiled layers; set it to 'nothing', or "
+                "switch compile off"
+            )
         if self.compile and self.tensor_parallel > 1:
             found.append(
-                "compile with tensor_parallel; PyTorch's compiler loses how gradients of such layers are spread over processes: "
-                "switch compile off, or set tensor_parallel to 1 (layers that are sharded by FSDP2 can be compiled)"
+                "compile with tensor_parallel; PyTorch's compiler loses how gradients of such "
+                "layers are spread over processes: "
+                "switch compile off, or set tensor_parallel to 1 (layers that are sharded by "
+                "FSDP2 can be compiled)"
             )
         return found
 
     def _lora_problems(self) -> list[str]:
         if self.lora_rank is None:
             plain = {"lora_targets": _every_layer_matrix()}
-            names = [name for name in vars(self) if name.startswith("lora_") and name != "lora_rank"]
-            given = [name for name in names if getattr(self, name) != plain.get(name, getattr(TrainingConfig, name, None))]
+            names = [
+                name for name in vars(self) if name.startswith("lora_") and name != "lora_rank"
+            ]
+            given = [
+                name
+                for name in names
+                if getattr(self, name) != plain.get(name, getattr(TrainingConfig, name, None))
+            ]
             return [f"{name} is {getattr(self, name)!r} without lora_rank" for name in given]
-        found = self.at_least(1, "lora_rank") + self.above_zero("lora_alpha") + self.within("[0, 1)", "lora_dropout")
+        found = (
+            self.at_least(1, "lora_rank")
+            + self.above_zero("lora_alpha")
+            + self.within("[0, 1)", "lora_dropout")
+        )
         if not self.lora_targets:
             found.append("lora_targets is empty; nothing would be trained")
         if len(set(self.lora_targets)) < len(self.lora_targets):
             found.append(f"lora_targets names a matrix twice: {', '.join(self.lora_targets)}")
         if self.lora_dropout > 0 and "output" in self.lora_targets:
             found.append(
-                "lora_dropout with an adapter on 'output', which is merged in each pass and drops nothing: leave one out"
+                "lora_dropout with an adapter on 'output', which is merged in each pass and "
+                "drops nothing: leave one out"
             )
         if self.lora_base_dtype == "nf4":
             for name in ("compile", "cpu_offload"):
                 if getattr(self, name):
-                    found.append(f"lora_base_dtype 'nf4' with {name}; they do not work together: choose one")
+                    found.append(
+                        f"lora_base_dtype 'nf4' with {name}; they do not work together: choose one"
+                    )
             if "output" in self.lora_targets:
-                found.append("lora_base_dtype 'nf4' with an adapter on 'output'; no head is held in 4 bits: leave it out")
+                found.append(
+                    "lora_base_dtype 'nf4' with an adapter on 'output'; no head is held in 4 "
+                    "bits: leave it out"
+                )
         return found
 
     def _without_cuda(self) -> list[str]:
-        return [f"{name} needs a CUDA device, and this runs on the CPU" for name in _CUDA_ONLY if getattr(self, name)]
+        return [
+            f"{name} needs a CUDA device, and this runs on the CPU"
+            for name in _CUDA_ONLY
+            if getattr(self, name)
+        ]
 
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
-        """Return what else is wrong, now that the device, the number of processes and the model's config.json (`shape`) are
-        known."""
+        """Return what else is wrong, now that the device, the number of processes and the model's
+        config.json (`shape`) are known."""
         found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
         if self.optimizer_on_cpu and processes > 1:
-            found.append(f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload")
+            found.append(
+                f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload"
+            )
         if self.lora_base_dtype == "bf16" and self.dtype != "bf16":
-            found.append(f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave lora_base_dtype out")
+            found.append(
+                f"lora_base_dtype is 'bf16' and dtype {self.dtype!r}; compute in bf16, or leave "
+                "lora_base_dtype out"
+            )
         if self.lora_base_dtype == "nf4" and 1 < self.tensor_parallel < processes:
             found.append(
-                f"lora_base_dtype is 'nf4' and tensor_parallel {self.tensor_parallel}, with {processes} processes; what is in 4 "
+                f"lora_base_dtype is 'nf4' and tensor_parallel {self.tensor_parallel}, with "
+                f"{processes} processes; what is in 4 "
                 f"bits is shared in one way: set tensor_parallel to 1 or {processes}"
             )
         parts = self.tensor_parallel
@@ -317,14 +431,19 @@ class TrainingConfig(Config):
             return found
         if processes % parts:
             found.append(
-                f"tensor_parallel is {parts}, which does not divide the number of processes, {processes}; start "
-                f"{math.lcm(processes, parts)} (torchrun's --nproc_per_node and --nnodes), or take a divisor"
+                f"tensor_parallel is {parts}, which does not divide the number of processes, "
+                f"{processes}; start "
+                f"{math.lcm(processes, parts)} (torchrun's --nproc_per_node and --nnodes), or "
+                "take a divisor"
             )
         heads = shape.get("num_attention_heads")
         for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             count = shape.get(name) or (heads if name == "num_key_value_heads" else None)
             if isinstance(count, int) and count % parts:
-                found.append(f"tensor_parallel is {parts}, which does not divide the model's {name}, {count}; take a divisor")
+                found.append(
+                    f"tensor_parallel is {parts}, which does not divide the model's {name}, "
+                    f"{count}; take a divisor"
+                )
         return found
 
 
@@ -333,9 +452,11 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """One iteration of `tune run ttrl/grpo_recipe`."""
 
     packed: str = required()
-    """The packed.safetensors to train on. Reference log-probabilities that it holds are used instead of `reference_model`, which
-    may then be left out; if it is given, it must be the model that they come from. "": nothing is trained, and the model in
-    `output_dir`/checkpoint gets its canary."""
+    """The packed.safetensors to train on. Reference log-probabilities that it holds are used
+    instead of `reference_model`, which may then be left out; if it is given, it must be the model
+    that they come from. "": nothing is trained, and the model in `output_dir`/checkpoint gets its
+    canary.
+    """
     state: str | None = None
     """Folder of the optimizer state to continue from; None starts afresh."""
     iteration: int = 1
@@ -343,48 +464,71 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     updates_per_iteration: int = 1
     """Optimizer steps over the packed rows; each row is used in one of them."""
     lr_rows: int | None = None
-    """`lr` is for a step of this many packed rows; a step of R rows is taken with lr·R/lr_rows. None: `lr` as it is."""
+    """`lr` is for a step of this many packed rows; a step of R rows is taken with lr·R/lr_rows.
+    None: `lr` as it is.
+    """
     temperature: float = 1.0
     """The sampler's: log-probabilities are those of the distribution that it drew from."""
     drift_tolerance: float | None = None
-    """How far sampler and trainer may be apart at a token, in nats, before it counts as outside; None: by the dtype
-    (`ttrl.training.drift`)."""
+    """How far sampler and trainer may be apart at a token, in nats, before it counts as outside;
+    None: by the dtype (`ttrl.training.drift`)."""
     drift_rows: Literal["all", "first_update"] = "all"
-    """With several optimizer steps: compare sampler and trainer on all rows, which takes a forward pass of its own, or on those
-    of the first step, which takes none. What is trained is the same. An off-policy correction, token rewards and dropout need
-    that pass anyway."""
+    """With several optimizer steps: compare sampler and trainer on all rows, which takes a forward
+    pass of its own, or on those of the first step, which takes none. What is trained is the same.
+    An off-policy correction, token rewards and dropout need that pass anyway."""
     router_replay: bool = False
-    """Train mixtures of experts with the experts that vLLM chose for each token, where rounding would have the trainer's routers
-    choose others. A token's experts take layers × experts per token bytes in each answer (30B-A3B: 384)."""
+    """Train mixtures of experts with the experts that vLLM chose for each token, where rounding
+    would have the trainer's routers choose others. A token's experts take layers × experts per
+    token bytes in each answer (30B-A3B: 384).
+    """
     sampler_model: str | None = None
-    """Folder of the policy that sampled the rollouts, if it is not `model`. Differences under `model` then come from training, so
-    some rows are compared under the sampler's own weights as well, which are swapped in for it."""
+    """Folder of the policy that sampled the rollouts, if it is not `model`. Differences under
+    `model` then come from training, so some rows are compared under the sampler's own weights as
+    well, which are swapped in for it.
+    """
     sampler_version: int | None = None
-    """The weights version of `sampler_model` in the pack: only its tokens are compared in that way."""
+    """The weights version of `sampler_model` in the pack: only its tokens are compared in that way.
+    """
     sampler_rows: int = 4
-    """On how many rows of the first optimizer step: those with the most such tokens, equally many on each rank; 0: none."""
+    """On how many rows of the first optimizer step: those with the most such tokens, equally many
+    on each rank; 0: none.
+    """
     gradient_noise: bool = True
-    """Measure how much of each step's gradient is noise, from the gradients of its microbatches and ranks as they pass by
-    (`ttrl.instruments.gradient_noise`). Not with tensor_parallel, optimizer_in_backward and optimizer_on_cpu."""
+    """Measure how much of each step's gradient is noise, from the gradients of its microbatches and
+    ranks as they pass by (`ttrl.instruments.gradient_noise`). Not with tensor_parallel,
+    optimizer_in_backward and optimizer_on_cpu.
+    """
     follow: str | None = None
-    """Folder in which the configs of iterations appear one after the other (`ttrl.system.request_folder`). This config then says
-    how to set up the process, and which model and state the first iteration will probably start from, to be loaded meanwhile.
-    None: one iteration, that of this config."""
+    """Folder in which the configs of iterations appear one after the other
+    (`ttrl.system.request_folder`). This config then says how to set up the process, and which model
+    and state the first iteration will probably start from, to be loaded meanwhile. None: one
+    iteration, that of this config.
+    """
     free_memory: bool = False
-    """With `follow`: between iterations, model and optimizer wait in the CPU's memory, and the GPU's is free for others."""
+    """With `follow`: between iterations, model and optimizer wait in the CPU's memory, and the
+    GPU's is free for others.
+    """
     hand_over: bool = False
-    """With `follow`: after an iteration, the new weights are held out in memory, for servers on this machine to take them
-    (`ttrl.server.transfer`), until the next ones are."""
+    """With `follow`: after an iteration, the new weights are held out in memory, for servers on
+    this machine to take them (`ttrl.server.transfer`), until the next ones are."""
     save: bool = True
-    """With `hand_over`: whether checkpoint and state are written. What was not stays in memory alone, see `kept`."""
+    """With `hand_over`: whether checkpoint and state are written. What was not stays in memory
+    alone, see `kept`.
+    """
     kept: int | None = None
-    """With `follow`: the iteration whose weights and state, which were not written, this process holds; training goes on from
-    those. `model` and `state` are then the last that were written. With an empty `packed`, they are written to `output_dir`."""
+    """With `follow`: the iteration whose weights and state, which were not written, this process
+    holds; training goes on from those. `model` and `state` are then the last that were written.
+    With an empty `packed`, they are written to `output_dir`.
+    """
 
     @property
     def sees_gradients(self) -> bool:
-        """Whether `gradient_noise` is measured: a step's gradients must all be there, and whole on each rank, at its end."""
-        return self.gradient_noise and not (self.tensor_parallel > 1 or self.optimizer_in_backward or self.optimizer_on_cpu)
+        """Whether `gradient_noise` is measured: a step's gradients must all be there, and whole on
+        each rank, at its end.
+        """
+        return self.gradient_noise and not (
+            self.tensor_parallel > 1 or self.optimizer_in_backward or self.optimizer_on_cpu
+        )
 
     @property
     def start_of_all_rows(self) -> bool:
@@ -403,27 +547,45 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
 
     @property
     def needs_estimates(self) -> bool:
-        """Whether log-probabilities of the reference model are needed, not only its whole distributions."""
-        return (self.kl_coefficient > 0 and self.kl_estimator != "full") or self.token_rewards == "implicit"
+        """Whether log-probabilities of the reference model are needed, not only its whole
+        distributions.
+        """
+        return (
+            self.kl_coefficient > 0 and self.kl_estimator != "full"
+        ) or self.token_rewards == "implicit"
 
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
         """Return what else is wrong, as `TrainingConfig.problems_here`."""
         found = super().problems_here(device, processes, shape)
         if self.router_replay and not has_experts(shape):
-            found.append("router_replay is for mixtures of experts, and the model's config.json names none; leave it out")
+            found.append(
+                "router_replay is for mixtures of experts, and the model's config.json names "
+                "none; leave it out"
+            )
         return found
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
         found = super().problems()
-        found += self.at_least(1, "iteration", "updates_per_iteration", "lr_rows") + self.at_least(0, "sampler_rows")
+        found += self.at_least(1, "iteration", "updates_per_iteration", "lr_rows") + self.at_least(
+            0, "sampler_rows"
+        )
         found += self.above_zero("temperature", "drift_tolerance")
         if (self.sampler_model is None) != (self.sampler_version is None):
-            found.append("sampler_model and sampler_version go together: the folder of a policy and its version in the pack")
-        if self.objective == "kl_cov" and self.off_policy != "none" and self.updates_per_iteration == 1:
             found.append(
-                f"objective 'kl_cov' with off_policy {self.off_policy!r} and updates_per_iteration 1; its penalty does nothing, "
-                "as it holds the policy to that which the one update starts from: take 2 or more updates"
+                "sampler_model and sampler_version go together: the folder of a policy and its "
+                "version in the pack"
+            )
+        if (
+            self.objective == "kl_cov"
+            and self.off_policy != "none"
+            and self.updates_per_iteration == 1
+        ):
+            found.append(
+                f"objective 'kl_cov' with off_policy {self.off_policy!r} and "
+                "updates_per_iteration 1; its penalty does nothing, "
+                "as it holds the policy to that which the one update starts from: take 2 or more "
+                "updates"
             )
         return found
 
@@ -433,15 +595,19 @@ class SFTConfig(TrainingConfig):
     """One run of `tune run ttrl/sft_recipe`."""
 
     data: str
-    """JSON lines, {"messages": [...], "tools": [...]}; "tools" may be missing. All turns of the assistant are trained."""
+    """JSON lines, {"messages": [...], "tools": [...]}; "tools" may be missing. All turns of the
+    assistant are trained.
+    """
     steps: int | None = None
     """Optimizer steps; None where `flops` says when to end."""
     flops: float | None = None
-    """Instead of `steps`: ends where the FLOPs of all forward and backward passes, as train.jsonl counts them (`flops`), are
-    nearest to this, which is within half a step. What is computed a second time does not count."""
+    """Instead of `steps`: ends where the FLOPs of all forward and backward passes, as train.jsonl
+    counts them (`flops`), are nearest to this, which is within half a step. What is computed a
+    second time does not count.
+    """
     state: str | None = None
-    """Folder of the optimizer state to continue from, with the conversations that follow those of its steps; None starts
-    afresh."""
+    """Folder of the optimizer state to continue from, with the conversations that follow those of
+    its steps; None starts afresh."""
     save_state: bool = False
     """Write output_dir/state as well, from which another run may continue."""
     batch_size: int = 64
@@ -451,7 +617,14 @@ class SFTConfig(TrainingConfig):
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
-        found = super().problems() + self.at_least(1, "steps", "batch_size", "seq_len") + self.above_zero("flops")
+        found = (
+            super().problems()
+            + self.at_least(1, "steps", "batch_size", "seq_len")
+            + self.above_zero("flops")
+        )
         if (self.steps is None) == (self.flops is None):
-            found.append(f"steps is {self.steps} and flops is {self.flops}; give one of them: it says when to end")
+            found.append(
+                f"steps is {self.steps} and flops is {self.flops}; give one of them: it says "
+                "when to end"
+            )
         return found

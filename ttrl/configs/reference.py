@@ -1,6 +1,8 @@
-"""What every setting means: read from the source of its class, where a docstring follows each field.
+"""What every setting means: read from the source of its class, where a docstring follows each
+field.
 
-For help(), `ttrl config` and docs/settings.md. A comment line between two fields is the heading of those below it.
+For help(), `ttrl config` and docs/settings.md. A comment line between two fields is the heading of
+those below it.
 """
 
 import ast
@@ -34,7 +36,13 @@ class Setting:
 
     def text(self) -> str:
         """Return it as help() shows it."""
-        meaning = textwrap.fill(self.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)
+        meaning = textwrap.fill(
+            self.meaning,
+            WIDTH,
+            initial_indent="    ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
+        )
         return f"{self.name}: {self.kind}{f' = {self.default}' if self.default else ''}\n{meaning}"
 
 
@@ -44,15 +52,24 @@ UNIONS = (types.UnionType, typing.Union)
 
 @functools.cache
 def settings_of(cls: type) -> tuple[Setting, ...]:
-    """Return the settings of a dataclass, those of its own class first, in the order of the source."""
+    """Return the settings of a dataclass, those of its own class first, in the order of the
+    source.
+    """
     written: dict[str, tuple[str, str]] = {}
     for base in cls.__mro__:
         if dataclasses.is_dataclass(base):
-            written = {**written, **{name: one for name, one in _written(base).items() if name not in written}}
-    fields: dict[str, dataclasses.Field[Any]] = {field.name: field for field in dataclasses.fields(cls)}
+            written = {
+                **written,
+                **{name: one for name, one in _written(base).items() if name not in written},
+            }
+    fields: dict[str, dataclasses.Field[Any]] = {
+        field.name: field for field in dataclasses.fields(cls)
+    }
     kinds = typing.get_type_hints(cls)
     return tuple(
-        Setting(name, _kind(kinds[name]), _default(fields[name]), *words) for name, words in written.items() if name in fields
+        Setting(name, _kind(kinds[name]), _default(fields[name]), *words)
+        for name, words in written.items()
+        if name in fields
     )
 
 
@@ -71,14 +88,19 @@ def _literal(value: Any) -> str:
 
 
 def _written(cls: type) -> dict[str, tuple[str, str]]:
-    """Return (meaning, heading) of each field in the source of a class; {} where there is no source."""
+    """Return (meaning, heading) of each field in the source of a class; {} where there is no
+    source.
+    """
     try:
         source = textwrap.dedent(inspect.getsource(cls))
     except (OSError, TypeError):
         return {}
     [node] = ast.parse(source).body
     assert isinstance(node, ast.ClassDef)
-    lines, heading, end, found = source.splitlines(), "", node.body[0].lineno, {}
+    lines = source.splitlines()
+    heading = ""
+    end = node.body[0].lineno
+    found = {}
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         above = [line.strip() for line in lines[end : statement.lineno - 1]]
         if comments := [line.removeprefix("# ") for line in above if line.startswith("# ")]:
@@ -86,7 +108,11 @@ def _written(cls: type) -> dict[str, tuple[str, str]]:
         end = statement.end_lineno or end
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             value = following.value if isinstance(following, ast.Expr) else None
-            meaning = value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+            meaning = (
+                value.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str)
+                else ""
+            )
             found[statement.target.id] = re.sub(r"\s+", " ", meaning).strip(), heading
     return found
 
@@ -112,10 +138,12 @@ class Reference:
     """A class's `__doc__`, with every setting explained; made when somebody asks."""
 
     def __init__(self, cls: type, about: str) -> None:
-        self._cls, self._about = cls, about
+        self._cls = cls
+        self._about = about
 
     def __get__(self, instance: object, owner: type) -> str:
-        lines, heading = [inspect.cleandoc(self._about)], ""
+        lines = [inspect.cleandoc(self._about)]
+        heading = ""
         for setting in settings_of(self._cls):
             if setting.heading not in ("", heading):
                 heading = setting.heading
@@ -135,7 +163,16 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
                 heading = setting.heading
                 lines.append(f"**{heading}**")
             default = f" = `{setting.default}`" if setting.default else ""
-            meaning = re.sub(r"<(?=/?[A-Za-z])", "&lt;", setting.meaning)  # a page would hide it as a tag
+            # A page would hide it as a tag.
+            meaning = re.sub(r"<(?=/?[A-Za-z])", "&lt;", setting.meaning)
             entry = f"- `{setting.name}`: `{setting.kind}`{default}. {meaning}"
-            lines.append(textwrap.fill(entry, 130, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False))
+            lines.append(
+                textwrap.fill(
+                    entry,
+                    130,
+                    subsequent_indent="  ",
+                    break_on_hyphens=False,
+                    break_long_words=False,
+                )
+            )
     return "\n\n".join(lines) + "\n"

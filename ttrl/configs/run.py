@@ -25,11 +25,31 @@ from ttrl.errors import ConfigError
 LIMIT_NAMES = ("mean", "p999", "ess", "outside")
 """The keys that `drift_limits` may have."""
 SET_BY_THE_LOOP = (
-    "model", "packed", "output_dir", "state", "iteration", "seed", "device", "dtype", "num_threads", "reference_model",
-    "sampler_model", "sampler_version", "temperature", "lora_base", "lora_merge", "context", "follow", "free_memory", "hand_over",
-    "save", "kept",
-)  # fmt: skip
-"""Settings of the recipe that the loop chooses for each iteration, and that `training` therefore cannot hold."""
+    "model",
+    "packed",
+    "output_dir",
+    "state",
+    "iteration",
+    "seed",
+    "device",
+    "dtype",
+    "num_threads",
+    "reference_model",
+    "sampler_model",
+    "sampler_version",
+    "temperature",
+    "lora_base",
+    "lora_merge",
+    "context",
+    "follow",
+    "free_memory",
+    "hand_over",
+    "save",
+    "kept",
+)
+"""Settings of the recipe that the loop chooses for each iteration, and that `training` therefore
+cannot hold.
+"""
 
 
 @settings
@@ -39,218 +59,318 @@ class TrainConfig(Config):
     run: str
     """The run folder. The same command on the same folder continues where it stopped."""
     model: str
-    """The model to start from: a folder in Hugging Face layout, a name of `ttrl models`, or one on the hub."""
+    """The model to start from: a folder in Hugging Face layout, a name of `ttrl models`, or one on
+    the hub.
+    """
     iterations: int
     """How many times to sample, grade and train."""
     seed: int = 0
-    """Of the order of tasks, dropout and sampling. What vLLM draws also depends on timing, unless sampling={"seed": 1} is set."""
+    """Of the order of tasks, dropout and sampling. What vLLM draws also depends on timing, unless
+    sampling={"seed": 1} is set.
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer computes; "auto": on CUDA where there is a GPU. vLLM serves on the device that it was built for."""
+    """Where the trainer computes; "auto": on CUDA where there is a GPU. vLLM serves on the device
+    that it was built for.
+    """
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of servers and trainer; "auto" is bf16 on CUDA and fp32 on CPU."""
 
     chat_template: str | None = None
-    """Another chat template than the model's, a file or the text, for servers, tokenization and every checkpoint."""
+    """Another chat template than the model's, a file or the text, for servers, tokenization and
+    every checkpoint.
+    """
 
     # Sampling
 
     tasks_per_iteration: int = 32
-    """Tasks that an iteration samples, in a shuffled order that begins anew when all had their turn."""
+    """Tasks that an iteration samples, in a shuffled order that begins anew when all had their
+    turn.
+    """
     samples_per_task: int = 16
     """Completions of each task: the group whose rewards are compared. At least 2."""
     max_tokens: int = 1024
     """The longest completion, in tokens."""
     tokens_per_iteration: int | None = None
-    """Completion tokens to sample in an iteration; None: until every completion has ended. What is unfinished by then is
-    continued in the next iteration, by its policy, before new tasks are begun. Only whole groups are trained on, and at least
-    one: if none is finished, another such budget is spent. Requests under way add a few tokens more."""
+    """Completion tokens to sample in an iteration; None: until every completion has ended. What is
+    unfinished by then is continued in the next iteration, by its policy, before new tasks are
+    begun. Only whole groups are trained on, and at least one: if none is finished, another such
+    budget is spent. Requests under way add a few tokens more.
+    """
     max_staleness: int | None = None
-    """With `tokens_per_iteration`: unfinished groups whose oldest token is older than this many iterations are dropped."""
+    """With `tokens_per_iteration`: unfinished groups whose oldest token is older than this many
+    iterations are dropped.
+    """
     temperature: float = 1.0
     """Of training's samples: logits are divided by it, for sampler and trainer alike. Above 0."""
     sampling: dict[str, Any] = field(default_factory=dict)
-    """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}. Those that change the
-    distribution (top_p, penalties, …) are refused: the trainer could not tell how likely the sampled tokens were."""
+    """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}.
+    Those that change the distribution (top_p, penalties, …) are refused: the trainer could not tell
+    how likely the sampled tokens were.
+    """
     early_stop: dict[str, float] | None = None
-    """End completions of training that the model itself finds unlikely, such as babble: {"alpha": 0.992, "threshold": -3.0}, see
-    `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by themselves. What is ended early is graded and trained
-    on as it is. Completions are streamed for it, each in a request of its own, which costs the client several times the CPU."""
+    """End completions of training that the model itself finds unlikely, such as babble: {"alpha":
+    0.992, "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all
+    end by themselves. What is ended early is graded and trained on as it is. Completions are
+    streamed for it, each in a request of its own, which costs the client several times the CPU.
+    """
     off_policy_steps: Literal[0, 1] = 0
-    """1: while the trainer works on an iteration, the servers sample the rollouts of the next one, with the weights from before
-    that update, so the trained policy is one update ahead of the one that sampled. If servers and trainer have devices of their
-    own, they hardly wait for each other. `training["off_policy"]` is then "token" (truncated importance sampling) unless given.
-    0: each iteration samples from the newest policy."""
+    """1: while the trainer works on an iteration, the servers sample the rollouts of the next one,
+    with the weights from before that update, so the trained policy is one update ahead of the one
+    that sampled. If servers and trainer have devices of their own, they hardly wait for each other.
+    `training["off_policy"]` is then "token" (truncated importance sampling) unless given. 0: each
+    iteration samples from the newest policy.
+    """
     dynamic_sampling: int | None = None
-    """Sample further tasks until this many groups of an iteration have a signal (DAPO); None: sample `tasks_per_iteration`
-    tasks, whatever comes of them. With `tokens_per_iteration`, only while the budget lasts."""
+    """Sample further tasks until this many groups of an iteration have a signal (DAPO); None:
+    sample `tasks_per_iteration` tasks, whatever comes of them. With `tokens_per_iteration`, only
+    while the budget lasts.
+    """
     max_extra_tasks: int | None = None
-    """With `dynamic_sampling`: how many further tasks an iteration may have; None: twice `tasks_per_iteration`."""
+    """With `dynamic_sampling`: how many further tasks an iteration may have; None: twice
+    `tasks_per_iteration`.
+    """
     curriculum: bool = False
-    """Choose tasks by how the policy did on them: one whose samples all got the same reward (solved, or hopeless) misses the next
-    round of all tasks, and after more such turns in a row up to 3, 7, 15. Tasks that were never sampled come first."""
+    """Choose tasks by how the policy did on them: one whose samples all got the same reward
+    (solved, or hopeless) misses the next round of all tasks, and after more such turns in a row up
+    to 3, 7, 15. Tasks that were never sampled come first.
+    """
     level_up_at: float = 0.7
-    """Of tasks with levels (`ttrl.tasks.task.in_levels`), the lowest are sampled at first. The next level is opened when the last
-    `tasks_per_iteration` groups of the highest open one have this mean `validation_metric` (reward, where training's graders have
-    no such metric); from then on, every other task is of that level."""
+    """Of tasks with levels (`ttrl.tasks.task.in_levels`), the lowest are sampled at first. The next
+    level is opened when the last `tasks_per_iteration` groups of the highest open one have this
+    mean `validation_metric` (reward, where training's graders have no such metric); from then on,
+    every other task is of that level.
+    """
     cache: list[str] = field(default_factory=list)
-    """Where completions are stored and looked up: folders or URLs of object stores, such as "s3://bucket/rollouts". A run that is
-    repeated with the same seed, settings and weights is served from there."""
+    """Where completions are stored and looked up: folders or URLs of object stores, such as
+    "s3://bucket/rollouts". A run that is repeated with the same seed, settings and weights is
+    served from there.
+    """
 
     sample_files: bool = False
-    """Write each completion of training to a text file while it is sampled, in the iteration's folder samples/ (tail -F shows
-    them). A task that comes up again replaces its files. Completions are streamed, which costs several times the CPU."""
+    """Write each completion of training to a text file while it is sampled, in the iteration's
+    folder samples/ (tail -F shows them). A task that comes up again replaces its files. Completions
+    are streamed, which costs several times the CPU.
+    """
     requests_log: bool = False
-    """Append a line for each request, its cost and its end, to logs/requests.jsonl (requests.N.jsonl of each sampling worker)."""
+    """Append a line for each request, its cost and its end, to logs/requests.jsonl
+    (requests.N.jsonl of each sampling worker).
+    """
 
     # Validation
 
     validate_every: int = 1
-    """Validate every validate_every-th policy, besides the first and the last; with many held-out tasks, validation can take as
-    long as everything else."""
+    """Validate every validate_every-th policy, besides the first and the last; with many held-out
+    tasks, validation can take as long as everything else."""
     validation_samples: int = 1
-    """Completions of each validation task; of k > 1, "pass@k" stands beside the metrics: at least one of them is right."""
+    """Completions of each validation task; of k > 1, "pass@k" stands beside the metrics: at least
+    one of them is right.
+    """
     validation_temperature: float | None = None
-    """None: 0, greedy, so that held-out results do not depend on luck; with several `validation_samples`, `temperature`."""
+    """None: 0, greedy, so that held-out results do not depend on luck; with several
+    `validation_samples`, `temperature`.
+    """
     validation_metric: str = "reward"
-    """What the run's progress is measured by: "reward", or the name of one of the grader's metrics."""
+    """What the run's progress is measured by: "reward", or the name of one of the grader's metrics.
+    """
     stop_at: float | None = None
     """End the run after the iteration whose validation metric reaches this value."""
 
     # From rewards to advantages
 
     advantages: AdvantageKind = "std"
-    """"std": (reward - group mean) / group standard deviation (GRPO); "mean": reward - group mean (Dr. GRPO); "leave_one_out":
-    reward - mean of the group's other samples (RLOO); "batch": reward - group mean, divided by the standard deviation of that
-    over all groups (REINFORCE++)."""
+    """"std": (reward - group mean) / group standard deviation (GRPO); "mean": reward - group mean
+    (Dr. GRPO); "leave_one_out": reward - mean of the group's other samples (RLOO); "batch": reward
+    - group mean, divided by the standard deviation of that over all groups (REINFORCE++)."""
     advantage_std_floor: float = 1e-6
-    """With "std" and "batch": the smallest standard deviation to divide by (a warning says where it takes effect), so that
-    rewards that hardly differ count for less than those that do."""
+    """With "std" and "batch": the smallest standard deviation to divide by (a warning says where it
+    takes effect), so that rewards that hardly differ count for less than those that do."""
     advantage_clip: float | None = None
     """Advantages are clipped to [-advantage_clip, advantage_clip]; None: no clipping."""
     reward_power: float = 1.0
-    """First of all, rewards become sign(r)·|r|^reward_power: above 1, nearly perfect answers count for more."""
+    """First of all, rewards become sign(r)·|r|^reward_power: above 1, nearly perfect answers count
+    for more.
+    """
     surprise_bonus: float = 0.0
-    """b: after that, rewards become (1 - b)·r + b·r·s, where s is the completion's mean -log-probability in nats, so that
-    correct but unlikely answers count for more. Groups in which every answer is correct then have a signal too, however small:
-    with "std", set an `advantage_std_floor`."""
+    """b: after that, rewards become (1 - b)·r + b·r·s, where s is the completion's mean
+    -log-probability in nats, so that correct but unlikely answers count for more. Groups in which
+    every answer is correct then have a signal too, however small: with "std", set an
+    `advantage_std_floor`.
+    """
     surprise_until: str | None = None
-    """Name of a grader's metric that counts the characters up to the end of the final answer; s is then the mean up to there.
-    None, and samples without that metric: the whole completion."""
+    """Name of a grader's metric that counts the characters up to the end of the final answer; s is
+    then the mean up to there. None, and samples without that metric: the whole completion."""
 
     # From samples to packed rows
 
     seq_len: int = 4096
-    """Length of a packed row, in tokens: at least that of the longest prompt and completion together."""
+    """Length of a packed row, in tokens: at least that of the longest prompt and completion
+    together.
+    """
     too_long: TooLong = "drop"
-    """What happens to a sample that is longer than a row: "drop" leaves it out, "truncate" cuts off its end (and with it the
-    end-of-turn token), "extend" gives it a row as long as it needs, "error" ends the run. The metrics count them
-    (`pack.dropped`)."""
+    """What happens to a sample that is longer than a row: "drop" leaves it out, "truncate" cuts off
+    its end (and with it the end-of-turn token), "extend" gives it a row as long as it needs,
+    "error" ends the run. The metrics count them (`pack.dropped`)."""
     share: Share = "tree"
-    """Which beginnings of samples are stored once per row: all that they have in common, of whatever tasks ("tree"), those of the
-    same prompt ("prompt"), or none, for measurements. What is trained is the same."""
+    """Which beginnings of samples are stored once per row: all that they have in common, of
+    whatever tasks ("tree"), those of the same prompt ("prompt"), or none, for measurements. What is
+    trained is the same.
+    """
 
     # Training
 
     training: dict[str, Any] | TrainingConfig | str = field(default_factory=dict)
-    """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6, kl_coefficient=0.01), of which those
-    are taken that it is given, or a file with them, such as one of recipe_configs/. See `ttrl.GRPOConfig`."""
+    """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6,
+    kl_coefficient=0.01), of which those are taken that it is given, or a file with them, such as
+    one of recipe_configs/. See `ttrl.GRPOConfig`.
+    """
     aggregation: Literal["token", "sequence", "constant"] | None = None
-    """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length` per sample. None: "token";
-    with objective "gspo", as in its paper, "sequence"."""
+    """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length`
+    per sample. None: "token"; with objective "gspo", as in its paper, "sequence"."""
     constant_length: int | None = None
-    """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such as `max_tokens`."""
+    """With `aggregation` "constant": the length in tokens by which a sample's sum is divided, such
+    as `max_tokens`.
+    """
     placement: Literal["auto", "colocated", "split"] = "auto"
-    """Which GPUs train and which serve: "colocated", the same ones, in turn; "split", the trainer has the first `nproc_per_node`
-    and the servers the others. "auto": split where `off_policy_steps` has both work at the same time and there are several GPUs,
-    else colocated. On CPUs this does nothing. What else is left out is chosen to fit the GPUs: see docs/machines.md."""
+    """Which GPUs train and which serve: "colocated", the same ones, in turn; "split", the trainer
+    has the first `nproc_per_node` and the servers the others. "auto": split where
+    `off_policy_steps` has both work at the same time and there are several GPUs, else colocated. On
+    CPUs this does nothing. What else is left out is chosen to fit the GPUs: see docs/machines.md.
+    """
     nproc_per_node: int | None = None
-    """Trainer processes on this machine, one per GPU; more than one shards the model over them. None: on GPUs, one for each that
-    trains; on CPUs, one."""
+    """Trainer processes on this machine, one per GPU; more than one shards the model over them.
+    None: on GPUs, one for each that trains; on CPUs, one."""
     num_threads: int | None = None
     """CPU threads of each trainer process; None: the machine's cores divided by the processes."""
     trainer: Literal["resident", "once"] = "resident"
-    """"resident": one trainer process for the whole run, which keeps model, optimizer and compiled code warm; "once": a new
-    process for each iteration. Both produce the same weights."""
+    """"resident": one trainer process for the whole run, which keeps model, optimizer and compiled
+    code warm; "once": a new process for each iteration. Both produce the same weights."""
     trainer_memory: Literal["auto", "keep", "free"] = "auto"
-    """What a resident trainer does between iterations: "keep" everything in place, or "free" the GPU's memory for the servers
-    (model and optimizer wait in the CPU's). "auto": "free" where both share GPUs; "keep" on CPU and on a cluster."""
+    """What a resident trainer does between iterations: "keep" everything in place, or "free" the
+    GPU's memory for the servers (model and optimizer wait in the CPU's). "auto": "free" where both
+    share GPUs; "keep" on CPU and on a cluster.
+    """
     trainer_restarts: int = 2
-    """How often in an iteration a trainer that was killed, or lost contact to another machine, is restarted."""
+    """How often in an iteration a trainer that was killed, or lost contact to another machine, is
+    restarted.
+    """
 
-    # Servers. None of these changes what is trained, so all of them may change when a run is continued.
+    # Servers. None of these changes what is trained, so all of them may change when a run is
+    # continued.
 
     servers: int | None = None
-    """How many vLLM servers ttrl starts on this machine. Several share its GPUs (each gets `tensor_parallel_size` ×
-    `pipeline_parallel_size`) or its cores. 0: use joined servers only. None: as many as there are GPUs for, or on CPUs one."""
+    """How many vLLM servers ttrl starts on this machine. Several share its GPUs (each gets
+    `tensor_parallel_size` × `pipeline_parallel_size`) or its cores. 0: use joined servers only.
+    None: as many as there are GPUs for, or on CPUs one.
+    """
     server: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
     weight_sync: Literal["auto", "reload", "restart", "sleep", "memory"] = "auto"
-    """How new weights reach the servers: "reload" in place; "restart" with a new server, which is stopped while the trainer
-    works; "sleep" in place, with servers that free their GPU's memory while the trainer works (vLLM's sleep, level 2);
-    "memory" in place, out of a resident trainer's memory on this machine, and from files where that is not
-    possible; servers sleep as well where they share GPUs with a trainer that works while they do not. "auto": "memory", where
-    nobody needs files and, with GPUs, the machine has the memory; else "sleep" where they take turns; else "reload"."""
+    """How new weights reach the servers: "reload" in place; "restart" with a new server, which is
+    stopped while the trainer works; "sleep" in place, with servers that free their GPU's memory
+    while the trainer works (vLLM's sleep, level 2); "memory" in place, out of a resident trainer's
+    memory on this machine, and from files where that is not possible; servers sleep as well where
+    they share GPUs with a trainer that works while they do not. "auto": "memory", where nobody
+    needs files and, with GPUs, the machine has the memory; else "sleep" where they take turns; else
+    "reload".
+    """
     save_every: int = 1
-    """Where servers take weights out of memory: write checkpoint and state of every n-th iteration only, and of the last one. A
-    run that was killed trains again from the last that was written, to the same bits; nothing is sampled again for it. What is
-    kept of checkpoints (`keep_best`, too) is kept of those."""
+    """Where servers take weights out of memory: write checkpoint and state of every n-th iteration
+    only, and of the last one. A run that was killed trains again from the last that was written, to
+    the same bits; nothing is sampled again for it. What is kept of checkpoints (`keep_best`, too)
+    is kept of those.
+    """
     joined_servers: list[str] = field(default_factory=list)
-    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts find this run folder at the
-    same path, unless `adapters` is "mirror". Their key is in the environment variable TTRL_SERVER_KEY, and never written here."""
+    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts
+    find this run folder at the same path, unless `adapters` is "mirror". Their key is in the
+    environment variable TTRL_SERVER_KEY, and never written here.
+    """
     adapters: Literal["auto", "merged", "mirror"] = "auto"
-    """With `training["lora_rank"]`: "auto", servers keep the starting model and receive each iteration's adapter, where vLLM can
-    do so (not with DoRA, 4 bits, adapters on the head, or joined servers); "merged", they receive merged weights; "mirror",
-    joined servers, too, keep the model, and fetch adapters from the `mirror`: their hosts need no file system of the run's."""
+    """With `training["lora_rank"]`: "auto", servers keep the starting model and receive each
+    iteration's adapter, where vLLM can do so (not with DoRA, 4 bits, adapters on the head, or
+    joined servers); "merged", they receive merged weights; "mirror", joined servers, too, keep the
+    model, and fetch adapters from the `mirror`: their hosts need no file system of the run's.
+    """
     weight_check: Literal["all", "canary"] = "all"
-    """How a server is verified after each sync: "all", every one of its weights is compared with the checkpoint's files, and the
-    canary; "canary", the canary alone (for very large models, whose files take long to read a second time)."""
+    """How a server is verified after each sync: "all", every one of its weights is compared with
+    the checkpoint's files, and the canary; "canary", the canary alone (for very large models, whose
+    files take long to read a second time).
+    """
     start_timeout: float | None = None
-    """Seconds within which a server must be healthy; None: 300, and one for each 100 MB of the model's files."""
+    """Seconds within which a server must be healthy; None: 300, and one for each 100 MB of the
+    model's files.
+    """
 
-    # Several machines. As with `nproc_per_node`, the update is the same for any number, up to rounding.
+    # Several machines. As with `nproc_per_node`, the update is the same for any number, up to
+    # rounding.
 
     cluster: str | None = None
-    """A Ray cluster that the run runs on: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and, with `nnodes` above 1,
-    the trainer start on machines of it; it outlives the program that began it (docs/several_machines.md). None: without Ray."""
+    """A Ray cluster that the run runs on: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and,
+    with `nnodes` above 1, the trainer start on machines of it; it outlives the program that began
+    it (docs/several_machines.md). None: without Ray.
+    """
     sampling_workers: int | None = None
-    """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of the servers. 0: the run does it
-    itself, as always with `tokens_per_iteration`. None: 1 for 16 servers, 0 where there are no more than 32 of them."""
+    """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of
+    the servers. 0: the run does it itself, as always with `tokens_per_iteration`. None: 1 for 16
+    servers, 0 where there are no more than 32 of them.
+    """
     nnodes: int = 1
-    """Machines of the `cluster` that train together. The run folder lies on a file system that all of them share."""
+    """Machines of the `cluster` that train together. The run folder lies on a file system that all
+    of them share.
+    """
     join_timeout: int = 600
-    """Seconds that the trainer waits for all nodes when it starts; after that the run ends, and the same command continues it."""
+    """Seconds that the trainer waits for all nodes when it starts; after that the run ends, and the
+    same command continues it.
+    """
 
     # What is kept, and who is told. None of these changes what is trained either.
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints and states are kept, besides the best and the last; at least 3, so that either of the
-    last two iterations can be trained again from its inputs."""
+    """How many of the newest checkpoints and states are kept, besides the best and the last; at
+    least 3, so that either of the last two iterations can be trained again from its inputs."""
     keep_best: int = 1
-    """How many of the best checkpoints by `validation_metric` are kept, besides the newest `keep_checkpoints`."""
+    """How many of the best checkpoints by `validation_metric` are kept, besides the newest
+    `keep_checkpoints`.
+    """
     keep_every: int | None = None
     """Keep the checkpoint of every n-th iteration for good; None: of none."""
     mirror: str | None = None
-    """Where the run folder is copied to during the run, phase by phase: an object store, such as "s3://bucket/runs/name", or a
-    folder. The same call on another machine that lacks the run folder continues from that copy. If `run` is such an address
-    itself, the run works in the local folder runs/name, and the address is the mirror."""
+    """Where the run folder is copied to during the run, phase by phase: an object store, such as
+    "s3://bucket/runs/name", or a folder. The same call on another machine that lacks the run folder
+    continues from that copy. If `run` is such an address itself, the run works in the local folder
+    runs/name, and the address is the mirror.
+    """
     drift: Literal["stop", "warn"] = "stop"
-    """What happens when sampler and trainer are further apart than rounding explains (`drift_limits`): "stop" ends the run with
-    the worst tokens and the likely causes, "warn" reports them and goes on."""
+    """What happens when sampler and trainer are further apart than rounding explains
+    (`drift_limits`): "stop" ends the run with the worst tokens and the likely causes, "warn"
+    reports them and goes on.
+    """
     drift_limits: dict[str, Any] = field(default_factory=dict)
-    """Replaces the limits by dtype and device (ttrl/monitoring/drift.py): {"mean": nats, "p999": nats, "ess": share, "outside":
-    share}; null for no limit. Only tokens that were compared under the weights that sampled them are held to them."""
+    """Replaces the limits by dtype and device (ttrl/monitoring/drift.py): {"mean": nats, "p999":
+    nats, "ess": share, "outside": share}; null for no limit. Only tokens that were compared under
+    the weights that sampled them are held to them.
+    """
     loggers: list[Any] = field(default_factory=list)
-    """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or a mapping with arguments,
-    such as {"name": "wandb", "project": "sorting", "mode": "offline"} or, with torchtune's names for its own loggers,
-    {"_component_": "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md."""
+    """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or
+    a mapping with arguments, such as {"name": "wandb", "project": "sorting", "mode": "offline"} or,
+    with torchtune's names for its own loggers, {"_component_":
+    "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md.
+    """
 
     gone: ClassVar[Mapping[str, str]] = {
-        "rdzv_endpoint": "several machines train on a Ray cluster (`cluster`), where they find each other",
+        "rdzv_endpoint": (
+            "several machines train on a Ray cluster (`cluster`), where they find each other"
+        ),
         "joined_key_file": "the key is in the environment variable TTRL_SERVER_KEY",
-        "joined_run": "servers on other hosts find the run folder at the same path; mount it there, or make a symbolic link",
+        "joined_run": (
+            "servers on other hosts find the run folder at the same path; mount it there, or "
+            "make a "
+            "symbolic link"
+        ),
     }
 
     def __post_init__(self) -> None:
-        if isinstance(self.training, str) and isinstance(found := read_settings(self.training), dict):
+        if isinstance(self.training, str) and isinstance(
+            found := read_settings(self.training), dict
+        ):
             for name in ("device", "dtype", "num_threads"):  # of the whole run
                 value = found.pop(name, None)
                 if value is not None and getattr(self, name) in ("auto", None):
@@ -261,7 +381,9 @@ class TrainConfig(Config):
 
     @property
     def recipe_settings(self) -> dict[str, Any]:
-        """Return `training` as a dictionary, which it is once a config is made, unless its file cannot be read."""
+        """Return `training` as a dictionary, which it is once a config is made, unless its file
+        cannot be read.
+        """
         return self.training if isinstance(self.training, dict) else {}
 
     @classmethod
@@ -276,80 +398,152 @@ class TrainConfig(Config):
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
-        found = self.at_least(1, "iterations", "tasks_per_iteration", "samples_per_task", "max_tokens", "tokens_per_iteration")
-        found += self.at_least(1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads")
-        found += self.at_least(1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every")
+        found = self.at_least(
+            1,
+            "iterations",
+            "tasks_per_iteration",
+            "samples_per_task",
+            "max_tokens",
+            "tokens_per_iteration",
+        )
+        found += self.at_least(
+            1, "max_staleness", "validation_samples", "seq_len", "nproc_per_node", "num_threads"
+        )
+        found += self.at_least(
+            1, "constant_length", "dynamic_sampling", "max_extra_tasks", "keep_best", "keep_every"
+        )
         found += self.at_least(1, "save_every", "validate_every")
-        found += self.at_least(0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers")
-        found += self.at_least(3, "keep_checkpoints") + self.above_zero("start_timeout") + self.at_least(0, "sampling_workers")
+        found += self.at_least(
+            0, "temperature", "validation_temperature", "seed", "trainer_restarts", "servers"
+        )
+        found += (
+            self.at_least(3, "keep_checkpoints")
+            + self.above_zero("start_timeout")
+            + self.at_least(0, "sampling_workers")
+        )
         found += self._sampling_problems() + self._advantage_problems() + self._training_problems()
-        found += self.watch_problems() + self.server_problems() + self.node_problems() + self._saving_problems()
+        found += (
+            self.watch_problems()
+            + self.server_problems()
+            + self.node_problems()
+            + self._saving_problems()
+        )
         if self.mirror is not None and not self.mirror.strip():
-            found.append('mirror is empty; give an address such as "s3://bucket/runs/name", or leave it out')
+            found.append(
+                'mirror is empty; give an address such as "s3://bucket/runs/name", or leave it out'
+            )
         for name in ("sampling", "training", "server", "drift_limits", "loggers"):
             try:
                 yaml.safe_dump(getattr(self, name))
             except yaml.YAMLError as error:
-                found.append(f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain numbers, strings and lists")
+                found.append(
+                    f"{name} holds what config.yaml cannot ({error.args[-1]!r}); use plain "
+                    "numbers, strings and lists"
+                )
         return found
 
     def _sampling_problems(self) -> list[str]:
         found = []
         if self.temperature == 0:
-            found.append("temperature is 0; greedy samples of a task are all the same, so nothing could be learned from them")
+            found.append(
+                "temperature is 0; greedy samples of a task are all the same, so nothing could "
+                "be learned from them"
+            )
         if self.samples_per_task == 1:
-            found.append("samples_per_task is 1; advantages compare the samples of a task, so there must be at least 2")
+            found.append(
+                "samples_per_task is 1; advantages compare the samples of a task, so there must "
+                "be at least 2"
+            )
         if self.max_staleness is not None and self.tokens_per_iteration is None:
-            found.append("max_staleness is given without tokens_per_iteration; no completion gets old without a budget")
+            found.append(
+                "max_staleness is given without tokens_per_iteration; no completion gets old "
+                "without a budget"
+            )
         if self.early_stop is not None:
             if self.tokens_per_iteration is not None:
-                found.append("early_stop is given with tokens_per_iteration; completions that a budget cuts off are not streamed")
+                found.append(
+                    "early_stop is given with tokens_per_iteration; completions that a budget "
+                    "cuts off are not streamed"
+                )
             unknown = self.early_stop.keys() - {"alpha", "threshold"}
-            found += [f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'" for name in sorted(unknown)]
+            found += [
+                f"early_stop: unknown key {name!r}; there are 'alpha' and 'threshold'"
+                for name in sorted(unknown)
+            ]
         if self.dynamic_sampling is None:
             if self.max_extra_tasks is not None:
                 found.append("max_extra_tasks is given without dynamic_sampling; they go together")
         elif self.dynamic_sampling > (most := self.tasks_per_iteration + self.extra_task_limit):
             found.append(
-                f"dynamic_sampling is {self.dynamic_sampling}, but an iteration has at most {most} tasks; raise max_extra_tasks"
+                f"dynamic_sampling is {self.dynamic_sampling}, but an iteration has at most "
+                f"{most} tasks; raise max_extra_tasks"
             )
         if self.off_policy_steps and self.weight_sync == "sleep":
             found.append(
-                "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the trainer works, so it cannot sleep: "
+                "off_policy_steps is 1 with weight_sync 'sleep'; the server samples while the "
+                "trainer works, so it cannot sleep: "
                 "choose weight_sync 'reload', or off_policy_steps 0"
             )
         if 0 < self.seq_len < self.max_tokens and self.too_long in ("drop", "error"):
-            found.append(f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or set too_long 'truncate'")
+            found.append(
+                f"seq_len is {self.seq_len}, below max_tokens {self.max_tokens}: raise it, or "
+                "set too_long 'truncate'"
+            )
         return found + sampling_problems(self.sampling)
 
     def _advantage_problems(self) -> list[str]:
         try:
             self.advantage_config()
         except ConfigError as error:  # two of its fields have a longer name here
-            return [f"advantage_{line}" if line.startswith(("std_floor", "clip")) else line for line in error.problems]
+            return [
+                f"advantage_{line}" if line.startswith(("std_floor", "clip")) else line
+                for line in error.problems
+            ]
         return []
 
     def _training_problems(self) -> list[str]:
-        found = [f"training: {name!r} is {whose}" for name in self.recipe_settings if (whose := _not_of_training(name))]
+        found = [
+            f"training: {name!r} is {whose}"
+            for name in self.recipe_settings
+            if (whose := _not_of_training(name))
+        ]
         if isinstance(self.training, str):
             found.append(f"training is {self.training!r}, {read_settings(self.training)}")
         if (self.aggregation == "constant") != (self.constant_length is not None):
-            found.append(f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; they go together")
+            found.append(
+                f"aggregation {self.aggregation!r} with constant_length {self.constant_length}; "
+                "they go together"
+            )
         try:
             recipe = self.recipe_config({"seed": 0})  # a wrong seed is reported by its own name
         except ConfigError as error:
             return found + [f"training: {problem}" for problem in error.problems]
-        if self.adapters == "mirror" and (recipe.lora_merge or not self.joined_servers or not (self.mirror or "://" in self.run)):
-            rank = f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model that is not here yet)"
+        if self.adapters == "mirror" and (
+            recipe.lora_merge or not self.joined_servers or not (self.mirror or "://" in self.run)
+        ):
+            rank = (
+                f"lora_rank up to {LORA_RANKS[-1]} (a third of that for a model that is not here "
+                "yet)"
+            )
             kind = f"{rank}, and neither DoRA, 4 bits, adapters on the head nor GPT-2"
-            found.append(f"adapters is 'mirror', which takes a mirror, joined_servers, and adapters as vLLM serves them ({kind})")
+            found.append(
+                "adapters is 'mirror', which takes a mirror, joined_servers, and adapters as "
+                f"vLLM serves them ({kind})"
+            )
         if not (recipe.value_head or recipe.token_rewards == "implicit"):
             return found
         maker = "value_head" if recipe.value_head else "token_rewards 'implicit'"
         defaults = self.defaults()
         return found + [
-            f"{name} is {getattr(self, name)!r}, which does nothing with {maker}: the recipe makes advantages of graders' rewards"
-            for name in ("advantages", "advantage_std_floor", "advantage_clip", "reward_power", "surprise_bonus")
+            f"{name} is {getattr(self, name)!r}, which does nothing with {maker}: the recipe "
+            "makes advantages of graders' rewards"
+            for name in (
+                "advantages",
+                "advantage_std_floor",
+                "advantage_clip",
+                "reward_power",
+                "surprise_bonus",
+            )
             if getattr(self, name) != defaults[name]
         ]
 
@@ -358,11 +552,16 @@ class TrainConfig(Config):
             return []
         why = self.files_because
         if self.weight_sync not in ("auto", "memory"):
-            why = f"weight_sync is {self.weight_sync!r}, so servers read the files of each iteration"
-        found = [] if why is None else [f"save_every is {self.save_every}, but {why}: leave it at 1"]
+            why = (
+                f"weight_sync is {self.weight_sync!r}, so servers read the files of each iteration"
+            )
+        found = (
+            [] if why is None else [f"save_every is {self.save_every}, but {why}: leave it at 1"]
+        )
         if self.keep_every is not None and self.keep_every % self.save_every:
             found.append(
-                f"keep_every is {self.keep_every}; take a multiple of save_every, {self.save_every}: no other is written"
+                f"keep_every is {self.keep_every}; take a multiple of save_every, "
+                f"{self.save_every}: no other is written"
             )
         return found
 
@@ -371,18 +570,30 @@ class TrainConfig(Config):
         found = []
         for name, value in self.drift_limits.items():
             if name not in LIMIT_NAMES:
-                found.append(f"drift_limits: unknown limit {name!r}; there are {', '.join(LIMIT_NAMES)}")
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0):
-                found.append(f"drift_limits: {name} is {value!r}; it must be above 0, or null for no limit")
+                found.append(
+                    f"drift_limits: unknown limit {name!r}; there are {', '.join(LIMIT_NAMES)}"
+                )
+            elif value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not value > 0
+            ):
+                found.append(
+                    f"drift_limits: {name} is {value!r}; it must be above 0, or null for no limit"
+                )
         return found + [problem for entry in self.loggers for problem in logger_problems(entry)]
 
     def server_problems(self) -> list[str]:
         """Return what is wrong with the servers that are to be started or joined, one line each."""
         found = joined_problems(self.joined_servers)
         if self.cluster is None and self.sampling_workers:
-            found.append(f"sampling_workers is {self.sampling_workers}, but there is no cluster; leave it out")
+            found.append(
+                f"sampling_workers is {self.sampling_workers}, but there is no cluster; leave it "
+                "out"
+            )
         if self.cluster is not None and self.weight_sync not in ("auto", "reload"):
-            found.append(f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: auto or reload")
+            found.append(
+                f"weight_sync is {self.weight_sync!r}, but the servers of a cluster read files: "
+                "auto or reload"
+            )
         if self.servers_in_all < 1:
             found.append("servers is 0 and joined_servers is empty; nobody would sample")
         return found
@@ -401,15 +612,24 @@ class TrainConfig(Config):
         if self.nnodes <= 1:
             return found
         if self.cluster is None:
-            found.append(f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` (docs/several_machines.md)")
+            found.append(
+                f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` "
+                "(docs/several_machines.md)"
+            )
         if self.trainer != "resident":
-            found.append(f"nnodes is {self.nnodes}, which needs trainer: resident; the other nodes follow it")
+            found.append(
+                f"nnodes is {self.nnodes}, which needs trainer: resident; the other nodes follow it"
+            )
         return found
 
     @property
     def extra_task_limit(self) -> int:
         """How many further tasks dynamic sampling may take in an iteration."""
-        return self.max_extra_tasks if self.max_extra_tasks is not None else 2 * self.tasks_per_iteration
+        return (
+            self.max_extra_tasks
+            if self.max_extra_tasks is not None
+            else 2 * self.tasks_per_iteration
+        )
 
     @property
     def server_stops(self) -> bool:
@@ -425,12 +645,16 @@ class TrainConfig(Config):
 
     @property
     def shares_gpu(self) -> bool:
-        """Whether trainer and servers take turns on the same GPUs, so that neither may start while the other loads."""
+        """Whether trainer and servers take turns on the same GPUs, so that neither may start while
+        the other loads.
+        """
         return self.device == "cuda" and self.placement != "split" and self.servers_here > 0
 
     @property
     def context(self) -> int | None:
-        """The longest sequence that the servers accept, where `server` sets it; None: the model's own."""
+        """The longest sequence that the servers accept, where `server` sets it; None: the model's
+        own.
+        """
         length = self.server.get("max_model_len")
         return length if isinstance(length, int) and length > 0 else None
 
@@ -468,16 +692,22 @@ class TrainConfig(Config):
 
     @property
     def files_because(self) -> str | None:
-        """Why somebody needs new weights as files; None where all servers can take them out of the trainer's memory."""
+        """Why somebody needs new weights as files; None where all servers can take them out of the
+        trainer's memory.
+        """
         return next(iter(self._file_readers(all_of_them=False)), None)
 
     @property
     def hands_over(self) -> bool:
         """Whether the trainer holds new weights out in memory, for some of the servers at least."""
-        return self.resolved_weight_sync == "memory" and not any(self._file_readers(all_of_them=True))
+        return self.resolved_weight_sync == "memory" and not any(
+            self._file_readers(all_of_them=True)
+        )
 
     def _file_readers(self, *, all_of_them: bool) -> Iterator[str]:
-        """Yield who needs files, in words; with `all_of_them`, only what leaves nobody who would take weights out of memory."""
+        """Yield who needs files, in words; with `all_of_them`, only what leaves nobody who would
+        take weights out of memory.
+        """
         if self.trainer != "resident":
             yield "trainer 'once' is gone by then"
         if self.nnodes > 1:
@@ -500,8 +730,14 @@ class TrainConfig(Config):
         return max(0, number - 1 - self.off_policy_steps)
 
     def rollouts_of_policy(self, number: int) -> list[int]:
-        """Return the iterations whose rollouts are sampled by the policy after iteration `number`."""
-        return [later for later in range(number + 1, number + 3) if self.policy_of_rollouts(later) == number]
+        """Return the iterations whose rollouts are sampled by the policy after iteration
+        `number`.
+        """
+        return [
+            later
+            for later in range(number + 1, number + 3)
+            if self.policy_of_rollouts(later) == number
+        ]
 
     @property
     def resolved_validation_temperature(self) -> float:
@@ -521,7 +757,11 @@ class TrainConfig(Config):
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
             return self.trainer_memory
-        return "free" if device == "cuda" and self.placement != "split" and self.servers_here else "keep"
+        return (
+            "free"
+            if device == "cuda" and self.placement != "split" and self.servers_here
+            else "keep"
+        )
 
     def advantage_config(self) -> AdvantageConfig:
         """Return how rewards become advantages. Raises ConfigError."""
@@ -536,13 +776,15 @@ class TrainConfig(Config):
 
     @property
     def gives_adapters(self) -> bool:
-        """Whether the servers are given a run's adapters on top of the base, and nobody needs merged weights: see `adapters`."""
+        """Whether the servers are given a run's adapters on top of the base, and nobody needs
+        merged weights: see `adapters`.
+        """
         return not self.recipe_config({}).lora_merge
 
     @property
     def shares_prompts(self) -> bool:
-        """Whether servers compute a prompt once for all its samples, whatever their prefix cache keeps: those on CPUs, without
-        adapters (`ttrl.vllm_worker.shared_prompts`)."""
+        """Whether servers compute a prompt once for all its samples, whatever their prefix cache
+        keeps: those on CPUs, without adapters (`ttrl.vllm_worker.shared_prompts`)."""
         return self.device == "cpu" and not self.gives_adapters
 
     def _can_serve_adapters(self, recipe: GRPOConfig) -> bool:
@@ -557,11 +799,17 @@ class TrainConfig(Config):
         )
 
     def recipe_config(self, values: dict[str, Any]) -> GRPOConfig:
-        """Return the recipe's config: `training`, and `values`, which the loop sets for an iteration. Raises ConfigError."""
+        """Return the recipe's config: `training`, and `values`, which the loop sets for an
+        iteration. Raises ConfigError.
+        """
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
         correction = {"off_policy": "token"} if self.off_policy_steps else {}
-        given = {key: value for key, value in self.recipe_settings.items() if not _not_of_training(key)}
-        recipe = GRPOConfig.parse({**placeholders, **correction, **given, "seed": self.seed, **values}, "training")
+        given = {
+            key: value for key, value in self.recipe_settings.items() if not _not_of_training(key)
+        }
+        recipe = GRPOConfig.parse(
+            {**placeholders, **correction, **given, "seed": self.seed, **values}, "training"
+        )
         recipe.lora_merge = not self._can_serve_adapters(recipe)
         return recipe
 
@@ -569,10 +817,16 @@ class TrainConfig(Config):
     def defaults(cls) -> dict[str, Any]:
         """Return the fields that have a default, as config.yaml would hold them."""
         values = cls(run="", model="", iterations=1).to_dict()
-        return {name: value for name, value in values.items() if name not in ("run", "model", "iterations")}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in ("run", "model", "iterations")
+        }
 
     def resolved(self, cuda: bool) -> "TrainConfig":
-        """Return this config with everything that is not set written out, so that config.yaml says what was run."""
+        """Return this config with everything that is not set written out, so that config.yaml says
+        what was run.
+        """
         device = self.device if self.device != "auto" else "cuda" if cuda else "cpu"
         if self.device != device:
             return replace(self, device=device).resolved(cuda)
@@ -580,7 +834,8 @@ class TrainConfig(Config):
             self.to_dict()
             | {
                 "dtype": self.dtype if self.dtype != "auto" else auto_dtype(device == "cuda"),
-                "num_threads": self.num_threads or max(1, (os.cpu_count() or 1) // self.processes_here),
+                "num_threads": self.num_threads
+                or max(1, (os.cpu_count() or 1) // self.processes_here),
                 "nproc_per_node": self.processes_here,
                 "servers": self.servers_here + self.replicas,
                 "weight_sync": self.resolved_weight_sync,
@@ -594,7 +849,13 @@ class TrainConfig(Config):
 
 
 def _not_of_training(name: str) -> str:
-    """Return whose setting it is that `training` cannot hold; "" for the recipe's, and for what is none."""
+    """Return whose setting it is that `training` cannot hold; "" for the recipe's, and for what is
+    none.
+    """
     if name in SET_BY_THE_LOOP:
         return "set by the loop"
-    return "a setting of the run, not of its recipe" if name in TrainConfig.names() - GRPOConfig.names() else ""
+    return (
+        "a setting of the run, not of its recipe"
+        if name in TrainConfig.names() - GRPOConfig.names()
+        else ""
+    )

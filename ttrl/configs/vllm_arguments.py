@@ -1,7 +1,9 @@
-"""Arguments of vLLM and of requests to it, checked before it is started: it takes 20 s to refuse one.
+"""Arguments of vLLM and of requests to it, checked before it is started: it takes 20 s to refuse
+one.
 
-Read from the source of the vLLM that is installed, without importing it (which takes 5 s): the options of its parser, and type,
-values and bounds of the fields behind them. Whatever is not plain there is left to vLLM: nothing is refused that it would take.
+Read from the source of the vLLM that is installed, without importing it (which takes 5 s): the
+options of its parser, and type, values and bounds of the fields behind them. Whatever is not plain
+there is left to vLLM: nothing is refused that it would take.
 """
 
 import ast
@@ -23,31 +25,47 @@ _FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.p
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values of its `max_lora_rank`."""
 _OTHER_DISTRIBUTIONS = (
-    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "min_tokens",
-    "bad_words", "allowed_token_ids", "structured_outputs", "response_format",
+    "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "logit_bias", "min_tokens", "bad_words", "allowed_token_ids", "structured_outputs",
+    "response_format",
 )  # fmt: skip
-"""Sampling parameters that draw from another distribution than softmax(logits / temperature), which the trainer computes."""
+"""Sampling parameters that draw from another distribution than softmax(logits / temperature), which
+the trainer computes.
+"""
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
 def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
-    """Return what of `TrainConfig.sampling` is set elsewhere, or changes what is sampled from, one line each."""
+    """Return what of `TrainConfig.sampling` is set elsewhere, or changes what is sampled from, one
+    line each.
+    """
     own = ("n", "temperature", "max_tokens", "logprobs", "model", "messages")
-    found = [f"sampling: {name!r} has a setting of its own, or is set by ttrl" for name in own if name in sampling]
+    found = [
+        f"sampling: {name!r} has a setting of its own, or is set by ttrl"
+        for name in own
+        if name in sampling
+    ]
     extra_body = sampling.get("extra_body")
     names = (*sampling, *(extra_body if isinstance(extra_body, dict) else ()))
     other = [name for name in names if name in _OTHER_DISTRIBUTIONS]
-    return found + [f"sampling: {name!r} draws from another distribution than the one that is trained" for name in other]
+    return found + [
+        f"sampling: {name!r} draws from another distribution than the one that is trained"
+        for name in other
+    ]
 
 
 def lora_rank_there(model: str | Path, rank: int) -> int:
-    """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and v as one matrix, of which an
-    adapter is ours side by side. Of a model that is not here yet nothing is known but that."""
+    """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and
+    v as one matrix, of which an adapter is ours side by side. Of a model that is not here yet
+    nothing is known but that.
+    """
     return 3 * rank if _model_type(model) in (None, "phi3") else rank
 
 
 def takes_adapters(model: str | Path, device: str) -> bool:
-    """Tell whether vLLM serves adapters of a model: not of GPT-2, and on CPUs not of mixtures of experts."""
+    """Tell whether vLLM serves adapters of a model: not of GPT-2, and on CPUs not of mixtures of
+    experts.
+    """
     config = _config(model)
     return config.get("model_type") != "gpt2" and not (device == "cpu" and has_experts(config))
 
@@ -65,7 +83,8 @@ def _config(model: str | Path) -> dict[str, Any]:
 
 
 def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> list[str]:
-    """Return what vLLM would refuse in {"max_num_seqs": 8, …}, one line each; [] where no vLLM is installed.
+    """Return what vLLM would refuse in {"max_num_seqs": 8, …}, one line each; [] where no vLLM is
+    installed.
 
     root: vLLM's folder; None: that of the one installed.
     """
@@ -79,11 +98,16 @@ def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> lis
         plain = option.partition(".")[0].removeprefix("no_")
         if plain in known:
             found += [
-                f"{name} is {value!r}; vLLM wants {wanted}" for wanted in _wanted(root, known[plain], value) if plain == option
+                f"{name} is {value!r}; vLLM wants {wanted}"
+                for wanted in _wanted(root, known[plain], value)
+                if plain == option
             ]
-        elif not any(one.startswith(plain) for one in known):  # its parser takes beginnings of names
+        # Its parser takes beginnings of names.
+        elif not any(one.startswith(plain) for one in known):
             near = difflib.get_close_matches(plain, known, n=1)
-            found.append(f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            found.append(
+                f"vLLM has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
     return found
 
 
@@ -107,7 +131,9 @@ def _installed() -> Path | None:
 
 @dataclass(frozen=True)
 class _Field:
-    """Where a config class of vLLM has the field behind an option; None where the parser does not take it from one."""
+    """Where a config class of vLLM has the field behind an option; None where the parser does not
+    take it from one.
+    """
 
     owner: str | None = None
     name: str = ""
@@ -115,7 +141,9 @@ class _Field:
 
 @functools.cache
 def _fields(root: Path) -> dict[str, _Field]:
-    """Return every option of the server by its name with underscores; {} for a vLLM that is written in another way."""
+    """Return every option of the server by its name with underscores; {} for a vLLM that is written
+    in another way.
+    """
     engine = _tree(root / _ENGINE)
     frontend = next((tree for path in _FRONTEND if (tree := _tree(root / path)) is not None), None)
     if engine is None or frontend is None:
@@ -124,10 +152,18 @@ def _fields(root: Path) -> dict[str, _Field]:
     for tree in (engine, frontend):
         classes: dict[str, str] = {}  # names of variables, and the class whose fields they hold
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and (owner := _owner(node.value)):
+            if (
+                isinstance(node, ast.Assign)
+                and isinstance(node.targets[0], ast.Name)
+                and (owner := _owner(node.value))
+            ):
                 classes[node.targets[0].id] = owner
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "add_argument"
+            ):
                 for name in (one.value for one in node.args if isinstance(one, ast.Constant)):
                     if isinstance(name, str) and name.startswith("--"):
                         options[name[2:].replace("-", "_")] = _source(node, classes)
@@ -153,14 +189,24 @@ def _owner(value: ast.expr) -> str | None:
 
 
 def _source(call: ast.Call, classes: Mapping[str, str]) -> _Field:
-    """Return the field of `add_argument("--x", **model_kwargs["x"])`, also where its default is replaced."""
+    """Return the field of `add_argument("--x", **model_kwargs["x"])`, also where its default is
+    replaced.
+    """
     match [one for one in call.keywords if one.arg != "dest"]:
-        case [ast.keyword(arg=None, value=ast.Subscript(value=ast.Name(id=held), slice=ast.Constant(value=str(name))))] | [
+        case [
+            ast.keyword(
+                arg=None,
+                value=ast.Subscript(value=ast.Name(id=held), slice=ast.Constant(value=str(name))),
+            )
+        ] | [
             ast.keyword(
                 arg=None,
                 value=ast.Dict(
                     keys=[None, ast.Constant(value="default")],
-                    values=[ast.Subscript(value=ast.Name(id=held), slice=ast.Constant(value=str(name))), _],
+                    values=[
+                        ast.Subscript(value=ast.Name(id=held), slice=ast.Constant(value=str(name))),
+                        _,
+                    ],
                 ),
             )
         ] if held in classes:
@@ -175,8 +221,12 @@ def _annotated(node: ast.ClassDef) -> Iterator[tuple[str, ast.expr, ast.expr | N
 
 
 @functools.cache
-def _definition(root: Path, field: _Field) -> tuple[frozenset[str], tuple[str, ...], dict[str, float]]:
-    """Return the types of a field as names, the values that a Literal lists, and its bounds; nothing where it is not plain."""
+def _definition(
+    root: Path, field: _Field
+) -> tuple[frozenset[str], tuple[str, ...], dict[str, float]]:
+    """Return the types of a field as names, the values that a Literal lists, and its bounds;
+    nothing where it is not plain.
+    """
     for path in sorted((root / "config").glob("*.py")):
         text = path.read_text(encoding="utf-8")
         if field.owner is None or not re.search(rf"^class {field.owner}\b", text, re.MULTILINE):
@@ -199,7 +249,11 @@ def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tupl
             return frozenset({"None"}), ()
         case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
             listed = values.elts if isinstance(values, ast.Tuple) else [values]
-            texts = [one.value for one in listed if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            texts = [
+                one.value
+                for one in listed
+                if isinstance(one, ast.Constant) and isinstance(one.value, str)
+            ]
             return frozenset({"Literal" if len(texts) == len(listed) else "?"}), tuple(texts)
         case ast.Name(id="int" | "float" | "bool" | "str" as plain):
             return frozenset({plain}), ()
@@ -208,7 +262,9 @@ def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tupl
                 match node:
                     case ast.Assign(targets=[ast.Name(id=name)], value=value) if name == alias:
                         return _types(value, tree)
-                    case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if name == alias:
+                    case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value) if (
+                        name == alias
+                    ):
                         return _types(value, tree)
     return frozenset({"?"}), ()
 
@@ -219,7 +275,9 @@ def _bounds(value: ast.expr | None) -> dict[str, float]:
     return {
         one.arg: one.value.value
         for one in keywords
-        if one.arg in _BOUNDS and isinstance(one.value, ast.Constant) and isinstance(one.value.value, int | float)
+        if one.arg in _BOUNDS
+        and isinstance(one.value, ast.Constant)
+        and isinstance(one.value.value, int | float)
     }
 
 
@@ -234,13 +292,27 @@ def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
         return [] if isinstance(value, bool) else ["true or false"]
     if kind == "Literal":
         same = {text.lower().replace("-", "_") for text in listed}
-        return [] if str(value).lower().replace("-", "_") in same else ["one of " + ", ".join(map(repr, listed))]
+        return (
+            []
+            if str(value).lower().replace("-", "_") in same
+            else ["one of " + ", ".join(map(repr, listed))]
+        )
     if kind not in ("int", "float"):
         return []
-    number = isinstance(value, int | float) and not isinstance(value, bool) and (kind == "float" or float(value).is_integer())
+    number = (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and (kind == "float" or float(value).is_integer())
+    )
     if not number:  # "8k" and "auto" are numbers to it
-        in_words = isinstance(value, str) and (re.search(r"\d|inf|nan", value) or value in ("auto", "", "None"))
+        in_words = isinstance(value, str) and (
+            re.search(r"\d|inf|nan", value) or value in ("auto", "", "None")
+        )
         return [] if in_words else ["a whole number" if kind == "int" else "a number"]
     holds = {"gt": lambda least: value > least, "ge": lambda least: value >= least}
     holds |= {"lt": lambda most: value < most, "le": lambda most: value <= most}
-    return [f"a number {_BOUNDS[name]} {limit:g}" for name, limit in bounds.items() if not holds[name](limit)]
+    return [
+        f"a number {_BOUNDS[name]} {limit:g}"
+        for name, limit in bounds.items()
+        if not holds[name](limit)
+    ]

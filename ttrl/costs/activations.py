@@ -1,19 +1,22 @@
 """Count what a layer keeps for its backward pass, in bytes per token of a microbatch.
 
-Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix product its input, a norm its
-input, an elementwise product both factors, the attention its queries, keys, values, output and log-sum-exp. The stream between
-the layers is fp32; under bf16 matrix products save a copy of their input in bf16, which they share. On the CPU, SiLU with the
-product after it is one operation, which saves its two inputs.
+Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix
+product its input, a norm its input, an elementwise product both factors, the attention its queries,
+keys, values, output and log-sum-exp. The stream between the layers is fp32; under bf16 matrix
+products save a copy of their input in bf16, which they share. On the CPU, SiLU with the product
+after it is one operation, which saves its two inputs.
 
-On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes that grow with the row's
-length as well.
+On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes
+that grow with the row's length as well.
 
-CUDA: from the same operations and FlexAttention's saved tensors; held to an H100 (docs/training.md).
+CUDA: from the same operations and FlexAttention's saved tensors; held to an H100
+(docs/training.md).
 
-Layers of transformers' own classes (`described_layer_bytes`) keep what their parts say, with copies of a token for each of its
-experts.
+Layers of transformers' own classes (`described_layer_bytes`) keep what their parts say, with copies
+of a token for each of its experts.
 
-Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T tokens of a row.
+Letters: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, T
+tokens of a row.
 """
 
 from dataclasses import dataclass
@@ -52,19 +55,30 @@ class Computation:
         return 2 if self.bf16 else _FP32
 
 
-def layer_bytes(decoder: DecoderParameters, how: Computation, dense_length: int | None = None) -> LayerBytes:
+def layer_bytes(
+    decoder: DecoderParameters, how: Computation, dense_length: int | None = None
+) -> LayerBytes:
     """Return what a layer keeps. dense_length: T, where attention goes through a dense mask."""
-    width, size, parts = decoder.shape.width, how.bytes, how.tensor_parallel
-    queries, keys = decoder.queries / parts, decoder.keys / parts
-    feed_forward, heads = decoder.shape.feed_forward_width / parts, decoder.shape.heads / parts
-    gated, parallel = decoder.shape.feed_forward_matrices == 3, decoder.parallel
+    width = decoder.shape.width
+    size = how.bytes
+    parts = how.tensor_parallel
+    queries = decoder.queries / parts
+    keys = decoder.keys / parts
+    feed_forward = decoder.shape.feed_forward_width / parts
+    heads = decoder.shape.heads / parts
+    gated = decoder.shape.feed_forward_matrices == 3
+    parallel = decoder.parallel
 
     inner_inputs = 1 if parallel and size == _FP32 else 2  # of attention and feed-forward layer
-    norms = width * (1 if parallel else 4 if decoder.post_norms else 2) + (queries + keys) * decoder.head_norms
+    norms = (
+        width * (1 if parallel else 4 if decoder.post_norms else 2)
+        + (queries + keys) * decoder.head_norms
+    )
     products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
     attention = 2 * queries * size + heads * _FP32
     if dense_length is None:
-        attention += 2 * (queries if how.cuda else keys) * size  # FlexAttention has them once for each query head
+        # FlexAttention has them once for each query head.
+        attention += 2 * (queries if how.cuda else keys) * size
     else:
         attention += 2 * queries * size  # keys and values repeated for each query head
         if decoder.soft_cap:
@@ -88,20 +102,26 @@ def bytes_of_layers(decoder: DecoderParameters, how: Computation) -> list[LayerB
 
 def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
     """Return what a layer keeps; where layers differ, the one that keeps most."""
-    return max(bytes_of_layers(decoder, how), key=lambda one: one.kept, default=None) or layer_bytes(decoder, how)
+    return max(
+        bytes_of_layers(decoder, how), key=lambda one: one.kept, default=None
+    ) or layer_bytes(decoder, how)
 
 
 def described_layer_bytes(layer: Layer, width: int, how: Computation) -> LayerBytes:
     """Return what a layer of transformers' own class keeps, from its matrices and parts.
 
-    A norm keeps its input, in fp32, and the input without its length; each matrix its input; the rest is in
-    `Layer.kept`, which has the chunks of recurrences as transformers computes them in PyTorch; kernels of other packages
-    keep less. Of what autograd really keeps of a layer of tiny models on the CPU this is within 20%, and the peak of
-    their gradients is within 10% (tests/costs/test_families.py). width: D.
+    A norm keeps its input, in fp32, and the input without its length; each matrix its input; the
+    rest is in `Layer.kept`, which has the chunks of recurrences as transformers computes them in
+    PyTorch; kernels of other packages keep less. Of what autograd really keeps of a layer of tiny
+    models on the CPU this is within 20%, and the peak of their gradients is within 10%
+    (tests/costs/test_families.py). width: D.
     """
-    size, stream = how.bytes, width * _FP32
+    size = how.bytes
+    stream = width * _FP32
     inputs = sum(one.before * one.chosen for one in layer.matrices if one.before != width)
     products = sum(one.behind * one.chosen for one in layer.matrices)
     kept = layer.norms * (2 * stream + width * size) + (inputs + layer.kept) * size
     widest = max((one.behind * one.chosen for one in layer.matrices), default=0)
-    return LayerBytes(kept=kept, input=stream, products=products * size, backward=3 * stream + 2 * widest * size)
+    return LayerBytes(
+        kept=kept, input=stream, products=products * size, backward=3 * stream + 2 * widest * size
+    )

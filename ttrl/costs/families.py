@@ -108,7 +108,9 @@ def _family(
 
     def made(values: Values) -> Kinds:
         types = _types(values, every, others)
-        layers = tuple(mixer(values, n, kind) + half(values, n, kind) for n, kind in enumerate(types))
+        layers = tuple(
+            mixer(values, n, kind) + half(values, n, kind) for n, kind in enumerate(types)
+        )
         return Kinds(layers, **of_model)
 
     return made
@@ -128,9 +130,9 @@ def _attends(
 ) -> _Halves:
     """Return attention with all the norms of its layer.
 
-    count: of norms. bias: the setting that says whether it has any, output_bias of the output's own;
-    biased and output_biased: where config.json does not. every_layer: whether all have the window.
-    more: vectors of H entries.
+    count: of norms. bias: the setting that says whether it has any, output_bias of the output's
+    own; biased and output_biased: where config.json does not. every_layer: whether all have the
+    window. more: vectors of H entries.
     """
 
     def mixer(values: Values, number: int, kind: str) -> Layer:
@@ -145,7 +147,9 @@ def _attends(
     return mixer
 
 
-def _dense(names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), bias: str = "mlp_bias") -> _Halves:
+def _dense(
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), bias: str = "mlp_bias"
+) -> _Halves:
     def half(values: Values, number: int, kind: str) -> Layer:
         width = values.number("intermediate_size")
         return feed_forward(values, width, names=names, bias=bool(values.get(bias)))
@@ -164,7 +168,9 @@ def _qwen_mixture(values: Values, number: int, kind: str) -> Layer:
     found = experts(values, values.number("moe_intermediate_size"))
     shared = values.get("shared_expert_intermediate_size")
     if shared:
-        found += feed_forward(values, shared) + Layer((Matrix("shared_expert_gate", values.width, 1),))
+        found += feed_forward(values, shared) + Layer(
+            (Matrix("shared_expert_gate", values.width, 1),)
+        )
     return found
 
 
@@ -174,7 +180,9 @@ def _with_shared(first: int, shared: int = 1) -> _Halves:
 
     def half(values: Values, number: int, kind: str) -> Layer:
         if not _is_behind_dense(values, number, first):
-            return feed_forward(values, values.number("intermediate_size"), bias=bool(values.get("mlp_bias")))
+            return feed_forward(
+                values, values.number("intermediate_size"), bias=bool(values.get("mlp_bias"))
+            )
         width = values.number("moe_intermediate_size")
         always = values.number("n_shared_experts", "num_shared_experts", default=shared)
         return experts(values, width) + feed_forward(values, always * width)
@@ -193,7 +201,11 @@ def _ernie_mixture(values: Values, number: int, kind: str) -> Layer:
     width = values.number("moe_intermediate_size")
     always = values.number("moe_num_shared_experts", default=2)
     count = values.number("moe_num_experts")  # a bias that balances, for each
-    return experts(values, width) + feed_forward(values, always * width, bias=bias) + Layer(vectors=count)
+    return (
+        experts(values, width)
+        + feed_forward(values, always * width, bias=bias)
+        + Layer(vectors=count)
+    )
 
 
 def _hunyuan_mixture(values: Values, number: int, kind: str) -> Layer:
@@ -226,7 +238,8 @@ def _olmo_hybrid(values: Values, number: int, kind: str) -> Layer:
 
 def _kimi(values: Values) -> Kinds:
     """Count Kimi Linear, whose published config.json has settings of its own for the recurrence."""
-    config, own = dict(values.config), values.get("linear_attn_config", default={})
+    config = dict(values.config)
+    own = values.get("linear_attn_config", default={})
     if own:
         config |= {"linear_num_heads": own["num_heads"], "linear_head_dim": own["head_dim"]}
         config["linear_conv_kernel_dim"] = own.get("short_conv_kernel_size", 4)
@@ -269,7 +282,8 @@ def _bamba(values: Values) -> Kinds:
 
 def _falcon_h1_mixer(values: Values, number: int, kind: str) -> Layer:
     """Count attention and a recurrence side by side."""
-    bias, output = bool(values.get("mamba_proj_bias")), bool(values.get("projectors_bias"))
+    bias = bool(values.get("mamba_proj_bias"))
+    output = bool(values.get("projectors_bias"))
     normed = bool(values.get("mamba_rms_norm"))
     scan = mamba2(values, normed=normed, bias=bias, output_bias=output)
     return scan + _attends()(values, number, kind)
@@ -282,12 +296,15 @@ def _nemotron_h(values: Values) -> Kinds:
     """Count Nemotron-H, where a layer is one of four things."""
     kinds = values.get("layers_block_type", "layer_types")
     if kinds is None:
-        kinds = [_NEMOTRON_LETTERS[one] for one in values.get("hybrid_override_pattern", default="")]
+        kinds = [
+            _NEMOTRON_LETTERS[one] for one in values.get("hybrid_override_pattern", default="")
+        ]
     return Kinds(tuple(_nemotron_layer(values, kind) + norms(values, 1) for kind in kinds))
 
 
 def _nemotron_layer(values: Values, kind: str) -> Layer:
-    names, bias = ("up_proj", "down_proj"), bool(values.get("mlp_bias"))
+    names = ("up_proj", "down_proj")
+    bias = bool(values.get("mlp_bias"))
     if kind in _FULL:
         return attention(
             values,
@@ -328,7 +345,9 @@ def _lfm2(values: Values) -> Kinds:
         width = int(values.get("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
         multiple = values.number("block_multiple_of", default=256)
         width = multiple * -(-width // multiple)
-    return _family(_lfm2_mixer, lambda values, number, kind: feed_forward(values, width, names=_LFM2))(values)
+    return _family(
+        _lfm2_mixer, lambda values, number, kind: feed_forward(values, width, names=_LFM2)
+    )(values)
 
 
 def _lfm2_mixture(values: Values, number: int, kind: str) -> Layer:
@@ -351,13 +370,16 @@ def _per_layer_inputs(values: Values) -> tuple[Layer, Layer, int]:
         Matrix("per_layer_input_gate", values.width, width),
         Matrix("per_layer_projection", width, values.width),
     )
-    outside = Layer((Matrix("per_layer_model_projection", values.width, all_layers),), vectors=width)
+    outside = Layer(
+        (Matrix("per_layer_model_projection", values.width, all_layers),), vectors=width
+    )
     table = values.number("vocab_size_per_layer_input", default=262_144) * all_layers
     return Layer(gates, kept=3 * width) + norms(values, 1), outside, table
 
 
 def _gemma3n(values: Values) -> Kinds:
-    width, streams = values.width, values.number("altup_num_inputs", default=4)
+    width = values.width
+    streams = values.number("altup_num_inputs", default=4)
     rank = values.number("laurel_rank", default=64)
     each, outside, table = _per_layer_inputs(values)
     small = (
@@ -365,12 +387,19 @@ def _gemma3n(values: Values) -> Kinds:
         Matrix("laurel", rank, width),
         Matrix("modality_router", width, streams),
     )
-    each += Layer(small, vectors=width + streams**2 + streams**3, kept=2 * streams * width) + norms(values, 6)
+    each += Layer(small, vectors=width + streams**2 + streams**3, kept=2 * streams * width) + norms(
+        values, 6
+    )
     widths = values.get("intermediate_size")
-    kinds, layers = _types(values, 5), []
+    kinds = _types(values, 5)
+    layers = []
     shared = len(kinds) - values.number("num_kv_shared_layers", default=15)
     for number, kind in enumerate(kinds):
-        own = widths[number] if isinstance(widths, list | tuple) else values.number("intermediate_size")
+        own = (
+            widths[number]
+            if isinstance(widths, list | tuple)
+            else values.number("intermediate_size")
+        )
         part = attention(values, query_key_norms="head", window=_window(values, kind))
         if 0 < shared <= number:
             part = _without_keys(part, values.head_dim)
@@ -386,18 +415,22 @@ def _gemma4(values: Values) -> Kinds:
         count = values.number("num_experts")
         each += experts(values, values.number("moe_intermediate_size")) + norms(values, 3)
         each += Layer(vectors=values.width + count)
-    kinds, layers = _types(values, 6), []
+    kinds = _types(values, 6)
+    layers = []
     shared = len(kinds) - values.number("num_kv_shared_layers", default=0)
     for number, kind in enumerate(kinds):
         reused = 0 < shared <= number
         part = _gemma4_attention(values, kind, reused)
         double = 2 if reused and values.get("use_double_wide_mlp") else 1
-        layers.append(part + feed_forward(values, double * values.number("intermediate_size")) + each)
+        layers.append(
+            part + feed_forward(values, double * values.number("intermediate_size")) + each
+        )
     return Kinds(tuple(layers), outside, table)
 
 
 def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
-    dim, heads = values.number("head_dim", default=256), values.key_value_heads
+    dim = values.number("head_dim", default=256)
+    heads = values.key_value_heads
     as_keys = False
     if kind != _SLIDING:
         dim = values.number("global_head_dim", default=512)
@@ -440,15 +473,26 @@ def _without_keys(part: Layer, head_dim: int) -> Layer:
 
 
 def _nanochat(values: Values) -> Kinds:
-    """Return nanochat of 2026: the first layer attends to nothing but the token before (`ttrl.nanochat.modeling`)."""
+    """Return nanochat of 2026: the first layer attends to nothing but the token before
+    (`ttrl.nanochat.modeling`).
+    """
     width = values.width
     tables = values.get("value_layers", default=())
     windows = values.get("attention_windows")
-    smear = Layer((Matrix("gate", 24, 1),), vectors=1, pair=2 * width, window=windows[0], cache=2 * width, kept=4 * width)
+    smear = Layer(
+        (Matrix("gate", 24, 1),),
+        vectors=1,
+        pair=2 * width,
+        window=windows[0],
+        cache=2 * width,
+        kept=4 * width,
+    )
     layers = [smear]
     for number, window in enumerate(windows[1:], start=1):
         part = attention(values, query_key_norms="", window=window)
-        part += feed_forward(values, values.number("intermediate_size"), names=("up_proj", "down_proj"))
+        part += feed_forward(
+            values, values.number("intermediate_size"), names=("up_proj", "down_proj")
+        )
         part += norms(values, 2, 0) + Layer(vectors=2, kept=8 * width)
         if number in tables:
             part += Layer((Matrix("value_gate", 12, values.heads),), kept=2 * width)
@@ -463,12 +507,15 @@ def _nanochat(values: Values) -> Kinds:
 def _stablelm(values: Values) -> Kinds:
     count = 1 if values.get("use_parallel_residual") else 2
     per_head = "heads" if values.get("qk_layernorm") else ""
-    mixer = _attends(count, vectors=2, bias="use_qkv_bias", output_bias="", query_key_norms=per_head)
+    mixer = _attends(
+        count, vectors=2, bias="use_qkv_bias", output_bias="", query_key_norms=per_head
+    )
     return _family(mixer, _dense(bias=""), norm_vectors=2)(values)
 
 
 def _phimoe(values: Values) -> Kinds:
-    mixer, head = _attends(vectors=2, every_layer=True), bool(values.get("lm_head_bias"))
+    mixer = _attends(vectors=2, every_layer=True)
+    head = bool(values.get("lm_head_bias"))
     return _family(mixer, _mixture(), norm_vectors=2, head_bias=head)(values)
 
 

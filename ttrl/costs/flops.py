@@ -1,12 +1,15 @@
-"""Count the exact floating-point operations of training and generating, from config.json and the tokens that are computed.
+"""Count the exact floating-point operations of training and generating, from config.json and the
+tokens that are computed.
 
-A multiplication and an addition count as two operations. Counted are the matrix products: projections, feed-forward, attention
-scores and values, output projection. Norms, activations, softmax and RoPE are left out, as usual (about 1%). What is computed
-again (activation checkpointing, attention's backward pass) is counted apart, in `recomputed_flops`: without it the numbers are
-those of the model, not of a way to compute it ("model FLOPs", PaLM, arXiv 2204.02311).
+A multiplication and an addition count as two operations. Counted are the matrix products:
+projections, feed-forward, attention scores and values, output projection. Norms, activations,
+softmax and RoPE are left out, as usual (about 1%). What is computed again (activation
+checkpointing, attention's backward pass) is counted apart, in `recomputed_flops`: without it the
+numbers are those of the model, not of a way to compute it ("model FLOPs", PaLM, arXiv 2204.02311).
 
-Attention is counted in pairs of a query and a key that it may see, not as rows × seq_len². In packed trees of samples, the keys
-that a query sees are its sample's tokens up to itself, whatever the tree: position + 1 of them, or as many as its window holds.
+Attention is counted in pairs of a query and a key that it may see, not as rows × seq_len². In
+packed trees of samples, the keys that a query sees are its sample's tokens up to itself, whatever
+the tree: position + 1 of them, or as many as its window holds.
 
 Needs nothing but Python.
 """
@@ -20,8 +23,8 @@ from ttrl.costs.parameters import DecoderParameters, ModelShape, adapted_shapes
 
 
 def consecutive_pairs(start: int, stop: int, window: int | None = None) -> int:
-    """Count the pairs of query and key that may see each other, for one head of one layer: queries at the positions from `start`
-    up to, not including, `stop`."""
+    """Count the pairs of query and key that may see each other, for one head of one layer: queries
+    at the positions from `start` up to, not including, `stop`."""
     if window is None or stop <= window:
         return (stop * (stop + 1) - start * (start + 1)) // 2
     if start >= window:
@@ -31,7 +34,9 @@ def consecutive_pairs(start: int, stop: int, window: int | None = None) -> int:
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations by part. The backward pass has two products for each of the forward pass."""
+    """Floating-point operations by part. The backward pass has two products for each of the forward
+    pass.
+    """
 
     layers: int
     """Projections, feed-forward and recurrences."""
@@ -44,15 +49,19 @@ class Flops:
         return self.layers + self.attention + self.head
 
     def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.layers + other.layers, self.attention + other.attention, self.head + other.head)
+        return Flops(
+            self.layers + other.layers, self.attention + other.attention, self.head + other.head
+        )
 
     def __mul__(self, times: int) -> "Flops":
         return Flops(self.layers * times, self.attention * times, self.head * times)
 
 
-def forward_flops(shape: ModelShape, tokens: int, pairs: Mapping[int | None, int], head_positions: int) -> Flops:
-    """Count one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each window of the model, and the
-    positions that are projected to the vocabulary."""
+def forward_flops(
+    shape: ModelShape, tokens: int, pairs: Mapping[int | None, int], head_positions: int
+) -> Flops:
+    """Count one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each
+    window of the model, and the positions that are projected to the vocabulary."""
     head = 2 * shape.width * shape.vocabulary * head_positions
     if shape.kinds:
         products = sum(one.passed + one.scan for one in (*shape.kinds, shape.outside))
@@ -67,10 +76,12 @@ def forward_flops(shape: ModelShape, tokens: int, pairs: Mapping[int | None, int
 
 
 def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
-    """Count what a server did for answers: (prefill, decode). `reads`: of each answer, the tokens of its prompt, how many of them
-    were computed before (for another answer, or in the prefix cache), and the tokens that were generated.
+    """Count what a server did for answers: (prefill, decode). `reads`: of each answer, the tokens
+    of its prompt, how many of them were computed before (for another answer, or in the prefix
+    cache), and the tokens that were generated.
 
-    A prompt that was known whole is not read; its last position is still projected, once for each answer.
+    A prompt that was known whole is not read; its last position is still projected, once for each
+    answer.
     """
     prefill = decode = 0
     for (prompt, known, completion), times in Counter(reads).items():
@@ -80,41 +91,54 @@ def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> 
 
 
 def prefill_flops(shape: ModelShape, prompt: int, cached: int = 0) -> Flops:
-    """Count the reading of a prompt, the first `cached` tokens of which are in the KV cache; one position is projected."""
+    """Count the reading of a prompt, the first `cached` tokens of which are in the KV cache; one
+    position is projected.
+    """
     pairs = {window: consecutive_pairs(cached, prompt, window) for window in shape.layers_by_window}
     return forward_flops(shape, prompt - cached, pairs, 1)
 
 
 def decode_flops(shape: ModelShape, prompt: int, completion: int) -> Flops:
-    """Count the generation of a completion after a prompt that has been read and has yielded the first token: the last token is
-    never an input."""
+    """Count the generation of a completion after a prompt that has been read and has yielded the
+    first token: the last token is never an input."""
     steps = max(0, completion - 1)
-    pairs = {window: consecutive_pairs(prompt, prompt + steps, window) for window in shape.layers_by_window}
+    pairs = {
+        window: consecutive_pairs(prompt, prompt + steps, window)
+        for window in shape.layers_by_window
+    }
     return forward_flops(shape, steps, pairs, steps)
 
 
 def pass_flops(
-    decoder: DecoderParameters, config: TrainingConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
+    decoder: DecoderParameters,
+    config: TrainingConfig,
+    tokens: int,
+    pairs: Mapping[int | None, int],
+    head_positions: int,
 ) -> Flops:
     """Count a forward and a backward pass; arguments as for `forward_flops`.
 
-    With adapters of low rank the model's own matrices have no gradient: each costs a product forward and, where what it reads has
-    a gradient, one back. An adapter costs what any two trained matrices of its size cost. The first layer reads embeddings, which
-    are frozen too: nothing goes back through what comes before the first trained matrix. Left out: products of an adapter's two
-    matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has. Where layers differ, the first
-    one counts like any other.
+    With adapters of low rank the model's own matrices have no gradient: each costs a product
+    forward and, where what it reads has a gradient, one back. An adapter costs what any two trained
+    matrices of its size cost. The first layer reads embeddings, which are frozen too: nothing goes
+    back through what comes before the first trained matrix. Left out: products of an adapter's two
+    matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has.
+    Where layers differ, the first one counts like any other.
     """
     shape = decoder.shape
     forward = forward_flops(shape, tokens, pairs, head_positions)
     if config.lora_rank is None:
         return forward * 3
     if shape.kinds:
-        # Recurrences and attention have two products back for each, like adapters; frozen matrices have one.
+        # Recurrences and attention have two products back for each, like adapters; frozen matrices
+        # have one.
         scans = 2 * tokens * sum(one.scan for one in shape.kinds)
         adapters = 3 * tokens * _all_adapters(decoder, config)
         head = forward.head * (3 if "output" in config.lora_targets and not decoder.tied else 2)
         return Flops(2 * forward.layers + scans + adapters, 3 * forward.attention, head)
-    layers, attention, reached = forward.layers, forward.attention, False
+    layers = forward.layers
+    attention = forward.attention
+    reached = False
     for window in shape.windows:
         one_product = 2 * shape.heads * shape.head_dim * pairs[window]
         layer, products, reached = _layer_with_adapters(decoder, config, config.lora_rank, reached)
@@ -127,9 +151,15 @@ def pass_flops(
 
 
 def forward_only_flops(
-    decoder: DecoderParameters, config: TrainingConfig, tokens: int, pairs: Mapping[int | None, int], head_positions: int
+    decoder: DecoderParameters,
+    config: TrainingConfig,
+    tokens: int,
+    pairs: Mapping[int | None, int],
+    head_positions: int,
 ) -> Flops:
-    """Count a forward pass without gradient, adapters of low rank included; arguments as for `forward_flops`."""
+    """Count a forward pass without gradient, adapters of low rank included; arguments as for
+    `forward_flops`.
+    """
     adapters = tokens * _all_adapters(decoder, config)
     return forward_flops(decoder.shape, tokens, pairs, head_positions) + Flops(adapters, 0, 0)
 
@@ -146,12 +176,14 @@ def recomputed_flops(
 ) -> Flops:
     """Count what the backward pass computes a second time; arguments as for `forward_flops`.
 
-    - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch stops at the last thing that
-      the backward pass needs: the layer's last product (with w2, or with its adapter) is not made again unless a norm follows.
-      Where layers differ, all of a layer counts.
+    - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch
+      stops at the last thing that the backward pass needs: the layer's last product (with w2, or
+      with its adapter) is not made again unless a norm follows. Where layers differ, all of a layer
+      counts.
     - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
-    - So many products of the head as `head_again` says: the logits (`ttrl.training.kernels.logprobs`, "recompute"), and one for
-      each part of the gradient that is told apart (`apart` there).
+    - So many products of the head as `head_again` says: the logits
+      (`ttrl.training.kernels.logprobs`, "recompute"), and one for each part of the gradient that is
+      told apart (`apart` there).
     """
     shape = decoder.shape
     head = 2 * shape.width * shape.vocabulary * head_positions * head_again
@@ -174,10 +206,20 @@ def recomputed_flops(
             attention += products
             layers += tokens * (2 * shape.layer_weights + sum(adapters.values()))
             if not decoder.post_norms:
-                last = config.lora_rank if "w2" in adapters and config.lora_rank is not None else shape.feed_forward_width
+                last = (
+                    config.lora_rank
+                    if "w2" in adapters and config.lora_rank is not None
+                    else shape.feed_forward_width
+                )
                 layers -= tokens * 2 * shape.width * last
-            if decoder.parallel and number == 0 and adapters and not adapters.keys() & {"w1", "w2", "output_proj"}:
-                # Nothing of the embeddings' way through the feed-forward half, nor what attention projects, has a gradient.
+            if (
+                decoder.parallel
+                and number == 0
+                and adapters
+                and not adapters.keys() & {"w1", "w2", "output_proj"}
+            ):
+                # Nothing of the embeddings' way through the feed-forward half, nor what attention
+                # projects, has a gradient.
                 layers -= tokens * 2 * shape.width * (shape.feed_forward_width + decoder.queries)
     return Flops(layers, attention, head)
 
@@ -187,7 +229,11 @@ def _adapter_flops(decoder: DecoderParameters, config: TrainingConfig) -> dict[s
     if config.lora_rank is None:
         return {}
     shapes = decoder.matrix_shapes
-    return {name: 2 * config.lora_rank * sum(shapes[name]) for name in config.lora_targets if name in shapes}
+    return {
+        name: 2 * config.lora_rank * sum(shapes[name])
+        for name in config.lora_targets
+        if name in shapes
+    }
 
 
 def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
@@ -197,25 +243,40 @@ def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
 
 
 def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda: bool) -> int:
-    """Count the numbers that adapters of low rank read and write for a token of a training step: their products have so few
-    operations that these take the time. Of what a matrix reads and makes, and of their gradients, one by one:
+    """Count the numbers that adapters of low rank read and write for a token of a training step:
+    their products have so few operations that these take the time. Of what a matrix reads and
+    makes, and of their gradients, one by one:
 
-    - forward, B(A x): x is read; B's product is written, scaled (read, written) and added (two read, one written);
-    - backward: the product's gradient is scaled (read, written) and read for A and B each; x is read for A's gradient; x's
-      own is written and added to that of the frozen matrix (two read, one written).
+    - forward, B(A x): x is read; B's product is written, scaled (read, written) and added (two
+      read, one written);
+    - backward: the product's gradient is scaled (read, written) and read for A and B each; x is
+      read for A's gradient; x's own is written and added to that of the frozen matrix (two read,
+      one written).
 
-    On CPUs in fp32 products add to what is there (`ttrl.training.kernels.cpu_products`), but for DoRA and dropout, and nothing is
-    scaled: forward, x is read, and what the frozen matrix makes is read and written; backward, the product's gradient is read for
-    A and B each, x for A's gradient, and x's own is read and written.
+    On CPUs in fp32 products add to what is there (`ttrl.training.kernels.cpu_products`), but for
+    DoRA and dropout, and nothing is scaled: forward, x is read, and what the frozen matrix makes is
+    read and written; backward, the product's gradient is read for A and B each, x for A's gradient,
+    and x's own is read and written.
     """
-    added = not cuda and config.dtype == "fp32" and config.lora_kind == "lora" and not config.lora_dropout
+    added = (
+        not cuda
+        and config.dtype == "fp32"
+        and config.lora_kind == "lora"
+        and not config.lora_dropout
+    )
     of_input, of_output = (4, 4) if added else (6, 10)
-    return sum(of_input * before + of_output * behind for before, behind in adapted_shapes(decoder, config))
+    return sum(
+        of_input * before + of_output * behind for before, behind in adapted_shapes(decoder, config)
+    )
 
 
-def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool) -> tuple[int, int, bool]:
-    """Count what a layer adds to its forward pass without adapters: operations for each token, attention's products back (of
-    two forward), and whether its output has a gradient. `reached`: whether its input has one."""
+def _layer_with_adapters(
+    decoder: DecoderParameters, config: TrainingConfig, rank: int, reached: bool
+) -> tuple[int, int, bool]:
+    """Count what a layer adds to its forward pass without adapters: operations for each token,
+    attention's products back (of two forward), and whether its output has a gradient. `reached`:
+    whether its input has one.
+    """
     shapes = decoder.matrix_shapes
     total = 0
 
@@ -236,7 +297,8 @@ def _layer_with_adapters(decoder: DecoderParameters, config: TrainingConfig, ran
     q, k, v = (matrix(name, reached) for name in ("q_proj", "k_proj", "v_proj"))
     products = (q or k) + q + k + v  # gradients of attention's weights, queries, keys, values
     attended = matrix("output_proj", q or k or v)
-    feed_forward_input = reached if decoder.parallel else reached or attended  # two halves that read the same input
+    # Two halves that read the same input.
+    feed_forward_input = reached if decoder.parallel else reached or attended
     gates = [matrix(name, feed_forward_input) for name in ("w1", "w3")]
     fed = matrix("w2", any(gates))
     return total, int(products), reached or attended or fed

@@ -165,7 +165,8 @@ def attention(
 ) -> Layer:
     """Return attention with grouped heads. query_key_norms: "head", one for all heads of E each;
     "width", of all heads together; "heads", one for each head. gated: queries come with gates."""
-    width, dim = values.width, head_dim or values.head_dim
+    width = values.width
+    dim = head_dim or values.head_dim
     queries = values.heads * dim
     keys = (key_value_heads or values.key_value_heads) * dim
     of_norms = {"": 0, "head": 2 * dim, "width": queries + keys, "heads": queries + keys}
@@ -192,13 +193,13 @@ def attention(
 def latent_attention(values: Values) -> Layer:
     """Return attention whose keys and values come from a latent vector (MLA, arXiv 2405.04434). A
     server's cache holds the vector and the keys' part with positions."""
-    width, heads = values.width, values.heads
+    width = values.width
+    heads = values.heads
     rope = values.number("qk_rope_head_dim", default=64)
-    nope, value = (
-        values.number("qk_nope_head_dim", default=128),
-        values.number("v_head_dim", default=128),
-    )
-    latent, rank = values.number("kv_lora_rank", default=512), values.get("q_lora_rank")
+    nope = values.number("qk_nope_head_dim", default=128)
+    value = values.number("v_head_dim", default=128)
+    latent = values.number("kv_lora_rank", default=512)
+    rank = values.get("q_lora_rank")
     bias = bool(values.get("attention_bias"))
     queries = heads * (nope + rope)
     first: tuple[Matrix, ...] = (Matrix("q_proj", width, queries),)
@@ -221,16 +222,19 @@ def latent_attention(values: Values) -> Layer:
     )
 
 
-def delta_rule(values: Values, *, names: tuple[str, str, str] = ("", "", ""), output: str = "out_proj") -> Layer:
-    """Return the gated delta rule of Qwen 3 Next and others. names: of the matrices of queries, keys
-    and values, where they are three."""
+def delta_rule(
+    values: Values, *, names: tuple[str, str, str] = ("", "", ""), output: str = "out_proj"
+) -> Layer:
+    """Return the gated delta rule of Qwen 3 Next and others. names: of the matrices of queries,
+    keys and values, where they are three."""
     width = values.width
     key_heads = values.number("linear_num_key_heads", default=16)
     heads = values.number("linear_num_value_heads", default=32)
     key_dim = values.number("linear_key_head_dim", default=128)
     dim = values.number("linear_value_head_dim", default=128)
     kernel = values.number("linear_conv_kernel_dim", default=4)
-    keys, inner = key_heads * key_dim, heads * dim
+    keys = key_heads * key_dim
+    inner = heads * dim
     channels = 2 * keys + inner
     matrices = (
         Matrix(names[0], width, keys),
@@ -251,11 +255,10 @@ def delta_rule(values: Values, *, names: tuple[str, str, str] = ("", "", ""), ou
 
 def kimi_delta_attention(values: Values) -> Layer:
     """Return KDA, the delta rule with a decay for each channel."""
-    width, heads = values.width, values.number("linear_num_heads", default=32)
-    dim, kernel = (
-        values.number("linear_head_dim", default=128),
-        values.number("linear_conv_kernel_dim", default=4),
-    )
+    width = values.width
+    heads = values.number("linear_num_heads", default=32)
+    dim = values.number("linear_head_dim", default=128)
+    kernel = values.number("linear_conv_kernel_dim", default=4)
     inner = heads * dim
     matrices = (
         Matrix("q_proj", width, inner),
@@ -278,19 +281,23 @@ def kimi_delta_attention(values: Values) -> Layer:
 
 
 def _kept_by_delta_rule(heads: int, key_dim: int, dim: int, channels: int) -> int:
-    """Return the numbers that the chunked rule keeps for a token: what goes into the convolution and
-    comes out of it, queries and keys normed and multiplied, values, and a chunk's scores."""
+    """Return the numbers that the chunked rule keeps for a token: what goes into the convolution
+    and comes out of it, queries and keys normed and multiplied, values, and a chunk's scores."""
     return 2 * channels + heads * (8 * key_dim + 6 * dim + 8 * _CHUNK)
 
 
-def mamba2(values: Values, *, normed: bool = True, bias: bool = False, output_bias: bool | None = None) -> Layer:
+def mamba2(
+    values: Values, *, normed: bool = True, bias: bool = False, output_bias: bool | None = None
+) -> Layer:
     """Return Mamba 2 of Granite, Bamba, Falcon-H1 and Nemotron-H."""
     width = values.width
     heads = values.number("mamba_n_heads", "mamba_num_heads", default=128)
     dim = values.get("mamba_d_head", "mamba_head_dim")
     inner = values.get("mamba_d_ssm")
     if not isinstance(dim, int):
-        whole = values.number("mamba_expand", "expand", default=2) * width if inner is None else inner
+        whole = (
+            values.number("mamba_expand", "expand", default=2) * width if inner is None else inner
+        )
         dim = whole // heads
     inner = heads * dim if inner is None else inner
     state = values.number("mamba_d_state", "ssm_state_size", default=128)
@@ -312,7 +319,8 @@ def mamba2(values: Values, *, normed: bool = True, bias: bool = False, output_bi
 
 def short_convolution(values: Values) -> Layer:
     """Return the gated convolution of LFM2."""
-    width, kernel = values.width, values.number("conv_L_cache", default=3)
+    width = values.width
+    kernel = values.number("conv_L_cache", default=3)
     bias = bool(values.get("conv_bias"))
     return Layer(
         (Matrix("in_proj", width, 3 * width), Matrix("out_proj", width, width)),
@@ -357,7 +365,8 @@ def experts(
 ) -> Layer:
     """Return a mixture of experts and its router. width: an expert's inner one. outer: what goes
     into an expert, unless it is the stream."""
-    stream, outer = values.width, outer or values.width
+    stream = values.width
+    outer = outer or values.width
     count = values.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     of_token = (
         "num_experts_per_tok",

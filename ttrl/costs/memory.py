@@ -1,21 +1,25 @@
-"""Estimate the memory of training from config.json, the recipe's settings and the length of its rows.
+"""Estimate the memory of training from config.json, the recipe's settings and the length of its
+rows.
 
 The recipe's iteration is taken apart into moments, each with the most that it holds, by name:
 
-    loading      parameters, the optimizer's state if there is one, and the pages of the files that they are read from
-    prepass      a forward pass without gradient; a reference model's weights come from a mapped file
+    loading      parameters, the optimizer's state if there is one, and the pages of the files that
+                 they are read from
+    prepass      a forward pass without gradient; a reference model's weights come from a mapped
+                 file
     gradient     activations and the head, and gradients growing up to the end of the backward pass
     optimizer    parameters, gradients and moments
     saving       parameters and moments; the merged model, where there are adapters
 
-The estimate is the highest of them. On the CPU it is a process's resident memory beyond what it has after its imports
-(`tools/check_memory.py` measures both), without the pages of mapped files. It is what the tensors need: glibc's heap loses
-another 10 to 35% between tensors of less than 32 MB (`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576 is set in the
-environment, which costs some 5% of the CPU time.
+The estimate is the highest of them. On the CPU it is a process's resident memory beyond what it has
+after its imports (`tools/check_memory.py` measures both), without the pages of mapped files. It is
+what the tensors need: glibc's heap loses another 10 to 35% between tensors of less than 32 MB
+(`ttrl plan` adds 20%), unless MALLOC_MMAP_THRESHOLD_=1048576 is set in the environment, which costs
+some 5% of the CPU time.
 
-On CUDA it is the memory of one device, with an allowance for the context, the allocator's gaps and, where several GPUs work
-together, NCCL's buffers: on an H100 within 5% of what was allocated, in ten settings of models of 0.5B and 1.5B
-(docs/training.md).
+On CUDA it is the memory of one device, with an allowance for the context, the allocator's gaps and,
+where several GPUs work together, NCCL's buffers: on an H100 within 5% of what was allocated, in ten
+settings of models of 0.5B and 1.5B (docs/training.md).
 
 Letters: D width, V vocabulary, N trained positions of a microbatch, n of a chunk.
 """
@@ -27,7 +31,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.configs import GRPOConfig, TrainingConfig
-from ttrl.costs.activations import Computation, LayerBytes, bytes_of_layers, largest_layer_bytes, layer_bytes
+from ttrl.costs.activations import (
+    Computation,
+    LayerBytes,
+    bytes_of_layers,
+    largest_layer_bytes,
+    layer_bytes,
+)
 from ttrl.costs.parameters import (
     DecoderParameters,
     adapted_shapes,
@@ -46,20 +56,27 @@ Parts = dict[str, float]
 IMPORTS = 0.55e9
 """Resident bytes of a recipe's process after its imports, on the CPU; not in the estimate."""
 HEAD_CHUNK = {"cpu": 128, "cuda": 1024}
-"""Positions of a chunk of the head, where num_output_chunks is None; as in `ttrl.training.kernels.logprobs`."""
+"""Positions of a chunk of the head, where num_output_chunks is None; as in
+`ttrl.training.kernels.logprobs`.
+"""
 LORA_RANK = 16
 """The rank that `savings` suggests."""
 CUDA_CONTEXT = 0.8e9
-"""Bytes of a process on a GPU besides its tensors: the context, and the code of kernels; on an H100."""
+"""Bytes of a process on a GPU besides its tensors: the context, and the code of kernels; on an
+H100.
+"""
 NCCL_BUFFERS = 1.75e9
 """Bytes of a communicator on each of its GPUs: 2,440 MiB with two GPUs less 774 MiB with one
-(NVIDIA-NeMo/RL issue 223); others report 1.6 GB (NVIDIA/nccl issue 864) and 1 GiB (vLLM pull request
-51485)."""
+(NVIDIA-NeMo/RL issue 223); others report 1.6 GB (NVIDIA/nccl issue 864) and 1 GiB (vLLM pull
+request 51485)."""
 
-_FP32, _BF16 = 4, 2
-_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)  # a number, its block's share of a scale, and that one's of its own
+_FP32 = 4
+_BF16 = 2
+# A number, its block's share of a scale, and that one's of its own.
+_NF4 = 0.5 + 1 / 64 + 4 / (64 * 256)
 _SHARD = 5e9  # of a checkpoint's files
-_WHOLE_STATE = 8e9  # an optimizer's state up to this size is written by one of several processes, a larger one by all
+# An optimizer's state up to this size is written by one of several processes, a larger one by all.
+_WHOLE_STATE = 8e9
 _RUNTIME = 40e6  # kernels and their workspaces, from the first pass on
 _OUT_OF_4_BITS = "matrices out of 4 bits"
 _WIDENED = "a matrix in fp32"
@@ -78,7 +95,9 @@ class Workload:
     rows: int = 1
     """All rows of this rank."""
     microbatches: int = 2
-    """In one optimizer step. From the second on, the gradients of those before it are held throughout."""
+    """In one optimizer step. From the second on, the gradients of those before it are held
+    throughout.
+    """
     continued: bool = True
     """An optimizer state is loaded: every iteration but a run's first."""
     longest_sample: int | None = None
@@ -108,8 +127,8 @@ class MemoryEstimate:
 
     @property
     def resident(self) -> float:
-        """Return the most bytes that the system will report, mapped files included, whose pages it takes back when memory is
-        short."""
+        """Return the most bytes that the system will report, mapped files included, whose pages it
+        takes back when memory is short."""
         return max(sum(parts.values()) for parts in self.moments.values())
 
 
@@ -118,32 +137,51 @@ def _needed(parts: Parts) -> float:
 
 
 def training_memory(
-    model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, device: Device = "cpu", ranks: int = 1
+    model: Mapping[str, Any],
+    config: TrainingConfig,
+    workload: Workload,
+    *,
+    device: Device = "cpu",
+    ranks: int = 1,
 ) -> MemoryEstimate:
     """Estimate the memory of one process (on CUDA: of one GPU) while it trains.
 
-    model: values of config.json. config: of either recipe. ranks: processes that share the parameters and train on different
-    rows, `tensor_parallel` not counted. Raises ModelFolderError where config.json lacks a number.
+    model: values of config.json. config: of either recipe. ranks: processes that share the
+    parameters and train on different rows, `tensor_parallel` not counted. Raises ModelFolderError
+    where config.json lacks a number.
     """
-    return _Training(decoder_parameters(model), config, workload, device == "cuda", ranks).estimate()
+    return _Training(
+        decoder_parameters(model), config, workload, device == "cuda", ranks
+    ).estimate()
 
 
 def savings(
-    model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, device: Device = "cpu", ranks: int = 1
+    model: Mapping[str, Any],
+    config: TrainingConfig,
+    workload: Workload,
+    *,
+    device: Device = "cpu",
+    ranks: int = 1,
 ) -> dict[str, float]:
-    """Return the bytes of a process's peak that other settings would save, by setting, the largest first.
+    """Return the bytes of a process's peak that other settings would save, by setting, the largest
+    first.
 
-    Arguments as for `training_memory`. Raises ModelFolderError where config.json does not say the model's shape.
+    Arguments as for `training_memory`. Raises ModelFolderError where config.json does not say the
+    model's shape.
     """
 
     def peak(ranks: int = ranks, **changes: Any) -> float:
-        return training_memory(model, dataclasses.replace(config, **changes), workload, device=device, ranks=ranks).peak
+        return training_memory(
+            model, dataclasses.replace(config, **changes), workload, device=device, ranks=ranks
+        ).peak
 
     changes: dict[str, Any] = {"dtype": "bf16", "activation_checkpointing": True}
     positions = config.rows_per_microbatch * workload.row_length
     chunk = head_chunk(config, positions, device)
     # The head's own chunk where that is smaller; else four times as many chunks.
-    changes["num_output_chunks"] = None if chunk > HEAD_CHUNK[device] else 4 * -(-positions // int(chunk))
+    changes["num_output_chunks"] = (
+        None if chunk > HEAD_CHUNK[device] else 4 * -(-positions // int(chunk))
+    )
     changes["rows_per_microbatch"] = max(1, config.rows_per_microbatch // 2)
     four_bits = config.lora_base_dtype == "nf4"
     if device == "cuda":
@@ -153,14 +191,23 @@ def savings(
     now = peak()
     found = {f"{name}: {value}": now - peak(**{name: value}) for name, value in changes.items()}
     if config.lora_rank is None and config.tensor_parallel == 1:
-        found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(lora_rank=LORA_RANK)
-    if not (config.optimizer_on_cpu or (four_bits and config.tensor_parallel > 1)):  # which exclude it
+        found[f"lora_rank: {LORA_RANK} (adapters alone are trained)"] = now - peak(
+            lora_rank=LORA_RANK
+        )
+    # Which exclude it.
+    if not (config.optimizer_on_cpu or (four_bits and config.tensor_parallel > 1)):
         found[f"{2 * ranks} processes with different rows"] = now - peak(2 * ranks)
     half = workload.row_length // 2
     if 0 < (workload.longest_sample or 0) <= half:
         smaller = dataclasses.replace(workload, row_length=half, rows=2 * workload.rows)
-        found[f"seq_len: {half}"] = now - training_memory(model, config, smaller, device=device, ranks=ranks).peak
-    worth = {name.replace("True", "true").replace("None", "null"): saved for name, saved in found.items() if saved > 0.01 * now}
+        found[f"seq_len: {half}"] = (
+            now - training_memory(model, config, smaller, device=device, ranks=ranks).peak
+        )
+    worth = {
+        name.replace("True", "true").replace("None", "null"): saved
+        for name, saved in found.items()
+        if saved > 0.01 * now
+    }
     return dict(sorted(worth.items(), key=lambda pair: -pair[1]))
 
 
@@ -173,7 +220,9 @@ def left_parked(config: TrainingConfig, ranks: int) -> Parts:
     return {"context": CUDA_CONTEXT, "NCCL": NCCL_BUFFERS * communicators}
 
 
-def offloaded_bytes(model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, ranks: int = 1) -> float:
+def offloaded_bytes(
+    model: Mapping[str, Any], config: TrainingConfig, workload: Workload, *, ranks: int = 1
+) -> float:
     """Return the bytes of a process's activations in the host's memory (`activation_offloading`).
 
     PyTorch takes pinned memory in powers of two. Arguments as for `training_memory`, on CUDA.
@@ -195,14 +244,28 @@ def head_chunk(config: TrainingConfig, positions: float, device: Device) -> floa
 
 
 class _Training:
-    def __init__(self, decoder: DecoderParameters, settings: TrainingConfig, workload: Workload, cuda: bool, ranks: int) -> None:
-        self.decoder, self.settings, self.workload, self.cuda = decoder, settings, workload, cuda
+    def __init__(
+        self,
+        decoder: DecoderParameters,
+        settings: TrainingConfig,
+        workload: Workload,
+        cuda: bool,
+        ranks: int,
+    ) -> None:
+        self.decoder = decoder
+        self.settings = settings
+        self.workload = workload
+        self.cuda = cuda
         grpo = settings if isinstance(settings, GRPOConfig) else None
         self.updates = grpo.updates_per_iteration if grpo else 1
         self.needs_reference = grpo is not None and grpo.needs_reference
-        self.full_divergence = grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
+        self.full_divergence = (
+            grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
+        )
         in_loss = grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_in == "loss"
-        self.tells_parts = in_loss and (self.full_divergence or (grpo is not None and grpo.entropy_coefficient > 0))
+        self.tells_parts = in_loss and (
+            self.full_divergence or (grpo is not None and grpo.entropy_coefficient > 0)
+        )
         """Whether the head tells the parts of the gradient apart, from copies of its logits."""
         self.ranks = ranks
         self.sharded = ranks > 1 or settings.cpu_offload
@@ -230,7 +293,9 @@ class _Training:
         self.head_gradient = 0.0 if self.lora else self.head_matrix * _FP32
         adapted_head = self.lora and "output" in settings.lora_targets and not decoder.tied
         self.merged_head = self.head_matrix * _FP32 if adapted_head else 0.0
-        """Bytes of an output projection with its adapter, made anew in each pass; DoRA also holds it with unscaled rows."""
+        """Bytes of an output projection with its adapter, made anew in each pass; DoRA also holds
+        it with unscaled rows.
+        """
         shared = settings.tensor_parallel * ranks
         undivided = undivided_parameters(decoder, settings)
         undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
@@ -244,18 +309,22 @@ class _Training:
         """Bytes of all parameters that this process holds."""
         files = BYTES[decoder.stored_dtype] if self.lora else _FP32  # else of the iteration before
         self.mapped = 0.0 if cuda else min(decoder.stored * files / ranks, _SHARD)
-        """Bytes of a model's files that are mapped while they are read, one file after the other."""
+        """Bytes of a model's files that are mapped while they are read, one file after the other.
+        """
 
     def _adapted_numbers(self) -> int:
         """Count the entries of the matrices that have adapters."""
-        return sum(before * behind for before, behind in adapted_shapes(self.decoder, self.settings))
+        return sum(
+            before * behind for before, behind in adapted_shapes(self.decoder, self.settings)
+        )
 
     def estimate(self) -> MemoryEstimate:
         """Return what each moment holds."""
         moments = {
             "loading": self._loading(),
             "gradient": max(self._gradient(), key=lambda parts: sum(parts.values())),
-            "optimizer": self._held(gradients=not self.settings.optimizer_in_backward, moments=True) | self._reference_parts(),
+            "optimizer": self._held(gradients=not self.settings.optimizer_in_backward, moments=True)
+            | self._reference_parts(),
             "saving": self._saving(),
         }
         if self.needs_reference or self.updates > 1:
@@ -277,15 +346,22 @@ class _Training:
 
     def _loading(self) -> Parts:
         continued = self.workload.continued
-        state = self.trainable * STATE_BYTES[self.settings.optimizer] if continued and not self.cuda else 0.0
+        state = (
+            self.trainable * STATE_BYTES[self.settings.optimizer]
+            if continued and not self.cuda
+            else 0.0
+        )
         return self._held(moments=continued) | {"mapped files": max(state, self.mapped)}
 
     def _saving(self) -> Parts:
-        """Add the tensors that are gathered, merged or rounded for a file; on CUDA this goes tensor by tensor."""
+        """Add the tensors that are gathered, merged or rounded for a file; on CUDA this goes tensor
+        by tensor.
+        """
         held = self._held(moments=True) | self._reference_parts()
         if self.cuda:
             return held
-        decoder, config = self.decoder, self.settings
+        decoder = self.decoder
+        config = self.settings
         made = self.lora or self.gathers or config.checkpoint_dtype == "bf16"
         file = min(model_bytes(decoder, config), _SHARD) if made else 0.0
         state = state_bytes(decoder, config)
@@ -295,7 +371,11 @@ class _Training:
         return held | {"merged model" if self.lora else "whole tensors": max(file, state) + one}
 
     def _prepass(self) -> Parts:
-        parts = self._held(moments=self.workload.continued) | self._working_copies(1) | self._reference_parts()
+        parts = (
+            self._held(moments=self.workload.continued)
+            | self._working_copies(1)
+            | self._reference_parts()
+        )
         parts["activations"] = self.tokens * largest_layer_bytes(self.decoder, self.how).kept / 2
         parts["head"] = self._chunk(gradient=False) + self.merged_head
         swapped = self.needs_reference and not self.lora  # adapters are switched off instead
@@ -305,43 +385,59 @@ class _Training:
     # The gradient
 
     def _gradient(self) -> list[Parts]:
-        """Return what is held at the head, where the backward pass begins, at its first layer, where it ends, and before all of
-        these, where FSDP gathers."""
-        settings, workload = self.settings, self.workload
+        """Return what is held at the head, where the backward pass begins, at its first layer,
+        where it ends, and before all of these, where FSDP gathers."""
+        settings = self.settings
+        workload = self.workload
         in_backward = settings.optimizer_in_backward
         accumulated = workload.microbatches > 1 and not in_backward
         base = self._held(gradients=accumulated, moments=workload.continued or self.updates > 1)
         base |= self._reference_parts()
         layers = self.decoder.shape.layers
-        recomputed = -(-layers // settings.checkpoint_every) if settings.activation_checkpointing else 0
+        recomputed = (
+            -(-layers // settings.checkpoint_every) if settings.activation_checkpointing else 0
+        )
         copies = self._working_copies(max(1, layers - recomputed))
         kept, backward = self._activations()
         kept += self.tokens * self.decoder.shape.width * _FP32  # the last norm's input
         hidden = (self.tokens + 2 * self.trained) * self.decoder.shape.width * _FP32
         head = self._chunk() + self.head_gradient + hidden
-        head += self.head_matrix * _BF16 if self.how.bf16 and (self.merged_head or not self.in_bf16) else 0.0
+        head += (
+            self.head_matrix * _BF16
+            if self.how.bf16 and (self.merged_head or not self.in_bf16)
+            else 0.0
+        )
         dora = settings.lora_kind == "dora"
         whole = "gradients of gathered parameters"
         beginning, midway, end = self._whole_gradients()
-        at_head = base | {name: size for name, size in copies.items() if name not in _OF_ONE_PRODUCT}
+        at_head = base | {
+            name: size for name, size in copies.items() if name not in _OF_ONE_PRODUCT
+        }
         at_head |= {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
-        copies |= self._working_copies(layers - recomputed + int(recomputed > 0))  # the last layer's are made again
+        # The last layer's are made again.
+        copies |= self._working_copies(layers - recomputed + int(recomputed > 0))
         head = self.head_matrix * self.gathered_head_size if beginning else self.head_gradient
         head += (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = largest_layer_bytes(self.decoder, self.how)
         moments = "optimizer state" in base or in_backward
-        most = base | self._held(gradients=not in_backward, moments=moments) | self._working_copies(1)
+        most = (
+            base | self._held(gradients=not in_backward, moments=moments) | self._working_copies(1)
+        )
         first = most | {
             "activations": self.tokens * (layer.kept + self._adapter_bytes() + layer.backward),
             "head": self.head_gradient * self.decoder.tied,
             whole: midway,
         }
-        if not accumulated and "gradients" in most:  # those of the first layer and of the embeddings come last
+        # Those of the first layer and of the embeddings come last.
+        if not accumulated and "gradients" in most:
             early = self.decoder.layer + (0 if self.lora else self.decoder.vocabulary_matrix)
             first["gradients"] -= self.trainable * min(1.0, early / self.decoder.total) * _FP32
-        # Dense gradients of the embeddings come last; where the head is tied, its own has waited for them until now.
-        again = int(accumulated or self.decoder.tied or in_backward) + int(accumulated and self.decoder.tied)
+        # Dense gradients of the embeddings come last; where the head is tied, its own has waited
+        # for them until now.
+        again = int(accumulated or self.decoder.tied or in_backward) + int(
+            accumulated and self.decoder.tied
+        )
         stream = 2 * self.tokens * self.decoder.shape.width * _FP32
         ends = most | {"activations": stream, "head": again * self.head_gradient}
         if end:  # the parameters are scattered again by then
@@ -349,11 +445,14 @@ class _Training:
         return [at_head, begins, first, ends, base | self._gathering()]
 
     def _activations(self) -> tuple[float, float]:
-        """Return what all layers keep, and the most that their backward passes add to it: layers that are recomputed need room
-        when the layers behind them have freed theirs."""
-        settings, shape, row_length = self.settings, self.decoder.shape, self.workload.row_length
+        """Return what all layers keep, and the most that their backward passes add to it: layers
+        that are recomputed need room when the layers behind them have freed theirs."""
+        settings = self.settings
+        shape = self.decoder.shape
+        row_length = self.workload.row_length
         layers, masks = self._layers()
-        kept, worst = 0.0, 0.0
+        kept = 0.0
+        worst = 0.0
         for number, layer in enumerate(layers):
             full = layer.kept + self._adapter_bytes()
             if settings.activation_checkpointing and number % settings.checkpoint_every == 0:
@@ -373,7 +472,8 @@ class _Training:
         """Return what each layer keeps, and how many dense masks there are."""
         row_length = self.workload.row_length
         longest = self.workload.longest_sample or row_length
-        found, masks = [], set()
+        found = []
+        masks = set()
         for window in self.decoder.shape.windows:
             window = None if window is None or window >= longest else window
             dense = not self.cuda and (self.decoder.soft_cap or window is not None)
@@ -383,39 +483,60 @@ class _Training:
         return bytes_of_layers(self.decoder, self.how) or found, len(masks)
 
     def _adapter_bytes(self) -> float:
-        """Return what a layer's adapters keep for each token besides their inputs; with dropout, each has a copy of its input.
-        Where layers differ, it is the mean."""
+        """Return what a layer's adapters keep for each token besides their inputs; with dropout,
+        each has a copy of its input. Where layers differ, it is the mean."""
         if self.settings.lora_rank is None:
             return 0.0
         if self.decoder.shape.kinds:
-            rank, dora = self.settings.lora_rank, self.settings.lora_kind == "dora"
+            rank = self.settings.lora_rank
+            dora = self.settings.lora_kind == "dora"
             shapes = adapted_shapes(self.decoder, self.settings)
             copies = sum(before for before, _ in shapes) * bool(self.settings.lora_dropout)
-            return (sum(rank + after * dora for _, after in shapes) + copies) * self.how.bytes / self.decoder.shape.layers
-        ends = [ends for name, ends in self.decoder.matrix_shapes.items() if name in self.settings.lora_targets]
-        numbers = sum(self.settings.lora_rank + (after if self.settings.lora_kind == "dora" else 0) for _, after in ends)
+            return (
+                (sum(rank + after * dora for _, after in shapes) + copies)
+                * self.how.bytes
+                / self.decoder.shape.layers
+            )
+        ends = [
+            ends
+            for name, ends in self.decoder.matrix_shapes.items()
+            if name in self.settings.lora_targets
+        ]
+        numbers = sum(
+            self.settings.lora_rank + (after if self.settings.lora_kind == "dora" else 0)
+            for _, after in ends
+        )
         kept = float(numbers * self.how.bytes)
-        if self.settings.lora_dropout:  # what it multiplies with is a mask on CUDA, and numbers on the CPU
-            size, noise = self.how.bytes, 1 if self.cuda else self.how.bytes
-            kept += sum(before for before, _ in ends) * (size + noise)  # those of the inputs themselves are kept no more
+        # What it multiplies with is a mask on CUDA, and numbers on the CPU.
+        if self.settings.lora_dropout:
+            size = self.how.bytes
+            noise = 1 if self.cuda else self.how.bytes
+            # Those of the inputs themselves are kept no more.
+            kept += sum(before for before, _ in ends) * (size + noise)
             kept -= (2 * self.decoder.shape.width + self.decoder.shape.feed_forward_width) * size
         return kept
 
     def _chunk(self, gradient: bool = True) -> float:
-        """Return the bytes of a chunk's logits and of what is made of them, with or without their gradient."""
+        """Return the bytes of a chunk's logits and of what is made of them, with or without their
+        gradient.
+        """
         positions = head_chunk(self.settings, self.trained, "cuda" if self.cuda else "cpu")
         logits = positions * self.decoder.shape.vocabulary
         each = float(self.how.bytes)
-        if self.full_divergence:  # with those of the reference; on CUDA PyTorch's operations make three copies in fp32
+        # With those of the reference; on CUDA PyTorch's operations make three copies in fp32.
+        if self.full_divergence:
             each += self.how.bytes + (3 * _FP32 if self.cuda else 0)
-        elif self.cuda and self.how.bf16:  # Triton's kernels: logits in fp32, their gradient in bf16
+        # Triton's kernels: logits in fp32, their gradient in bf16.
+        elif self.cuda and self.how.bf16:
             each = _FP32 + _BF16 * gradient
         if self.tells_parts:
             each += _FP32 if self.cuda and not self.full_divergence else self.how.bytes
         return logits / self.settings.tensor_parallel * each
 
     def _reference_parts(self) -> Parts:
-        """Return the reference's output projection and hidden states, where KL is taken over the whole vocabulary."""
+        """Return the reference's output projection and hidden states, where KL is taken over the
+        whole vocabulary.
+        """
         if not self.full_divergence:
             return {}
         workload = self.workload
@@ -426,14 +547,25 @@ class _Training:
         return {"reference": matrix + positions * self.decoder.shape.width * _FP32}
 
     def _working_copies(self, layers: float) -> Parts:
-        """Return the parameters as they are computed with, besides those held: what FSDP has gathered, and the copies in bf16 of
-        so many layers' matrices, which products keep for their backward pass."""
-        settings, decoder = self.settings, self.decoder
-        each, four_bits = decoder.layer / settings.tensor_parallel, settings.lora_base_dtype == "nf4"
+        """Return the parameters as they are computed with, besides those held: what FSDP has
+        gathered, and the copies in bf16 of so many layers' matrices, which products keep for their
+        backward pass.
+        """
+        settings = self.settings
+        decoder = self.decoder
+        each = decoder.layer / settings.tensor_parallel
+        four_bits = settings.lora_base_dtype == "nf4"
         parts: Parts = {}
-        in_four_bits = self._adapted_numbers() / decoder.shape.layers / settings.tensor_parallel if four_bits else 0.0
+        in_four_bits = (
+            self._adapted_numbers() / decoder.shape.layers / settings.tensor_parallel
+            if four_bits
+            else 0.0
+        )
         if four_bits:
-            largest = max(before * behind for before, behind in decoder.matrix_shapes.values()) / settings.tensor_parallel
+            largest = (
+                max(before * behind for before, behind in decoder.matrix_shapes.values())
+                / settings.tensor_parallel
+            )
             parts[_OUT_OF_4_BITS] = largest * (2 * _FP32 + _FP32)  # indices and numbers
         if self.sharded:
             all_layers = decoder.shape.layers
@@ -454,24 +586,32 @@ class _Training:
         return (others + head) / self.settings.tensor_parallel
 
     def _gathering(self) -> Parts:
-        """Return what FSDP holds while it gathers the first layer: what is outside of layers is there twice, as it came from the
-        others and as it is computed with; a layer as it comes."""
+        """Return what FSDP holds while it gathers the first layer: what is outside of layers is
+        there twice, as it came from the others and as it is computed with; a layer as it comes."""
         if not self.sharded:
             return {}
         layer = self.decoder.layer / self.settings.tensor_parallel * self.gathered_size
         return {"gathered parameters": 2 * self._gathered_root() + layer}
 
     def _whole_gradients(self) -> tuple[float, float, float]:
-        """Return the gradients of gathered parameters before they are scattered: where the backward pass begins (the head's is in
-        "head"), at the first layer, while the head's still waits for the embeddings', and where it ends."""
+        """Return the gradients of gathered parameters before they are scattered: where the backward
+        pass begins (the head's is in "head"), at the first layer, while the head's still waits for
+        the embeddings', and where it ends.
+        """
         if not self.sharded or self.lora:
             return 0.0, 0.0, 0.0
         size = self.gathered_size
         layer = self.decoder.layer / self.settings.tensor_parallel * size
-        waiting = 0.0 if self.decoder.tied else self.head_matrix * size  # where it is tied, it is in "head"
-        # At the end the sum over processes is made in fp32, of all gradients, and becomes each one's part while one matrix waits.
+        # Where it is tied, it is in "head".
+        waiting = 0.0 if self.decoder.tied else self.head_matrix * size
+        # At the end the sum over processes is made in fp32, of all gradients, and becomes each
+        # one's part while one matrix waits.
         most = max(size, size / 2 + _FP32 / self.ranks)
-        return layer, layer + waiting, self.decoder.outside_layers / self.settings.tensor_parallel * (_FP32 + most)
+        return (
+            layer,
+            layer + waiting,
+            self.decoder.outside_layers / self.settings.tensor_parallel * (_FP32 + most),
+        )
 
     def _finished(self, parts: Parts) -> Parts:
         """Add what is held besides the recipe's own tensors, and leave out empty parts."""

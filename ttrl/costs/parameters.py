@@ -1,11 +1,14 @@
 """Count the parameters of a decoder by kind, from its config.json.
 
-Counts are those of the model that is trained: of one with a vision tower, the text part. A tied output projection counts once.
+Counts are those of the model that is trained: of one with a vision tower, the text part. A tied
+output projection counts once.
 
-Layers of dense decoders are all alike. Models with experts, recurrences or other parts have one description for each layer
-(`ttrl.costs.families`). A model_type that is in neither place is counted as a dense decoder, and `is_known` says so.
+Layers of dense decoders are all alike. Models with experts, recurrences or other parts have one
+description for each layer (`ttrl.costs.families`). A model_type that is in neither place is counted
+as a dense decoder, and `is_known` says so.
 
-Letters in what follows: D width, F feed-forward width, H query heads, K key/value heads, E dimension of a head, V vocabulary.
+Letters in what follows: D width, F feed-forward width, H query heads, K key/value heads, E
+dimension of a head, V vocabulary.
 """
 
 from collections import Counter
@@ -19,20 +22,38 @@ from ttrl.costs.families import Kinds, knows, layers_of
 from ttrl.costs.layers import NOTHING, Layer, Matrix, Values
 from ttrl.errors import ModelFolderError
 
-# What a family has whatever its config.json says, or where that is silent. `attention_bias` adds biases to q, k, v and output.
+# What a family has whatever its config.json says, or where that is silent. `attention_bias` adds
+# biases to q, k, v and output.
 _QKV_BIAS = frozenset({"qwen2", "phi", "gpt2"})
-_ALL_BIASES = frozenset({"phi", "gpt2"})  # of the output projection, the feed-forward layer, and of its LayerNorms
+# Of the output projection, the feed-forward layer, and of its LayerNorms.
+_ALL_BIASES = frozenset({"phi", "gpt2"})
 _PARALLEL = frozenset({"phi"})  # with a bias in the head, too
 _BARE_NORMS = frozenset({"nanochat"})  # without a weight
 _HEAD_NORMS = frozenset({"qwen3", "gemma3_text", "nanochat"})
 _POST_NORMS = frozenset({"gemma2", "gemma3_text"})
-_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "gemma3n_text", "gemma4_text", "lfm2", "lfm2_moe", "smollm3"})
+_TIED = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gemma3n_text",
+        "gemma4_text",
+        "lfm2",
+        "lfm2_moe",
+        "smollm3",
+    }
+)
 _TIED |= {"ernie4_5", "ernie4_5_moe", "cohere2"}
 _SOFT_CAPS = frozenset({"gemma2"})
-_ONE_TIED_TENSOR = frozenset({"gemma2", "gpt2"})  # written once; checkpoints of all others hold a tied head twice
-_UNGATED = frozenset({"phi", "gpt2", "nanochat"})  # two matrices in the feed-forward layer; all other families have three
+# Written once; checkpoints of all others hold a tied head twice.
+_ONE_TIED_TENSOR = frozenset({"gemma2", "gpt2"})
+# Two matrices in the feed-forward layer; all other families have three.
+_UNGATED = frozenset({"phi", "gpt2", "nanochat"})
 _BACK = ("down_proj", "w2", "output_linear", "experts back")
-_DENSE = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"}) | _POST_NORMS | _UNGATED | {"phi3"}
+_DENSE = (
+    frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma"}) | _POST_NORMS | _UNGATED | {"phi3"}
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +77,9 @@ class ModelShape:
 
     @property
     def layer_weights(self) -> int:
-        """Count the entries of the matrices that each token passes in one layer, on average where they differ."""
+        """Count the entries of the matrices that each token passes in one layer, on average where
+        they differ.
+        """
         if self.kinds:
             return sum(one.passed for one in self.kinds) // self.layers
         attention = self.width * self.head_dim * 2 * (self.heads + self.key_value_heads)
@@ -81,17 +104,23 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
     def number(name: str, default: int | None = None) -> int:
         value = config.get(name) if default is None else config.get(name) or default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelFolderError(f"config.json: {name} is {value!r}; a whole number above 0 is needed to count FLOPs")
+            raise ModelFolderError(
+                f"config.json: {name} is {value!r}; a whole number above 0 is needed to count FLOPs"
+            )
         return value
 
-    layers, width, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
+    layers = number("num_hidden_layers")
+    width = number("hidden_size")
+    heads = number("num_attention_heads")
     return ModelShape(
         layers=layers,
         width=width,
         heads=heads,
         key_value_heads=number("num_key_value_heads", heads),
         head_dim=number("head_dim", width // heads),
-        feed_forward_width=number("intermediate_size", 4 * width if config.get("model_type") == "gpt2" else None),
+        feed_forward_width=number(
+            "intermediate_size", 4 * width if config.get("model_type") == "gpt2" else None
+        ),
         feed_forward_matrices=2 if config.get("model_type") in _UNGATED else 3,
         vocabulary=number("vocab_size"),
         windows=_windows(config, layers),
@@ -99,8 +128,8 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
 
 
 def _shape_of_kinds(config: Mapping[str, Any], kinds: Kinds) -> ModelShape:
-    """Return the shape of a decoder whose layers are described one by one. Its feed-forward width is the widest that a token
-    passes, and its heads are config.json's."""
+    """Return the shape of a decoder whose layers are described one by one. Its feed-forward width
+    is the widest that a token passes, and its heads are config.json's."""
     found = Values(config)
     return ModelShape(
         layers=len(kinds.layers),
@@ -123,14 +152,15 @@ def _inner_width(layer: Layer) -> int:
 
 
 def is_known(config: Mapping[str, Any]) -> bool:
-    """Tell whether parameters are counted by what is known of a config.json's model_type; else as if it were a plain dense
-    decoder."""
+    """Tell whether parameters are counted by what is known of a config.json's model_type; else as
+    if it were a plain dense decoder."""
     kind = str(model_settings(config).get("model_type"))
     return kind in _DENSE or knows(kind)
 
 
 def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    window, family = config.get("sliding_window"), str(config.get("model_type"))
+    window = config.get("sliding_window")
+    family = str(config.get("model_type"))
     if window is None or not config.get("use_sliding_window", not family.startswith("qwen")):
         return (None,) * layers
     kinds = config.get("layer_types")
@@ -143,7 +173,10 @@ def _windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
         every = config.get("sliding_window_pattern") or 6
         return tuple(window if (layer + 1) % every else None for layer in range(layers))
     if family.startswith("qwen"):
-        return tuple(window if layer >= config.get("max_window_layers", 0) else None for layer in range(layers))
+        return tuple(
+            window if layer >= config.get("max_window_layers", 0) else None
+            for layer in range(layers)
+        )
     return (window,) * layers
 
 
@@ -195,11 +228,19 @@ class DecoderParameters:
 
     @property
     def matrix_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the shapes of one layer's matrices by the recipe's names: (width in, width out). Where layers differ, of all
-        that adapters may go on, one of each name in transformers' class."""
+        """Return the shapes of one layer's matrices by the recipe's names: (width in, width out).
+        Where layers differ, of all that adapters may go on, one of each name in transformers'
+        class.
+        """
         if self.shape.kinds:
-            return {one.name: (one.before, one.behind) for layer in self.shape.kinds for one in layer.matrices if _may_adapt(one)}
-        width, inner = self.shape.width, self.shape.feed_forward_width
+            return {
+                one.name: (one.before, one.behind)
+                for layer in self.shape.kinds
+                for one in layer.matrices
+                if _may_adapt(one)
+            }
+        width = self.shape.width
+        inner = self.shape.feed_forward_width
         shapes = {
             "q_proj": (width, self.queries),
             "k_proj": (width, self.keys),
@@ -214,9 +255,16 @@ class DecoderParameters:
     def layer_vectors(self) -> int:
         """Count the entries of the norms and biases of one layer."""
         shape = self.shape
-        norms = shape.width * (1 if self.parallel else 4 if self.post_norms else 2) + 2 * shape.head_dim * self.head_norms
-        biases = (self.queries + 2 * self.keys) * self.query_key_value_bias + shape.width * self.output_bias
-        biases += (shape.feed_forward_width * (shape.feed_forward_matrices - 1) + shape.width) * self.feed_forward_bias
+        norms = (
+            shape.width * (1 if self.parallel else 4 if self.post_norms else 2)
+            + 2 * shape.head_dim * self.head_norms
+        )
+        biases = (
+            self.queries + 2 * self.keys
+        ) * self.query_key_value_bias + shape.width * self.output_bias
+        biases += (
+            shape.feed_forward_width * (shape.feed_forward_matrices - 1) + shape.width
+        ) * self.feed_forward_bias
         return self.norm_vectors * norms + biases
 
     @property
@@ -229,7 +277,10 @@ class DecoderParameters:
     @property
     def outside_layers(self) -> int:
         """Count the embeddings, output projection and last norm, and what else is in no layer."""
-        vectors = self.shape.width * (self.norm_vectors + self.learned_positions) + self.shape.vocabulary * self.head_bias
+        vectors = (
+            self.shape.width * (self.norm_vectors + self.learned_positions)
+            + self.shape.vocabulary * self.head_bias
+        )
         others = self.looked_up + self.shape.outside.parameters
         return self.vocabulary_matrix * (1 if self.tied else 2) + vectors + others
 
@@ -242,14 +293,14 @@ class DecoderParameters:
 
     @property
     def active(self) -> int:
-        """Count the parameters that are active for a token: all but those of the experts that it does not pass. Embeddings
-        count whole, as Qwen counts; OpenAI leaves them out."""
+        """Count the parameters that are active for a token: all but those of the experts that it
+        does not pass. Embeddings count whole, as Qwen counts; OpenAI leaves them out."""
         return self.total - sum(one.idle for one in self.shape.kinds)
 
     @property
     def stored(self) -> int:
-        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM refuses it, and of transformers'
-        own classes."""
+        """Count the entries of a checkpoint: a tied head is written once more, except where vLLM
+        refuses it, and of transformers' own classes."""
         again = self.tied and self.family not in _ONE_TIED_TENSOR and not self.shape.kinds
         return self.total + (self.vocabulary_matrix if again else 0)
 
@@ -262,14 +313,21 @@ def has_tied_head(config: Mapping[str, Any]) -> bool:
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
-    """Return the parameters that a config.json describes. Raises ModelFolderError where a value is missing."""
+    """Return the parameters that a config.json describes. Raises ModelFolderError where a value is
+    missing.
+    """
     text = model_settings(config)
     family = str(text.get("model_type"))
     tied = has_tied_head(config)
     kinds = layers_of(text)
     if kinds is not None:
         return _decoder_of_kinds(config, family, tied, kinds)
-    attention_bias = bool(text.get("attention_bias")) and family not in ("qwen2", "mistral", "phi3", "phi")
+    attention_bias = bool(text.get("attention_bias")) and family not in (
+        "qwen2",
+        "mistral",
+        "phi3",
+        "phi",
+    )
     return DecoderParameters(
         shape=model_shape(config),
         family=family,
@@ -284,12 +342,15 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
         query_key_value_bias=family in _QKV_BIAS or attention_bias,
         head_bias=family in _PARALLEL,
         output_bias=family in _ALL_BIASES or attention_bias,
-        feed_forward_bias=family in _ALL_BIASES or (family == "llama" and bool(text.get("mlp_bias"))),
+        feed_forward_bias=family in _ALL_BIASES
+        or (family == "llama" and bool(text.get("mlp_bias"))),
         stored_dtype=_stored_dtype(config),
     )
 
 
-def _decoder_of_kinds(config: Mapping[str, Any], family: str, tied: bool, kinds: Kinds) -> DecoderParameters:
+def _decoder_of_kinds(
+    config: Mapping[str, Any], family: str, tied: bool, kinds: Kinds
+) -> DecoderParameters:
     text = model_settings(config)
     silu = (text.get("hidden_activation") or text.get("hidden_act") or "silu") == "silu"
     return DecoderParameters(
@@ -315,7 +376,9 @@ def _decoder_of_kinds(config: Mapping[str, Any], family: str, tied: bool, kinds:
 def _stored_dtype(config: Mapping[str, Any]) -> str:
     names = ("dtype", "torch_dtype")  # of today, and of older files
     parts = (config, model_settings(config))
-    said = [str(part[name]).removeprefix("torch.") for part in parts for name in names if part.get(name)]
+    said = [
+        str(part[name]).removeprefix("torch.") for part in parts for name in names if part.get(name)
+    ]
     return {"bfloat16": "bf16", "float16": "fp16"}.get(said[0] if said else "", "fp32")
 
 
@@ -332,12 +395,16 @@ def held_dtype(decoder: DecoderParameters, config: TrainingConfig) -> str:
 
 
 def adapted_shapes(decoder: DecoderParameters, config: TrainingConfig) -> list[tuple[int, int]]:
-    """Return the shapes of the matrices of all layers that have adapters of low rank: (width in, width out)."""
+    """Return the shapes of the matrices of all layers that have adapters of low rank: (width in,
+    width out).
+    """
     shape = decoder.shape
     if config.lora_rank is None:
         return []
     if not shape.kinds:
-        return [ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets] * shape.layers
+        return [
+            ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets
+        ] * shape.layers
     wanted = set(config.lora_targets).union(*(MATRIX_NAMES[name] for name in config.lora_targets))
     matrices = (one for layer in shape.kinds for one in layer.matrices)
     return [(one.before, one.behind) for one in matrices if one.name in wanted]
@@ -345,31 +412,45 @@ def adapted_shapes(decoder: DecoderParameters, config: TrainingConfig) -> list[t
 
 def _may_adapt(matrix: Matrix) -> bool:
     """Tell whether adapters may go on a matrix of transformers' class; on experts they never do."""
-    return matrix.name in MATRIX_NAMES or any(matrix.name in names for names in MATRIX_NAMES.values())
+    return matrix.name in MATRIX_NAMES or any(
+        matrix.name in names for names in MATRIX_NAMES.values()
+    )
 
 
 def adapter_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the parameters of all adapters of low rank; 0 without adapters."""
-    rank, shape = config.lora_rank, decoder.shape
+    rank = config.lora_rank
+    shape = decoder.shape
     if rank is None:
         return 0
     of_rows = 1 if config.lora_kind == "dora" else 0
-    total = sum(rank * (before + behind) + of_rows * behind for before, behind in adapted_shapes(decoder, config))
+    total = sum(
+        rank * (before + behind) + of_rows * behind
+        for before, behind in adapted_shapes(decoder, config)
+    )
     if "output" in config.lora_targets and not decoder.tied:
         total += rank * (shape.width + shape.vocabulary) + of_rows * shape.vocabulary
     return total
 
 
 def undivided_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
-    """Count those of the adapters that each process of `tensor_parallel` holds whole: of a matrix whose rows it deals out, what
-    has the columns' side, and the other way round."""
-    rank, shape = config.lora_rank, decoder.shape
+    """Count those of the adapters that each process of `tensor_parallel` holds whole: of a matrix
+    whose rows it deals out, what has the columns' side, and the other way round."""
+    rank = config.lora_rank
+    shape = decoder.shape
     if rank is None or config.tensor_parallel == 1:
         return 0
     of_rows = 1 if config.lora_kind == "dora" else 0
-    own = {name: ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets}
-    total = sum((rank + of_rows) * ends[1] if name in ("output_proj", "w2") else rank * ends[0] for name, ends in own.items())
-    return shape.layers * total + (rank * shape.width if "output" in config.lora_targets and not decoder.tied else 0)
+    own = {
+        name: ends for name, ends in decoder.matrix_shapes.items() if name in config.lora_targets
+    }
+    total = sum(
+        (rank + of_rows) * ends[1] if name in ("output_proj", "w2") else rank * ends[0]
+        for name, ends in own.items()
+    )
+    return shape.layers * total + (
+        rank * shape.width if "output" in config.lora_targets and not decoder.tied else 0
+    )
 
 
 def trained_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:

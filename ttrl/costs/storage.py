@@ -34,9 +34,9 @@ def model_bytes(decoder: DecoderParameters, config: TrainingConfig) -> float:
 def iteration_bytes(model: Mapping[str, Any], config: TrainingConfig) -> dict[str, float]:
     """Return the bytes of an iteration's "checkpoint" and optimizer "state".
 
-    Packed rows and rollouts are small next to them. With adapters the checkpoint is the merged model
-    (unless `lora_merge` is false) and the adapter next to it, and the state is the adapter's. model:
-    values of config.json.
+    Packed rows and rollouts are small next to them. With adapters the checkpoint is the merged
+    model (unless `lora_merge` is false) and the adapter next to it, and the state is the adapter's.
+    model: values of config.json.
     """
     decoder = decoder_parameters(model)
     adapters = adapter_parameters(decoder, config) * BYTES["fp32"]

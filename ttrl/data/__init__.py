@@ -1,1 +1,3 @@
-"""From task results to packed tensors: tokens, advantages, rows with shared prompts, masks and pictures of them."""
+"""From task results to packed tensors: tokens, advantages, rows with shared prompts, masks and
+pictures of them.
+"""

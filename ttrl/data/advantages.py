@@ -1,14 +1,16 @@
 """From the rewards of groups to advantages, and which groups have anything to teach.
 
-With r the rewards of a group of n samples, m their mean and σ their standard deviation (of the population):
+With r the rewards of a group of n samples, m their mean and σ their standard deviation (of the
+population):
 
 std             (r - m) / max(σ, floor)          GRPO, arXiv 2402.03300
 mean            r - m                            Dr. GRPO, arXiv 2503.20783
 leave_one_out   r - mean of the others           RLOO, arXiv 2402.14740; equals n/(n - 1)·(r - m)
-batch           (r - m) / max(σ_batch, floor)    REINFORCE++ with baseline, arXiv 2501.03262; σ_batch: of r - m over all groups
+batch           (r - m) / max(σ_batch, floor)    REINFORCE++ with baseline, arXiv 2501.03262;
+                                                 σ_batch: of r - m over all groups
 
-and then cut to [-clip, clip], if asked for. Rewards may be shaped before (`ttrl.data.shaping`). Advantages of single tokens:
-`ttrl.data.token_advantages`.
+and then cut to [-clip, clip], if asked for. Rewards may be shaped before (`ttrl.data.shaping`).
+Advantages of single tokens: `ttrl.data.token_advantages`.
 """
 
 import logging
@@ -37,12 +39,14 @@ class Advantages:
     values: list[list[float]]
     """One advantage per graded sample of each group that was kept."""
     groups: dict[str, float]
-    """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum), "no_signal_share", and "low_std": kept
-    groups whose standard deviation is below the floor."""
+    """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum),
+    "no_signal_share", and "low_std": kept groups whose standard deviation is below the floor."""
     facts: dict[str, float]
-    """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|, "lowest" and "highest": its range; where rewards
-    were shaped, "shaped_reward": the mean of it over all graded samples; with a surprise bonus, "surprise": the mean of it, and
-    "surprise_unknown": samples without any known log-probability."""
+    """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|, "lowest" and
+    "highest": its range; where rewards were shaped, "shaped_reward": the mean of it over all graded
+    samples; with a surprise bonus, "surprise": the mean of it, and "surprise_unknown": samples
+    without any known log-probability.
+    """
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
@@ -50,12 +54,18 @@ def has_signal(rewards: Sequence[float]) -> bool:
     return len(rewards) >= 2 and max(rewards) - min(rewards) > _EQUAL
 
 
-def group_advantages(rewards: Sequence[float], method: AdvantageKind = "std", std_floor: float = 1e-6) -> list[float]:
-    """Return the advantages of one group's samples, in order. Raises ConfigError for a method that is unknown or needs more than
-    one group ("batch": `batch_advantages`), UserError for a reward that is not finite."""
+def group_advantages(
+    rewards: Sequence[float], method: AdvantageKind = "std", std_floor: float = 1e-6
+) -> list[float]:
+    """Return the advantages of one group's samples, in order. Raises ConfigError for a method that
+    is unknown or needs more than one group ("batch": `batch_advantages`), UserError for a reward
+    that is not finite.
+    """
     if method not in ("std", "mean", "leave_one_out"):
         more = "; 'batch' needs all groups at once (batch_advantages)" if method == "batch" else ""
-        raise ConfigError("advantages", [f"method is {method!r}; choose 'std', 'mean' or 'leave_one_out'{more}"])
+        raise ConfigError(
+            "advantages", [f"method is {method!r}; choose 'std', 'mean' or 'leave_one_out'{more}"]
+        )
     centred = _centred(rewards)
     if method == "std":
         std = _std(centred)
@@ -65,25 +75,34 @@ def group_advantages(rewards: Sequence[float], method: AdvantageKind = "std", st
     return centred
 
 
-def batch_advantages(groups: Sequence[Sequence[float]], std_floor: float = 1e-6) -> list[list[float]]:
-    """Return the advantages of every group: r - group mean, divided by the standard deviation of that over all samples
-    (REINFORCE++ with baseline, arXiv 2501.03262). A group without signal takes part in it, with zeros. Raises UserError for a
-    reward that is not finite."""
+def batch_advantages(
+    groups: Sequence[Sequence[float]], std_floor: float = 1e-6
+) -> list[list[float]]:
+    """Return the advantages of every group: r - group mean, divided by the standard deviation of
+    that over all samples (REINFORCE++ with baseline, arXiv 2501.03262). A group without signal
+    takes part in it, with zeros. Raises UserError for a reward that is not finite."""
     centred = [_centred(rewards) for rewards in groups]
     scale = max(_std([value for group in centred for value in group]), std_floor)
     return [[value / scale for value in group] for group in centred]
 
 
 def advantages_of(
-    results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None, *, keep_equal: bool = False
+    results: Sequence[TaskResult],
+    config: AdvantageConfig,
+    tokenizer: Any = None,
+    *,
+    keep_equal: bool = False,
 ) -> Advantages:
-    """Shape the rewards of a batch, leave out groups without signal, and compute the advantages of the others.
+    """Shape the rewards of a batch, leave out groups without signal, and compute the advantages of
+    the others.
 
-    `keep_equal`: groups of equal rewards stay, with advantages of 0, for what gives their tokens a signal later: a value head,
-    rewards of single tokens. They are counted as groups without signal all the same.
+    `keep_equal`: groups of equal rewards stay, with advantages of 0, for what gives their tokens a
+    signal later: a value head, rewards of single tokens. They are counted as groups without signal
+    all the same.
 
-    The shaped rewards decide whether a group has signal: equal answers that surprised differently have some. Failed samples
-    are left out. `tokenizer`: the model's, needed with `surprise_until`. Warns where standard deviations are below the floor.
+    The shaped rewards decide whether a group has signal: equal answers that surprised differently
+    have some. Failed samples are left out. `tokenizer`: the model's, needed with `surprise_until`.
+    Warns where standard deviations are below the floor.
 
     Raises UserError, naming the sample, for a reward that is not finite.
     """
@@ -93,7 +112,8 @@ def advantages_of(
     without = len(results) - len(places)
     if keep_equal:
         places = [place for place, result in enumerate(results) if len(result.rewards) > 1]
-    kept, rewards = [results[place] for place in places], [compared[place] for place in places]
+    kept = [results[place] for place in places]
+    rewards = [compared[place] for place in places]
     if config.kind == "batch":
         uncut = batch_advantages(rewards, config.std_floor)
     else:
@@ -102,38 +122,60 @@ def advantages_of(
     low = _count_low_std([group for group in rewards if has_signal(group)], config)
     if low:
         logger.warning(
-            "%d of %d groups with a signal have rewards with a standard deviation below the floor of %g, so their advantages are "
+            "%d of %d groups with a signal have rewards with a standard deviation below the "
+            "floor of %g, so their advantages are "
             "smaller than those of the others",
             *(low, len(kept), config.std_floor),
         )
-    groups: dict[str, float] = {"total": len(results), "kept": len(kept), **counts, "no_signal": without}
+    groups: dict[str, float] = {
+        "total": len(results),
+        "kept": len(kept),
+        **counts,
+        "no_signal": without,
+    }
     groups |= {"no_signal_share": without / len(results) if results else 0.0, "low_std": low}
     flat = [value for group in cut for value in group]
-    clipped = sum(before != after for before, after in zip((value for group in uncut for value in group), flat, strict=True))
+    clipped = sum(
+        before != after
+        for before, after in zip((value for group in uncut for value in group), flat, strict=True)
+    )
     facts = {"clipped": clipped, "mean_abs": math.fsum(map(abs, flat)) / len(flat) if flat else 0.0}
     facts |= {"lowest": min(flat), "highest": max(flat)} if flat else {}
-    return Advantages(kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config))
+    return Advantages(
+        kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config)
+    )
 
 
-def groups_with_signal(results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None) -> int:
+def groups_with_signal(
+    results: Sequence[TaskResult], config: AdvantageConfig, tokenizer: Any = None
+) -> int:
     """Count the groups that `advantages_of` gives advantages other than 0."""
-    return len(_with_signal(results, [shaped_rewards(result, config, tokenizer)[0] for result in results])[0])
+    return len(
+        _with_signal(results, [shaped_rewards(result, config, tokenizer)[0] for result in results])[
+            0
+        ]
+    )
 
 
-def _with_signal(results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]) -> tuple[list[int], dict[str, int]]:
-    """Return the places of the groups whose shaped rewards differ, and how many others there are for which reason.
+def _with_signal(
+    results: Sequence[TaskResult], shaped: Sequence[Sequence[float]]
+) -> tuple[list[int], dict[str, int]]:
+    """Return the places of the groups whose shaped rewards differ, and how many others there are
+    for which reason.
 
-    "all_right" and "all_wrong" are groups whose samples all are what their grader calls "exact", or all are not. Where it has no
-    such metric, they are those whose samples all have the highest or the lowest reward of the batch; where all groups have the
-    same one, it is wrong unless it is positive. "other_equal" is the rest of the groups with one reward, "too_few" those with
-    fewer than two graded samples. The reason is told by the graders' rewards.
+    "all_right" and "all_wrong" are groups whose samples all are what their grader calls "exact", or
+    all are not. Where it has no such metric, they are those whose samples all have the highest or
+    the lowest reward of the batch; where all groups have the same one, it is wrong unless it is
+    positive. "other_equal" is the rest of the groups with one reward, "too_few" those with fewer
+    than two graded samples. The reason is told by the graders' rewards.
     """
     everything = [reward for result in results for reward in result.rewards]
     highest, lowest = (max(everything), min(everything)) if everything else (0.0, 0.0)
     counts = {"all_right": 0, "all_wrong": 0, "other_equal": 0, "too_few": 0}
     places = []
     for place, (result, compared) in enumerate(zip(results, shaped, strict=True)):
-        rewards, exact = result.rewards, {sample.metrics.get("exact") for sample in result.graded}
+        rewards = result.rewards
+        exact = {sample.metrics.get("exact") for sample in result.graded}
         if len(rewards) < 2:
             counts["too_few"] += 1
         elif has_signal(compared):
@@ -156,13 +198,16 @@ def _centred(rewards: Sequence[float]) -> list[float]:
         if not math.isfinite(reward):
             raise UserError(f"reward {number} of a group is {reward}; rewards are finite numbers")
     if not has_signal(rewards):
-        return [0.0] * len(rewards)  # rounding in the mean must not be blown up by a tiny standard deviation
+        # Rounding in the mean must not be blown up by a tiny standard deviation.
+        return [0.0] * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]
 
 
 def _std(centred: Sequence[float]) -> float:
-    return math.sqrt(math.fsum(value * value for value in centred) / len(centred)) if centred else 0.0
+    return (
+        math.sqrt(math.fsum(value * value for value in centred) / len(centred)) if centred else 0.0
+    )
 
 
 def _cut(values: list[float], clip: float | None) -> list[float]:
@@ -172,12 +217,17 @@ def _cut(values: list[float], clip: float | None) -> list[float]:
 def _count_low_std(rewards: Sequence[Sequence[float]], config: AdvantageConfig) -> int:
     if config.kind == "std":
         return sum(_std(_centred(group)) < config.std_floor for group in rewards)
-    if config.kind == "batch" and _std([value for group in rewards for value in _centred(group)]) < config.std_floor:
+    if (
+        config.kind == "batch"
+        and _std([value for group in rewards for value in _centred(group)]) < config.std_floor
+    ):
         return len(rewards)
     return 0  # no other divides by it
 
 
-def _shaping_facts(pairs: Sequence[tuple[list[float], list[float | None]]], config: AdvantageConfig) -> dict[str, float]:
+def _shaping_facts(
+    pairs: Sequence[tuple[list[float], list[float | None]]], config: AdvantageConfig
+) -> dict[str, float]:
     rewards = [reward for group, _ in pairs for reward in group]
     facts: dict[str, float] = {}
     if rewards and (config.reward_power != 1.0 or config.surprise_bonus):

@@ -202,9 +202,12 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
     begin = first = len(before[-1:])
 
     def text(ids: list[int]) -> str:
-        return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(
+            tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        )
 
-    known = text(ids[:begin])  # of the id before the span, so that a blank at its beginning is not left out
+    # Of the id before the span, so that a blank at its beginning is not left out.
+    known = text(ids[:begin])
     broken = ""
     for end in range(begin + 1, len(ids) + 1):
         whole = text(ids[first - 1 if first else 0 : end])
@@ -216,24 +219,33 @@ def _spans(tokenizer: Any, before: Sequence[int], token_ids: Sequence[int]) -> l
             first = end - 1
             known = broken
         spans.append(_Span(end - first, whole[len(known) :].encode()))
-        first, known = end, text(ids[end - 1 : end])
+        first = end
+        known = text(ids[end - 1 : end])
     return spans
 
 
 def check_strings(
-    where: str, tokenizer: Any, token_ids: Sequence[int], logprobs: Sequence[float], tokens: Sequence[str]
+    where: str,
+    tokenizer: Any,
+    token_ids: Sequence[int],
+    logprobs: Sequence[float],
+    tokens: Sequence[str],
 ) -> tuple[list[float], int]:
-    """Return the log-probabilities of a server that gave ids and token strings, NaN where the two are different tokens, and how
-    many are.
+    """Return the log-probabilities of a server that gave ids and token strings, NaN where the two
+    are different tokens, and how many are.
 
-    Blanks at the ends are not compared, nor tokens that are not a whole character, which servers write in different ways.
-    A token may be written as in the vocabulary (`æĺ¯`).
+    Blanks at the ends are not compared, nor tokens that are not a whole character, which servers
+    write in different ways. A token may be written as in the vocabulary (`æĺ¯`).
 
     Raises TokenizationError where most are not: then ids and log-probabilities are out of step.
     """
     if len(tokens) != len(token_ids):
-        raise TokenizationError(f"{where}: {len(token_ids)} token ids, but {len(tokens)} token strings of logprobs")
-    checked, wrong, compared = list(logprobs), [], 0
+        raise TokenizationError(
+            f"{where}: {len(token_ids)} token ids, but {len(tokens)} token strings of logprobs"
+        )
+    checked = list(logprobs)
+    wrong = []
+    compared = 0
     for number, (token, string) in enumerate(zip(token_ids, tokens, strict=True)):
         ours = tokenizer.decode([token], skip_special_tokens=False)
         theirs = string.encode("latin-1").decode("utf-8", "replace")
@@ -248,8 +260,10 @@ def check_strings(
     if 2 * len(wrong) > compared:
         number, token, ours, theirs = wrong[0]
         raise TokenizationError(
-            f"{where}: {len(wrong)} of {compared} tokens differ from those of their logprobs: token {number} has id {token}, "
-            f"which is {ours!r}, but its logprob is for {theirs!r}; the server's ids and logprobs are out of step, "
+            f"{where}: {len(wrong)} of {compared} tokens differ from those of their logprobs: "
+            f"token {number} has id {token}, "
+            f"which is {ours!r}, but its logprob is for {theirs!r}; the server's ids and "
+            "logprobs are out of step, "
             "or the tokenizer is another model's"
         )
     return checked, len(wrong)

@@ -1,10 +1,12 @@
-"""From a grader's reward to the reward that advantages are made of: powers, and a bonus for surprising right answers.
+"""From a grader's reward to the reward that advantages are made of: powers, and a bonus for
+surprising right answers.
 
 power      r ↦ sign(r)·|r|^p
-surprise   r ↦ (1 - b)·r + b·r·s,  s = mean of -logp over the completion's tokens up to the last answer, in nats per token
+surprise   r ↦ (1 - b)·r + b·r·s,  s = mean of -logp over the completion's tokens up to the last
+                                   answer, in nats per token
 
-In this order: what the power makes of the reward is the `r` of the bonus. Rollouts keep the grader's reward; nothing here changes
-a sample.
+In this order: what the power makes of the reward is the `r` of the bonus. Rollouts keep the
+grader's reward; nothing here changes a sample.
 """
 
 import bisect
@@ -20,37 +22,44 @@ from ttrl.records import LARGEST_REWARD, Sample, TaskResult
 def reward_power(reward: float, power: float) -> float:
     """Return sign(r)·|r|^power, power > 0.
 
-    Above 1 it favours nearly perfect answers (a puzzle's accuracy of 0.9 counts 0.53 with power 6), below 1 any progress. -1, 0
-    and 1 stay what they are, the order of rewards stays, and a penalty stays a penalty: an even power does not make it a reward.
+    Above 1 it favours nearly perfect answers (a puzzle's accuracy of 0.9 counts 0.53 with power 6),
+    below 1 any progress. -1, 0 and 1 stay what they are, the order of rewards stays, and a penalty
+    stays a penalty: an even power does not make it a reward.
 
     Raises UserError where the result is larger than any float.
     """
     try:
         return math.copysign(abs(reward) ** power, reward)
     except OverflowError as error:
-        raise UserError(f"reward {reward} to the power {power} is larger than any float; scale the rewards down") from error
+        raise UserError(
+            f"reward {reward} to the power {power} is larger than any float; scale the rewards down"
+        ) from error
 
 
 def surprise(logprobs: Sequence[float], until: int | None = None) -> float | None:
-    """Return the mean of -logp [nats per token] over the first `until` tokens (None: all), NaN left out; None where not one is
-    known."""
+    """Return the mean of -logp [nats per token] over the first `until` tokens (None: all), NaN left
+    out; None where not one is known."""
     known = [logprob for logprob in logprobs[:until] if math.isfinite(logprob)]
     return -math.fsum(known) / len(known) if known else None
 
 
 def with_surprise(reward: float, surprised: float | None, bonus: float) -> float:
-    """Return (1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1]; unknown surprises count as 0. Wrong answers (reward 0)
-    stay at 0. Meant for accuracies: a negative reward gets worse the more surprising it was."""
+    """Return (1 - bonus)·reward + bonus·reward·surprised, bonus in [0, 1]; unknown surprises count
+    as 0. Wrong answers (reward 0) stay at 0. Meant for accuracies: a negative reward gets worse the
+    more surprising it was.
+    """
     return (1.0 - bonus) * reward + bonus * reward * (surprised or 0.0)
 
 
 def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None:
-    """Count the completion tokens that hold the text up to the end of the last answer; None for all of them.
+    """Count the completion tokens that hold the text up to the end of the last answer; None for all
+    of them.
 
-    `metric` is the name of a metric in which the grader tells where its last answer ends: the number of characters of the
-    message's content up to there (of a regular expression's match, `match.end()`). All tokens count where `metric` is None, where
-    the grader gave no such metric, and where the content is not found in what the ids decode to. What precedes the content in
-    the ids (reasoning that the server took out, earlier turns) counts as before the answer.
+    `metric` is the name of a metric in which the grader tells where its last answer ends: the
+    number of characters of the message's content up to there (of a regular expression's match,
+    `match.end()`). All tokens count where `metric` is None, where the grader gave no such metric,
+    and where the content is not found in what the ids decode to. What precedes the content in the
+    ids (reasoning that the server took out, earlier turns) counts as before the answer.
     """
     if metric is None or metric not in sample.metrics or not sample.token_ids:
         return None
@@ -68,15 +77,26 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
             return None
         begin = found - (len(sample.text) - len(sample.text.lstrip()))
     characters = max(0, min(int(sample.metrics[metric]), len(sample.text)))
-    return earlier + (bisect.bisect_left(range(len(ids)), begin + characters, key=length) if characters else 0)
+    return earlier + (
+        bisect.bisect_left(range(len(ids)), begin + characters, key=length) if characters else 0
+    )
 
 
-def shaped_rewards(result: TaskResult, config: AdvantageConfig, tokenizer: Any = None) -> tuple[list[float], list[float | None]]:
-    """Return the shaped rewards of the graded samples, and their surprises (none without a `surprise_bonus`). `surprise_until`
-    needs the model's `tokenizer`. Raises UserError, naming the sample, for a reward that is not finite."""
-    power, bonus, until = config.reward_power, config.surprise_bonus, config.surprise_until
+def shaped_rewards(
+    result: TaskResult, config: AdvantageConfig, tokenizer: Any = None
+) -> tuple[list[float], list[float | None]]:
+    """Return the shaped rewards of the graded samples, and their surprises (none without a
+    `surprise_bonus`). `surprise_until` needs the model's `tokenizer`. Raises UserError, naming the
+    sample, for a reward that is not finite.
+    """
+    power = config.reward_power
+    bonus = config.surprise_bonus
+    until = config.surprise_until
     if until is not None and bonus and tokenizer is None:
-        raise UserError(f"where the last answer ends ({until!r}) is told in characters; give the tokenizer that finds its tokens")
+        raise UserError(
+            f"where the last answer ends ({until!r}) is told in characters; give the tokenizer "
+            "that finds its tokens"
+        )
     rewards: list[float] = []
     surprises: list[float | None] = []
     for sample in result.graded:

@@ -1,7 +1,9 @@
-"""Advantages of single tokens: from a value head (GAE), or from the log-ratios of an implicit reward model (PRIME).
+"""Advantages of single tokens: from a value head (GAE), or from the log-ratios of an implicit
+reward model (PRIME).
 
-A TokenizedResult carries them as `token_advantages`, one per completion token. Everything is computed in float64; what is not a
-finite number is refused, because one NaN would spread over a whole completion.
+A TokenizedResult carries them as `token_advantages`, one per completion token. Everything is
+computed in float64; what is not a finite number is refused, because one NaN would spread over a
+whole completion.
 """
 
 import math
@@ -10,22 +12,28 @@ from collections.abc import Sequence
 from ttrl.errors import UserError
 
 
-def gae(rewards: Sequence[float], values: Sequence[float], gamma: float = 1.0, lam: float = 1.0) -> list[float]:
-    """Compute generalised advantage estimation over the T tokens of one completion (arXiv 1506.02438, equations 11 and 16):
+def gae(
+    rewards: Sequence[float], values: Sequence[float], gamma: float = 1.0, lam: float = 1.0
+) -> list[float]:
+    """Compute generalised advantage estimation over the T tokens of one completion (arXiv
+    1506.02438, equations 11 and 16):
 
         δ_t = r_t + γ·V_{t+1} - V_t        A_t = Σ_k (γλ)^k · δ_{t+k}
 
-    rewards: of each token; an outcome reward belongs to the last one. values: V_t before each token, [T], with V_T = 0 after the
-    last one (the completion has ended); or [T + 1], whose last entry is the value after it (it was cut off and would go on). The
-    returns that a value head is trained on are A_t + V_t. λ = 1 gives the return less the value, λ = 0 the one-step error.
+    rewards: of each token; an outcome reward belongs to the last one. values: V_t before each
+    token, [T], with V_T = 0 after the last one (the completion has ended); or [T + 1], whose last
+    entry is the value after it (it was cut off and would go on). The returns that a value head is
+    trained on are A_t + V_t. λ = 1 gives the return less the value, λ = 0 the one-step error.
 
-    Raises UserError for lengths that do not go together, for numbers that are not finite, and for γ or λ outside [0, 1].
+    Raises UserError for lengths that do not go together, for numbers that are not finite, and for γ
+    or λ outside [0, 1].
     """
     _check_share("gamma", gamma)
     _check_share("lam", lam)
     if len(values) not in (len(rewards), len(rewards) + 1):
         raise UserError(
-            f"{len(rewards)} rewards but {len(values)} values; give one for each token, and one more if it was cut off"
+            f"{len(rewards)} rewards but {len(values)} values; give one for each token, and one "
+            "more if it was cut off"
         )
     _check_finite("rewards", rewards)
     _check_finite("values", values)
@@ -39,11 +47,18 @@ def gae(rewards: Sequence[float], values: Sequence[float], gamma: float = 1.0, l
     return advantages
 
 
-def implicit_rewards(logprobs: Sequence[float], reference_logprobs: Sequence[float], beta: float) -> list[float]:
-    """Return β·(log π_φ - log π_ref) of each token: the process rewards of an implicit reward model φ (PRIME, arXiv 2502.01456).
-    Raises UserError for different lengths and for log-probabilities that are not finite."""
+def implicit_rewards(
+    logprobs: Sequence[float], reference_logprobs: Sequence[float], beta: float
+) -> list[float]:
+    """Return β·(log π_φ - log π_ref) of each token: the process rewards of an implicit reward model
+    φ (PRIME, arXiv 2502.01456). Raises UserError for different lengths and for log-probabilities
+    that are not finite.
+    """
     if len(logprobs) != len(reference_logprobs):
-        raise UserError(f"{len(logprobs)} logprobs but {len(reference_logprobs)} reference logprobs; give one of each per token")
+        raise UserError(
+            f"{len(logprobs)} logprobs but {len(reference_logprobs)} reference logprobs; give "
+            "one of each per token"
+        )
     _check_finite("logprobs", logprobs)
     _check_finite("reference_logprobs", reference_logprobs)
     return [beta * (new - old) for new, old in zip(logprobs, reference_logprobs, strict=True)]
@@ -52,19 +67,25 @@ def implicit_rewards(logprobs: Sequence[float], reference_logprobs: Sequence[flo
 def implicit_reward_advantages(
     token_rewards: Sequence[Sequence[float]], rewards: Sequence[float], gamma: float = 1.0
 ) -> list[list[float]]:
-    """Compute the advantages of every token of a group of K samples, from process and outcome rewards (PRIME, arXiv 2502.01456):
+    """Compute the advantages of every token of a group of K samples, from process and outcome
+    rewards (PRIME, arXiv 2502.01456):
 
         A_t^i = Σ_{s≥t} γ^{s-t}·(r_s^i - 1/(K-1) Σ_{j≠i} mean_u r_u^j)  +  R^i - 1/(K-1) Σ_{j≠i} R^j
 
-    token_rewards: r, of each sample's tokens (`implicit_rewards`). rewards: R, the graders'. Both parts have a leave-one-out
-    baseline; that of the process rewards is the other samples' mean reward per token, 0 for a sample without tokens. Zeros where
-    the group has only one sample, which has nothing to be compared with.
+    token_rewards: r, of each sample's tokens (`implicit_rewards`). rewards: R, the graders'. Both
+    parts have a leave-one-out baseline; that of the process rewards is the other samples' mean
+    reward per token, 0 for a sample without tokens. Zeros where the group has only one sample,
+    which has nothing to be compared with.
 
-    Raises UserError for lengths that do not go together, for numbers that are not finite, and for γ outside [0, 1].
+    Raises UserError for lengths that do not go together, for numbers that are not finite, and for γ
+    outside [0, 1].
     """
     _check_share("gamma", gamma)
     if len(token_rewards) != len(rewards):
-        raise UserError(f"token rewards of {len(token_rewards)} samples but {len(rewards)} rewards; give both for each sample")
+        raise UserError(
+            f"token rewards of {len(token_rewards)} samples but {len(rewards)} rewards; give "
+            "both for each sample"
+        )
     _check_finite("rewards", rewards)
     for number, one in enumerate(token_rewards):
         _check_finite(f"token rewards of sample {number}", one)
@@ -72,12 +93,14 @@ def implicit_reward_advantages(
         return [[0.0] * len(one) for one in token_rewards]
     others = len(rewards) - 1
     means = [math.fsum(one) / len(one) if one else 0.0 for one in token_rewards]
-    all_means, all_rewards = math.fsum(means), math.fsum(rewards)
+    all_means = math.fsum(means)
+    all_rewards = math.fsum(rewards)
     found = []
     for one, mean, reward in zip(token_rewards, means, rewards, strict=True):
         baseline = (all_means - mean) / others
         outcome = reward - (all_rewards - reward) / others
-        later, advantages = 0.0, [0.0] * len(one)
+        later = 0.0
+        advantages = [0.0] * len(one)
         for t in range(len(one) - 1, -1, -1):
             later = one[t] - baseline + gamma * later
             advantages[t] = later + outcome

@@ -1,18 +1,22 @@
-"""From graded samples to token sequences: by the server's own token ids, or by the chat template where a server gives none.
+"""From graded samples to token sequences: by the server's own token ids, or by the chat template
+where a server gives none.
 
 With ids nothing is tokenized again. Text, ids and log-probabilities are checked against each other:
 
-    text against ids        they may differ for good reasons (a stop string that the server cuts off, bytes that are not UTF-8):
-                            counted and logged, the ids are used
-    ids against logprobs    one for each, else an error; where the server's token strings were kept, the same tokens
+    text against ids        they may differ for good reasons (a stop string that the server cuts
+                            off, bytes that are not UTF-8): counted and logged, the ids are used
+    ids against logprobs    one for each, else an error; where the server's token strings were kept,
+                            the same tokens
     mask against ids        trained is what the server says it generated, and nothing else
 
-Without ids (`token_ids=False`), prompt and answer are made by the model's chat template (`ttrl.data.chat.templates`), and each
-log-probability is given to the id that covers exactly the same bytes of the answer. The others are NaN, and counted.
+Without ids (`token_ids=False`), prompt and answer are made by the model's chat template
+(`ttrl.data.chat.templates`), and each log-probability is given to the id that covers exactly the
+same bytes of the answer. The others are NaN, and counted.
 
-A sample of several turns is one sequence as long as each prompt begins with the tokens before it, id by id. Where it does not (a
-template that leaves out earlier reasoning, text that is tokenized in another way than it was generated), the later turn begins
-another sequence, with the prompt that it was really generated after. Every generated token is trained once.
+A sample of several turns is one sequence as long as each prompt begins with the tokens before it,
+id by id. Where it does not (a template that leaves out earlier reasoning, text that is tokenized in
+another way than it was generated), the later turn begins another sequence, with the prompt that it
+was really generated after. Every generated token is trained once.
 """
 
 import dataclasses
@@ -43,17 +47,21 @@ class TokenizationCounts:
     mismatches: int = 0
     """Turns whose text was not what their ids decode to."""
     unaligned: int = 0
-    """Generated tokens whose log-probability is NaN because the server's could not be told to be theirs."""
+    """Generated tokens whose log-probability is NaN because the server's could not be told to be
+    theirs.
+    """
 
 
 class TaskResultTokenizer:
     """Makes one TokenizedResult, or several, of each graded sample of a group.
 
-    tokenizer: a Hugging Face tokenizer; without one, `tokens` stay None, text is not compared, and samples need ids.
+    tokenizer: a Hugging Face tokenizer; without one, `tokens` stay None, text is not compared, and
+        samples need ids.
 
-    For samples without ids: tools: those that the server was sent with every request. stop_tokens and template_kwargs: see
-    `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False where stop strings may have ended the answers, so that an
-    end-of-turn token is not known to have been sampled; then none is trained.
+    For samples without ids: tools: those that the server was sent with every request. stop_tokens
+    and template_kwargs: see `ttrl.data.chat.templates.tokenize_chat`. end_of_turn: False where stop
+    strings may have ended the answers, so that an end-of-turn token is not known to have been
+    sampled; then none is trained.
     """
 
     def __init__(
@@ -66,7 +74,8 @@ class TaskResultTokenizer:
         **template_kwargs: Any,
     ) -> None:
         self._tokenizer = tokenizer
-        self._tools, self._end_of_turn = tools, end_of_turn
+        self._tools = tools
+        self._end_of_turn = end_of_turn
         self._template_kwargs = {"stop_tokens": stop_tokens, **template_kwargs}
         self._strings: dict[int, str] = {}
         self.counts = TokenizationCounts()
@@ -76,21 +85,31 @@ class TaskResultTokenizer:
         return self.counts.mismatches
 
     def __call__(self, result: TaskResult, advantages: Sequence[float]) -> list[TokenizedResult]:
-        """Return the graded samples of `result` as token sequences; `advantages` has one entry for each of them. What a rollout
-        worker tokenized already is used as it is. Raises TokenizationError where a sample has no ids and no template can make
-        them, or lists of different lengths."""
+        """Return the graded samples of `result` as token sequences; `advantages` has one entry for
+        each of them. What a rollout worker tokenized already is used as it is. Raises
+        TokenizationError where a sample has no ids and no template can make them, or lists of
+        different lengths.
+        """
         graded = result.graded
         if len(advantages) != len(graded):
             raise TokenizationError(
-                f"task {result.task_id!r}: {len(advantages)} advantages for {len(graded)} graded samples; give one for each"
+                f"task {result.task_id!r}: {len(advantages)} advantages for {len(graded)} graded "
+                "samples; give one for each"
             )
         pairs = zip(graded, advantages, strict=True)
         if result.prepared is not None and result.prepared.sequences is not None:
             for name, count in result.prepared.counts.items():
                 setattr(self.counts, name, getattr(self.counts, name) + count)
             of = {sample.sample: advantage for sample, advantage in pairs}
-            return [dataclasses.replace(known, advantage=of[known.sample]) for known in result.prepared.sequences]
-        return [sequence for sample, advantage in pairs for sequence in self._tokenized(sample, advantage)]
+            return [
+                dataclasses.replace(known, advantage=of[known.sample])
+                for known in result.prepared.sequences
+            ]
+        return [
+            sequence
+            for sample, advantage in pairs
+            for sequence in self._tokenized(sample, advantage)
+        ]
 
     def _tokenized(self, sample: Sample, advantage: float) -> list[TokenizedResult]:
         where = sample.where
@@ -103,14 +122,17 @@ class TaskResultTokenizer:
         self.counts.sequences += len(sequences)
         results = []
         for one in sequences:
-            ids, trained = one.token_ids, sum(one.assistant_mask)
+            ids = one.token_ids
+            trained = sum(one.assistant_mask)
             versions = one.versions if len(set(one.versions)) > 1 else None
             results.append(
                 TokenizedResult(
                     task_id=sample.task_id,
                     sample=sample.sample,
                     token_ids=ids,
-                    tokens=None if self._tokenizer is None else [self._string(token) for token in ids],
+                    tokens=None
+                    if self._tokenizer is None
+                    else [self._string(token) for token in ids],
                     assistant_mask=one.assistant_mask,
                     input_pos=range(len(ids)),
                     logprobs=one.logprobs,
@@ -120,7 +142,11 @@ class TaskResultTokenizer:
                     weights_version=max(one.versions, default=sample.weights_version),
                     token_versions=versions,
                     finish_reason=one.finish_reason,
-                    share=1.0 if len(sequences) == 1 else trained / total if total else 1.0 / len(sequences),
+                    share=1.0
+                    if len(sequences) == 1
+                    else trained / total
+                    if total
+                    else 1.0 / len(sequences),
                     experts=_filled(one),
                 )
             )
@@ -134,22 +160,37 @@ class TaskResultTokenizer:
                     self._compare(turn)
                     if turn.logprob_tokens is not None and sample.logprobs is not None:
                         turn.logprobs, unaligned = check_strings(
-                            turn.where, self._tokenizer, turn.token_ids, turn.logprobs, turn.logprob_tokens
+                            turn.where,
+                            self._tokenizer,
+                            turn.token_ids,
+                            turn.logprobs,
+                            turn.logprob_tokens,
                         )
                         self.counts.unaligned += unaligned
             return turns
-        if self._tokenizer is None or sample.token_ids is not None or sample.prompt_token_ids is not None:
+        if (
+            self._tokenizer is None
+            or sample.token_ids is not None
+            or sample.prompt_token_ids is not None
+        ):
             raise TokenizationError(
-                f"{where}: the server gave no token ids; sample with token_ids=True from a vLLM server, or give the model's "
+                f"{where}: the server gave no token ids; sample with token_ids=True from a vLLM "
+                "server, or give the model's "
                 "tokenizer, whose chat template makes them"
             )
-        turns = turns_by_template(where, sample, self._tokenizer, self._tools, self._end_of_turn, self._template_kwargs)
+        turns = turns_by_template(
+            where, sample, self._tokenizer, self._tools, self._end_of_turn, self._template_kwargs
+        )
         for turn in turns:
             if turn.logprob_tokens is None and not turn.logprobs:  # none were asked for
                 turn.logprobs = [math.nan] * len(turn.token_ids)
                 continue
             turn.logprobs, unaligned = align(
-                self._tokenizer, turn.before, turn.token_ids, turn.logprobs, turn.logprob_tokens or []
+                self._tokenizer,
+                turn.before,
+                turn.token_ids,
+                turn.logprobs,
+                turn.logprob_tokens or [],
             )
             self.counts.unaligned += unaligned
         return turns
@@ -161,13 +202,17 @@ class TaskResultTokenizer:
 
     def _compare(self, turn: TurnTokens) -> None:
         decoded = self._tokenizer.decode(turn.token_ids, skip_special_tokens=True)
-        # The server takes a stop string off the text, not off the ids; reasoning and tool calls it takes out.
+        # The server takes a stop string off the text, not off the ids; reasoning and tool calls it
+        # takes out.
         same = decoded.strip() == turn.text.strip() or decoded.startswith(turn.text)
         if not same and not (turn.is_taken_apart and turn.text.strip() in decoded):
             self.counts.mismatches += 1
             if self.counts.mismatches == 1:
                 logger.warning(
-                    "%s: its ids decode to %.80r, but its text is %.80r; the ids are used", turn.where, decoded, turn.text
+                    "%s: its ids decode to %.80r, but its text is %.80r; the ids are used",
+                    turn.where,
+                    decoded,
+                    turn.text,
                 )
 
 
@@ -180,7 +225,9 @@ def _filled(one: TokenSequence) -> np.ndarray | None:
 
 
 def as_arrays(sequence: TokenizedResult) -> TokenizedResult:
-    """Return a sequence whose lists are arrays, without the strings of its tokens, which packing does not read."""
+    """Return a sequence whose lists are arrays, without the strings of its tokens, which packing
+    does not read.
+    """
     arrays: dict[str, Any] = {
         "token_ids": np.array(sequence.token_ids, np.int32),
         "assistant_mask": np.array(sequence.assistant_mask, np.bool_),

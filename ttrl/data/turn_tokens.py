@@ -1,4 +1,6 @@
-"""The turns of a sample as tokens, and as sequences: a turn continues the tokens before it, or begins a sequence of its own."""
+"""The turns of a sample as tokens, and as sequences: a turn continues the tokens before it, or
+begins a sequence of its own.
+"""
 
 import base64
 import io
@@ -41,7 +43,9 @@ class TurnTokens:
 
 @dataclass
 class TokenSequence:
-    """Tokens as the model saw them. Lists of one entry per token, `versions` of one per token from `prompt_length` on."""
+    """Tokens as the model saw them. Lists of one entry per token, `versions` of one per token from
+    `prompt_length` on.
+    """
 
     prompt_length: int
     token_ids: list[int]
@@ -59,8 +63,10 @@ class TokenSequence:
 
 
 def join(turns: list[TurnTokens]) -> list[TokenSequence]:
-    """Join turns to sequences in which every turn's tokens are trained once. A turn continues the sequence of the turn that it
-    continues, if nothing else does yet; else it begins one, whose prompt holds the same tokens, untrained."""
+    """Join turns to sequences in which every turn's tokens are trained once. A turn continues the
+    sequence of the turn that it continues, if nothing else does yet; else it begins one, whose
+    prompt holds the same tokens, untrained.
+    """
     sequences: list[TokenSequence] = []
     ends: list[tuple[int, int]] = []  # of each turn: its sequence, and the length up to its end
     for turn in turns:
@@ -90,13 +96,17 @@ def join(turns: list[TurnTokens]) -> list[TokenSequence]:
 
 
 def _add_experts(one: TokenSequence, turn: TurnTokens) -> None:
-    """Add the experts of a turn's tokens. Those of earlier turns stay as they were when these were sampled."""
+    """Add the experts of a turn's tokens. Those of earlier turns stay as they were when these were
+    sampled.
+    """
     if turn.routed_experts is None:
         return
     try:
         experts = np.load(io.BytesIO(base64.b64decode(turn.routed_experts)), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise TokenizationError(f"{turn.where}: the server's routed_experts cannot be read: {error}") from error
+        raise TokenizationError(
+            f"{turn.where}: the server's routed_experts cannot be read: {error}"
+        ) from error
     expected = len(one.token_ids) - 1
     if experts.ndim != 3 or len(experts) != expected or experts.dtype.kind not in "iu":
         raise TokenizationError(
@@ -107,42 +117,66 @@ def _add_experts(one: TokenSequence, turn: TurnTokens) -> None:
     known = one.experts
     if known is not None and known.shape[1:] != experts.shape[1:]:
         shapes = f"{list(experts.shape[1:])}, and before {list(known.shape[1:])}"
-        raise TokenizationError(f"{turn.where}: routed_experts are [layers, experts] {shapes}; sample all turns from one model")
+        raise TokenizationError(
+            f"{turn.where}: routed_experts are [layers, experts] {shapes}; sample all turns from "
+            "one model"
+        )
     one.experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
 
 
 def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
-    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, where lists do not go together."""
-    prompt, completion = sample.prompt_token_ids, sample.token_ids
+    """Return the turns by the server's own ids. Raises TokenizationError, naming the sample, where
+    lists do not go together.
+    """
+    prompt = sample.prompt_token_ids
+    completion = sample.token_ids
     assert prompt is not None and completion is not None
     if not prompt:
-        raise TokenizationError(f"{where}: the prompt has no tokens, so nothing predicts the first token of the completion")
+        raise TokenizationError(
+            f"{where}: the prompt has no tokens, so nothing predicts the first token of the "
+            "completion"
+        )
     logprobs = sample.logprobs if sample.logprobs is not None else [math.nan] * len(completion)
     if len(logprobs) != len(completion):
         raise TokenizationError(
-            f"{where}: the server returned {len(completion)} token ids but {len(logprobs)} logprobs; "
+            f"{where}: the server returned {len(completion)} token ids but {len(logprobs)} "
+            "logprobs; "
             "request return_token_ids and logprobs together"
         )
     versions = sample.token_versions
     if versions is not None and len(versions) != len(completion):
         raise TokenizationError(
-            f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a continued sample has one for each"
+            f"{where}: {len(completion)} token ids but {len(versions)} token_versions; a "
+            "continued sample has one for each"
         )
     if sample.turns is None:
-        versions = list(versions) if versions is not None else [sample.weights_version] * len(completion)
-        one = TurnTokens(where, prompt, None, completion, logprobs, versions, sample.finish_reason, sample.text)
+        versions = (
+            list(versions) if versions is not None else [sample.weights_version] * len(completion)
+        )
+        one = TurnTokens(
+            where, prompt, None, completion, logprobs, versions, sample.finish_reason, sample.text
+        )
         one.logprob_tokens = sample.logprob_tokens
         one.routed_experts = sample.routed_experts
         return [one]
     told = sum(turn.num_tokens for turn in sample.turns)
     if told != len(completion):
-        raise TokenizationError(f"{where}: {len(completion)} token ids, but its {len(sample.turns)} turns have {told} tokens")
-    found, begin = [], 0
+        raise TokenizationError(
+            f"{where}: {len(completion)} token ids, but its {len(sample.turns)} turns have "
+            f"{told} tokens"
+        )
+    found = []
+    begin = 0
     for number, turn in enumerate(sample.turns):
         if turn.prompt_token_ids is None or (turn.continues is None and not turn.prompt_token_ids):
-            raise TokenizationError(f"{where}, turn {number}: the server gave no token ids of its prompt")
+            raise TokenizationError(
+                f"{where}, turn {number}: the server gave no token ids of its prompt"
+            )
         if turn.continues is not None and not 0 <= turn.continues < number:
-            raise TokenizationError(f"{where}, turn {number}: it continues turn {turn.continues}, which is not before it")
+            raise TokenizationError(
+                f"{where}, turn {number}: it continues turn {turn.continues}, which is not "
+                "before it"
+            )
         own = slice(begin, begin := begin + turn.num_tokens)
         found.append(
             TurnTokens(
@@ -175,18 +209,29 @@ def turns_by_template(
     end_of_turn: bool,
     template_kwargs: Mapping[str, Any],
 ) -> list[TurnTokens]:
-    """Return the turns by the chat template, for samples without ids; log-probabilities are those of the server's tokens, not yet
-    of the ids. Raises TokenizationError, naming the sample, for what the template cannot show as the model wrote it."""
+    """Return the turns by the chat template, for samples without ids; log-probabilities are those
+    of the server's tokens, not yet of the ids. Raises TokenizationError, naming the sample, for
+    what the template cannot show as the model wrote it.
+    """
     turns = sample.turns
     if turns is None:
         if sample.finish_reason == "tool_calls":
             raise TokenizationError(
-                f"{where}: the server took tool calls out of the answer, and a sample without token ids does not keep them; "
+                f"{where}: the server took tool calls out of the answer, and a sample without "
+                "token ids does not keep them; "
                 "sample with token_ids=True, or with a rollout, whose turns keep whole messages"
             )
         reply = {"role": "assistant", "content": sample.text}
         told = len(sample.logprobs or ())
-        turns = [Turn(messages=[], follows=-1, reply=reply, num_tokens=told, finish_reason=sample.finish_reason)]
+        turns = [
+            Turn(
+                messages=[],
+                follows=-1,
+                reply=reply,
+                num_tokens=told,
+                finish_reason=sample.finish_reason,
+            )
+        ]
         turns[0].weights_version = sample.weights_version
     found: list[TurnTokens] = []
     wholes: list[list[int]] = []
@@ -196,12 +241,17 @@ def turns_by_template(
         messages = sample.sent(number) if sample.turns is not None else list(sample.messages)
         ended = end_of_turn and turn.finish_reason in ("stop", "tool_calls")
         try:
-            chat, generated = _tokens(tokenizer, messages, turn.reply, turn.tools or tools, ended, template_kwargs)
+            chat, generated = _tokens(
+                tokenizer, messages, turn.reply, turn.tools or tools, ended, template_kwargs
+            )
         except TokenizationError as error:
             raise TokenizationError(f"{place}: {error}") from error
         whole = chat.token_ids[: generated.stop]
-        prompt, ids = whole[: generated.start], whole[generated.start :]
-        continues = next((k for k in range(number - 1, -1, -1) if prompt[: len(wholes[k])] == wholes[k]), None)
+        prompt = whole[: generated.start]
+        ids = whole[generated.start :]
+        continues = next(
+            (k for k in range(number - 1, -1, -1) if prompt[: len(wholes[k])] == wholes[k]), None
+        )
         own = slice(begin, begin := begin + turn.num_tokens)
         found.append(
             TurnTokens(
@@ -232,8 +282,11 @@ def _tokens(
 ) -> tuple[ChatTokens, slice]:
     """Return the conversation up to the reply, and which of its tokens the model wrote."""
     if not is_taken_apart(reply):
-        chat = tokenize_completion(tokenizer, messages, reply.get("content") or "", tools, ended=ended, **template_kwargs)
+        chat = tokenize_completion(
+            tokenizer, messages, reply.get("content") or "", tools, ended=ended, **template_kwargs
+        )
         return chat, slice(chat.turns[-1].start, chat.turns[-1].end)
     chat = tokenize_chat(tokenizer, [*messages, reply], tools, turns="last", **template_kwargs)
     turn = chat.turns[-1]
-    return chat, slice(turn.start, turn.end if ended else turn.end - 1)  # the end-of-turn token was not sampled
+    # The end-of-turn token was not sampled.
+    return chat, slice(turn.start, turn.end if ended else turn.end - 1)

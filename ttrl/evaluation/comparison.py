@@ -35,13 +35,22 @@ class SetComparison:
     """Tasks that both were asked, of which all samples of one failed."""
 
     def row(self) -> list[str]:
-        """Return a line of a table: name, tasks, score, both means, difference, interval, p, tasks with better and worse."""
+        """Return a line of a table: name, tasks, score, both means, difference, interval, p, tasks
+        with better and worse.
+        """
         row = [self.name, str(self.num_shared), self.score]
         row += ["" if value is None else f"{value:.3f}" for value in (self.first, self.second)]
         if (d := self.difference) is None:
             return [*row, "", "", "", ""]
-        p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"  # below, t's distribution is rounding alone
-        return [*row, f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", p_value, f"{d.better}/{d.worse}"]
+        # Below, t's distribution is rounding alone.
+        p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"
+        return [
+            *row,
+            f"{d.mean:+.3f}",
+            f"{d.low:+.3f} to {d.high:+.3f}",
+            p_value,
+            f"{d.better}/{d.worse}",
+        ]
 
 
 @dataclass(frozen=True)
@@ -62,14 +71,34 @@ class Comparison:
 
     def table(self) -> str:
         rows = [
-            ["tasks", "n", "score", "first", "second", "difference", f"{percent(self.confidence)} interval", "p", "better/worse"]
+            [
+                "tasks",
+                "n",
+                "score",
+                "first",
+                "second",
+                "difference",
+                f"{percent(self.confidence)} interval",
+                "p",
+                "better/worse",
+            ]
         ]
         rows += [one.row() for one in self.sets]
-        lines = [f"first:  {self.models[0]}", f"second: {self.models[1]}", *self._limits(), *aligned(rows)]
+        lines = [
+            f"first:  {self.models[0]}",
+            f"second: {self.models[1]}",
+            *self._limits(),
+            *aligned(rows),
+        ]
         left_out = "tasks were asked of one alone, or in other words, and are left out"
-        ungraded = "tasks have no grade in one of them, and are left out: the difference says nothing of them"
+        ungraded = (
+            "tasks have no grade in one of them, and are left out: the difference says nothing "
+            "of them"
+        )
         lines += [f"{one.name}: {one.num_others} {left_out}" for one in self.sets if one.num_others]
-        lines += [f"{one.name}: {one.num_ungraded} {ungraded}" for one in self.sets if one.num_ungraded]
+        lines += [
+            f"{one.name}: {one.num_ungraded} {ungraded}" for one in self.sets if one.num_ungraded
+        ]
         if self.left_out:
             lines.append(f"in one of them alone: {', '.join(self.left_out)}")
         return "\n".join(lines)
@@ -80,52 +109,78 @@ class Comparison:
         if self.settings_that_differ:
             lines.append(f"asked with other settings: {', '.join(self.settings_that_differ)}")
         if len(self.sets) > 1:
-            lines.append(f"{len(self.sets)} sets were compared: by chance alone, one in twenty differs at p < 0.05")
+            lines.append(
+                f"{len(self.sets)} sets were compared: by chance alone, one in twenty differs at "
+                "p < 0.05"
+            )
         return lines
 
 
-def compare(first: str | os.PathLike[str], second: str | os.PathLike[str], *, confidence: float = 0.95) -> Comparison:
+def compare(
+    first: str | os.PathLike[str], second: str | os.PathLike[str], *, confidence: float = 0.95
+) -> Comparison:
     """Compare the JSON of two evaluations on the tasks that both were asked, second minus first.
 
-    Raises UserError for files that are not evaluations, share no set, or score a set by different names.
+    Raises UserError for files that are not evaluations, share no set, or score a set by different
+    names.
     """
     if not 0.5 <= confidence <= 0.9999:
-        raise UserError(f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
+        raise UserError(
+            f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
+        )
     contents = [read_result(path) for path in (first, second)]
     one, other = (content["sets"] for content in contents)
-    partners = {name: partner for name in one if (partner := _partner(name, one, other)) is not None}
+    partners = {
+        name: partner for name in one if (partner := _partner(name, one, other)) is not None
+    }
     if not partners:
         has = [", ".join(sets) or "no set" for sets in (one, other)]
         raise UserError(f"nothing to compare: {first} has {has[0]}, {second} has {has[1]}")
     for name, partner in partners.items():
         scores = one[name]["score"], other[partner]["score"]
         if scores[0] != scores[1]:
-            raise UserError(f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}")
+            raise UserError(
+                f"{name} is scored by {scores[0]!r} in {first}, by {scores[1]!r} in {second}"
+            )
     settings = [flat(content.get("settings", {})) for content in contents]
     keys = (settings[0].keys() | settings[1].keys()) - _OURS
     return Comparison(
         models=(_asked(contents[0]), _asked(contents[1])),
         confidence=confidence,
-        sets=[_compared(name, [one[name]], [other[partner]], confidence) for name, partner in partners.items()],
-        left_out=sorted([*(one.keys() - partners.keys()), *(other.keys() - set(partners.values()))]),
-        settings_that_differ=sorted(key for key in keys if settings[0].get(key) != settings[1].get(key)),
-        incomplete=[which for which, content in zip(("first", "second"), contents) if not content.get("complete", True)],
+        sets=[
+            _compared(name, [one[name]], [other[partner]], confidence)
+            for name, partner in partners.items()
+        ],
+        left_out=sorted(
+            [*(one.keys() - partners.keys()), *(other.keys() - set(partners.values()))]
+        ),
+        settings_that_differ=sorted(
+            key for key in keys if settings[0].get(key) != settings[1].get(key)
+        ),
+        incomplete=[
+            which
+            for which, content in zip(("first", "second"), contents)
+            if not content.get("complete", True)
+        ],
     )
 
 
-_OURS = frozenset({"model", "name", "cache", "concurrency", "prices", "weights_digest", "tasks", "pass_at"})
+_OURS = frozenset(
+    {"model", "name", "cache", "concurrency", "prices", "weights_digest", "tasks", "pass_at"}
+)
 """Settings that change no answer, or that are told elsewhere."""
 
 
 def _asked(content: Mapping[str, Any]) -> str:
     """Name the model, and for an address what it served."""
-    model, name = str(content["model"]), content.get("settings", {}).get("name")
+    model = str(content["model"])
+    name = content.get("settings", {}).get("name")
     return f"{name} at {model}" if name and model.startswith(("http://", "https://")) else model
 
 
 def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Find the other's set of the same name; else the one whose data or file lies elsewhere: gsm8k=here, gsm8k=there.
-    What is paired of two sets are equal tasks in any case."""
+    """Find the other's set of the same name; else the one whose data or file lies elsewhere:
+    gsm8k=here, gsm8k=there. What is paired of two sets are equal tasks in any case."""
     if name in other:
         return name
 
@@ -138,17 +193,30 @@ def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str
 
 
 def compare_seeds(
-    first: Sequence[str | os.PathLike[str]], second: Sequence[str | os.PathLike[str]], *, confidence: float = 0.95
+    first: Sequence[str | os.PathLike[str]],
+    second: Sequence[str | os.PathLike[str]],
+    *,
+    confidence: float = 0.95,
 ) -> list[SetComparison]:
-    """Compare the JSON of evaluations of two ways to train, of several seeds each, on the sets that all of them have: second
-    minus first, for other tasks and other seeds. Raises UserError for files that are not evaluations."""
+    """Compare the JSON of evaluations of two ways to train, of several seeds each, on the sets that
+    all of them have: second minus first, for other tasks and other seeds. Raises UserError for
+    files that are not evaluations.
+    """
     sides = [[read_result(path)["sets"] for path in side] for side in (first, second)]
     names = [name for name in sides[0][0] if all(name in sets for side in sides for sets in side)]
-    return [_compared(name, [one[name] for one in sides[0]], [one[name] for one in sides[1]], confidence) for name in names]
+    return [
+        _compared(
+            name, [one[name] for one in sides[0]], [one[name] for one in sides[1]], confidence
+        )
+        for name in names
+    ]
 
 
 def _compared(
-    name: str, one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], confidence: float
+    name: str,
+    one: Sequence[Mapping[str, Any]],
+    other: Sequence[Mapping[str, Any]],
+    confidence: float,
 ) -> SetComparison:
     """Compare a set in the evaluations of one or several seeds."""
     firsts, seconds = ([_by_key(result["tasks"]) for result in side] for side in (one, other))

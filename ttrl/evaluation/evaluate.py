@@ -1,9 +1,10 @@
-"""`evaluate` asks a model the tasks of one or more families and says how well it does. `ttrl eval` is its command.
+"""`evaluate` asks a model the tasks of one or more families and says how well it does. `ttrl eval`
+is its command.
 
 from ttrl import evaluate
 
-result = evaluate("runs/NAME/iterations/0030/checkpoint", "letter_counting,gsm8k=data/gsm8k", n=200, output="after.json")
-print(result.table())
+result = evaluate("runs/NAME/iterations/0030/checkpoint", "letter_counting,gsm8k=data/gsm8k", n=200,
+output="after.json") print(result.table())
 print(result["gsm8k"].accuracy)
 """
 
@@ -47,22 +48,35 @@ logger = logging.getLogger(__name__)
 _RIGHT = ("right", "exact", "correct", "solved", "accuracy")
 """Metrics that say whether an answer is right, in the order in which they are looked for."""
 _HOST_AND_PORT = re.compile(r"[\w.-]+:\d+(/|$)")
-_SAME_ANSWERS = frozenset({"tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "gpu-memory-utilization"})
+_SAME_ANSWERS = frozenset(
+    {
+        "tensor-parallel-size",
+        "pipeline-parallel-size",
+        "data-parallel-size",
+        "gpu-memory-utilization",
+    }
+)
 """Arguments of vLLM about where it computes, not what."""
 
 
 @explained
 @dataclass(kw_only=True)
 class EvalConfig:
-    """The settings of an evaluation. `problems` finds everything wrong with them before a server starts."""
+    """The settings of an evaluation. `problems` finds everything wrong with them before a server
+    starts.
+    """
 
     model: str
-    """A model folder or a name on the hub, for which a vLLM server is started and stopped; or the address of a server."""
+    """A model folder or a name on the hub, for which a vLLM server is started and stopped; or the
+    address of a server.
+    """
     tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]"
-    """Families as text, "gsm8k=data/gsm8k,mmlu" (see `ttrl.evaluation.families`), with files of one's own, "my_task.py"; or tasks
-    by name."""
+    """Families as text, "gsm8k=data/gsm8k,mmlu" (see `ttrl.evaluation.families`), with files of
+    one's own, "my_task.py"; or tasks by name."""
     n: int | None = None
-    """At most so many tasks of each family; None: all, or 200 of generated ones and of a file of one's own."""
+    """At most so many tasks of each family; None: all, or 200 of generated ones and of a file of
+    one's own.
+    """
     seed: int = 0
     """Which tasks of a train split; validation and test are the same for every seed."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -72,7 +86,8 @@ class EvalConfig:
     temperature: float | None = None
     """Of sampling; None: 0 for one sample a task, 1 for several."""
     top_p: float | None = None
-    """Samples come from the likeliest tokens that together have this probability; None: from all."""
+    """Samples come from the likeliest tokens that together have this probability; None: from all.
+    """
     max_tokens: int | None = None
     """Tokens of one reply; None: as many as fit the model's context."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -84,9 +99,13 @@ class EvalConfig:
     name: str | None = None
     """The model's name at an address; None: the first that it lists."""
     key_variable: str = KEY_VARIABLE
-    """The environment variable with an address's key. There is no other way to give a key, and none is ever written down."""
+    """The environment variable with an address's key. There is no other way to give a key, and none
+    is ever written down.
+    """
     dtype: str | None = None
-    """Of a server that is started: "fp32", "bf16", "auto" or vLLM's own names; None: fp32 on CPU, else vLLM's choice."""
+    """Of a server that is started: "fp32", "bf16", "auto" or vLLM's own names; None: fp32 on CPU,
+    else vLLM's choice.
+    """
     max_model_len: int | None = None
     """The same: tokens of prompt and reply; None: the model's context."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
@@ -96,9 +115,13 @@ class EvalConfig:
     server_log: str | os.PathLike[str] | None = None
     """The file that a server started here logs to; None: one that is deleted with it."""
     cache: str | os.PathLike[str] | None = None
-    """Where completions are kept: a folder, "s3://…". The same evaluation, or one of more tasks, goes on with what is there."""
+    """Where completions are kept: a folder, "s3://…". The same evaluation, or one of more tasks,
+    goes on with what is there.
+    """
     weights_digest: str | None = None
-    """Names what an address on this machine serves, for the cache; a model folder is named by its contents."""
+    """Names what an address on this machine serves, for the cache; a model folder is named by its
+    contents.
+    """
     concurrency: int | None = None
     """Requests at a time; None: as many as fit the server's KV cache."""
     isolated: bool = False
@@ -108,7 +131,9 @@ class EvalConfig:
     prices: tuple[float, float] | None = None
     """Dollars per million prompt and completion tokens."""
     pass_at: Sequence[int] = ()
-    """k of pass@k, at most samples_per_task. None given, with several samples: 1, 2, 4, … and samples_per_task."""
+    """k of pass@k, at most samples_per_task. None given, with several samples: 1, 2, 4, … and
+    samples_per_task.
+    """
     confidence: float = 0.95
     """Of the intervals."""
     output: str | os.PathLike[str] | None = None
@@ -122,20 +147,39 @@ class EvalConfig:
         """Return what is wrong, apart from the tasks and the model folder."""
         found = []
         if not isinstance(self.model, str) or not self.model:
-            found.append(f"model is {self.model!r}; give a model folder, a name on the hub, or the address of a server")
-        for name, value, least in (("n", self.n, 1), ("max_tokens", self.max_tokens, 1), ("concurrency", self.concurrency, 1)):
+            found.append(
+                f"model is {self.model!r}; give a model folder, a name on the hub, or the "
+                "address of a server"
+            )
+        for name, value, least in (
+            ("n", self.n, 1),
+            ("max_tokens", self.max_tokens, 1),
+            ("concurrency", self.concurrency, 1),
+        ):
             if value is not None and (type(value) is not int or value < least):
                 found.append(f"{name} is {value!r}; give a whole number of at least {least}")
         if type(self.samples_per_task) is not int or self.samples_per_task < 1:
-            found.append(f"samples_per_task is {self.samples_per_task!r}; give a whole number of at least 1")
-        elif wrong := [k for k in self.pass_at if type(k) is not int or not 1 <= k <= self.samples_per_task]:
-            found.append(f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is {self.samples_per_task}")
+            found.append(
+                f"samples_per_task is {self.samples_per_task!r}; give a whole number of at least 1"
+            )
+        elif wrong := [
+            k for k in self.pass_at if type(k) is not int or not 1 <= k <= self.samples_per_task
+        ]:
+            found.append(
+                f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is "
+                f"{self.samples_per_task}"
+            )
         if self.temperature is not None and not _is_within(self.temperature, 0.0, 10.0):
             found.append(f"temperature is {self.temperature!r}; give a number from 0 to 10")
         if self.samples_per_task != 1 and 0 in (self.temperature, self.params.get("temperature")):
-            found.append(f"temperature 0 with {self.samples_per_task} samples a task: they would all be the same")
+            found.append(
+                f"temperature 0 with {self.samples_per_task} samples a task: they would all be "
+                "the same"
+            )
         if not _is_within(self.confidence, 0.5, 0.9999):
-            found.append(f"confidence is {self.confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
+            found.append(
+                f"confidence is {self.confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
+            )
         if self.prices is not None:
             found += complaints(lambda: Prices.of(self.prices))
         found += complaints(lambda: request_kwargs(self.sampling_params()))
@@ -147,7 +191,9 @@ class EvalConfig:
             found += complaints(self._check_cache)
         if isinstance(self.model, str) and is_address(self.model):
             found += filter(None, [address_problem(self.model)])
-            given = {name: getattr(self, name) for name in ("dtype", "max_model_len", "chat_template")}
+            given = {
+                name: getattr(self, name) for name in ("dtype", "max_model_len", "chat_template")
+            }
             given["server_args"] = self.server_args or None
             found += [
                 f"{name} is for servers that are started here; one at an address already runs"
@@ -155,14 +201,18 @@ class EvalConfig:
                 if value is not None
             ]
         elif self.name is not None:
-            found.append(f"name is {self.name!r}, which is for addresses; a server that is started here does not need one")
+            found.append(
+                f"name is {self.name!r}, which is for addresses; a server that is started here "
+                "does not need one"
+            )
         return found
 
     def _check_cache(self) -> None:
         Cache.of(self.cache)
         if is_address(self.model) and is_local(self.model) and self.weights_digest is None:
             raise UserError(
-                "cache: a server on this machine may serve other weights tomorrow, whose answers must not be taken for today's; "
+                "cache: a server on this machine may serve other weights tomorrow, whose answers "
+                "must not be taken for today's; "
                 "give weights_digest (--weights-digest), a name that changes with the weights"
             )
 
@@ -180,7 +230,11 @@ class EvalConfig:
 
     def settings(self) -> dict[str, Any]:
         """Return what the answers depend on, for the JSON; no keys."""
-        told = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in _NOT_TOLD}
+        told = {
+            one.name: getattr(self, one.name)
+            for one in dataclasses.fields(self)
+            if one.name not in _NOT_TOLD
+        }
         if (cache := Cache.of(self.cache)) is not None:
             told["cache"] = cache.describe()
         told["params"] = self.sampling_params()
@@ -189,7 +243,18 @@ class EvalConfig:
 
 
 _NOT_TOLD = frozenset(
-    {"model", "output", "samples_file", "pbar", "server_log", "confidence", "key_variable", "temperature", "top_p", "max_tokens"}
+    {
+        "model",
+        "output",
+        "samples_file",
+        "pbar",
+        "server_log",
+        "confidence",
+        "key_variable",
+        "temperature",
+        "top_p",
+        "max_tokens",
+    }
     | {"chat_template_kwargs"}
 )
 _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_env": "key_variable"}
@@ -197,12 +262,15 @@ _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_en
 
 
 @mistakes_in_lines()
-def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any) -> EvalResult:
+def evaluate(
+    model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]", **settings: Any
+) -> EvalResult:
     """Evaluate a model on tasks; `settings` are the fields of EvalConfig.
 
-    A family without a single grade is named in `EvalResult.failed`, and the others are evaluated all the same, unless the reason
-    is the server. Raises ConfigError, with everything that is wrong, before a server starts; and where no family has a grade,
-    ServerError, GraderError or RolloutError with the commonest reason.
+    A family without a single grade is named in `EvalResult.failed`, and the others are evaluated
+    all the same, unless the reason is the server. Raises ConfigError, with everything that is
+    wrong, before a server starts; and where no family has a grade, ServerError, GraderError or
+    RolloutError with the commonest reason.
     """
     known = {one.name for one in dataclasses.fields(EvalConfig)}
     if unknown := [name for name in settings if name not in known]:
@@ -212,7 +280,9 @@ def evaluate(model: str, tasks: "str | Sequence[str] | Mapping[str, Sequence[Tas
 
 def _unknown(name: str, known: set[str]) -> str:
     near = [_FORMER[name]] if name in _FORMER else difflib.get_close_matches(name, known, n=1)
-    return f"no setting {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}")
+    return f"no setting {name!r}; " + (
+        f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+    )
 
 
 def run_evaluation(config: EvalConfig) -> EvalResult:
@@ -222,7 +292,9 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
     if config.chat_template is not None:  # the results keep the text
         template = read_chat_template(config.chat_template)
         config = dataclasses.replace(config, chat_template=template)
-    result = EvalResult(model=config.model, settings=config.settings(), confidence=config.confidence)
+    result = EvalResult(
+        model=config.model, settings=config.settings(), confidence=config.confidence
+    )
     started = time.monotonic()
     if config.pbar and not is_address(config.model):
         logger.info("starting a vLLM server for %s (half a minute or more)", config.model)
@@ -296,11 +368,15 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
 
 
 def _score(one: "NamedTasks", results: TaskResults) -> str:
-    """Return what counts as right: of tasks that do not say it, a metric by whose name their graders do."""
+    """Return what counts as right: of tasks that do not say it, a metric by whose name their
+    graders do.
+    """
     if one.score != "reward":
         return one.score
     graded = [sample.scores for sample in results.samples if sample.reward is not None]
-    return next((name for name in _RIGHT if graded and all(name in scores for scores in graded)), "reward")
+    return next(
+        (name for name in _RIGHT if graded and all(name in scores for scores in graded)), "reward"
+    )
 
 
 def _failure(results: TaskResults) -> TtrlError | None:
@@ -322,7 +398,9 @@ class NamedTasks:
 
 
 def checked_sets(config: EvalConfig) -> list[NamedTasks]:
-    """Check everything and return the tasks. Raises ConfigError with all problems: settings, families, data, model folder."""
+    """Check everything and return the tasks. Raises ConfigError with all problems: settings,
+    families, data, model folder.
+    """
     problems = config.problems()
     if isinstance(config.model, str) and config.model and not is_address(config.model):
         try:
@@ -337,7 +415,9 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     n = 1 if wrong_n else config.n  # the rest of the tasks' settings is checked all the same
     if isinstance(config.tasks, Mapping):
         sets = [NamedTasks(name, "reward", list(tasks)[:n]) for name, tasks in config.tasks.items()]
-        problems += [f"option {name!r} is of a family, and tasks were given" for name in config.options]
+        problems += [
+            f"option {name!r} is of a family, and tasks were given" for name in config.options
+        ]
     else:
         asked = config.tasks.split(",") if isinstance(config.tasks, str) else list(config.tasks)
         if config.pbar:  # puzzles take a while to be made, data to be loaded
@@ -350,46 +430,72 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         if one.name in [other.name for other in sets[:place]]:
             problems.append(f"{one.name} is asked for twice")
         if config.system_prompt is not None:
-            problems += complaints(lambda one=one: _with_system(one.tasks, config.system_prompt or ""))
+            problems += complaints(
+                lambda one=one: _with_system(one.tasks, config.system_prompt or "")
+            )
     if problems:
         raise ConfigError("evaluation", problems)
     if config.system_prompt is not None:
-        return [dataclasses.replace(one, tasks=_with_system(one.tasks, config.system_prompt)) for one in sets]
+        return [
+            dataclasses.replace(one, tasks=_with_system(one.tasks, config.system_prompt))
+            for one in sets
+        ]
     return sets
 
 
-def _named(asked: Sequence[str], config: EvalConfig, n: int | None) -> tuple[list[NamedTasks], list[str]]:
+def _named(
+    asked: Sequence[str], config: EvalConfig, n: int | None
+) -> tuple[list[NamedTasks], list[str]]:
     """Return (sets, problems) of families and files."""
-    sets, problems = [], []
+    sets = []
+    problems = []
     options = dict(config.options)
     used: set[str] = set()
     for text in asked:
         try:
             is_family = text.partition(":")[0].replace("-", "_") in FAMILIES
             if not is_family and (text.partition("=")[0].endswith(".py") or ".py:" in text):
-                sets.append(NamedTasks(text, "reward", load_tasks(text, n if n is not None else GENERATED_BY_DEFAULT)))
+                sets.append(
+                    NamedTasks(
+                        text,
+                        "reward",
+                        load_tasks(text, n if n is not None else GENERATED_BY_DEFAULT),
+                    )
+                )
                 continue
             spec = TaskSpec.parse(text)
-            for key in [key for key in options if key.partition(".")[0].replace("-", "_") == spec.family]:
+            for key in [
+                key for key in options if key.partition(".")[0].replace("-", "_") == spec.family
+            ]:
                 used.add(key)
                 spec = spec.with_option(key.partition(".")[2], options[key])
-            sets.append(NamedTasks(str(spec), FAMILIES[spec.family].score, spec.tasks(n, config.seed)))
+            sets.append(
+                NamedTasks(str(spec), FAMILIES[spec.family].score, spec.tasks(n, config.seed))
+            )
         except UserError as error:
             message = str(error)
             problems.append(message if message.startswith(text) else f"{text}: {message}")
     names = ", ".join(asked)
     problems += [
-        f"option {key!r} belongs to no family that is asked for ({names}); give FAMILY.NAME" for key in options.keys() - used
+        f"option {key!r} belongs to no family that is asked for ({names}); give FAMILY.NAME"
+        for key in options.keys() - used
     ]
     return sets, problems
 
 
 def _with_system(tasks: Sequence[Task], prompt: str) -> list[Task]:
-    """Return the tasks with a first message; their ids stay. Raises UserError where a task has one of its own."""
+    """Return the tasks with a first message; their ids stay. Raises UserError where a task has one
+    of its own.
+    """
     for task in tasks:
         if task.messages[0]["role"] in ("system", "developer"):
-            raise UserError(f"task {task.id!r} has a system message of its own; leave system_prompt out")
-    return [dataclasses.replace(task, messages=[{"role": "system", "content": prompt}, *task.messages]) for task in tasks]
+            raise UserError(
+                f"task {task.id!r} has a system message of its own; leave system_prompt out"
+            )
+    return [
+        dataclasses.replace(task, messages=[{"role": "system", "content": prompt}, *task.messages])
+        for task in tasks
+    ]
 
 
 def _pass_at(config: EvalConfig) -> list[int]:
@@ -400,31 +506,48 @@ def _pass_at(config: EvalConfig) -> list[int]:
 
 
 def _digest(config: EvalConfig) -> str | None:
-    """Name the weights, for the cache; None for servers elsewhere, which the cache knows by their address."""
+    """Name the weights, for the cache; None for servers elsewhere, which the cache knows by their
+    address.
+    """
     if config.weights_digest is not None or is_address(config.model):
         return config.weights_digest
     digest = f"{weights_digest(config.model)}/{config.dtype or default_dtype()}"
-    # The context's length cuts replies off; of vLLM's arguments some change what it computes, such as quantization.
-    server = {"max_model_len": config.max_model_len, **{name.replace("_", "-"): v for name, v in config.server_args.items()}}
-    given = {name: value for name, value in server.items() if value is not None and name not in _SAME_ANSWERS}
+    # The context's length cuts replies off; of vLLM's arguments some change what it computes, such
+    # as quantization.
+    server = {
+        "max_model_len": config.max_model_len,
+        **{name.replace("_", "-"): v for name, v in config.server_args.items()},
+    }
+    given = {
+        name: value
+        for name, value in server.items()
+        if value is not None and name not in _SAME_ANSWERS
+    }
     return f"{digest}/{json.dumps(given, sort_keys=True, default=str)}" if given else digest
 
 
 @contextlib.contextmanager
 def _samples(path: str | os.PathLike[str] | None) -> Any:
-    """Give a list that is written as lines of JSON at the end, also where it ends early; None keeps nothing."""
+    """Give a list that is written as lines of JSON at the end, also where it ends early; None keeps
+    nothing.
+    """
     rows: list[dict[str, Any]] = []
     try:
         yield rows
     finally:
         if path is not None and rows:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            with atomic_file(Path(path)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            with (
+                atomic_file(Path(path)) as temporary,
+                open(temporary, "w", encoding="utf-8") as file,
+            ):
                 file.writelines(json.dumps(row, ensure_ascii=True) + "\n" for row in rows)
 
 
 def _file_problems(config: EvalConfig) -> list[str]:
-    """Find what would keep the results from being written, before they are sampled. Makes the files' folders."""
+    """Find what would keep the results from being written, before they are sampled. Makes the
+    files' folders.
+    """
     found = []
     for name, path in (("output", config.output), ("samples_file", config.samples_file)):
         if path is None:
@@ -439,9 +562,21 @@ def _file_problems(config: EvalConfig) -> list[str]:
             found.append(f"{name} is {path}, a folder; give the name of a file")
         elif not os.access(path.parent, os.W_OK | os.X_OK):
             found.append(f"{name} is {path}; there is no permission to write into {path.parent}")
-        elif name == "output" and path.exists() and path.stat().st_size and complaints(lambda path=path: read_result(path)):
-            found.append(f"output is {path}, which is not the result of an evaluation; give another name, or remove it")
-    if config.output is not None and config.samples_file is not None and Path(config.output) == Path(config.samples_file):
+        elif (
+            name == "output"
+            and path.exists()
+            and path.stat().st_size
+            and complaints(lambda path=path: read_result(path))
+        ):
+            found.append(
+                f"output is {path}, which is not the result of an evaluation; give another name, "
+                "or remove it"
+            )
+    if (
+        config.output is not None
+        and config.samples_file is not None
+        and Path(config.output) == Path(config.samples_file)
+    ):
         found.append(f"output and samples_file are both {config.output}; give two names")
     return found
 

@@ -1,7 +1,8 @@
-"""The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`, `reasoning_gym:chain_sum@train`.
+"""The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`,
+`reasoning_gym:chain_sum@train`.
 
-Each family is a function of `ttrl.tasks` (see docs/tasks.md), or of an adapter in `ttrl.agents` to a package that has many;
-nothing of it is imported before it is asked for.
+Each family is a function of `ttrl.tasks` (see docs/tasks.md), or of an adapter in `ttrl.agents` to
+a package that has many; nothing of it is imported before it is asked for.
 """
 
 import dataclasses
@@ -31,18 +32,24 @@ class Family:
     split: str = "validation"
     """Where nobody names one."""
     data: str | None = None
-    """None: generated, no data needed; else the data set on the hub, or "" where there is none that could be taken by default."""
+    """None: generated, no data needed; else the data set on the hub, or "" where there is none that
+    could be taken by default.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
     """Given to the function."""
     example: str = ""
-    """One of the names of which this family has many: NAME in FAMILY:NAME, the function's first argument."""
+    """One of the names of which this family has many: NAME in FAMILY:NAME, the function's first
+    argument.
+    """
 
     @property
     def function(self) -> Callable[..., list[Task]]:
         """Import the family's function, `get_..._tasks`."""
         module, _, name = self.home.partition(":")
         room = "agents" if self.example else "tasks"
-        function: Callable[..., list[Task]] = getattr(importlib.import_module(f"ttrl.{room}.{module}"), name)
+        function: Callable[..., list[Task]] = getattr(
+            importlib.import_module(f"ttrl.{room}.{module}"), name
+        )
         return function
 
 
@@ -52,9 +59,15 @@ FAMILIES: dict[str, Family] = {
     "aime": Family("math:get_aime_tasks", "exact", "test", "HuggingFaceH4/aime_2024"),
     "dapo": Family("math:get_dapo_tasks", "exact", data="BytedTsinghua-SIA/DAPO-Math-17k"),
     "mmlu": Family("multiple_choice:get_mmlu_tasks", "reward", "test", "cais/mmlu"),
-    "arc_challenge": Family("multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": True}),
-    "arc_easy": Family("multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": False}),
-    "humaneval": Family("humaneval:get_humaneval_tasks", "reward", "test", "openai/openai_humaneval"),
+    "arc_challenge": Family(
+        "multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": True}
+    ),
+    "arc_easy": Family(
+        "multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": False}
+    ),
+    "humaneval": Family(
+        "humaneval:get_humaneval_tasks", "reward", "test", "openai/openai_humaneval"
+    ),
     "arc_agi": Family("arc_agi:get_arc_agi_tasks", "exact", "test", ""),
     "nyt_connections": Family("nyt_connections:get_nyt_connections_tasks", "exact", "test", ""),
     "chess": Family("chess_moves:get_chess_tasks", "best", "test", ""),
@@ -81,8 +94,8 @@ _GIVEN_ELSEWHERE = ("name", "server", "split", "n", "seed", "path")
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What one asks for: FAMILY[:NAME][@SPLIT][=PATH]. Raises UserError for an unknown family, a name or path that it cannot
-    have."""
+    """What one asks for: FAMILY[:NAME][@SPLIT][=PATH]. Raises UserError for an unknown family, a
+    name or path that it cannot have."""
 
     family: str
     split: str
@@ -97,7 +110,8 @@ class TaskSpec:
         name = match[1].replace("-", "_") if match else ""
         if match is None or name not in FAMILIES:
             raise UserError(
-                f"no tasks named {text!r}; give FAMILY, FAMILY@SPLIT, FAMILY=PATH (a file, a folder, or a data set's name on the "
+                f"no tasks named {text!r}; give FAMILY, FAMILY@SPLIT, FAMILY=PATH (a file, a "
+                "folder, or a data set's name on the "
                 f"hub), or a file of your own, FILE.py; families: {', '.join(sorted(FAMILIES))}"
             )
         family = FAMILIES[name]
@@ -106,13 +120,17 @@ class TaskSpec:
         if match[2] is not None and not family.example:
             raise UserError(f"{name} is one family; leave :{match[2]} out")
         if match[4] is None and family.data == "":
-            raise UserError(f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub")
+            raise UserError(
+                f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub"
+            )
         if match[4] is not None and family.data is None and name not in _MAY_LOAD:
             raise UserError(f"{name} is generated, not loaded; leave ={match[4]} out")
         return cls(name, match[3] or family.split, match[4], name=match[2] or "")
 
     def with_option(self, name: str, value: Any) -> "TaskSpec":
-        """Add an argument for the family's function. Raises UserError for one that it does not have."""
+        """Add an argument for the family's function. Raises UserError for one that it does not
+        have.
+        """
         parameters = inspect.signature(FAMILIES[self.family].function).parameters
         known = [one for one in parameters if one not in _GIVEN_ELSEWHERE]
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -127,7 +145,8 @@ class TaskSpec:
         return f"{self.family}{name}{split}" + (f"={self.path}" if self.path is not None else "")
 
     def tasks(self, n: int | None, seed: int = 0) -> list[Task]:
-        """Return the tasks: at most `n` where they are loaded (None: all), else exactly `n` (None: GENERATED_BY_DEFAULT).
+        """Return the tasks: at most `n` where they are loaded (None: all), else exactly `n` (None:
+        GENERATED_BY_DEFAULT).
 
         Raises TaskError, and UserError for options of the wrong type.
         """
@@ -139,10 +158,19 @@ class TaskSpec:
         made = path is None or (self.family == "spelling")
         try:
             if family.example:
-                return family.function(self.name, self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments)
+                return family.function(
+                    self.name,
+                    self.split,
+                    n if n is not None else GENERATED_BY_DEFAULT,
+                    seed,
+                    **arguments,
+                )
             if made:
-                return family.function(self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments)
-            return family.function(self.split, None, seed, **arguments)[:n]  # more of a split begin with the same ones
+                return family.function(
+                    self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments
+                )
+            # More of a split begin with the same ones.
+            return family.function(self.split, None, seed, **arguments)[:n]
         except TypeError as error:
             raise UserError(f"{self}: {error}; is an option of the wrong type?") from error
 
@@ -150,12 +178,18 @@ class TaskSpec:
 def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:
     """Return the tasks that a run names: a family as in `TaskSpec.parse`, FILE.py or FILE.py:NAME.
 
-    split: "train" or "validation", where the name says no other; a function in a file is given it if it has such an argument.
-    Of a family that is generated, 1,024 tasks to train on and 200 held out; a function in a file is asked for 1,024 and 64, if it
-    has an argument `n`. Raises UserError, TaskError.
+    split: "train" or "validation", where the name says no other; a function in a file is given it
+    if it has such an argument. Of a family that is generated, 1,024 tasks to train on and 200 held
+    out; a function in a file is asked for 1,024 and 64, if it has an argument `n`. Raises
+    UserError, TaskError.
     """
     if name.endswith(".py") or ".py:" in name:
-        return load_tasks(name, _TRAINING_TASKS if split == "train" else _HELD_OUT_TASKS, split=split, whole_list=True)
+        return load_tasks(
+            name,
+            _TRAINING_TASKS if split == "train" else _HELD_OUT_TASKS,
+            split=split,
+            whole_list=True,
+        )
     spec = TaskSpec.parse(name)
     if "@" not in name and (split == "train" or spec.split == "train"):
         spec = dataclasses.replace(spec, split=split)

@@ -1,4 +1,6 @@
-"""What an evaluation found: means with intervals for each set of tasks, as numbers, as JSON, and as a table for a terminal."""
+"""What an evaluation found: means with intervals for each set of tasks, as numbers, as JSON, and as
+a table for a terminal.
+"""
 
 import dataclasses
 import hashlib
@@ -40,7 +42,9 @@ class SetResult:
     partial_metrics: dict[str, int]
     """How many samples have a metric that some graded ones lack: its mean is over these."""
     pass_at: dict[int, Estimate]
-    """By k: the chance that at least one of k samples is right (its score is 1), and its interval over tasks."""
+    """By k: the chance that at least one of k samples is right (its score is 1), and its interval
+    over tasks.
+    """
     num_tasks: int
     num_repeats: int
     """Tasks with the id and messages of an earlier one; estimates pool the samples of both."""
@@ -63,11 +67,15 @@ class SetResult:
     spend: float | None
     """Dollars for what was sampled now; None without prices."""
     tasks: list[dict[str, Any]] = field(repr=False)
-    """For each task: id, digest of its messages, and each sample's score; null where it failed. What `compare` pairs."""
+    """For each task: id, digest of its messages, and each sample's score; null where it failed.
+    What `compare` pairs.
+    """
 
     @property
     def accuracy_if_failed_are_wrong(self) -> float | None:
-        """Return the mean with 0 for every sample that failed: the other end of what failures may hide."""
+        """Return the mean with 0 for every sample that failed: the other end of what failures may
+        hide.
+        """
         by_task = pooled(map(task_key, self.tasks), [row["scores"] for row in self.tasks])
         means = [statistics.fmean(score or 0.0 for score in scores) for scores in by_task if scores]
         return statistics.fmean(means) if means else None
@@ -87,7 +95,11 @@ class SetResult:
         """Return the figures of what `get_task_results` returned, in the order of the tasks."""
         stats = results.stats
         rows: list[dict[str, Any]] = [
-            {"id": task.id, "digest": messages_digest(task), "scores": [_score(sample, score) for sample in result.samples]}
+            {
+                "id": task.id,
+                "digest": messages_digest(task),
+                "scores": [_score(sample, score) for sample in result.samples],
+            }
             for task, result in zip(tasks, results, strict=True)
         ]
         keys = [task_key(row) for row in rows]
@@ -95,12 +107,20 @@ class SetResult:
         known = [[score for score in row["scores"] if score is not None] for row in rows]
         scores = pooled(keys, known)
         rewards = pooled(keys, [result.rewards for result in results])
-        names = dict.fromkeys(metric for samples in graded for sample in samples for metric in sample.scores)
+        names = dict.fromkeys(
+            metric for samples in graded for sample in samples for metric in sample.scores
+        )
         metrics = {
-            metric: estimate_mean([[s.metrics[metric] for s in group if metric in s.metrics] for group in graded], confidence)
+            metric: estimate_mean(
+                [[s.metrics[metric] for s in group if metric in s.metrics] for group in graded],
+                confidence,
+            )
             for metric in names
         }
-        passed = {k: _passed(scores, k, confidence) for k in sorted({*pass_at, 1} if pass_at or samples_per_task > 1 else set())}
+        passed = {
+            k: _passed(scores, k, confidence)
+            for k in sorted({*pass_at, 1} if pass_at or samples_per_task > 1 else set())
+        }
         return cls(
             name=name,
             score=score,
@@ -181,7 +201,13 @@ class EvalResult:
         sample, score. Failed samples have no score. Raises UserError where pandas is not installed.
         """
         rows = [
-            {"set": one.name, "task_id": task["id"], "digest": task["digest"], "sample": number, "score": score}
+            {
+                "set": one.name,
+                "task_id": task["id"],
+                "digest": task["digest"],
+                "sample": number,
+                "score": score,
+            }
             for one in self.sets
             for task in one.tasks
             for number, score in enumerate(task["scores"])
@@ -196,9 +222,19 @@ class EvalResult:
         return path
 
     def table(self) -> str:
-        """Return a line for each set, and below what should be known about failures, for a terminal."""
+        """Return a line for each set, and below what should be known about failures, for a
+        terminal.
+        """
         ks = sorted({k for one in self.sets for k in one.pass_at if k > 1})
-        header = ["tasks", "n", "score", "accuracy", f"{percent(self.confidence)} interval", "reward", *(f"pass@{k}" for k in ks)]
+        header = [
+            "tasks",
+            "n",
+            "score",
+            "accuracy",
+            f"{percent(self.confidence)} interval",
+            "reward",
+            *(f"pass@{k}" for k in ks),
+        ]
         header += ["tokens", "cut off", "failed", "tokens/s"]
         priced = any(one.spend is not None for one in self.sets)
         rows = [_line(one, ks, priced) for one in self.sets]
@@ -214,14 +250,19 @@ class EvalResult:
                 )
             if one.num_failed:
                 commonest = list(one.failures.items())[:3]
-                reasons = "; ".join(f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest)
+                reasons = "; ".join(
+                    f"{count} × {reason.splitlines()[0][:150]}" for reason, count in commonest
+                )
                 lines.append(
-                    f"{one.name}: {one.num_failed} of {one.num_samples} samples have no grade and are left out (with all of them "
-                    f"wrong, the accuracy would be {_number(one.accuracy_if_failed_are_wrong)}): {reasons}"
+                    f"{one.name}: {one.num_failed} of {one.num_samples} samples have no grade "
+                    "and are left out (with all of them "
+                    f"wrong, the accuracy would be {_number(one.accuracy_if_failed_are_wrong)}): "
+                    f"{reasons}"
                 )
             if one.num_truncated:
                 lines.append(
-                    f"{one.name}: {one.num_truncated} of {one.num_samples} samples were cut off at the limit of tokens; "
+                    f"{one.name}: {one.num_truncated} of {one.num_samples} samples were cut off "
+                    "at the limit of tokens; "
                     "with a higher limit the model might do better"
                 )
         return "\n".join(lines)
@@ -234,7 +275,9 @@ def task_key(row: Mapping[str, Any]) -> tuple[str, str]:
 
 def messages_digest(task: Task) -> str:
     """Return a digest that is the same where two evaluations asked the same."""
-    return hashlib.sha256(json.dumps(task.messages, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hashlib.sha256(
+        json.dumps(task.messages, sort_keys=True, default=str).encode()
+    ).hexdigest()[:16]
 
 
 def _score(sample: Sample, score: str) -> float | None:
@@ -245,14 +288,24 @@ def _score(sample: Sample, score: str) -> float | None:
 
 def _passed(scores: Sequence[Sequence[float]], k: int, confidence: float) -> Estimate:
     """Estimate pass@k; tasks with fewer than k graded samples are left out."""
-    counted = [(len(one), sum(score >= 1.0 - 1e-9 for score in one)) for one in scores if len(one) >= k]
+    counted = [
+        (len(one), sum(score >= 1.0 - 1e-9 for score in one)) for one in scores if len(one) >= k
+    ]
     return estimate_mean([[pass_at_k(samples, right, k)] for samples, right in counted], confidence)
 
 
 def _line(one: SetResult, ks: Sequence[int], priced: bool) -> list[str]:
     per_task = f" x {one.samples_per_task}" if one.samples_per_task > 1 else ""
-    row = [one.name, f"{one.num_tasks}{per_task}", one.score, _number(one.accuracy.mean), _interval(one.accuracy)]
-    row += [_number(one.reward.mean)] + [_number(one.pass_at[k].mean) if k in one.pass_at else "" for k in ks]
+    row = [
+        one.name,
+        f"{one.num_tasks}{per_task}",
+        one.score,
+        _number(one.accuracy.mean),
+        _interval(one.accuracy),
+    ]
+    row += [_number(one.reward.mean)] + [
+        _number(one.pass_at[k].mean) if k in one.pass_at else "" for k in ks
+    ]
     row += [
         si(one.mean_completion_tokens) if one.mean_completion_tokens is not None else "",
         str(one.num_truncated),
@@ -267,13 +320,20 @@ def _number(value: float | None) -> str:
 
 
 def _interval(estimate: Estimate) -> str:
-    return "" if estimate.low is None or estimate.high is None else f"{estimate.low:.3f} to {estimate.high:.3f}"
+    return (
+        ""
+        if estimate.low is None or estimate.high is None
+        else f"{estimate.low:.3f} to {estimate.high:.3f}"
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
-        "  ".join(cell.ljust(width) if not place else cell.rjust(width) for place, (cell, width) in enumerate(zip(row, widths)))
+        "  ".join(
+            cell.ljust(width) if not place else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths))
+        )
         for row in rows
     ]
 
@@ -284,6 +344,13 @@ def read_result(path: str | os.PathLike[str]) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as the result of an evaluation: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("sets"), dict):
-        raise UserError(f"{path} is not a result of ttrl eval (format {FORMAT}); give a file that `ttrl eval --output` wrote")
+    if (
+        not isinstance(content, dict)
+        or content.get("format") != FORMAT
+        or not isinstance(content.get("sets"), dict)
+    ):
+        raise UserError(
+            f"{path} is not a result of ttrl eval (format {FORMAT}); give a file that `ttrl eval "
+            "--output` wrote"
+        )
     return content

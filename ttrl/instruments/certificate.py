@@ -1,11 +1,14 @@
-"""Prove on this machine's hardware what training rests on: `python -m ttrl.instruments.certificate`, for `ttrl doctor --certify`.
+"""Prove on this machine's hardware what training rests on: `python -m
+ttrl.instruments.certificate`, for `ttrl doctor --certify`.
 
-Every part is judged by another way to the same numbers: attention and head by float64, whole steps in each setting by the plain
-step in fp32 on the CPU, parked weights and what servers take by their bits. Printed is one JSON object a line for each case, as
-it is done; a case that raises is a failed one, and the others go on. What a machine lacks is left out, and said. Never run to
-its end on a GPU yet.
+Every part is judged by another way to the same numbers: attention and head by float64, whole steps
+in each setting by the plain step in fp32 on the CPU, parked weights and what servers take by their
+bits. Printed is one JSON object a line for each case, as it is done; a case that raises is a failed
+one, and the others go on. What a machine lacks is left out, and said. Never run to its end on a GPU
+yet.
 
-Shapes: B rows, T tokens, H query heads, K key/value heads, E dimension of a head, N positions, D width, V vocabulary.
+Shapes: B rows, T tokens, H query heads, K key/value heads, E dimension of a head, N positions, D
+width, V vocabulary.
 """
 
 import argparse
@@ -39,11 +42,15 @@ from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.resident import Trained, park, unpark
 from ttrl.training.stepper import Stepper
 
-HEADS, KV_HEADS = 4, 2
+HEADS = 4
+KV_HEADS = 2
 HEAD_DIMS = (64, 80, 96, 128, 256)
 WORSE_THAN_PLAIN = 4.0
-"""Largest error that is accepted, as a multiple of what PyTorch's own way in the same dtype has against float64."""
-_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 8e-3}  # an error that small is none, whatever the other way's
+"""Largest error that is accepted, as a multiple of what PyTorch's own way in the same dtype has
+against float64.
+"""
+# An error that small is none, whatever the other way's.
+_ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 8e-3}
 LARGEST = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Errors above this share of the largest value are wrong, however PyTorch's own way does."""
 SGD_LIMITS = {"fp32": 1e-4, "bf16": 0.05}
@@ -54,7 +61,9 @@ ADAMW_LIMITS = {"adamw": 1e-3, "adamw_8bit": 0.1}
 
 @dataclass(frozen=True)
 class Case:
-    """One thing that was tried. passed: None where it was left out, for the reason that `found` says."""
+    """One thing that was tried. passed: None where it was left out, for the reason that `found`
+    says.
+    """
 
     part: str
     case: str
@@ -71,17 +80,25 @@ def certify(device: torch.device) -> Iterator[Case]:
     """Try everything, one case after the other."""
     with tempfile.TemporaryDirectory(prefix="ttrl-certificate-") as folder:
         model = make_tiny_model(Path(folder, "model"))
-        for part, case, trial in [*_attention(device), *_heads(device), *_steps(device, model), *_parking(device, model)]:
+        for part, case, trial in [
+            *_attention(device),
+            *_heads(device),
+            *_steps(device, model),
+            *_parking(device, model),
+        ]:
             began = time.perf_counter()
             try:
                 passed, found = trial()
             except Exception as error:  # noqa: BLE001 - a failed case, which the certificate is there to show
-                passed, found = False, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+                passed = False
+                found = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
             yield Case(part, case, passed, found, round(time.perf_counter() - began, 3))
 
 
 def ragged_rows(seq_len: int, vocabulary: int, seed: int = 0) -> PackedTensors:
-    """Return rows of `seq_len` with groups of uneven prompts and completions, some prompts of one token."""
+    """Return rows of `seq_len` with groups of uneven prompts and completions, some prompts of one
+    token.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int) -> int:
@@ -89,9 +106,13 @@ def ragged_rows(seq_len: int, vocabulary: int, seed: int = 0) -> PackedTensors:
 
     results = []
     for group in range(6):
-        prompt = torch.randint(vocabulary, (number(1, seq_len // 4) if group else 1,), generator=generator).tolist()
+        prompt = torch.randint(
+            vocabulary, (number(1, seq_len // 4) if group else 1,), generator=generator
+        ).tolist()
         for sample in range(4):
-            completion = torch.randint(vocabulary, (number(1, seq_len // 5),), generator=generator).tolist()
+            completion = torch.randint(
+                vocabulary, (number(1, seq_len // 5),), generator=generator
+            ).tolist()
             tokens = prompt + completion
             results.append(
                 TokenizedResult(
@@ -112,41 +133,60 @@ def ragged_rows(seq_len: int, vocabulary: int, seed: int = 0) -> PackedTensors:
 
 def _judge(ours: list[Tensor], plain: list[Tensor], exact: list[Tensor]) -> tuple[bool, str]:
     """Compare the largest errors, relative to the largest exact value of each tensor."""
-    worst, found, fine = 0.0, 0.0, True
+    worst = 0.0
+    found = 0.0
+    fine = True
     for mine, other, truth in zip(ours, plain, exact, strict=True):
         scale = truth.abs().max().clamp(min=1e-30)
         error, usual = (float((x.double() - truth).abs().max() / scale) for x in (mine, other))
         if not torch.isfinite(mine).all():
             return False, "not finite"
-        found, fine = max(found, error), fine and error <= LARGEST[mine.dtype]
+        found = max(found, error)
+        fine = fine and error <= LARGEST[mine.dtype]
         worst = max(worst, error / max(usual, _ROUNDING[mine.dtype] / WORSE_THAN_PLAIN))
     return fine and worst <= WORSE_THAN_PLAIN, f"error {found:.1e}, {worst:.2f} of PyTorch's own"
 
 
 def _attention(device: torch.device) -> Iterator[Trial]:
-    """Attention over packed rows and its gradients, in ragged lengths, against float64, and its speed beside PyTorch's with a
-    mask."""
+    """Attention over packed rows and its gradients, in ragged lengths, against float64, and its
+    speed beside PyTorch's with a mask."""
     on_cpu = device.type == "cpu"
     for dtype in (torch.float32, torch.bfloat16):
         for E in HEAD_DIMS:
             for T in (320, 704) if on_cpu else (1000, 4096):
-                yield "attention", f"{str(dtype)[6:]}, heads of {E}, rows of {T}", partial(_try_attention, device, dtype, E, T)
+                yield (
+                    "attention",
+                    f"{str(dtype)[6:]}, heads of {E}, rows of {T}",
+                    partial(_try_attention, device, dtype, E, T),
+                )
     for window, soft_cap in ((100, None), (None, 20.0)):
         what = f"window {window}" if window else f"soft cap {soft_cap:g}"
-        yield "attention", what, partial(_try_attention, device, torch.float32, 64, 320, window, soft_cap)
+        yield (
+            "attention",
+            what,
+            partial(_try_attention, device, torch.float32, 64, 320, window, soft_cap),
+        )
 
 
 def _try_attention(
-    device: torch.device, dtype: torch.dtype, E: int, T: int, window: int | None = None, soft_cap: float | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    E: int,
+    T: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[bool, str]:
     rows = ragged_rows(T, 100)
     generator = torch.Generator().manual_seed(E)
     B = rows.num_rows
     given = [
-        torch.randn(B, heads, T, E, generator=generator, dtype=torch.float64) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
+        torch.randn(B, heads, T, E, generator=generator, dtype=torch.float64)
+        for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)
     ]
     *qkv, weight = (x.to(dtype).to(device) for x in given)  # rounded first: all ways get the same
-    group_ids, parent_ids, input_pos = (x.to(device) for x in (rows.group_ids, rows.parent_ids, rows.input_pos))
+    group_ids, parent_ids, input_pos = (
+        x.to(device) for x in (rows.group_ids, rows.parent_ids, rows.input_pos)
+    )
     real = (group_ids >= 0)[:, None, :, None]
 
     def run(way: Callable[..., Tensor], of: torch.dtype) -> tuple[list[Tensor], float]:
@@ -167,12 +207,15 @@ def _try_attention(
     passed, found = _judge(run(ours, dtype)[0], run(plain, dtype)[0], exact)
     seconds = [min(run(way, dtype)[1] for _ in range(3)) for way in (ours, plain)]
     pairs = int(dense_mask(group_ids, parent_ids).sum())
-    speeds = [3.5 * 4 * pairs * E * HEADS / each / 1e12 for each in seconds]  # forward and 2.5 times that backward
+    # Forward and 2.5 times that backward.
+    speeds = [3.5 * 4 * pairs * E * HEADS / each / 1e12 for each in seconds]
     return passed, f"{found}; {speeds[0]:.3g} TFLOP/s, PyTorch's with a mask {speeds[1]:.3g}"
 
 
 def _heads(device: torch.device) -> Iterator[Trial]:
-    """Log-probabilities, entropies and the gradients of a loss, against float64 with whole logits."""
+    """Log-probabilities, entropies and the gradients of a loss, against float64 with whole
+    logits.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         yield "head", f"hidden states in {str(dtype)[6:]}", partial(_try_head, device, dtype)
 
@@ -193,12 +236,17 @@ def _try_head(device: torch.device, dtype: torch.dtype) -> tuple[bool, str]:
         assert h.grad is not None and weight.grad is not None
         return [chosen.detach(), -(logp.exp() * logp).sum(-1).detach(), h.grad, weight.grad]
 
-    h, weight = h_ND.clone().requires_grad_(), weight_VD.clone().requires_grad_()
-    out = run_head(h, labels_N, weight, token_loss=lambda logprobs, part: coefficients_N[part] * logprobs)
+    h = h_ND.clone().requires_grad_()
+    weight = weight_VD.clone().requires_grad_()
+    out = run_head(
+        h, labels_N, weight, token_loss=lambda logprobs, part: coefficients_N[part] * logprobs
+    )
     assert out.loss is not None
     out.loss.backward()
     assert h.grad is not None and weight.grad is not None
-    return _judge([out.logprobs_N, out.entropy_N, h.grad, weight.grad], whole(dtype), whole(torch.float64))
+    return _judge(
+        [out.logprobs_N, out.entropy_N, h.grad, weight.grad], whole(dtype), whole(torch.float64)
+    )
 
 
 def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
@@ -210,7 +258,10 @@ def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
         if kind not in truth:
             truth[kind] = _stepped(model, torch.device("cpu"), kind, {})
         found = _stepped(model, device, optimizer, settings)
-        off, whole = (sum(float(x.double().square().sum()) for x in each) for each in _differences(found, truth[kind]))
+        off, whole = (
+            sum(float(x.double().square().sum()) for x in each)
+            for each in _differences(found, truth[kind])
+        )
         error = (off / whole) ** 0.5
         return error <= limit, f"‖Δ - Δ₀‖ / ‖Δ₀‖ = {error:.1e}, at most {limit:g}"
 
@@ -219,11 +270,23 @@ def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
         ("fp32", {}, True),
         ("bf16", {"dtype": "bf16"}, True),
         ("checkpointing", {"activation_checkpointing": True}, True),
-        ("checkpointing, products kept", {"activation_checkpointing": True, "checkpoint_keeps": "products"}, True),
+        (
+            "checkpointing, products kept",
+            {"activation_checkpointing": True, "checkpoint_keeps": "products"},
+            True,
+        ),
         ("compile", {"compile": True, "row_length_multiple": 128}, on_gpu),
-        ("compile, checkpointing, bf16", {"compile": True, "activation_checkpointing": True, "dtype": "bf16"}, on_gpu),
+        (
+            "compile, checkpointing, bf16",
+            {"compile": True, "activation_checkpointing": True, "dtype": "bf16"},
+            on_gpu,
+        ),
         ("parameters in the CPU's memory", {"cpu_offload": True}, on_gpu),
-        ("activations in the CPU's memory", {"activation_offloading": True, "activation_checkpointing": True}, on_gpu),
+        (
+            "activations in the CPU's memory",
+            {"activation_offloading": True, "activation_checkpointing": True},
+            on_gpu,
+        ),
     ]
     for case, settings, here in gradients:
         limit = SGD_LIMITS[str(settings.get("dtype", "fp32"))]
@@ -235,25 +298,40 @@ def _steps(device: torch.device, model: Path) -> Iterator[Trial]:
         ("AdamW on the CPU", "adamw", {"optimizer_on_cpu": True}, on_gpu),
     ]
     for case, optimizer, settings, here in optimizers:
-        yield "optimizer", case, partial(try_steps, optimizer, ADAMW_LIMITS[optimizer], settings) if here else _left_out
+        yield (
+            "optimizer",
+            case,
+            partial(try_steps, optimizer, ADAMW_LIMITS[optimizer], settings) if here else _left_out,
+        )
 
 
 def _left_out() -> tuple[None, str]:
     return None, "left out without a GPU"
 
 
-def _stepped(model: Path, device: torch.device, optimizer: str, settings: dict[str, object]) -> dict[str, Tensor]:
+def _stepped(
+    model: Path, device: torch.device, optimizer: str, settings: dict[str, object]
+) -> dict[str, Tensor]:
     """Return by how much one step of SGD, or two of AdamW, move each weight, on the CPU."""
     # A large eps: signs of gradients that are nearly zero are noise, and would be the step.
-    values = {"optimizer": optimizer, "lr": 1.0 if optimizer == "sgd" else 1e-3, "eps": 1e-2, "max_grad_norm": None} | settings
-    config = TrainingConfig.parse({"model": str(model), "output_dir": "", "device": device.type, **values}, "certificate")
+    values = {
+        "optimizer": optimizer,
+        "lr": 1.0 if optimizer == "sgd" else 1e-3,
+        "eps": 1e-2,
+        "max_grad_norm": None,
+    } | settings
+    config = TrainingConfig.parse(
+        {"model": str(model), "output_dir": "", "device": device.type, **values}, "certificate"
+    )
     policy = load_policy(config, Ranks(rank=0, world_size=1, device=device))
     before = {name: p.detach().cpu().clone() for name, p in policy.parameters_by_name().items()}
     stepper = make_optimizer(policy, config)
     for step in range(1 if optimizer == "sgd" else 2):
         _backward(policy, device, seed=step)
         clip_and_step(policy, stepper, config, step)
-    return {name: p.detach().cpu() - before[name] for name, p in policy.parameters_by_name().items()}
+    return {
+        name: p.detach().cpu() - before[name] for name, p in policy.parameters_by_name().items()
+    }
 
 
 def _backward(policy: Policy, device: torch.device, seed: int) -> None:
@@ -266,13 +344,17 @@ def _backward(policy: Policy, device: torch.device, seed: int) -> None:
     loss.backward()
 
 
-def _differences(found: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _differences(
+    found: dict[str, Tensor], truth: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     assert found.keys() == truth.keys()
     return [found[name] - truth[name] for name in truth], list(truth.values())
 
 
 def _parking(device: torch.device, model: Path) -> Iterator[Trial]:
-    """What is moved to the CPU's memory while the servers sample, and back, and what they take out of that."""
+    """What is moved to the CPU's memory while the servers sample, and back, and what they take out
+    of that.
+    """
     yield "parking", "parameters and moments, there and back", partial(_try_parking, device, model)
     yield "parking", "weights held out to servers", partial(_try_holding_out, device)
 
@@ -281,7 +363,9 @@ def _try_parking(device: torch.device, model: Path) -> tuple[bool | None, str]:
     if device.type == "cpu":
         return _left_out()
     here = Ranks(rank=0, world_size=1, device=device)
-    config = GRPOConfig.parse({"model": str(model), "packed": "", "output_dir": "", "device": device.type}, "certificate")
+    config = GRPOConfig.parse(
+        {"model": str(model), "packed": "", "output_dir": "", "device": device.type}, "certificate"
+    )
     policy = load_policy(config, here)
     trained = Trained(policy, Stepper(policy, config, here), None)
     left = 0
@@ -301,33 +385,56 @@ def _try_parking(device: torch.device, model: Path) -> tuple[bool | None, str]:
         _wait(device)
         seconds.append(time.perf_counter() - began)
     after = _held(trained)
-    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    sizes = f"{left / 2**20:.1f} of {held / 2**20:.1f} MiB stay on the GPU, {seconds[0]:.2f} s there at first and later "
+    same = before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
+    sizes = (
+        f"{left / 2**20:.1f} of {held / 2**20:.1f} MiB stay on the GPU, {seconds[0]:.2f} s there "
+        "at first and later "
+    )
     sizes += f"{seconds[2]:.2f}, {seconds[3]:.2f} s back"
-    return same and left < 0.1 * held, f"{'bit for bit' if same else 'other values came back'}; {sizes}"
+    return (
+        same and left < 0.1 * held,
+        f"{'bit for bit' if same else 'other values came back'}; {sizes}",
+    )
 
 
 def _try_holding_out(device: torch.device) -> tuple[bool | None, str]:
-    tensors = {"matrix": torch.randn(2**13, 2**13, device=device), "vector": torch.randn(999, device=device)}
-    memory, seconds = WeightMemory(Ranks(rank=0, world_size=1, device=device)), []
+    tensors = {
+        "matrix": torch.randn(2**13, 2**13, device=device),
+        "vector": torch.randn(999, device=device),
+    }
+    memory = WeightMemory(Ranks(rank=0, world_size=1, device=device))
+    seconds = []
     for _ in range(2):  # the second time, the memory is there
         _wait(device)
         began = time.perf_counter()
-        said = memory.write([Held(name, (tensor,)) for name, tensor in tensors.items()], torch.bfloat16)
+        said = memory.write(
+            [Held(name, (tensor,)) for name, tensor in tensors.items()], torch.bfloat16
+        )
         seconds.append(time.perf_counter() - began)
     read = load_file(said["memory"])
     wanted = {name: tensor.bfloat16().cpu() for name, tensor in tensors.items()}
-    digests = {name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest() for name, tensor in wanted.items()}
+    digests = {
+        name: hashlib.sha256(tensor.view(torch.uint8).numpy().data).hexdigest()
+        for name, tensor in wanted.items()
+    }
     same = all(torch.equal(read[name], tensor) for name, tensor in wanted.items())
     same &= digests == {name: digest for name, _, _, digest in said["parts"]}
     memory.close()
     size = sum(tensor.nbytes for tensor in wanted.values()) / 2**20
-    return same, f"{'bit for bit' if same else 'other values'}, {size:.0f} MiB in {seconds[0]:.2f} s and then {seconds[1]:.2f} s"
+    return same, (
+        f"{'bit for bit' if same else 'other values'}, {size:.0f} MiB in {seconds[0]:.2f} s and "
+        f"then {seconds[1]:.2f} s"
+    )
 
 
 def _held(trained: Trained) -> dict[str, Tensor]:
     state = state_tensors(trained.policy, trained.stepper.optimizer)
-    return {name: tensor.detach().cpu() for name, tensor in (*trained.policy.parameters_by_name().items(), *state)}
+    return {
+        name: tensor.detach().cpu()
+        for name, tensor in (*trained.policy.parameters_by_name().items(), *state)
+    }
 
 
 def _wait(device: torch.device) -> None:
@@ -338,7 +445,9 @@ def _wait(device: torch.device) -> None:
 def main() -> int:
     """Try everything on this machine's device; exit status 1 where a case failed."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     failed = False
     for case in certify(torch.device(parser.parse_args().device)):
         sys.stdout.write(json.dumps(asdict(case)) + "\n")

@@ -1,27 +1,35 @@
-"""Entropy of whole sequences: estimates, their errors, and one function whose derivatives are all right.
+"""Entropy of whole sequences: estimates, their errors, and one function whose derivatives are all
+right.
 
-A policy draws y = y_1 … y_T, by log π(y) = Σ_k log π(y_k | y_<k). Its entropy H = -E[log π(y)] has two unbiased estimates from a
-sample,
+A policy draws y = y_1 … y_T, by log π(y) = Σ_k log π(y_k | y_<k). Its entropy H = -E[log π(y)] has
+two unbiased estimates from a sample,
 
     plain             -log π(y) = Σ_k -log π(y_k | y_<k)
     Rao-Blackwellised  Σ_k H_k(y_<k),  H_k(y_<k) = -Σ_v π(v | y_<k) log π(v | y_<k),
 
-which is the first with each term replaced by its expectation given what precedes it, and usually has a far smaller variance.
+which is the first with each term replaced by its expectation given what precedes it, and usually
+has a far smaller variance.
 
-**Gradient.** The tokens before k are drawn from π as well, so the gradient of H has a term for them:
+**Gradient.** The tokens before k are drawn from π as well, so the gradient of H has a term for
+them:
 
-    ∇H = E[ Σ_k ∇H_k + Σ_k H_k(y_<k) ∇log π(y_<k) ] = E[ Σ_k ∇H_k + Σ_j ∇log π(y_j | y_<j) · Σ_{k>j} H_k ].          (1)
+    ∇H = E[ Σ_k ∇H_k + Σ_k H_k(y_<k) ∇log π(y_<k) ] = E[ Σ_k ∇H_k + Σ_j ∇log π(y_j | y_<j) · Σ_{k>j}
+    H_k ].  (1)
 
-An entropy bonus on single tokens has the first term alone. Both come from one function. With samples from a policy π₀,
+An entropy bonus on single tokens has the first term alone. Both come from one function. With
+samples from a policy π₀,
 
-    J(θ) = Σ_k w_k(θ) · H_k(θ),   w_k = π_θ(y_<k) / π₀(y_<k),                                                          (2)
+    J(θ) = Σ_k w_k(θ) · H_k(θ),   w_k = π_θ(y_<k) / π₀(y_<k),
+                                  (2)
 
-has E J(θ) = H(θ) for every θ, so its derivatives of any order are unbiased estimates of those of H; at π_θ = π₀, where w_k = 1
-and ∇w_k = ∇log π(y_<k), the first is (1). Only the prefix is weighed: later tokens are not needed for H_k.
+has E J(θ) = H(θ) for every θ, so its derivatives of any order are unbiased estimates of those of H;
+at π_θ = π₀, where w_k = 1 and ∇w_k = ∇log π(y_<k), the first is (1). Only the prefix is weighed:
+later tokens are not needed for H_k.
 
-**Baseline.** E[w_{j+1}(θ)] = 1 for every j and θ. So J - Σ_j b_j·(w_{j+1} - w_j) is unbiased too, for numbers b_j that do not
-depend on the sample, and puts R_j - b_j in the place of R_j = Σ_{k>j} H_k in (1). `others_mean` takes the mean of R_j over the
-other samples (a U-statistic), which follows how much is left to write.
+**Baseline.** E[w_{j+1}(θ)] = 1 for every j and θ. So J - Σ_j b_j·(w_{j+1} - w_j) is unbiased too,
+for numbers b_j that do not depend on the sample, and puts R_j - b_j in the place of R_j = Σ_{k>j}
+H_k in (1). `others_mean` takes the mean of R_j over the other samples (a U-statistic), which
+follows how much is left to write.
 
 Shapes: N labels in row-major order, S sequences, T labels of the longest.
 """
@@ -41,8 +49,10 @@ class Mean:
 
 
 def by_sequence(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Arrange values of labels by sample: [S, T], 0 behind the end, and where they are, bool [S, T]. The samples come in the
-    order of their numbers, each with its labels in their order. The gradient flows through."""
+    """Arrange values of labels by sample: [S, T], 0 behind the end, and where they are, bool [S,
+    T]. The samples come in the order of their numbers, each with its labels in their order. The
+    gradient flows through.
+    """
     _, sample_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
     order = torch.argsort(sample_N, stable=True)
     first_S = torch.cumsum(counts_S, 0) - counts_S
@@ -50,24 +60,30 @@ def by_sequence(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor]:
     shape = len(counts_S), int(counts_S.max()) if len(counts_S) else 0
     mask_ST = torch.zeros(shape, dtype=torch.bool, device=values_N.device)
     mask_ST[sample_N[order], place] = True
-    return torch.zeros(shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(mask_ST, values_N[order]), mask_ST
+    return torch.zeros(shape, dtype=values_N.dtype, device=values_N.device).masked_scatter(
+        mask_ST, values_N[order]
+    ), mask_ST
 
 
 def entropy_estimates(logprobs_ST: Tensor, entropies_ST: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the plain and the Rao-Blackwellised estimate of each sequence [S], in nats; both arguments 0 behind the end."""
+    """Return the plain and the Rao-Blackwellised estimate of each sequence [S], in nats; both
+    arguments 0 behind the end.
+    """
     return -logprobs_ST.sum(dim=1), entropies_ST.sum(dim=1)
 
 
 def entropy_by_position(entropies_ST: Tensor, times_S: Tensor) -> list[float]:
-    """Return E[H_k] for each place k [T], in nats, 0 for what has ended before; their sum is the Rao-Blackwellised estimate.
-    times: how often each sequence was drawn."""
+    """Return E[H_k] for each place k [T], in nats, 0 for what has ended before; their sum is the
+    Rao-Blackwellised estimate. times: how often each sequence was drawn."""
     weights_S = times_S.double() / times_S.sum()
     return [float(value) for value in weights_S @ entropies_ST.detach().double()]
 
 
 def mean_over(values_S: Tensor, clusters_S: Tensor | None = None) -> Mean:
-    """Return the mean over sequences and its standard error. clusters: numbers, equal for sequences that were not drawn
-    independently, such as those of one prompt; the error is then that of a mean of clusters, which may have any sizes."""
+    """Return the mean over sequences and its standard error. clusters: numbers, equal for sequences
+    that were not drawn independently, such as those of one prompt; the error is then that of a mean
+    of clusters, which may have any sizes.
+    """
     values = values_S.detach().double()
     mean = values.mean()
     deviation = values - mean
@@ -77,26 +93,41 @@ def mean_over(values_S: Tensor, clusters_S: Tensor | None = None) -> Mean:
     count = len(deviation)
     if count < 2:
         return Mean(float(mean), float("nan"))
-    return Mean(float(mean), float((deviation.square().sum() * count / (count - 1)).sqrt()) / len(values))
+    return Mean(
+        float(mean), float((deviation.square().sum() * count / (count - 1)).sqrt()) / len(values)
+    )
 
 
 def importance_entropy(
-    logprobs_ST: Tensor, entropies_ST: Tensor, start_logprobs_ST: Tensor, baseline_ST: Tensor | float = 0.0
+    logprobs_ST: Tensor,
+    entropies_ST: Tensor,
+    start_logprobs_ST: Tensor,
+    baseline_ST: Tensor | float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return J - Σ_j b_j·(w_{j+1} - w_j) of each sequence [S], by (2), and log w [S]. start_logprobs: under the policy that drew
-    the sequences, without gradient; all 0 behind the end. baseline: b_j, such as `others_mean`."""
+    """Return J - Σ_j b_j·(w_{j+1} - w_j) of each sequence [S], by (2), and log w [S].
+    start_logprobs: under the policy that drew the sequences, without gradient; all 0 behind the
+        end. baseline: b_j, such as `others_mean`.
+    """
     ratio_ST = logprobs_ST - start_logprobs_ST
     prefix_ST = torch.cumsum(ratio_ST, dim=1) - ratio_ST
     w_ST = torch.exp(prefix_ST)
-    return (w_ST * (entropies_ST - baseline_ST * torch.expm1(ratio_ST))).sum(dim=1), ratio_ST.sum(dim=1)
+    return (w_ST * (entropies_ST - baseline_ST * torch.expm1(ratio_ST))).sum(dim=1), ratio_ST.sum(
+        dim=1
+    )
 
 
 def others_mean(entropies_ST: Tensor, times_S: Tensor | None = None) -> Tensor:
-    """Return for each place of a sequence the mean over all other sequences of the entropy that follows it there [S, T], without
-    gradient; 0 where there is no other. times: how often each was drawn; None: once."""
+    """Return for each place of a sequence the mean over all other sequences of the entropy that
+    follows it there [S, T], without gradient; 0 where there is no other. times: how often each was
+    drawn; None: once.
+    """
     entropies = entropies_ST.detach()
     following = entropies.flip(1).cumsum(1).flip(1) - entropies
-    times = torch.ones_like(following[:, :1]) if times_S is None else times_S[:, None].to(following.dtype)
+    times = (
+        torch.ones_like(following[:, :1])
+        if times_S is None
+        else times_S[:, None].to(following.dtype)
+    )
     others = times.sum() - times
     return ((times * following).sum(dim=0) - times * following) / others.clamp(min=1)
 

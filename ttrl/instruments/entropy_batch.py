@@ -1,4 +1,5 @@
-"""Answers of a pack on which the entropy of a policy is measured, under any parameters, without sampling again.
+"""Answers of a pack on which the entropy of a policy is measured, under any parameters, without
+sampling again.
 
 Shapes: S sequences of the batch, T labels of the longest of a microbatch.
 """
@@ -32,27 +33,36 @@ from ttrl.training.policy.policy import HeadOptions, Policy
 
 
 def halves(packed: PackedTensors, generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """Deal the samples of each task to two halves at random, by their numbers in the table; the second gets the odd one."""
+    """Deal the samples of each task to two halves at random, by their numbers in the table; the
+    second gets the odd one.
+    """
     tasks: dict[str, list[int]] = {}
     for number, one in enumerate(packed.samples):
         tasks.setdefault(one.task_id, []).append(number)
     first: list[int] = []
     second: list[int] = []
     for numbers in tasks.values():
-        mixed = [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
+        mixed = [
+            numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()
+        ]
         first += mixed[: len(mixed) // 2]
         second += mixed[len(mixed) // 2 :]
     return first, second
 
 
-def draw(packed: PackedTensors, among: Sequence[int], count: int, generator: torch.Generator) -> Counter[int]:
-    """Draw `count` samples: tasks uniformly with replacement, one of the samples in `among` of each. Returns how often each was
-    drawn."""
+def draw(
+    packed: PackedTensors, among: Sequence[int], count: int, generator: torch.Generator
+) -> Counter[int]:
+    """Draw `count` samples: tasks uniformly with replacement, one of the samples in `among` of
+    each. Returns how often each was drawn."""
     tasks: dict[str, list[int]] = {}
     for number in among:
         tasks.setdefault(packed.samples[number].task_id, []).append(number)
     if not tasks:
-        raise RunFolderError("no task of the pack has two samples, one for the update and one to measure its effect on")
+        raise RunFolderError(
+            "no task of the pack has two samples, one for the update and one to measure its "
+            "effect on"
+        )
     groups = list(tasks.values())
     times: Counter[int] = Counter()
     for place in torch.randint(len(groups), (count,), generator=generator).tolist():
@@ -65,13 +75,25 @@ def only(packed: PackedTensors, samples: Sequence[int]) -> PackedTensors:
     """Return the pack with the labels of these samples alone, by their numbers in the table."""
     others = ~torch.isin(packed.sample_ids, torch.tensor(list(samples), dtype=torch.int64))
     changed = {"labels": IGNORE_LABEL, "weights": 0.0, "advantages": 0.0}
-    return dataclasses.replace(packed, **{name: getattr(packed, name).masked_fill(others, v) for name, v in changed.items()})
+    return dataclasses.replace(
+        packed,
+        **{name: getattr(packed, name).masked_fill(others, v) for name, v in changed.items()},
+    )
 
 
 class EntropyBatch:
-    """Drawn answers, on which the entropy is measured under any parameters. `times`: by number in the pack's table."""
+    """Drawn answers, on which the entropy is measured under any parameters. `times`: by number in
+    the pack's table.
+    """
 
-    def __init__(self, policy: Policy, packed: PackedTensors, times: Mapping[int, int], config: GRPOConfig, here: Ranks) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        packed: PackedTensors,
+        times: Mapping[int, int],
+        config: GRPOConfig,
+        here: Ranks,
+    ) -> None:
         self._policy = policy
         full = {id(p): name for name, p in policy.named_parameters()}
         self._full_names = {name: full[id(p)] for name, p in policy.parameters_by_name().items()}
@@ -81,31 +103,48 @@ class EntropyBatch:
         drawn = sample_keys([packed.samples[number] for number in times])
         counted = dict(zip(map(tuple, drawn.tolist()), times.values(), strict=True))
         # Of the samples that have labels, in the order of `by_sequence`.
-        owned = [(one["sample_keys"], torch.unique(one["sample_ids"].flatten()[one["trained"]])) for one in self._batches]
+        owned = [
+            (one["sample_keys"], torch.unique(one["sample_ids"].flatten()[one["trained"]]))
+            for one in self._batches
+        ]
         keys = torch.cat([keys[samples] for keys, samples in owned])
-        self.times = torch.tensor([counted[tuple(key)] for key in keys.tolist()], device=here.device)
+        self.times = torch.tensor(
+            [counted[tuple(key)] for key in keys.tolist()], device=here.device
+        )
         self._tasks = keys[:, 0]
         with torch.no_grad():
             seen = list(self._tables(None))
         self._start = [logprobs for logprobs, _ in seen]
-        entropies = pad_sequence([row for _, entropies in seen for row in entropies], batch_first=True)
+        entropies = pad_sequence(
+            [row for _, entropies in seen for row in entropies], batch_first=True
+        )
         baseline = others_mean(entropies, self.times)
         self.by_position = entropy_by_position(entropies, self.times)
         parts = baseline.split([len(logprobs) for logprobs in self._start])
-        self._baselines = [part[:, : start.shape[1]] for part, start in zip(parts, self._start, strict=True)]
+        self._baselines = [
+            part[:, : start.shape[1]] for part, start in zip(parts, self._start, strict=True)
+        ]
         estimates = [entropy_estimates(*pair) for pair in seen]
-        self.entropies = tuple(self.mean(torch.cat([one[which] for one in estimates])) for which in (0, 1))
+        self.entropies = tuple(
+            self.mean(torch.cat([one[which] for one in estimates])) for which in (0, 1)
+        )
 
     def mean(self, values_S: Tensor) -> Mean:
         """Return the mean over draws, with its error over prompts."""
-        return mean_over(values_S.repeat_interleave(self.times), self._tasks.repeat_interleave(self.times))
+        return mean_over(
+            values_S.repeat_interleave(self.times), self._tasks.repeat_interleave(self.times)
+        )
 
     @torch.no_grad()
     def values(self, parameters: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return J [S] and log w [S] under other parameters; the mean of J is an unbiased estimate of their entropy."""
+        """Return J [S] and log w [S] under other parameters; the mean of J is an unbiased estimate
+        of their entropy.
+        """
         parts = [
             importance_entropy(*tables, start, baseline)
-            for tables, start, baseline in zip(self._tables(parameters), self._start, self._baselines, strict=True)
+            for tables, start, baseline in zip(
+                self._tables(parameters), self._start, self._baselines, strict=True
+            )
         ]
         return torch.cat([values for values, _ in parts]), torch.cat([log_w for _, log_w in parts])
 
@@ -129,12 +168,16 @@ class EntropyBatch:
         self._policy.zero_grad()
         return gradients
 
-    def _tables(self, parameters: Mapping[str, Tensor] | None, grad: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    def _tables(
+        self, parameters: Mapping[str, Tensor] | None, grad: bool = False
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield log-probabilities and entropies [S, T] of each microbatch."""
         named = {self._full_names[name]: value for name, value in (parameters or {}).items()}
         for batch in self._batches:
             options = HeadOptions(trained=batch["trained"], entropy_grad=grad)
-            out = functional_call(self._policy, named, (*policy_inputs(batch), options, batch.get("experts")))
+            out = functional_call(
+                self._policy, named, (*policy_inputs(batch), options, batch.get("experts"))
+            )
             samples = batch["sample_ids"].flatten()[batch["trained"]]
             yield by_sequence(out.logprobs, samples)[0], by_sequence(out.entropy, samples)[0]
 

@@ -1,24 +1,27 @@
-"""How the update of one token moves the log-probability of another: the empirical Fisher kernel between tokens, or sequences.
+"""How the update of one token moves the log-probability of another: the empirical Fisher kernel
+between tokens, or sequences.
 
-With g_t = ∇log π(t) the gradient of a token's log-probability, and a diagonal preconditioner P (the identity for SGD; 1/(√v̂ + ε)
-for AdamW, v̂ taken as given),
+With g_t = ∇log π(t) the gradient of a token's log-probability, and a diagonal preconditioner P (the
+identity for SGD; 1/(√v̂ + ε) for AdamW, v̂ taken as given),
 
     K(t, t') = g_tᵀ P g_t' = Σ_α P_α ∂_α log π(t) ∂_α log π(t').
 
 A step θ ← θ + η·P·Σ_t' A(t')·g_t' moves log-probabilities by
 
-    δ log π(t) = η Σ_t' K(t, t')·A(t') + O(η²).                                                                        (1)
+    δ log π(t) = η Σ_t' K(t, t')·A(t') + O(η²).                                                  (1)
 
-The entropy -E[log π] of the distributions that the tokens were drawn from, at given prefixes, has the gradient
--E[(log π(t) - b) g_t] for any b that does not depend on the token, as E[g_t] = 0. So
+The entropy -E[log π] of the distributions that the tokens were drawn from, at given prefixes, has
+the gradient -E[(log π(t) - b) g_t] for any b that does not depend on the token, as E[g_t] = 0. So
 
-    δH = -η Σ_t,t' E[(log π(t) - b)·K(t, t')·A(t')]                                                                     (2)
+    δH = -η Σ_t,t' E[(log π(t) - b)·K(t, t')·A(t')]                                              (2)
 
-of which the terms t = t' are what a token does to itself: the covariance of log π and A (arXiv 2505.22617), weighted with
-|g_t|²; the others are what tokens do to each other. Sums over the tokens of sequences give the kernel of those.
+of which the terms t = t' are what a token does to itself: the covariance of log π and A (arXiv
+2505.22617), weighted with |g_t|²; the others are what tokens do to each other. Sums over the tokens
+of sequences give the kernel of those.
 
-K is a Gram matrix, so a random projection S with E[SᵀS] = 1 keeps it: (S√P g_t)·(S√P g_t'). `Projection` is a count sketch: each
-parameter is added, with a random sign, to one of r sums; the error of an entry is about |g_t||g_t'|/√r, and no matrix is held.
+K is a Gram matrix, so a random projection S with E[SᵀS] = 1 keeps it: (S√P g_t)·(S√P g_t').
+`Projection` is a count sketch: each parameter is added, with a random sign, to one of r sums; the
+error of an entry is about |g_t||g_t'|/√r, and no matrix is held.
 
 Gradients of single tokens take a backward pass each, so this is for some hundred tokens.
 
@@ -42,7 +45,9 @@ class Projection:
         self._places: dict[str, Tensor] = {}
         self._signs: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
-            drawn = torch.randint(2 * size, (parameter.numel(),), generator=generator, dtype=torch.int32)
+            drawn = torch.randint(
+                2 * size, (parameter.numel(),), generator=generator, dtype=torch.int32
+            )
             self._places[name] = (drawn // 2).to(parameter.device)
             self._signs[name] = (drawn % 2 * 2 - 1).to(device=parameter.device, dtype=torch.int8)
 
@@ -61,16 +66,24 @@ def token_gradients(
     projection: Projection | None = None,
     preconditioner: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Return √P·∇log π of each scalar [N, r], float64, projected or whole. logprobs: scalars of one graph or several, such as the
-    entries of a policy's log-probabilities, or their sums over sequences; the graph stays. preconditioner: P, not negative."""
+    """Return √P·∇log π of each scalar [N, r], float64, projected or whole. logprobs: scalars of one
+    graph or several, such as the entries of a policy's log-probabilities, or their sums over
+    sequences; the graph stays. preconditioner: P, not negative.
+    """
     rows = []
     for one in logprobs:
-        gradients = torch.autograd.grad(one, list(parameters.values()), retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(
+            one, list(parameters.values()), retain_graph=True, allow_unused=True
+        )
         vector = {}
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             found = torch.zeros_like(parameter) if gradient is None else gradient
             vector[name] = found if preconditioner is None else found * preconditioner[name].sqrt()
-        rows.append(projection(vector) if projection else torch.cat([value.flatten().double() for value in vector.values()]))
+        rows.append(
+            projection(vector)
+            if projection
+            else torch.cat([value.flatten().double() for value in vector.values()])
+        )
     return torch.stack(rows)
 
 
@@ -93,10 +106,15 @@ class EntropyChange:
         return self.own + self.others
 
 
-def entropy_change(kernel: Tensor, logprobs: Tensor, advantages: Tensor, baseline: float | None = None) -> EntropyChange:
-    """Split what a step does to the entropy of the tokens' distributions. logprobs, advantages: [N]. baseline: b; None: the mean
-    log-probability of the others, so that it does not depend on the token."""
-    logprobs, advantages = logprobs.detach().double(), advantages.double()
+def entropy_change(
+    kernel: Tensor, logprobs: Tensor, advantages: Tensor, baseline: float | None = None
+) -> EntropyChange:
+    """Split what a step does to the entropy of the tokens' distributions. logprobs, advantages:
+    [N]. baseline: b; None: the mean log-probability of the others, so that it does not depend on
+    the token.
+    """
+    logprobs = logprobs.detach().double()
+    advantages = advantages.double()
     count = len(logprobs)
     if baseline is None:
         centred = (logprobs - logprobs.mean()) * (count / (count - 1) if count > 1 else math.nan)

@@ -1,57 +1,74 @@
-"""How much of a step's gradient is noise, where the noise comes from, and which batch follows from it. Plain Python, no torch.
+"""How much of a step's gradient is noise, where the noise comes from, and which batch follows from
+it. Plain Python, no torch.
 
 A step's gradient g is a mean over B examples that were drawn, so E[g] = G and tr Cov(g) = S/B, and
 
-    E|g|² = |G|² + S/B.                                                                                             (1)
+    E|g|² = |G|² + S/B.                                                                          (1)
 
-The gradient noise scale S/|G|² is the batch at which noise and signal are equal ("An empirical model of large-batch training",
-arXiv 1812.06162): far below it, twice the batch is worth twice the steps; far above it, nothing. No gradient is computed for it:
-g = Σ h_j is a sum of pieces anyway, one for each microbatch and rank, whose norms are read as they pass by.
+The gradient noise scale S/|G|² is the batch at which noise and signal are equal ("An empirical
+model of large-batch training", arXiv 1812.06162): far below it, twice the batch is worth twice the
+steps; far above it, nothing. No gradient is computed for it: g = Σ h_j is a sum of pieces anyway,
+one for each microbatch and rank, whose norms are read as they pass by.
 
-**From pieces** (`noise_of_pieces`). Let piece j have the share f_j of the examples. Independent pieces have E h_j = f_j·G and
-tr Cov(h_j) = f_j·n with n = tr Cov(g) = S/B. So, with F = Σ f_j²,
+**From pieces** (`noise_of_pieces`). Let piece j have the share f_j of the examples. Independent
+pieces have E h_j = f_j·G and tr Cov(h_j) = f_j·n with n = tr Cov(g) = S/B. So, with F = Σ f_j²,
 
-    E Σ|h_j|² = F·|G|² + n,     E|g|² = |G|² + n    ⇒    n = (Σ|h_j|² - F|g|²) / (1 - F),   |G|² = |g|² - n.          (2)
+    E Σ|h_j|² = F·|G|² + n,     E|g|² = |G|² + n    ⇒    n = (Σ|h_j|² - F|g|²) / (1 - F),
+      |G|² = |g|² - n.  (2)
 
-For J equal pieces, F = 1/J and |g_b|² = J·Σ|h_j|² on average, and this is S = (|g_b|² - |g_B|²)/(1/b - 1/B),
+For J equal pieces, F = 1/J and |g_b|² = J·Σ|h_j|² on average, and this is S = (|g_b|² -
+|g_B|²)/(1/b - 1/B),
 |G|² = (B|g_B|² - b|g_b|²)/(B - b), with b = B/J.
 
-**Between prompts, between samples** (`nested_noise`). Sample s of prompt p contributes x_ps = G + u_p + e_ps to the mean over K
-samples, with tr Cov(u) = P and tr Cov(e) = E. With c_p samples of prompt p, a = Σ c_p²/K²,
+**Between prompts, between samples** (`nested_noise`). Sample s of prompt p contributes x_ps = G +
+u_p + e_ps to the mean over K samples, with tr Cov(u) = P and tr Cov(e) = E. With c_p samples of
+prompt p, a = Σ c_p²/K²,
 
-    n = a·P + E/K,     which is P/N + E/(N·M) for N prompts with M samples each.                                     (3)
+    n = a·P + E/K,     which is P/N + E/(N·M) for N prompts with M samples each.
+                       (3)
 
-That is the analysis of variance of a nested design with unequal groups: with m_p the mean of a prompt and m of all,
+That is the analysis of variance of a nested design with unequal groups: with m_p the mean of a
+prompt and m of all,
 
-    E Σ_ps |x_ps - m_p|²   = (K - N)·E                                                                              (4)
-    E Σ_p c_p |m_p - m|²   = (N - 1)·E + (K - K·a)·P                                                                 (5)
+    E Σ_ps |x_ps - m_p|²   = (K - N)·E
+                           (4)
+    E Σ_p c_p |m_p - m|²   = (N - 1)·E + (K - K·a)·P
+                           (5)
 
-(5): Cov(m_p) = P + E/c_p, Cov(m) = a·P + E/K, Cov(m_p, m) = (c_p·P + E)/K, summed with weights c_p. Advantages r - mean(r) of a
-group make its x_ps depend on each other a little; both sides change by the same factor 1 - 1/M, to first order.
+(5): Cov(m_p) = P + E/c_p, Cov(m) = a·P + E/K, Cov(m_p, m) = (c_p·P + E)/K, summed with weights c_p.
+Advantages r - mean(r) of a group make its x_ps depend on each other a little; both sides change by
+the same factor 1 - 1/M, to first order.
 
-**Advantages divided by the group's standard deviation** depend on each other more: whatever the rewards, their squares have the
-same sum, so the mean m_p varies less than the scatter of its samples says (simulated: E is 1.5 times too large). What it varies
-by is told by leaving out one sample after the other, which divides the rest by another deviation σ_s (the jackknife: Efron and
-Stein 1981, "The jackknife estimate of variance"; the mean's own change is left out, as E ∇log π = 0). With pseudo-values
+**Advantages divided by the group's standard deviation** depend on each other more: whatever the
+rewards, their squares have the same sum, so the mean m_p varies less than the scatter of its
+samples says (simulated: E is 1.5 times too large). What it varies by is told by leaving out one
+sample after the other, which divides the rest by another deviation σ_s (the jackknife: Efron and
+Stein 1981, "The jackknife estimate of variance"; the mean's own change is left out, as E ∇log π =
+0). With pseudo-values
 
-    d_ps = σ/σ_s · (c_p·m_p - x_ps),     Σ_ps |d_ps - d_p|²  takes the place of (4), and is (4) where σ_s = σ.        (6)
+    d_ps = σ/σ_s · (c_p·m_p - x_ps),     Σ_ps |d_ps - d_p|²  takes the place of (4), and is (4)
+                                                             where σ_s = σ.        (6)
 
-σ/σ_s is 2 at most: beyond, one sample has most of the group's variance, and leaving it out says nothing of small changes.
+σ/σ_s is 2 at most: beyond, one sample has most of the group's variance, and leaving it out says
+nothing of small changes.
 
-**Rewards of two values**, such as right and wrong (`within_of_two`): a few right answers have much of the weight, and are alike,
-often the same text, which neither (4) nor (6) sees. With k right ones among c, q = k/c, and γ_1 and γ_0 the means of ∇log π over
-the right and over the wrong ones, m_p = f(q)·(γ_1 - γ_0), where f(q) = √(q(1-q)), or q(1-q) for r - mean(r). It varies by the
-scatter within both classes, and by the luck of k, which is binomial; groups without a signal have f = 0, and are not there to be
-looked at, so that those with one stand for them:
+**Rewards of two values**, such as right and wrong (`within_of_two`): a few right answers have much
+of the weight, and are alike, often the same text, which neither (4) nor (6) sees. With k right ones
+among c, q = k/c, and γ_1 and γ_0 the means of ∇log π over the right and over the wrong ones, m_p =
+f(q)·(γ_1 - γ_0), where f(q) = √(q(1-q)), or q(1-q) for r - mean(r). It varies by the scatter within
+both classes, and by the luck of k, which is binomial; groups without a signal have f = 0, and are
+not there to be looked at, so that those with one stand for them:
 
-    Var(m_p) = Σ_i (n_i/c)² tr Cov(x | class i)/n_i + Var f(k/c) / (P(0 < k < c)·f(q)²) · |E m_p|².                   (7)
+    Var(m_p) = Σ_i (n_i/c)² tr Cov(x | class i)/n_i + Var f(k/c) / (P(0 < k < c)·f(q)²) · |E m_p|².
+    (7)
 
-Of a class with one member nothing is known but its length; its scatter is taken to be the share of it that it is in the other
-groups. In simulated groups of 8 and 16 with all kinds of chances, (4) gives 1.0 to 1.6 times the truth, (6) 1.0 to 1.3, and (7)
-0.8 to 1.1, mostly 0.97 to 1.02.
+Of a class with one member nothing is known but its length; its scatter is taken to be the share of
+it that it is in the other groups. In simulated groups of 8 and 16 with all kinds of chances, (4)
+gives 1.0 to 1.6 times the truth, (6) 1.0 to 1.3, and (7) 0.8 to 1.1, mostly 0.97 to 1.02.
 
-**Split groups.** Where a prompt's samples lie in several pieces, these are not independent. By (3), with A = Σ_j Σ_p c_jp²/K²,
-E Σ|h_j|² = F|G|² + A·P + E/K, and (2) finds (A - F·a)/(1 - F)·P + E/K in the place of n. `unsplit` takes that back.
+**Split groups.** Where a prompt's samples lie in several pieces, these are not independent. By (3),
+with A = Σ_j Σ_p c_jp²/K², E Σ|h_j|² = F|G|² + A·P + E/K, and (2) finds (A - F·a)/(1 - F)·P + E/K in
+the place of n. `unsplit` takes that back.
 """
 
 import functools
@@ -69,7 +86,9 @@ WINDOW = 16
 
 @dataclass(frozen=True)
 class Noise:
-    """Estimates of one step, each unbiased, so that the signal may come out below 0: average before dividing."""
+    """Estimates of one step, each unbiased, so that the signal may come out below 0: average before
+    dividing.
+    """
 
     noise: float
     """n = tr Cov(g), of the step's whole gradient; S is this times the number of examples."""
@@ -77,8 +96,12 @@ class Noise:
     """|G|²."""
 
 
-def noise_of_pieces(squares: Sequence[float], shares: Sequence[float], whole: float) -> Noise | None:
-    """Solve (2). squares: |h_j|² of each piece; shares: f_j, which sum to 1; whole: |g|². None for a single piece."""
+def noise_of_pieces(
+    squares: Sequence[float], shares: Sequence[float], whole: float
+) -> Noise | None:
+    """Solve (2). squares: |h_j|² of each piece; shares: f_j, which sum to 1; whole: |g|². None for
+    a single piece.
+    """
     together = math.fsum(share * share for share in shares)
     if 1 - together < 1e-9:
         return None
@@ -88,7 +111,9 @@ def noise_of_pieces(squares: Sequence[float], shares: Sequence[float], whole: fl
 
 @dataclass(frozen=True)
 class Nested:
-    """A step's noise by where it comes from; estimates of one step, of which `prompts` and `signal` may come out below 0."""
+    """A step's noise by where it comes from; estimates of one step, of which `prompts` and `signal`
+    may come out below 0.
+    """
 
     signal: float
     """|G|²."""
@@ -98,10 +123,15 @@ class Nested:
     """E/K."""
 
 
-def nested_noise(counts: Sequence[int], within: float, between: float, whole: float) -> Nested | None:
-    """Solve (4) and (5). counts: c_p; within: Σ_ps |x_ps - m_p|²; between: Σ_p c_p |m_p - m|²; whole: |m|². None where a single
-    prompt, or no prompt with two samples, leaves one of them unknown."""
-    groups, total = len(counts), sum(counts)
+def nested_noise(
+    counts: Sequence[int], within: float, between: float, whole: float
+) -> Nested | None:
+    """Solve (4) and (5). counts: c_p; within: Σ_ps |x_ps - m_p|²; between: Σ_p c_p |m_p - m|²;
+    whole: |m|². None where a single prompt, or no prompt with two samples, leaves one of them
+        unknown.
+    """
+    groups = len(counts)
+    total = sum(counts)
     if groups < 2 or total == groups:
         return None
     share = sum(count * count for count in counts) / total**2
@@ -123,17 +153,23 @@ class Alike:
     @property
     def scatter(self) -> float | None:
         """tr Cov(x), unbiased; None of one."""
-        return (self.squares - self.together / self.count) / (self.count - 1) if self.count > 1 else None
+        return (
+            (self.squares - self.together / self.count) / (self.count - 1)
+            if self.count > 1
+            else None
+        )
 
 
 def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> float | None:
-    """Estimate by (7) what (4) is in `nested_noise`. groups: of each prompt the samples with the higher and those with the lower
-    reward, of which there may be none, and |m_p|². unit: advantages are divided by the group's standard deviation. None where no
-    two samples are alike."""
+    """Estimate by (7) what (4) is in `nested_noise`. groups: of each prompt the samples with the
+    higher and those with the lower reward, of which there may be none, and |m_p|². unit: advantages
+    are divided by the group's standard deviation. None where no two samples are alike."""
     shares: list[float | None] = []
     for side in range(2):
         members = [group[:2][side] for group in groups]
-        known = [(one.scatter, one.squares / one.count) for one in members if one.scatter is not None]
+        known = [
+            (one.scatter, one.squares / one.count) for one in members if one.scatter is not None
+        ]
         of_all = math.fsum(length for _, length in known)
         shares.append(math.fsum(scatter for scatter, _ in known) / of_all if of_all > 0 else None)
     if shares == [None, None]:
@@ -146,7 +182,9 @@ def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> f
             guess = (share if share is not None else other or 0.0) * one.squares
             own += one.count * (guess if one.scatter is None else one.scatter) / count**2
         total += count
-        variances += count**2 * (own + _luck(round(high.count), round(count), unit) * max(length - own, 0.0))
+        variances += count**2 * (
+            own + _luck(round(high.count), round(count), unit) * max(length - own, 0.0)
+        )
     return variances * (total - len(groups)) / total
 
 
@@ -158,26 +196,38 @@ def _luck(right: int, count: int, unit: bool) -> float:
     q = right / count
     chances = [math.comb(count, k) * q**k * (1 - q) ** (count - k) for k in range(count + 1)]
     values = [math.pow(k * (count - k) / count**2, 0.5 if unit else 1.0) for k in range(count + 1)]
-    first, second = (math.fsum(p * f**power for p, f in zip(chances, values, strict=True)) for power in (1, 2))
+    first, second = (
+        math.fsum(p * f**power for p, f in zip(chances, values, strict=True)) for power in (1, 2)
+    )
     return (second - first**2) / math.fsum(chances[1:-1]) / values[right] ** 2
 
 
 def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float) -> Noise:
-    """Correct what `noise_of_pieces` found where prompts lie in several pieces. split: A/a, 1 where none does."""
+    """Correct what `noise_of_pieces` found where prompts lie in several pieces. split: A/a, 1 where
+    none does.
+    """
     together = math.fsum(share * share for share in shares)
-    prompts, samples = max(nested.prompts, 0.0), max(nested.samples, 0.0)
+    prompts = max(nested.prompts, 0.0)
+    samples = max(nested.samples, 0.0)
     if prompts + samples == 0:
         return found
     part = prompts / (prompts + samples)
     seen = 1 - part + part * (split - together) / (1 - together)
-    return Noise(found.noise / seen, found.signal + found.noise - found.noise / seen) if seen > 0.1 else found
+    return (
+        Noise(found.noise / seen, found.signal + found.noise - found.noise / seen)
+        if seen > 0.1
+        else found
+    )
 
 
 def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return "gradient_noise" of a line of train.jsonl, from what `ttrl.training.gradient_noise` saw of the step: "prompts" (1/a,
-    their number where all have as many samples), "samples", "pieces", "seconds"; "noise" n and "signal" |G|², over all parameters
-    and by "layers", where there are two pieces; "nested", as seen by the sketch, where prompts have several samples."""
-    counts, shares = seen["counts"], seen["shares"]
+    """Return "gradient_noise" of a line of train.jsonl, from what `ttrl.training.gradient_noise`
+    saw of the step: "prompts" (1/a, their number where all have as many samples), "samples",
+    "pieces", "seconds"; "noise" n and "signal" |G|², over all parameters and by "layers", where
+    there are two pieces; "nested", as seen by the sketch, where prompts have several samples.
+    """
+    counts = seen["counts"]
+    shares = seen["shares"]
     total = sum(counts)
     row: dict[str, Any] = {"pieces": len(shares), "samples": total, "seconds": seen["seconds"]}
     row["prompts"] = total**2 / sum(count * count for count in counts)
@@ -185,13 +235,19 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
     if (alike := seen.get("alike")) is not None:
         groups = [(Alike(*task[:3]), Alike(*task[3:6]), task[6]) for task in alike["tasks"]]
         within = within_of_two(groups, alike["unit"])
-    nested = nested_noise(counts, seen["within"] if within is None else within, seen["between"], seen["mean"])
+    nested = nested_noise(
+        counts, seen["within"] if within is None else within, seen["between"], seen["mean"]
+    )
     if nested is not None:
         row["nested"] = vars(nested)
 
     def found(squares: Sequence[float], whole: float) -> Noise | None:
         plain = noise_of_pieces(squares, shares, whole)
-        return plain if plain is None or nested is None else unsplit(plain, nested, shares, seen["split"])
+        return (
+            plain
+            if plain is None or nested is None
+            else unsplit(plain, nested, shares, seen["split"])
+        )
 
     everything = found([math.fsum(piece) for piece in seen["squares"]], math.fsum(seen["whole"]))
     if everything is not None:
@@ -205,24 +261,38 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
 def _numbers(value: Any) -> list[float]:
     if isinstance(value, dict):
         value = list(value.values())
-    return [number for part in value for number in _numbers(part)] if isinstance(value, list) else [value]
+    return (
+        [number for part in value for number in _numbers(part)]
+        if isinstance(value, list)
+        else [value]
+    )
 
 
 def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Average what the last `WINDOW` optimizer steps say, numerators and denominators apart. steps: lines of train.jsonl, oldest
-    first. Returns what metrics.jsonl says; empty where no step has any.
+    """Average what the last `WINDOW` optimizer steps say, numerators and denominators apart. steps:
+    lines of train.jsonl, oldest first. Returns what metrics.jsonl says; empty where no step has
+    any.
 
-    "scale": S/|G|² in prompts, the batch at which noise equals signal, and "low", "high": its 95% interval (Fieller's, from the
-    scatter between steps; "high" is left out where the signal may be 0). "prompts": of a step, on the average. "noise", "signal",
-    and "share", S/(B|G|²), their ratio. "from_sketch": all of these are the sketch's, as no step has two pieces.
-    "from_samples": the share of the noise that more samples of the same prompts would take away. "layers": S/(B|G|²) of each
-    group of layers. "best_samples", "best_prompts", "gain": `best_allocation` by positions that are trained on.
+    "scale": S/|G|² in prompts, the batch at which noise equals signal, and "low", "high": its 95%
+    interval (Fieller's, from the scatter between steps; "high" is left out where the signal may be
+    0). "prompts": of a step, on the average. "noise", "signal", and "share", S/(B|G|²), their
+    ratio. "from_sketch": all of these are the sketch's, as no step has two pieces. "from_samples":
+    the share of the noise that more samples of the same prompts would take away. "layers":
+    S/(B|G|²) of each group of layers. "best_samples", "best_prompts", "gain": `best_allocation` by
+    positions that are trained on.
     """
-    lines = [step for step in steps if "skipped" not in step and (step.get("gradient_noise") or {}).get("prompts")][-WINDOW:]
+    lines = [
+        step
+        for step in steps
+        if "skipped" not in step and (step.get("gradient_noise") or {}).get("prompts")
+    ][-WINDOW:]
     if not lines:
         return {}
     last = [line["gradient_noise"] for line in lines]
-    mean: dict[str, Any] = {"steps": len(last), "prompts": statistics.fmean(step["prompts"] for step in last)}
+    mean: dict[str, Any] = {
+        "steps": len(last),
+        "prompts": statistics.fmean(step["prompts"] for step in last),
+    }
     measured = [step for step in last if step.get("noise") is not None]
     if measured:
         mean |= _scale(measured) | {"layers": _of_layers([step["layers"] for step in measured])}
@@ -230,7 +300,10 @@ def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         mean |= _scale(sketched) | {"from_sketch": True}
     nested = [step["nested"] for step in last if step.get("nested")]
     if nested:
-        prompts, samples = (max(0.0, statistics.fmean(one[name] for one in nested)) for name in ("prompts", "samples"))
+        prompts, samples = (
+            max(0.0, statistics.fmean(one[name] for one in nested))
+            for name in ("prompts", "samples")
+        )
         if prompts + samples > 0:
             mean["from_samples"] = samples / (prompts + samples)
             mean |= _advice(lines, mean["from_samples"])
@@ -243,14 +316,20 @@ def _sketched(nested: Mapping[str, float]) -> dict[str, float]:
 
 def _scale(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     mean = {name: statistics.fmean(step[name] for step in steps) for name in ("noise", "signal")}
-    ratio = ratio_of_means([step["noise"] * step["prompts"] for step in steps], [step["signal"] for step in steps])
+    ratio = ratio_of_means(
+        [step["noise"] * step["prompts"] for step in steps], [step["signal"] for step in steps]
+    )
     found = {"scale": ratio.value, "low": ratio.low, "high": ratio.high}
-    mean |= {name: value for name, value in found.items() if value is not None and math.isfinite(value)}
+    mean |= {
+        name: value for name, value in found.items() if value is not None and math.isfinite(value)
+    }
     return mean | ({"share": mean["noise"] / mean["signal"]} if mean["signal"] > 0 else {})
 
 
 def _advice(lines: Sequence[Mapping[str, Any]], from_samples: float) -> dict[str, float]:
-    prompts, samples = (sum(line["gradient_noise"][name] for line in lines) for name in ("prompts", "samples"))
+    prompts, samples = (
+        sum(line["gradient_noise"][name] for line in lines) for name in ("prompts", "samples")
+    )
     answers = sum(line["trained_tokens"] for line in lines)
     costs = (sum(line["row_tokens"] for line in lines) - answers) / prompts, answers / samples
     best = best_allocation(prompts / len(lines), samples / prompts, from_samples, *costs)
@@ -278,13 +357,17 @@ class Allocation:
     """Noise of the step as it is, over its noise then, for the same cost."""
 
 
-def best_allocation(prompts: float, samples: float, from_samples: float, prompt_cost: float, sample_cost: float) -> Allocation:
-    """Divide the cost of `prompts` × `samples` anew. from_samples: the share of the noise that comes from samples; costs in any
-    unit, such as tokens: of one more prompt, and of one more sample.
+def best_allocation(
+    prompts: float, samples: float, from_samples: float, prompt_cost: float, sample_cost: float
+) -> Allocation:
+    """Divide the cost of `prompts` × `samples` anew. from_samples: the share of the noise that
+    comes from samples; costs in any unit, such as tokens: of one more prompt, and of one more
+    sample.
 
-    By (3), N prompts with M samples have n·cost = (P + E/M)·(c + M·d), whatever N is. It is least at M = √(E·c / (P·d)): few
-    samples where prompts are cheap or differ much, many where each prompt is dear (Cochran, "Sampling techniques", section 10.6).
-    At least two, without which there is no advantage, and at least two prompts.
+    By (3), N prompts with M samples have n·cost = (P + E/M)·(c + M·d), whatever N is. It is least
+    at M = √(E·c / (P·d)): few samples where prompts are cheap or differ much, many where each
+    prompt is dear (Cochran, "Sampling techniques", section 10.6). At least two, without which there
+    is no advantage, and at least two prompts.
     """
     between, within = 1 - from_samples, from_samples * samples  # in units of n·N
     cost = prompts * (prompt_cost + samples * sample_cost)
@@ -294,6 +377,12 @@ def best_allocation(prompts: float, samples: float, from_samples: float, prompt_
 
     most = max(2, int((cost / 2 - prompt_cost) / sample_cost))
     exact = math.sqrt(within * prompt_cost / (between * sample_cost)) if between > 0 else math.inf
-    choices = {max(2, math.floor(exact)), min(most, max(2, math.ceil(exact)))} if exact < most else {most}
+    choices = (
+        {max(2, math.floor(exact)), min(most, max(2, math.ceil(exact)))} if exact < most else {most}
+    )
     best = min(choices, key=product)
-    return Allocation(best, max(2, round(cost / (prompt_cost + best * sample_cost))), product(samples) / product(best))
+    return Allocation(
+        best,
+        max(2, round(cost / (prompt_cost + best * sample_cost))),
+        product(samples) / product(best),
+    )

@@ -1,15 +1,18 @@
-"""What an optimizer step does, from its update vector: AdamW's vector by hand, and how a quantity answers along it.
+"""What an optimizer step does, from its update vector: AdamW's vector by hand, and how a quantity
+answers along it.
 
 AdamW takes θ ← θ + η·v with
 
-    v = -(m̂ / (√v̂ + ε) + λθ),   m̂ = m/(1 - β₁ᵗ),  v̂ = s/(1 - β₂ᵗ),  m ← β₁m + (1 - β₁)g,  s ← β₂s + (1 - β₂)g²,
+    v = -(m̂ / (√v̂ + ε) + λθ),   m̂ = m/(1 - β₁ᵗ),  v̂ = s/(1 - β₂ᵗ),  m ← β₁m + (1 - β₁)g,
+     s ← β₂s + (1 - β₂)g²,
 
-so a quantity H moves by δH = η⟨∇H, v⟩ + ½η²·vᵀ∇²H v + O(η³). v is linear in m and θ for given √v̂, so δH₁ = η⟨∇H, v⟩ is a sum
-over where v comes from: this step's gradient, (1 - β₁)g in m; those of earlier steps, β₁m; and weight decay.
+so a quantity H moves by δH = η⟨∇H, v⟩ + ½η²·vᵀ∇²H v + O(η³). v is linear in m and θ for given √v̂,
+so δH₁ = η⟨∇H, v⟩ is a sum over where v comes from: this step's gradient, (1 - β₁)g in m; those of
+earlier steps, β₁m; and weight decay.
 
-**Linear regime.** For large η the second order takes over; for small η, rounding does: in fp32 few parameters move by more than
-their last bits, and the difference of two nearly equal sums is lost. `linear_regime` finds where the first order is right in
-between.
+**Linear regime.** For large η the second order takes over; for small η, rounding does: in fp32 few
+parameters move by more than their last bits, and the difference of two nearly equal sums is lost.
+`linear_regime` finds where the first order is right in between.
 """
 
 import math
@@ -47,7 +50,10 @@ class Update:
 
     def whole(self) -> Vector:
         """Return v."""
-        return {name: self.current[name] + self.earlier[name] + self.decay[name] for name in self.current}
+        return {
+            name: self.current[name] + self.earlier[name] + self.decay[name]
+            for name in self.current
+        }
 
     def parts(self) -> dict[str, Vector]:
         return {"current": self.current, "earlier": self.earlier, "decay": self.decay}
@@ -61,13 +67,19 @@ def adamw_update(
     settings: AdamW,
     dtype: torch.dtype = torch.float64,
 ) -> Update:
-    """Compute AdamW's vector in float64; `dtype` is that of the result, which takes three times the model's size. moments:
-    "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first. gradients: as the optimizer sees them, clipped.
-    Matrices alone have weight decay."""
-    first, second = 1 - settings.beta1**settings.step, 1 - settings.beta2**settings.step
-    current, earlier, decay = {}, {}, {}
+    """Compute AdamW's vector in float64; `dtype` is that of the result, which takes three times the
+    model's size. moments: "NAME.exp_avg" and "NAME.exp_avg_sq" before the step, zeros at the first.
+    gradients: as the optimizer sees them, clipped. Matrices alone have weight decay."""
+    first = 1 - settings.beta1**settings.step
+    second = 1 - settings.beta2**settings.step
+    current = {}
+    earlier = {}
+    decay = {}
     for name, gradient in gradients.items():
-        g, m, s = (tensor.double() for tensor in (gradient, moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"]))
+        g, m, s = (
+            tensor.double()
+            for tensor in (gradient, moments[f"{name}.exp_avg"], moments[f"{name}.exp_avg_sq"])
+        )
         s = settings.beta2 * s + (1 - settings.beta2) * g.square()
         divisor = (s / second).sqrt() + settings.eps
         current[name] = (-(1 - settings.beta1) * g / first / divisor).to(dtype)
@@ -101,7 +113,10 @@ def agreement(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Agreeme
 
 def moved(parameters: Mapping[str, Tensor], vector: Mapping[str, Tensor], eta: float) -> Vector:
     """Return θ + η·v, in the parameters' own dtype, rounded once."""
-    return {name: (parameters[name].double() + eta * vector[name]).to(parameters[name].dtype) for name in vector}
+    return {
+        name: (parameters[name].double() + eta * vector[name]).to(parameters[name].dtype)
+        for name in vector
+    }
 
 
 @dataclass(frozen=True)
@@ -122,8 +137,10 @@ class Response:
 
 
 def linear_regime(sweep: Sequence[Response], tolerance: float = 0.1) -> tuple[float, float] | None:
-    """Return the smallest and the largest |η| of the longest run of neighbours, in order of |η|, at which what was measured is
-    within `tolerance` of the first order, relative to it; None where it is nowhere."""
+    """Return the smallest and the largest |η| of the longest run of neighbours, in order of |η|, at
+    which what was measured is within `tolerance` of the first order, relative to it; None where it
+    is nowhere.
+    """
     ordered = sorted((one for one in sweep if one.eta), key=lambda one: abs(one.eta))
     best: list[Response] = []
     run: list[Response] = []

@@ -1,23 +1,33 @@
-"""Study one optimizer step of a run: what AdamW did, and how the entropy of whole answers answers to it.
+"""Study one optimizer step of a run: what AdamW did, and how the entropy of whole answers answers
+to it.
 
-The folder of an iteration holds what its training started from: grpo.yaml names model, state and pack. From these,
+The folder of an iteration holds what its training started from: grpo.yaml names model, state and
+pack. From these,
 
-    step      AdamW's vector by hand against the true step of the optimizer, and against the checkpoint
+    step      AdamW's vector by hand against the true step of the optimizer, and against the
+              checkpoint
     entropy   of the answers, by both estimates
-    response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against δH₁ = η⟨∇H, v⟩ and the second order
-    parts     ⟨∇H, v⟩ from this step's gradient, from earlier ones through the momentum, and from weight decay
-    tokens    which of them move the entropy most, and why sampler and trainer disagree (`ttrl.instruments.tokens`)
-    kernel    the Fisher kernel between tokens and sequences, where asked for (`ttrl.instruments.fisher`)
+    response  H(θ + ηv) over a sweep of η, by importance weights on the same answers, against δH₁ =
+    η⟨∇H, v⟩ and the second order
+    parts     ⟨∇H, v⟩ from this step's gradient, from earlier ones through the momentum, and from
+              weight decay
+    tokens    which of them move the entropy most, and why sampler and trainer disagree
+              (`ttrl.instruments.tokens`)
+    kernel    the Fisher kernel between tokens and sequences, where asked for
+              (`ttrl.instruments.fisher`)
 
-The update must not be made of the answers on which its effect is measured, or the effect is overstated. So half of the answers of
-each prompt, drawn at random, make the update of `response`, and the other half the entropy batch, with the answers of the
-iteration's later steps: prompts drawn uniformly with replacement, one answer for each. `step` is about the whole batch, and
-`half_cosine` compares the two vectors. Only prompts with a signal are in the pack, so the entropy is that of their answers.
+The update must not be made of the answers on which its effect is measured, or the effect is
+overstated. So half of the answers of each prompt, drawn at random, make the update of `response`,
+and the other half the entropy batch, with the answers of the iteration's later steps: prompts drawn
+uniformly with replacement, one answer for each. `step` is about the whole batch, and `half_cosine`
+compares the two vectors. Only prompts with a signal are in the pack, so the entropy is that of
+their answers.
 
-Where an iteration takes several steps, those before the one that is studied are taken again, as the recipe takes them; answers
-are weighed by the policy that sampled them, the iteration's first.
+Where an iteration takes several steps, those before the one that is studied are taken again, as the
+recipe takes them; answers are weighed by the policy that sampled them, the iteration's first.
 
-vᵀ∇²H v is the difference of two gradients at θ ± εv: the kernels of head and attention have no second derivative of their own.
+vᵀ∇²H v is the difference of two gradients at θ ± εv: the kernels of head and attention have no
+second derivative of their own.
 
 A run may have trained in bf16, whose rounding hides small effects. So the study has a dtype of
 its own, fp32 or fp64, for all of the above. Three things stay in the run's dtype: the steps before
@@ -47,7 +57,17 @@ from ttrl.errors import ConfigError, RunFolderError, UnmovedStepError
 from ttrl.instruments.entropy import effective_size
 from ttrl.instruments.entropy_batch import EntropyBatch, draw, halves, only
 from ttrl.instruments.fisher import Projection, entropy_change, fisher_kernel, token_gradients
-from ttrl.instruments.linear_response import AdamW, Response, Update, Vector, adamw_update, agreement, inner, linear_regime, moved
+from ttrl.instruments.linear_response import (
+    AdamW,
+    Response,
+    Update,
+    Vector,
+    adamw_update,
+    agreement,
+    inner,
+    linear_regime,
+    moved,
+)
 from ttrl.instruments.tokens import covariance_outliers, mismatch
 from ttrl.training.batches import Update as Step
 from ttrl.training.batches import check_pack, policy_inputs, replayed, updates
@@ -119,8 +139,10 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
     for name in ("model", "packed", "state"):
         if (value := getattr(config, name)) is not None and not Path(value).exists():
             raise RunFolderError(
-                f"{name} of {path} is gone: {value}; a run keeps the states of its last two iterations, and the checkpoints that "
-                "keep_checkpoints says: study one of those, from the folder that the run was started in"
+                f"{name} of {path} is gone: {value}; a run keeps the states of its last two "
+                "iterations, and the checkpoints that "
+                "keep_checkpoints says: study one of those, from the folder that the run was "
+                "started in"
             )
     problems = []
     plain = config.optimizer == "adamw" and config.tensor_parallel == 1
@@ -183,7 +205,9 @@ class _Study:
         self.start = self._copies() if number else self.origin
         """Where the step starts from."""
         self.prepass.choose(number)
-        self.moments = {name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)}
+        self.moments = {
+            name: tensor.clone() for name, tensor in state_tensors(self.policy, self._optimizer)
+        }
         self.taken = max(int(self.moments[f"{name}.step"]) for name in self.names)
         self.scale = self._scale(self.step)
         self.eta = learning_rate(config, self.trained.stepper.global_step) * self.scale
@@ -230,14 +254,19 @@ class _Study:
         return step.num_rows / self.config.lr_rows if self.config.lr_rows else 1.0
 
     def _accumulate(self, step: Step) -> StepResult:
-        config, here = self.config, self.here
-        watch, progress = Stopwatch(here.device), TrainProgress(0, here)
-        gradient = GradientStep(self.policy, config, here, watch, progress, self.head, self.prepass.reference_head)
+        config = self.config
+        here = self.here
+        watch = Stopwatch(here.device)
+        progress = TrainProgress(0, here)
+        gradient = GradientStep(
+            self.policy, config, here, watch, progress, self.head, self.prepass.reference_head
+        )
         return gradient.accumulate(step, self.objective.at(self.trained.stepper.global_step))
 
     def _take(self, step: Step) -> None:
         """Take a step as the recipe does."""
-        stepper, scale = self.trained.stepper, self._scale(step)
+        stepper = self.trained.stepper
+        scale = self._scale(step)
         stepper.begin(scale)
         result = self._accumulate(step)
         stepper.take(result.sums["not_finite"], result.first_bad, scale)
@@ -248,7 +277,9 @@ class _Study:
         assert not isinstance(optimizer, OptimizerInBackward)
         return optimizer
 
-    def run(self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int) -> dict[str, Any]:
+    def run(
+        self, checkpoint: Path, sequences: int, factors: Sequence[float], kernel: int
+    ) -> dict[str, Any]:
         found: dict[str, Any] = {
             "checkpoint": str(checkpoint),
             "global_step": self.trained.stepper.global_step + 1,
@@ -295,7 +326,11 @@ class _Study:
         later = [one for step in self.steps[self.number + 1 :] for one in step.rows.samples]
         measured = [*later, *(rows.samples[place] for place in entropy_half)]
         unseen = {(one.task_id, one.sample) for one in measured}
-        among = [place for place, one in enumerate(self.packed.samples) if (one.task_id, one.sample) in unseen]
+        among = [
+            place
+            for place, one in enumerate(self.packed.samples)
+            if (one.task_id, one.sample) in unseen
+        ]
         times = draw(self.packed, among, sequences, derived_generator(self.seed, "draw"))
         self._put(self.origin)
         batch = EntropyBatch(self.policy, self.packed, times, self.config, self.here)
@@ -310,8 +345,12 @@ class _Study:
         """Return the step with these samples alone, by their numbers in its rows' table."""
         rows = only(self.step.rows, samples)
         had, has = (one.labels != IGNORE_LABEL for one in (self.step.rows, rows))
-        hidden = [states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)]
-        return dataclasses.replace(self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden)
+        hidden = [
+            states[has[row][had[row]]] for row, states in enumerate(self.step.reference_hidden)
+        ]
+        return dataclasses.replace(
+            self.step, rows=rows, normaliser=normaliser(rows), reference_hidden=hidden
+        )
 
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
         """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
@@ -376,17 +415,23 @@ class _Study:
 
     @torch.no_grad()
     def _logprobs(self) -> Tensor:
-        """Return the policy's log-probabilities of the step's labels [N], in the dtype that it computes in."""
+        """Return the policy's log-probabilities of the step's labels [N], in the dtype that it
+        computes in.
+        """
         batches = self.step.microbatches(self.config, self.here.device)
         return torch.cat(
             [
-                self.policy(*policy_inputs(one), HeadOptions(trained=one["trained"]), one.get("experts")).logprobs
+                self.policy(
+                    *policy_inputs(one), HeadOptions(trained=one["trained"]), one.get("experts")
+                ).logprobs
                 for one in batches
             ]
         ).cpu()
 
     def _own_logprobs(self) -> Tensor | None:
-        """Return the same under the weights that sampled, where these are others and still there."""
+        """Return the same under the weights that sampled, where these are others and still
+        there.
+        """
         folder = self.config.sampler_model
         if folder is None or not Path(folder).exists():
             return None
@@ -396,32 +441,49 @@ class _Study:
         return found
 
     def _kernel(self, count: int) -> dict[str, Any]:
-        """Return what the kernel of the step's first `count` tokens says of their entropy, for SGD and, once there are moments,
-        with AdamW's preconditioner; and the last of these as cosines, by "sequence" of each token. "sequences": cosines of whole
-        answers, with the "task" of each."""
+        """Return what the kernel of the step's first `count` tokens says of their entropy, for SGD
+        and, once there are moments, with AdamW's preconditioner; and the last of these as cosines,
+        by "sequence" of each token. "sequences": cosines of whole answers, with the "task" of each.
+        """
         kinds: dict[str, Vector | None] = {"sgd": None}
         if self.taken:
-            correction, eps = 1 - self.config.beta2**self.taken, self.config.eps
-            kinds["adamw"] = {n: 1 / ((self.moments[f"{n}.exp_avg_sq"] / correction).sqrt() + eps) for n in self.names}
+            correction = 1 - self.config.beta2**self.taken
+            eps = self.config.eps
+            kinds["adamw"] = {
+                n: 1 / ((self.moments[f"{n}.exp_avg_sq"] / correction).sqrt() + eps)
+                for n in self.names
+            }
         size = sum(p.numel() for p in self.names.values())
-        projection = Projection(self.names, PROJECTED, self.seed) if count * size > MOST_WHOLE else None
+        projection = (
+            Projection(self.names, PROJECTED, self.seed) if count * size > MOST_WHOLE else None
+        )
         alone = dataclasses.replace(self.config, rows_per_microbatch=1)
         gradients: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         seen: list[Tensor] = []
         for batch in self.step.microbatches(alone, self.here.device):
-            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts"))
+            out = self.policy(
+                *policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts")
+            )
             chosen = out.logprobs[: count - sum(map(len, seen))]
             for kind, scale in kinds.items():
-                gradients[kind].append(token_gradients(chosen, self.names, projection=projection, preconditioner=scale))
+                gradients[kind].append(
+                    token_gradients(chosen, self.names, projection=projection, preconditioner=scale)
+                )
             own = batch["trained"][: len(chosen)]
             keys = batch["sample_keys"][batch["sample_ids"].flatten()[own], 1]
             force = (batch["advantages"] * batch["weights"]).flatten()[own] / self.step.normaliser
-            seen.append(torch.stack([keys.double(), chosen.detach().double(), force.double()], dim=1))
+            seen.append(
+                torch.stack([keys.double(), chosen.detach().double(), force.double()], dim=1)
+            )
             if sum(map(len, seen)) >= count:
                 break
         keys_N, logprobs_N, force_N = torch.cat(seen).T
         _, sequence_N = torch.unique(keys_N, return_inverse=True)
-        found: dict[str, Any] = {"tokens": len(keys_N), "sequence": sequence_N.tolist(), "projected": projection is not None}
+        found: dict[str, Any] = {
+            "tokens": len(keys_N),
+            "sequence": sequence_N.tolist(),
+            "projected": projection is not None,
+        }
         for kind, parts in gradients.items():
             kernel = fisher_kernel(torch.cat(parts))
             change = entropy_change(kernel, logprobs_N, force_N)
@@ -430,17 +492,31 @@ class _Study:
         return found | {"sequences": self._between_sequences(list(kinds.values())[-1])}
 
     def _between_sequences(self, preconditioner: Vector | None) -> dict[str, Any]:
-        """Return cosines of the gradients of the first answers' log-probabilities, and the number of each one's task."""
+        """Return cosines of the gradients of the first answers' log-probabilities, and the number
+        of each one's task.
+        """
         size = sum(p.numel() for p in self.names.values())
-        projection = Projection(self.names, PROJECTED, self.seed) if SEQUENCES * size > MOST_WHOLE else None
+        projection = (
+            Projection(self.names, PROJECTED, self.seed) if SEQUENCES * size > MOST_WHOLE else None
+        )
         gradients: list[Tensor] = []
         tasks: list[Tensor] = []
-        for batch in self.step.microbatches(dataclasses.replace(self.config, rows_per_microbatch=1), self.here.device):
-            out = self.policy(*policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts"))
+        for batch in self.step.microbatches(
+            dataclasses.replace(self.config, rows_per_microbatch=1), self.here.device
+        ):
+            out = self.policy(
+                *policy_inputs(batch), HeadOptions(trained=batch["trained"]), batch.get("experts")
+            )
             owners = batch["sample_ids"].flatten()[batch["trained"]]
             there = torch.unique(owners)[: SEQUENCES - sum(map(len, tasks))]
-            sums = out.logprobs.new_zeros(len(batch["sample_keys"])).index_add(0, owners, out.logprobs)[there]
-            gradients.append(token_gradients(sums, self.names, projection=projection, preconditioner=preconditioner))
+            sums = out.logprobs.new_zeros(len(batch["sample_keys"])).index_add(
+                0, owners, out.logprobs
+            )[there]
+            gradients.append(
+                token_gradients(
+                    sums, self.names, projection=projection, preconditioner=preconditioner
+                )
+            )
             tasks.append(batch["sample_keys"][there, 0])
             if sum(map(len, tasks)) >= SEQUENCES:
                 break
@@ -449,24 +525,45 @@ class _Study:
             "task": torch.unique(torch.cat(tasks), return_inverse=True)[1].tolist(),
         }
 
-    def _response(self, batch: EntropyBatch, update: Update, factors: Sequence[float]) -> dict[str, Any]:
-        vector, eta = update.whole(), self.eta
+    def _response(
+        self, batch: EntropyBatch, update: Update, factors: Sequence[float]
+    ) -> dict[str, Any]:
+        vector = update.whole()
+        eta = self.eta
         gradient = batch.gradient(self.start)
         slope = inner(vector, gradient)
-        small = eta * (0.01 if self.policy.compute_dtype == torch.float64 else 1.0)  # less would be lost in rounding
-        ends = [inner(vector, batch.gradient(self.start | moved(self.start, vector, side))) for side in (small, -small)]
+        # Less would be lost in rounding.
+        small = eta * (0.01 if self.policy.compute_dtype == torch.float64 else 1.0)
+        ends = [
+            inner(vector, batch.gradient(self.start | moved(self.start, vector, side)))
+            for side in (small, -small)
+        ]
         curvature = (ends[0] - ends[1]) / (2 * small)
-        here, sweep = batch.values(self.start)[0], []
+        here = batch.values(self.start)[0]
+        sweep = []
         for factor in factors:
             at = eta * factor
             values, log_w = batch.values(self.start | moved(self.start, vector, at))
             change = batch.mean(values - here)
             orders = at * slope, at * at / 2 * curvature
-            sweep.append(Response(at, change.value, change.error, *orders, effective_size(log_w.repeat_interleave(batch.times))))
-        plain, better = batch.entropies if not self.number else [batch.mean(here)] * 2  # here: weighed, of the second kind
+            sweep.append(
+                Response(
+                    at,
+                    change.value,
+                    change.error,
+                    *orders,
+                    effective_size(log_w.repeat_interleave(batch.times)),
+                )
+            )
+        # Here: weighed, of the second kind.
+        plain, better = batch.entropies if not self.number else [batch.mean(here)] * 2
         return {
             "sequences": int(batch.times.sum()),
-            "entropy": {"plain": vars(plain), "rao_blackwell": vars(better), "by_position": batch.by_position},
+            "entropy": {
+                "plain": vars(plain),
+                "rao_blackwell": vars(better),
+                "by_position": batch.by_position,
+            },
             "slope": slope,
             "parts": {name: inner(part, gradient) for name, part in update.parts().items()},
             "curvature": curvature,
@@ -483,7 +580,9 @@ def _cosines(gradients: Tensor) -> list[list[float]]:
 
 
 def decoder_of(model: str) -> Callable[[list[int]], str]:
-    """Return what makes text of token ids: the model's tokenizer, or where it has none, the numbers."""
+    """Return what makes text of token ids: the model's tokenizer, or where it has none, the
+    numbers.
+    """
     path = Path(model, "tokenizer.json")
     if not path.is_file():
         return lambda ids: " ".join(map(str, ids))

@@ -1,4 +1,6 @@
-"""What a study found (`ttrl.instruments.study`), as text for a terminal, as study.json and as pictures."""
+"""What a study found (`ttrl.instruments.study`), as text for a terminal, as study.json and as
+pictures.
+"""
 
 import itertools
 import math
@@ -17,17 +19,24 @@ _WIDTH = 100
 
 def study_text(found: Mapping[str, Any]) -> str:
     """Say what was found, for a terminal."""
-    step, entropy, parts, regime = found["step"], found["entropy"], found["parts"], found["linear_regime"]
+    step = found["step"]
+    entropy = found["entropy"]
+    parts = found["parts"]
+    regime = found["linear_regime"]
     lines = [
         *textwrap.wrap(headline(found), _WIDTH),
         "",
         how_computed(found),
-        f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the true step: cosine "
+        f"Step {found['global_step']}, lr {found['lr']:.3g}: AdamW's vector by hand against the "
+        "true step: cosine "
         f"{step['cosine']:.7f}, norm {step['norm_ratio']:.6f} of its {step['norm']:.4g}",
-        f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± {entropy['rao_blackwell']['error']:.4f} nats "
-        f"(plain: {entropy['plain']['value']:.4f} ± {entropy['plain']['error']:.4f}), {found['sequences']} answers",
+        f"Entropy of an answer: {entropy['rao_blackwell']['value']:.4f} ± "
+        f"{entropy['rao_blackwell']['error']:.4f} nats "
+        f"(plain: {entropy['plain']['value']:.4f} ± {entropy['plain']['error']:.4f}), "
+        f"{found['sequences']} answers",
         _where_entropy_is(entropy["by_position"]),
-        f"⟨∇H, v⟩ = {found['slope']:.4g}: " + ", ".join(f"{name} {value:.4g}" for name, value in parts.items()),
+        f"⟨∇H, v⟩ = {found['slope']:.4g}: "
+        + ", ".join(f"{name} {value:.4g}" for name, value in parts.items()),
         f"vᵀ∇²H v = {found['curvature']:.4g}",
         "",
         f"{'η / lr':>8} {'measured δH':>24} {'first order':>12} {'with second':>12} {'ESS':>6}",
@@ -36,22 +45,37 @@ def study_text(found: Mapping[str, Any]) -> str:
         measured = f"{one['measured']:.4g} ± {one['error']:.2g}"
         both = one["first"] + one["second"]
         ess = one["effective_size"]
-        lines.append(f"{one['eta'] / found['lr']:>8.3g} {measured:>24} {one['first']:>12.4g} {both:>12.4g} {ess:>6.2f}")
+        lines.append(
+            f"{one['eta'] / found['lr']:>8.3g} {measured:>24} {one['first']:>12.4g} "
+            f"{both:>12.4g} {ess:>6.2f}"
+        )
     within = "nowhere in this sweep"
     if regime:
-        within = f"from {regime[0] / found['lr']:.3g} to {regime[1] / found['lr']:.3g} learning rates"
-    lines += ["", f"The first order is within 10% of what was measured {within}.", "", *outliers_text(found["covariance"]), ""]
+        within = (
+            f"from {regime[0] / found['lr']:.3g} to {regime[1] / found['lr']:.3g} learning rates"
+        )
+    lines += [
+        "",
+        f"The first order is within 10% of what was measured {within}.",
+        "",
+        *outliers_text(found["covariance"]),
+        "",
+    ]
     trainer = f"Trainer in {found['run_dtype']}"
     for name, part in found["mismatch"].items():
-        share = f", {part['share']:.0%} of its variance" if "share" in part and name != "whole" else ""
+        share = (
+            f", {part['share']:.0%} of its variance" if "share" in part and name != "whole" else ""
+        )
         sizes = f"mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats"
         lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
     if kernel := found.get("kernel"):
         for kind in ("sgd", "adamw"):
             if kind in kernel:
-                one, count = kernel[kind], kernel["tokens"]
+                one = kernel[kind]
+                count = kernel["tokens"]
                 lines.append(
-                    f"Fisher kernel of {count} tokens ({kind}): δH/η {one['whole']:.4g} = {one['own']:.4g} from tokens "
+                    f"Fisher kernel of {count} tokens ({kind}): δH/η {one['whole']:.4g} = "
+                    f"{one['own']:.4g} from tokens "
                     f"themselves + {one['others']:.4g} from others"
                 )
     return "\n".join(lines)
@@ -68,14 +92,23 @@ def headline(found: Mapping[str, Any]) -> str:
     if own is None:
         return text + "The sweep has no step of the run's own learning rate (--factors 1)."
     kind = change_text(own["measured"], own["error"])
-    text += f"With half of the step's answers, it {kind}: {own['measured']:+.3g} ± {own['error']:.2g}"
+    text += (
+        f"With half of the step's answers, it {kind}: {own['measured']:+.3g} ± {own['error']:.2g}"
+    )
     if entropy:
         text += f" ({100 * own['measured'] / entropy:+.2g}%)"
-    text += f", measured on other answers. {_MEANINGS[kind]} The gradient predicts {own['first']:+.3g}"
+    text += (
+        f", measured on other answers. {_MEANINGS[kind]} The gradient predicts {own['first']:+.3g}"
+    )
     regime = found["linear_regime"]
     if regime and regime[1] >= found["lr"] * (1 - 1e-9):
-        return text + f", and is right within 10% up to {regime[1] / found['lr']:.3g} learning rates."
-    return f"{text}, which is off by more than 10%: such a step is too large, or its effect too small, for the first order."
+        return (
+            text + f", and is right within 10% up to {regime[1] / found['lr']:.3g} learning rates."
+        )
+    return (
+        f"{text}, which is off by more than 10%: such a step is too large, or its effect too "
+        "small, for the first order."
+    )
 
 
 def change_text(measured: float, error: float) -> str:
@@ -108,12 +141,17 @@ def _where_entropy_is(by_position: Sequence[float]) -> str:
 def write_study(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, picture = folder / "study.json", folder / "study.png"
+    path = folder / "study.json"
+    picture = folder / "study.png"
     write_json(path, _known(found))
     draw_response(found, picture)
     pictures = [picture, draw_position(found["entropy"]["by_position"], folder / "position.png")]
     pictures.append(draw_tokens(found, folder / "tokens.png"))
-    return [path, *pictures, *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else [])]
+    return [
+        path,
+        *pictures,
+        *([draw_kernel(found["kernel"], folder / "kernel.png")] if "kernel" in found else []),
+    ]
 
 
 def _known(value: Any) -> Any:
@@ -131,16 +169,29 @@ def draw_response(found: Mapping[str, Any], path: Path) -> None:
     x = [one["eta"] / found["lr"] for one in sweep]
     figure = Figure(figsize=(7, 5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    above.errorbar(x, [one["measured"] for one in sweep], [one["error"] for one in sweep], fmt="o", label="measured")
+    above.errorbar(
+        x,
+        [one["measured"] for one in sweep],
+        [one["error"] for one in sweep],
+        fmt="o",
+        label="measured",
+    )
     above.plot(x, [one["first"] for one in sweep], label="first order")
     above.plot(x, [one["first"] + one["second"] for one in sweep], "--", label="with second order")
-    above.set(ylabel="change of entropy, nats", title=f"step {found['global_step']}: H(θ + ηv) − H(θ)")
+    above.set(
+        ylabel="change of entropy, nats", title=f"step {found['global_step']}: H(θ + ηv) − H(θ)"
+    )
     below.plot(x, [one["effective_size"] for one in sweep], "o-")
     below.set(xlabel="η in learning rates", ylabel="effective\nsample size", ylim=(0, 1.05))
     for axes in (above, below):
         axes.set_xscale("symlog", linthresh=0.25)
     if regime := found["linear_regime"]:
-        above.axvspan(regime[0] / found["lr"], regime[1] / found["lr"], alpha=0.1, label="first order within 10%")
+        above.axvspan(
+            regime[0] / found["lr"],
+            regime[1] / found["lr"],
+            alpha=0.1,
+            label="first order within 10%",
+        )
     above.legend()
     figure.savefig(path, dpi=150)
 
@@ -151,7 +202,9 @@ def draw_position(by_position: Sequence[float], path: Path) -> Path:
     axes = figure.subplots()
     places = range(1, len(by_position) + 1)
     axes.step(places, by_position, where="mid", label="E[H_k], 0 behind the end")
-    axes.set(xlabel="token k of the answer", ylabel="nats", title="entropy of whole answers by position")
+    axes.set(
+        xlabel="token k of the answer", ylabel="nats", title="entropy of whole answers by position"
+    )
     whole = axes.twinx()
     whole.plot(places, list(itertools.accumulate(by_position)), "--", color="grey")
     whole.set(ylabel="their sum up to k (dashed)", ylim=(0, None))
@@ -161,8 +214,8 @@ def draw_position(by_position: Sequence[float], path: Path) -> Path:
 
 
 def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw the kernel's cosines: of tokens, with lines between answers, and of answers, with lines between prompts. Returns the
-    path."""
+    """Draw the kernel's cosines: of tokens, with lines between answers, and of answers, with lines
+    between prompts. Returns the path."""
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     both = figure.subplots(1, 2)
     answers = found["sequences"]
@@ -171,26 +224,33 @@ def draw_kernel(found: Mapping[str, Any], path: Path) -> Path:
         (both[1], answers["cosines"], answers["task"], "answer"),
     ):
         picture = axes.imshow(cosines, cmap="RdBu_r", vmin=-1, vmax=1, interpolation="nearest")
-        for place in (place for place in range(1, len(owners)) if owners[place] != owners[place - 1]):
+        for place in (
+            place for place in range(1, len(owners)) if owners[place] != owners[place - 1]
+        ):
             axes.axhline(place - 0.5, linewidth=0.4, color="black")
             axes.axvline(place - 0.5, linewidth=0.4, color="black")
-        axes.set(title=f"cosines of the gradients of {what}s", xlabel=f"{what} t′", ylabel=f"{what} t")
+        axes.set(
+            title=f"cosines of the gradients of {what}s", xlabel=f"{what} t′", ylabel=f"{what} t"
+        )
     figure.colorbar(picture, ax=both)
     figure.savefig(path, dpi=150)
     return path
 
 
 def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
-    """Draw which tokens move the entropy most, where trainer and sampler differ, and what of the kernel's δH tokens do to
-    themselves and to each other. Returns the path."""
+    """Draw which tokens move the entropy most, where trainer and sampler differ, and what of the
+    kernel's δH tokens do to themselves and to each other. Returns the path."""
     kernel: Mapping[str, Any] = found.get("kernel", {})
     kinds = [kind for kind in ("sgd", "adamw") if kind in kernel]
     figure = Figure(figsize=(12, 5.5), layout="constrained")
-    left, *others = figure.subplots(1, 3 if kinds else 2, width_ratios=(2, 1, 1)[: 3 if kinds else 2])
+    left, *others = figure.subplots(
+        1, 3 if kinds else 2, width_ratios=(2, 1, 1)[: 3 if kinds else 2]
+    )
     tokens = found["covariance"]["tokens"][::-1]
     left.barh(range(len(tokens)), [one["covariance"] for one in tokens])
     texts = [f"{one['before'][-24:]!a} → {one['text']!a}" for one in tokens]
-    left.set_yticks(range(len(tokens)), texts, fontsize=7, parse_math=False)  # what a model wrote may look like mathematics
+    # What a model wrote may look like mathematics.
+    left.set_yticks(range(len(tokens)), texts, fontsize=7, parse_math=False)
     left.set(title=f"(log π − mean)·(A − mean); the mean is {found['covariance']['mean']:.3g}")
     names = list(found["mismatch"])
     others[0].bar(names, [found["mismatch"][name]["rms"] for name in names])
@@ -199,7 +259,12 @@ def draw_tokens(found: Mapping[str, Any], path: Path) -> Path:
     if kinds:
         for part, shift in (("own", -0.2), ("others", 0.2)):
             places = [place + shift for place in range(len(kinds))]
-            others[1].bar(places, [kernel[kind][part] for kind in kinds], 0.4, label={"own": "t = t′", "others": "t ≠ t′"}[part])
+            others[1].bar(
+                places,
+                [kernel[kind][part] for kind in kinds],
+                0.4,
+                label={"own": "t = t′", "others": "t ≠ t′"}[part],
+            )
         others[1].set_xticks(range(len(kinds)), kinds)
         others[1].set(title="δH/η, Fisher kernel")
         others[1].legend()

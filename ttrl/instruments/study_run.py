@@ -1,7 +1,9 @@
-"""Study every iteration of a run whose start is still there: what each step was to do to the entropy, and what it did.
+"""Study every iteration of a run whose start is still there: what each step was to do to the
+entropy, and what it did.
 
-Of each iteration every optimizer step is studied: made of half of its answers, and measured on the others. For every one to be
-there, a run keeps all its states (`keep_checkpoints`). Never run on a GPU.
+Of each iteration every optimizer step is studied: made of half of its answers, and measured on the
+others. For every one to be there, a run keeps all its states (`keep_checkpoints`). Never run on a
+GPU.
 """
 
 import math
@@ -18,7 +20,9 @@ from ttrl.system.files import read_jsonl, write_json
 from ttrl.text import counted
 
 LINEAR = 0.5
-"""A step is in the linear regime where the second order is at most this share of the first, as the two predict."""
+"""A step is in the linear regime where the second order is at most this share of the first, as the
+two predict.
+"""
 
 
 def study_run(
@@ -30,11 +34,13 @@ def study_run(
     seed: int = 0,
     seen: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> dict[str, Any]:
-    """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as it is found.
+    """Study the steps of a run, oldest first; arguments as for `study`. seen: is given each row as
+    it is found.
 
-    Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured", "error", "first", "second",
-    "is_linear"), "gone", the iterations whose start is no longer there, "unmoved", those with a
-    step that moved nothing, and what `signs` says. Raises RunFolderError or UnmovedStepError where no step can be studied.
+    Returns "steps", a row of each ("iteration", "global_step", "lr", "entropy", "measured",
+    "error", "first", "second", "is_linear"), "gone", the iterations whose start is no longer there,
+    "unmoved", those with a step that moved nothing, and what `signs` says. Raises RunFolderError or
+    UnmovedStepError where no step can be studied.
     """
     how: dict[str, Any] = {"sequences": sequences, "dtype": dtype, "device": device, "seed": seed}
     steps: list[dict[str, Any]] = []
@@ -43,7 +49,8 @@ def study_run(
     computed: dict[str, Any] = {}
     why: UserError = RunFolderError(f"{run} has no iteration that was trained")
     for number, checkpoint in _iterations(Path(run)):
-        update, updates = 1, 1
+        update = 1
+        updates = 1
         while update <= updates:
             try:
                 found = study(checkpoint, factors=(1.0,), update=update, **how)
@@ -57,12 +64,18 @@ def study_run(
                 update += 1
                 updates = error.updates
                 continue
-            update, updates = update + 1, found["updates"]
+            update = update + 1
+            updates = found["updates"]
             computed = {name: found[name] for name in ("device", "dtype", "run_dtype")}
             (here,) = found["sweep"]
             row = {"iteration": number, "global_step": found["global_step"], "lr": found["lr"]}
-            row |= {"entropy": found["entropy"]["rao_blackwell"], "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"])}
-            steps.append(row | {name: here[name] for name in ("measured", "error", "first", "second")})
+            row |= {
+                "entropy": found["entropy"]["rao_blackwell"],
+                "is_linear": abs(here["second"]) <= LINEAR * abs(here["first"]),
+            }
+            steps.append(
+                row | {name: here[name] for name in ("measured", "error", "first", "second")}
+            )
             seen(steps[-1])
     if not steps:
         raise why
@@ -77,7 +90,9 @@ def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
 
 
 def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the steps whose measured change has the sign of the first order: of all, and of those in the linear regime."""
+    """Count the steps whose measured change has the sign of the first order: of all, and of those
+    in the linear regime.
+    """
     right = [one["measured"] * one["first"] > 0 for one in steps]
     linear = [is_right for is_right, one in zip(right, steps, strict=True) if one["is_linear"]]
     return {"right": sum(right), "linear": len(linear), "linear_right": sum(linear)}
@@ -85,7 +100,8 @@ def signs(steps: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 HEADING = (
     "How each optimizer step changed the entropy of whole answers: how far the policy is from "
-    "always answering the same. A change below 0 makes answers more alike. Measured on answers that "
+    "always answering the same. A change below 0 makes answers more alike. Measured on answers "
+    "that "
     "the step was not made of, and predicted from the gradient (first order) and its curvature "
     "(with second)."
 )
@@ -95,10 +111,16 @@ HEADING = (
 def row_text(row: Mapping[str, Any] | None) -> str:
     """Write a row for a terminal; None: the heads of its columns."""
     if row is None:
-        return f"{'iteration':>9} {'step':>5} {'entropy, nats':>18} {'measured δH':>22} {'first order':>12} {'with second':>12}"
+        return (
+            f"{'iteration':>9} {'step':>5} {'entropy, nats':>18} {'measured δH':>22} "
+            f"{'first order':>12} {'with second':>12}"
+        )
     entropy, measured = (f"{value:.4g} ± {error:.2g}" for value, error in _pairs(row))
     both = row["first"] + row["second"]
-    return f"{row['iteration']:>9} {row['global_step']:>5} {entropy:>18} {measured:>22} {row['first']:>12.4g} {both:>12.4g}"
+    return (
+        f"{row['iteration']:>9} {row['global_step']:>5} {entropy:>18} {measured:>22} "
+        f"{row['first']:>12.4g} {both:>12.4g}"
+    )
 
 
 def _pairs(row: Mapping[str, Any]) -> list[tuple[float, float]]:
@@ -113,7 +135,10 @@ def last_words(found: Mapping[str, Any]) -> str:
     text += "whose second order is at most half of the first."
     if found["gone"]:
         which = ", ".join(map(str, found["gone"]))
-        text += f"\nNot there any more: what iterations {which} started from (keep_checkpoints says how many a run keeps)."
+        text += (
+            f"\nNot there any more: what iterations {which} started from (keep_checkpoints says "
+            "how many a run keeps)."
+        )
     if found["unmoved"]:
         which = ", ".join(map(str, found["unmoved"]))
         text += f"\nLeft out: steps of iterations {which} that moved nothing."
@@ -135,23 +160,31 @@ def _course(steps: Sequence[Mapping[str, Any]]) -> str:
 def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write study.json and the pictures into a folder. Raises StorageError."""
     folder.mkdir(parents=True, exist_ok=True)
-    path, picture = folder / "study.json", folder / "steps.png"
+    path = folder / "study.json"
+    picture = folder / "steps.png"
     write_json(path, dict(found))
     draw_steps(found, picture)
     metrics = Path(found["run"], "metrics.jsonl")
-    noise = [row for row in read_jsonl(metrics) if "scale" in row.get("gradient_noise", {})] if metrics.is_file() else []
+    noise = (
+        [row for row in read_jsonl(metrics) if "scale" in row.get("gradient_noise", {})]
+        if metrics.is_file()
+        else []
+    )
     return [path, picture, *([draw_noise(noise, folder / "noise.png")] if noise else [])]
 
 
 def draw_noise(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the gradient noise scale with its interval, and the share of the noise that comes from samples. rows: of
-    metrics.jsonl. Returns the path."""
-    x, noise = [row["iteration"] for row in rows], [row["gradient_noise"] for row in rows]
+    """Draw the gradient noise scale with its interval, and the share of the noise that comes from
+    samples. rows: of metrics.jsonl. Returns the path."""
+    x = [row["iteration"] for row in rows]
+    noise = [row["gradient_noise"] for row in rows]
     figure = Figure(figsize=(7, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.plot(x, [one["scale"] for one in noise], label="noise scale")
     ends = [(one.get("low", one["scale"]), one.get("high", math.nan)) for one in noise]
-    above.fill_between(x, [low for low, _ in ends], [high for _, high in ends], alpha=0.2, label="95% interval")
+    above.fill_between(
+        x, [low for low, _ in ends], [high for _, high in ends], alpha=0.2, label="95% interval"
+    )
     above.plot(x, [one["prompts"] for one in noise], "--", label="prompts of a step")
     above.set(yscale="log", ylabel="prompts", title="the batch at which noise equals signal")
     above.legend()
@@ -169,19 +202,31 @@ def draw_steps(found: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(7, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     above.axhline(0, color="grey", linewidth=0.6)
-    above.errorbar(x, [one["measured"] for one in steps], [one["error"] for one in steps], fmt="o", label="measured")
+    above.errorbar(
+        x,
+        [one["measured"] for one in steps],
+        [one["error"] for one in steps],
+        fmt="o",
+        label="measured",
+    )
     above.plot(x, [one["first"] for one in steps], "_", markersize=12, label="first order")
     above.plot(x, [one["first"] + one["second"] for one in steps], "x", label="with second order")
-    seen = [one["measured"] + side * one["error"] for one in steps for side in (-1, 1)] + [one["first"] for one in steps]
-    room = 0.1 * (max(seen) - min(seen)) or 1.0  # a second order that is far off would leave none for the rest
+    seen = [one["measured"] + side * one["error"] for one in steps for side in (-1, 1)] + [
+        one["first"] for one in steps
+    ]
+    # A second order that is far off would leave none for the rest.
+    room = 0.1 * (max(seen) - min(seen)) or 1.0
     above.set(
         ylim=(min(0.0, *seen) - room, max(0.0, *seen) + room),
         ylabel="change of entropy\nby the step, nats",
-        title="what each step does to the entropy\n(made of half of its answers, measured on others)",
+        title="what each step does to the entropy\n(made of half of its answers, measured on "
+        "others)",
     )
     above.legend()
     entropies = [(one["entropy"]["value"], one["entropy"]["error"]) for one in steps]
-    below.errorbar(x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-")
+    below.errorbar(
+        x, [value for value, _ in entropies], [error for _, error in entropies], fmt="o-"
+    )
     below.xaxis.get_major_locator().set_params(integer=True)
     below.set(xlabel="optimizer step", ylabel="entropy of an\nanswer, nats", ylim=(0, None))
     figure.savefig(path, dpi=150)

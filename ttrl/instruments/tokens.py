@@ -1,16 +1,19 @@
-"""What single tokens of a step tell: which of them move the entropy most, and why sampler and trainer disagree about them.
+"""What single tokens of a step tell: which of them move the entropy most, and why sampler and
+trainer disagree about them.
 
-**Covariance.** A policy-gradient step on a softmax moves the entropy of its distributions by minus the covariance of log π and
-A, to first order (arXiv 2505.22617): likely tokens with high advantages and unlikely ones with low advantages lower it. A token's
-term is (log π - mean)·(A - mean), the means over the step. A few tokens make most of the sum: these are what Clip-Cov and KL-Cov
-act on (objectives "clip_cov" and "kl_cov").
+**Covariance.** A policy-gradient step on a softmax moves the entropy of its distributions by minus
+the covariance of log π and A, to first order (arXiv 2505.22617): likely tokens with high advantages
+and unlikely ones with low advantages lower it. A token's term is (log π - mean)·(A - mean), the
+means over the step. A few tokens make most of the sum: these are what Clip-Cov and KL-Cov act on
+(objectives "clip_cov" and "kl_cov").
 
 **Mismatch.** The difference d of trainer's and sampler's log-probability of a token is a sum,
 
     d = lag + rounding + rest
     lag       trainer's under the weights that are trained, minus trainer's under those that sampled
     rounding  trainer's in the dtype that it trains in, minus the same in a wider one
-    rest      what is left: the server's own rounding, of about the size of the trainer's, and whatever is wrong
+    rest      what is left: the server's own rounding, of about the size of the trainer's, and
+              whatever is wrong
 
 so Cov(part, d)/Var(d) are shares that add up to 1.
 
@@ -33,16 +36,22 @@ CONTEXT = 12
 def covariance_outliers(
     rows: PackedTensors, logprobs_N: Tensor, decode: Callable[[list[int]], str], count: int = 20
 ) -> dict[str, Any]:
-    """Return "mean", the covariance of log π and A over the step's tokens; "share", which part of Σ|term| the `count` largest
-    make; and "tokens", those with their text, the largest term in absolute value first."""
+    """Return "mean", the covariance of log π and A over the step's tokens; "share", which part of
+    Σ|term| the `count` largest make; and "tokens", those with their text, the largest term in
+    absolute value first.
+    """
     trained = rows.labels != IGNORE_LABEL
     terms_N = covariances(logprobs_N, rows.advantages[trained])
-    samples_N, labels_N, places_N = rows.sample_ids[trained], rows.labels[trained], rows.input_pos[trained]
+    samples_N = rows.sample_ids[trained]
+    labels_N = rows.labels[trained]
+    places_N = rows.input_pos[trained]
     order = torch.argsort(terms_N.abs(), descending=True, stable=True)[:count].tolist()
     total = float(terms_N.abs().sum())
     tokens = []
     for token in order:
-        own = torch.nonzero((samples_N == samples_N[token]) & (places_N < places_N[token])).squeeze(1)
+        own = torch.nonzero((samples_N == samples_N[token]) & (places_N < places_N[token])).squeeze(
+            1
+        )
         sample = rows.samples[int(samples_N[token])]
         tokens.append(
             {
@@ -61,7 +70,11 @@ def covariance_outliers(
 
 
 def mismatch(
-    sampler_N: Tensor, trainer_N: Tensor, *, own_N: Tensor | None = None, exact_N: Tensor | None = None
+    sampler_N: Tensor,
+    trainer_N: Tensor,
+    *,
+    own_N: Tensor | None = None,
+    exact_N: Tensor | None = None,
 ) -> dict[str, dict[str, float]]:
     """Split trainer - sampler into its parts; each with "mean" (of |part|), "rms" and "share".
 
@@ -72,7 +85,8 @@ def mismatch(
     known = torch.isfinite(sampler_N) & torch.isfinite(trainer_N)
     if not known.any():
         return {}
-    sampler, trainer = sampler_N[known].double(), trainer_N[known].double()
+    sampler = sampler_N[known].double()
+    trainer = trainer_N[known].double()
     parts = {}
     if own_N is not None:
         parts["lag"] = trainer - own_N[known].double()
@@ -93,12 +107,14 @@ def outliers_text(found: dict[str, Any], count: int = 8) -> list[str]:
     """Return lines about the outliers, for a terminal."""
     tokens: Sequence[dict[str, Any]] = found["tokens"]
     lines = [
-        f"Cov(log π, A) = {found['mean']:.4g}: above 0, the step lowers the entropy of single tokens; {len(tokens)} tokens make "
+        f"Cov(log π, A) = {found['mean']:.4g}: above 0, the step lowers the entropy of single "
+        f"tokens; {len(tokens)} tokens make "
         f"{found['share']:.0%} of the terms:"
     ]
     for one in tokens[:count]:
         lines.append(
-            f"{one['covariance']:>9.3g}  log π {one['logprob']:>7.3f}  A {one['advantage']:>6.2f}  {one['task_id']} "
+            f"{one['covariance']:>9.3g}  log π {one['logprob']:>7.3f}  A "
+            f"{one['advantage']:>6.2f}  {one['task_id']} "
             f"{one['sample']}: {one['before']!r} → {one['text']!r}"
         )
     return lines

@@ -1,4 +1,6 @@
-"""Requests to models that judge: retried, kept in a file, counted and priced; nothing of them is trained."""
+"""Requests to models that judge: retried, kept in a file, counted and priced; nothing of them is
+trained.
+"""
 
 import asyncio
 import contextlib
@@ -20,8 +22,12 @@ from ttrl.text import short
 
 Verdict = TypeVar("Verdict")
 _TABLE = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)"
-_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]]" = weakref.WeakKeyDictionary()
-"""Clients, and the semaphores that limit them, belong to an event loop; a judge may be used in several, and travel."""
+_clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]]" = (
+    weakref.WeakKeyDictionary()
+)
+"""Clients, and the semaphores that limit them, belong to an event loop; a judge may be used in
+several, and travel.
+"""
 
 
 @dataclass(frozen=True)
@@ -39,11 +45,12 @@ class Answer:
 class Asked:
     """Where a judging model is asked.
 
-    model: its name there. base_url: of an OpenAI-compatible server. key_variable: the environment variable that holds the key; it
-        is read when it is needed, and written nowhere.
+    model: its name there. base_url: of an OpenAI-compatible server. key_variable: the environment
+        variable that holds the key; it is read when it is needed, and written nowhere.
     prices: dollars per million tokens, (input, output).
     cache: a file (SQLite) that keeps answers; the same question is not paid twice.
-    retries: further tries of a request that failed, with growing pauses. timeout: seconds of one. at_once: requests.
+    retries: further tries of a request that failed, with growing pauses. timeout: seconds of one.
+        at_once: requests.
     params: sampling parameters, greedy by default.
     """
 
@@ -55,13 +62,27 @@ class Asked:
     retries: int = 4
     timeout: float = 120.0
     at_once: int = 16
-    params: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
+    params: Mapping[str, Any] = field(
+        default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024}
+    )
 
     def __post_init__(self) -> None:
         if not self.model or not self.base_url.startswith(("http://", "https://")):
-            raise UserError(f"a judge's model is {self.model!r}, at {self.base_url!r}; give a name, and the address of a server")
-        if len(self.prices) != 2 or min(self.prices) < 0 or self.retries < 0 or self.timeout <= 0 or self.at_once < 1:
-            raise UserError("a judge's prices are two numbers of at least 0, retries at least 0, timeout and at_once above 0")
+            raise UserError(
+                f"a judge's model is {self.model!r}, at {self.base_url!r}; give a name, and the "
+                "address of a server"
+            )
+        if (
+            len(self.prices) != 2
+            or min(self.prices) < 0
+            or self.retries < 0
+            or self.timeout <= 0
+            or self.at_once < 1
+        ):
+            raise UserError(
+                "a judge's prices are two numbers of at least 0, retries at least 0, timeout and "
+                "at_once above 0"
+            )
 
     async def chat(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> Answer:
         """Return the model's reply, as text. Raises GraderError."""
@@ -70,11 +91,15 @@ class Asked:
         try:
             text = answer.body["choices"][0]["message"]["content"]
         except (LookupError, TypeError):
-            raise GraderError(f"the judge {self.model} sent no reply: {short(answer.body, 120)}") from None
+            raise GraderError(
+                f"the judge {self.model} sent no reply: {short(answer.body, 120)}"
+            ) from None
         return Answer(text or "", answer.prompt_tokens, answer.completion_tokens, answer.cached)
 
     async def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Return the JSON that the server answers with, out of the file where it is there. Raises GraderError."""
+        """Return the JSON that the server answers with, out of the file where it is there. Raises
+        GraderError.
+        """
         text = json.dumps([self.base_url, path, body], sort_keys=True, ensure_ascii=False)
         key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
         if (kept := await asyncio.to_thread(self._find, key)) is not None:
@@ -85,15 +110,27 @@ class Asked:
                 found: Any = await client.post(path, cast_to=object, body=dict(body))
         except OpenAIError as error:
             tries = "" if _is_final(error) else f" ({self.retries + 1} tries)"
-            raise GraderError(f"the judge {self.model} at {self.base_url}: {describe(error)}{tries}") from error
+            raise GraderError(
+                f"the judge {self.model} at {self.base_url}: {describe(error)}{tries}"
+            ) from error
         usage = found.get("usage") if isinstance(found, dict) else None
         usage = usage if isinstance(usage, dict) else {}
         await asyncio.to_thread(self._keep, key, json.dumps(found))
-        return Answer(found, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0))
+        return Answer(
+            found, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
+        )
 
     def costs(self, answers: Sequence[Answer], parts: int = 1) -> dict[str, float]:
-        """Return metrics: what these answers cost, shared by `parts` samples, and the share of them that was kept."""
-        dollars = sum(one.prompt_tokens * self.prices[0] + one.completion_tokens * self.prices[1] for one in answers) / 1e6
+        """Return metrics: what these answers cost, shared by `parts` samples, and the share of them
+        that was kept.
+        """
+        dollars = (
+            sum(
+                one.prompt_tokens * self.prices[0] + one.completion_tokens * self.prices[1]
+                for one in answers
+            )
+            / 1e6
+        )
         cached = sum(one.cached for one in answers) / len(answers)
         return {"judge_dollars": dollars / parts, "judge_cached": cached}
 
@@ -102,7 +139,12 @@ class Asked:
         key = (self.base_url, self.key_variable, self.retries, self.timeout, self.at_once)
         if key not in mine:
             secret = os.environ.get(self.key_variable) or "none"
-            client = AsyncOpenAI(base_url=self.base_url, api_key=secret, max_retries=self.retries, timeout=self.timeout)
+            client = AsyncOpenAI(
+                base_url=self.base_url,
+                api_key=secret,
+                max_retries=self.retries,
+                timeout=self.timeout,
+            )
             mine[key] = client, asyncio.Semaphore(self.at_once)
         found: tuple[AsyncOpenAI, asyncio.Semaphore] = mine[key]
         return found
@@ -123,7 +165,10 @@ class Asked:
     def _kept(self) -> Iterator[sqlite3.Connection]:
         assert self.cache is not None
         try:
-            with contextlib.closing(sqlite3.connect(self.cache, timeout=60)) as connection, connection:
+            with (
+                contextlib.closing(sqlite3.connect(self.cache, timeout=60)) as connection,
+                connection,
+            ):
                 connection.execute(_TABLE)
                 yield connection
         except sqlite3.Error as error:
@@ -134,8 +179,9 @@ class Asked:
 class Verdicts(Asked):
     """Asks a model that judges by a rubric.
 
-    rubric: what is good, in words. task: what replies answer, shown to the judge. tries: how often it is asked until what it says
-    can be read; after the first, it is shown what it said, as a greedy judge would say it again. Raises UserError.
+    rubric: what is good, in words. task: what replies answer, shown to the judge. tries: how often
+    it is asked until what it says can be read; after the first, it is shown what it said, as a
+    greedy judge would say it again. Raises UserError.
     """
 
     rubric: str
@@ -146,7 +192,8 @@ class Verdicts(Asked):
         super().__post_init__()
         if not self.rubric.strip() or self.tries < 1:
             raise UserError(
-                f"a judge's rubric is {short(self.rubric, 80)} and its tries are {self.tries}; say in words what is good, and "
+                f"a judge's rubric is {short(self.rubric, 80)} and its tries are {self.tries}; "
+                "say in words what is good, and "
                 "give at least one try"
             )
 
@@ -157,27 +204,46 @@ class Verdicts(Asked):
 
         form: what it should end with, in words. Raises GraderError where it never does.
         """
-        messages, answers = [{"role": "user", "content": content}], list[Answer]()
+        messages = [{"role": "user", "content": content}]
+        answers = list[Answer]()
         for number in range(self.tries):
             answers.append(await self.chat(messages, seed + number))
             if (found := read(answers[-1].body)) is not None:
                 return found, answers
             messages.append({"role": "assistant", "content": answers[-1].body or "…"})
-            messages.append({"role": "user", "content": f"That did not end with {form}. Answer with that alone."})
+            messages.append(
+                {
+                    "role": "user",
+                    "content": f"That did not end with {form}. Answer with that alone.",
+                }
+            )
         raise GraderError(
-            f"the judge {self.model} was asked {self.tries} times, and did not end with {form}; it ended "
+            f"the judge {self.model} was asked {self.tries} times, and did not end with {form}; "
+            "it ended "
             f"{short(answers[-1].body[-200:], 200)}"
         )
 
 
 def _is_final(error: OpenAIError) -> bool:
-    """Tell whether openai's client sends no request again after it, such as one that is too long."""
-    return isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code not in (408, 409, 429)
+    """Tell whether openai's client sends no request again after it, such as one that is too
+    long.
+    """
+    return (
+        isinstance(error, APIStatusError)
+        and error.status_code < 500
+        and error.status_code not in (408, 409, 429)
+    )
 
 
 def conversation_of(choice: Choice) -> tuple[str, str]:
-    """Return what a judge is shown of a choice: what was said before (where it is known), and the last reply."""
-    before = [message for message in (getattr(choice, "messages", None) or [])[:-1] if message.get("content")]
+    """Return what a judge is shown of a choice: what was said before (where it is known), and the
+    last reply.
+    """
+    before = [
+        message
+        for message in (getattr(choice, "messages", None) or [])[:-1]
+        if message.get("content")
+    ]
     said = [f"{one['role']}: {text_of(one['content']) or one['content']}" for one in before]
     return "\n\n".join(said), choice.message.content or ""
 

@@ -1,8 +1,10 @@
-"""Models that grade the replies of a group by comparing them: `Ranking` and `Pairwise` are group graders (`Task.group_grader`).
+"""Models that grade the replies of a group by comparing them: `Ranking` and `Pairwise` are group
+graders (`Task.group_grader`).
 
-A comparison is easier than a mark, and only differences within a group are trained (RULER, of ART, grades so). What a judge sees
-first it may like better, whatever it is, so every order is also shown in reverse: what position alone is worth cancels out of the
-rewards, and is reported as the metric `position_bias`.
+A comparison is easier than a mark, and only differences within a group are trained (RULER, of ART,
+grades so). What a judge sees first it may like better, whatever it is, so every order is also shown
+in reverse: what position alone is worth cancels out of the rewards, and is reported as the metric
+`position_bias`.
 """
 
 import asyncio
@@ -26,11 +28,18 @@ _SHOWN = (
     "Rubric:\n{rubric}\n\n{shown}\n\n"
 )
 _RANK = (
-    "You compare {count} replies to the same task. " + _SHOWN + "Give each a score from 0 to 1; those that are as good get the "
-    'same. End with one line of JSON, such as {{"scores": [0.2, 0.9]}}, with {count} numbers in the order of the replies.'
+    "You compare {count} replies to the same task. "
+    + _SHOWN
+    + "Give each a score from 0 to 1; those that are as good get the "
+    'same. End with one line of JSON, such as {{"scores": [0.2, 0.9]}}, with {count} numbers in '
+    "the order of the replies."
 )
 _PAIR_FORM = "one line, Better: 1, Better: 2, or Better: tie"
-_PAIR = "You compare {count} replies to the same task. " + _SHOWN + f"Which is better? End with {_PAIR_FORM}."
+_PAIR = (
+    "You compare {count} replies to the same task. "
+    + _SHOWN
+    + f"Which is better? End with {_PAIR_FORM}."
+)
 _SCORES = re.compile(r'\{\s*"scores"\s*:\s*\[[^\[\]{}]*\]\s*\}')
 _BETTER = re.compile(r"better\W{0,6}(1|2|tie)\b(?!\s*(?:/|or|and|to)\b)", re.IGNORECASE)
 
@@ -43,7 +52,9 @@ class _Comparing(Verdicts):
 
     def _texts(self, choices: Sequence[Choice]) -> list[str]:
         if len(choices) < 2:
-            raise GraderError(f"{len(choices)} reply cannot be compared; sample at least two for each task")
+            raise GraderError(
+                f"{len(choices)} reply cannot be compared; sample at least two for each task"
+            )
         return [
             reply if not before or self.task else f"{before}\n\nassistant: {reply}"
             for before, reply in map(conversation_of, choices)
@@ -54,17 +65,22 @@ class _Comparing(Verdicts):
     ) -> tuple[Verdict, list[Answer]]:
         salt = "".join(sorted(texts))
         shown = [fenced(self.task, "task", salt)] if self.task else []
-        shown += [f"Reply {number}:\n{fenced(text, 'reply', salt)}" for number, text in enumerate(texts, 1)]
+        shown += [
+            f"Reply {number}:\n{fenced(text, 'reply', salt)}"
+            for number, text in enumerate(texts, 1)
+        ]
         content = prompt.format(rubric=self.rubric, shown="\n\n".join(shown), count=len(texts))
         return await self.verdict(content, form, read, self.seed)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranking(_Comparing):
-    """Scores all replies of a group at once, 0 to 1: the mean over `orders` shuffles and their reverses.
+    """Scores all replies of a group at once, 0 to 1: the mean over `orders` shuffles and their
+    reverses.
 
-    Metrics of every sample: `position_bias`, by how much the replies of an order's first half are scored higher than those of its
-    second; `order_spread`, how far the scores of the same reply are apart.
+    Metrics of every sample: `position_bias`, by how much the replies of an order's first half are
+    scored higher than those of its second; `order_spread`, how far the scores of the same reply are
+    apart.
     """
 
     orders: int = 1
@@ -76,39 +92,57 @@ class Ranking(_Comparing):
 
     async def __call__(self, choices: list[Choice]) -> Graded:
         """Return (reward, metrics) of each. Raises GraderError."""
-        texts, orders = self._texts(choices), list[list[int]]()
+        texts = self._texts(choices)
+        orders = list[list[int]]()
         for number in range(self.orders):
             order = list(range(len(texts)))
             random.Random(f"{self.seed} {number} {sorted(texts)}").shuffle(order)
             orders += [order, order[::-1]]
         form = f"one line of JSON, with {len(texts)} scores from 0 to 1"
         read = functools.partial(_scores, count=len(texts))
-        found = await asyncio.gather(*(self._ask(_RANK, [texts[place] for place in order], form, read) for order in orders))
-        given, answers = [scores for scores, _ in found], [answer for _, asked in found for answer in asked]
-        scores = [[row[order.index(place)] for row, order in zip(given, orders, strict=True)] for place in range(len(texts))]
+        found = await asyncio.gather(
+            *(self._ask(_RANK, [texts[place] for place in order], form, read) for order in orders)
+        )
+        given = [scores for scores, _ in found]
+        answers = [answer for _, asked in found for answer in asked]
+        scores = [
+            [row[order.index(place)] for row, order in zip(given, orders, strict=True)]
+            for place in range(len(texts))
+        ]
         half = len(texts) // 2
         bias = sum(sum(row[:half]) - sum(row[-half:]) for row in given) / half / len(given)
         costs = self.costs(answers, len(texts))
-        return [(sum(own) / len(own), {"position_bias": bias, "order_spread": max(own) - min(own), **costs}) for own in scores]
+        return [
+            (
+                sum(own) / len(own),
+                {"position_bias": bias, "order_spread": max(own) - min(own), **costs},
+            )
+            for own in scores
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise(_Comparing):
-    """Compares every two replies, in both orders; a reply's reward is the share of its comparisons that it wins, ties half.
+    """Compares every two replies, in both orders; a reply's reward is the share of its comparisons
+    that it wins, ties half.
 
-    Metrics of every sample: `position_bias`, the share of verdicts for the reply shown first less that for the second;
-    `order_agreement`, the share of its pairs that got the same verdict in both orders.
+    Metrics of every sample: `position_bias`, the share of verdicts for the reply shown first less
+    that for the second; `order_agreement`, the share of its pairs that got the same verdict in both
+    orders.
     """
 
     async def __call__(self, choices: list[Choice]) -> Graded:
         """Return (reward, metrics) of each. Raises GraderError."""
         texts = self._texts(choices)
         pairs = list(itertools.permutations(range(len(texts)), 2))
-        found = await asyncio.gather(*(self._ask(_PAIR, [texts[a], texts[b]], _PAIR_FORM, _first_wins) for a, b in pairs))
+        found = await asyncio.gather(
+            *(self._ask(_PAIR, [texts[a], texts[b]], _PAIR_FORM, _first_wins) for a, b in pairs)
+        )
         first = {pair: won for pair, (won, _) in zip(pairs, found, strict=True)}
         answers = [answer for _, asked in found for answer in asked]
         bias = sum(2 * won - 1 for won in first.values()) / len(pairs)
-        costs, rest = self.costs(answers, len(texts)), len(texts) - 1
+        costs = self.costs(answers, len(texts))
+        rest = len(texts) - 1
         graded: Graded = []
         for place in range(len(texts)):
             others = [other for other in range(len(texts)) if other != place]
@@ -124,7 +158,11 @@ def _scores(text: str, count: int) -> list[float] | None:
         scores = json.loads(found[-1])["scores"] if found else []
     except ValueError:
         return None
-    return [float(one) for one in scores] if len(scores) == count and all(is_number(s) and 0 <= s <= 1 for s in scores) else None
+    return (
+        [float(one) for one in scores]
+        if len(scores) == count and all(is_number(s) and 0 <= s <= 1 for s in scores)
+        else None
+    )
 
 
 def _first_wins(text: str) -> float | None:

@@ -1,4 +1,6 @@
-"""A reward model as a grader: a classifier with one output that vLLM serves (`ttrl serve MODEL --vllm runner=pooling`)."""
+"""A reward model as a grader: a classifier with one output that vLLM serves (`ttrl serve MODEL
+--vllm runner=pooling`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,14 +15,15 @@ from ttrl.text import is_number, short
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(Asked):
-    """Gives the reward that the model computes for the conversation with its reply, as it is: no scale is known.
+    """Gives the reward that the model computes for the conversation with its reply, as it is: no
+    scale is known.
 
-    base_url: with /v1, as of other servers; vLLM's pooling endpoint lies beside it. messages: what the reply answers, the task's
-    own; a rollout's choice brings them itself. params: sent along; {"use_activation": True} gives vLLM's own default, for most
-    models the sigmoid of the reward.
+    base_url: with /v1, as of other servers; vLLM's pooling endpoint lies beside it. messages: what
+    the reply answers, the task's own; a rollout's choice brings them itself. params: sent along;
+    {"use_activation": True} gives vLLM's own default, for most models the sigmoid of the reward.
 
-    Of a model that gives each position a number, the last one is taken. Several for one position, as of an embedding model or a
-    classifier with more labels, are no reward.
+    Of a model that gives each position a number, the last one is taken. Several for one position,
+    as of an embedding model or a classifier with more labels, are no reward.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -39,7 +42,12 @@ class RewardModel(Asked):
         except (LookupError, TypeError):
             numbers = None
         if isinstance(numbers, list) and len(numbers) > 1:
-            raise GraderError(f"the reward model {self.model} sent {len(numbers)} numbers; serve a classifier with one output")
+            raise GraderError(
+                f"the reward model {self.model} sent {len(numbers)} numbers; serve a classifier "
+                "with one output"
+            )
         if not isinstance(numbers, list) or not is_number(numbers[0]):
-            raise GraderError(f"the reward model {self.model} sent no number: {short(answer.body, 120)}")
+            raise GraderError(
+                f"the reward model {self.model} sent no number: {short(answer.body, 120)}"
+            )
         return float(numbers[0]), self.costs([answer])

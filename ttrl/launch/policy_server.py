@@ -1,8 +1,10 @@
-"""The run's inference servers: started when first needed, always serving the checkpoint that is asked for, and proven to.
+"""The run's inference servers: started when first needed, always serving the checkpoint that is
+asked for, and proven to.
 
-Requests name the weights that they are for (`ttrl.server.auth`), so a server that is lost and comes back with others cannot
-answer them. A thread looks after the servers while they serve: one of ours that died is started anew, once per policy, with the
-reason in the log; one that somebody else started is synced when it is back. Until then the others serve.
+Requests name the weights that they are for (`ttrl.server.auth`), so a server that is lost and comes
+back with others cannot answer them. A thread looks after the servers while they serve: one of ours
+that died is started anew, once per policy, with the reason in the log; one that somebody else
+started is synced when it is back. Until then the others serve.
 """
 
 import dataclasses
@@ -45,11 +47,15 @@ def make_server(
     adapters: bool = False,
     kind: type[VLLMServer] = VLLMServer,
 ) -> VLLMServer:
-    """Return a server of a run, not started yet. Raises ConfigError for arguments in `config.server` that ttrl sets itself."""
+    """Return a server of a run, not started yet. Raises ConfigError for arguments in
+    `config.server` that ttrl sets itself.
+    """
     extra: dict[str, Any] = {}
     if adapters:
         rank = lora_rank_there(model_folder, config.recipe_config({}).lora_rank or 1)
-        extra["max_lora_rank"] = next(allowed for allowed in LORA_RANKS if allowed >= rank or allowed == LORA_RANKS[-1])
+        extra["max_lora_rank"] = next(
+            allowed for allowed in LORA_RANKS if allowed >= rank or allowed == LORA_RANKS[-1]
+        )
     if config.recipe_config({}).router_replay:
         extra["enable_return_routed_experts"] = True
     if config.server_sleeps and not is_cpu_build():
@@ -59,7 +65,8 @@ def make_server(
         served_model_name=MODEL_NAME,
         log_path=log_path,
         dtype=_dtype(config),
-        extra_args=extra | {name: value for name, value in config.server.items() if name != "max_model_len"},
+        extra_args=extra
+        | {name: value for name, value in config.server.items() if name != "max_model_len"},
         max_model_len=config.server.get("max_model_len"),
         seed=config.seed,
         env=env,
@@ -75,8 +82,15 @@ def _dtype(config: TrainConfig) -> str:
 class PolicyServer:
     """One vLLM server or several, which follow the run's checkpoints."""
 
-    def __init__(self, config: TrainConfig, logs: Path, console: Console, tools: ServerTools | None = None) -> None:
-        self._config, self._logs, self._console, self._tools = config, logs, console, tools or ServerTools()
+    def __init__(
+        self, config: TrainConfig, logs: Path, console: Console, tools: ServerTools | None = None
+    ) -> None:
+        self._config, self._logs, self._console, self._tools = (
+            config,
+            logs,
+            console,
+            tools or ServerTools(),
+        )
         self._members: list[ServerMember] = []
         self._folder: Path | None = None
         self._version: str | None = None
@@ -87,10 +101,14 @@ class PolicyServer:
         """Where the trainer holds out the weights of the last checkpoint that was asked for."""
         self._start_from: Path | None = None
         self._serving: tuple[Path, str] | None = None
-        """The checkpoint and version of requests, while they are served: one value, so that no thread mixes two of them."""
+        """The checkpoint and version of requests, while they are served: one value, so that no
+        thread mixes two of them.
+        """
 
     def start(self, model_folder: Path) -> None:
-        """Begin to start the servers in the background: it takes half a minute, in which the caller can do something else."""
+        """Begin to start the servers in the background: it takes half a minute, in which the caller
+        can do something else.
+        """
         self._merge(model_folder)
         if not self._members:
             self._members = self._make_members(model_folder)
@@ -98,16 +116,20 @@ class PolicyServer:
             if not member.is_up:
                 member.start(self._base(model_folder))
 
-    def serve(self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None) -> dict[str, Any] | None:
-        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them to it.
+    def serve(
+        self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
+    ) -> dict[str, Any] | None:
+        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them
+        to it.
 
         handover: where a trainer on this machine holds out its weights.
-        start_from: where nobody writes it, another checkpoint of the model, for servers that have to be started.
+        start_from: where nobody writes it, another checkpoint of the model, for servers that have
+            to be started.
 
-        Returns what the sync has to say (mode, seconds, the canary's largest difference, why it fell back, and for several
-        servers how many serve and what is wrong with the others), None where they had these weights already. A server that
-        fails is left out with a warning while others serve. Raises ServerStartError, ServerDiedError, WeightSyncError where none
-        is left.
+        Returns what the sync has to say (mode, seconds, the canary's largest difference, why it
+        fell back, and for several servers how many serve and what is wrong with the others), None
+        where they had these weights already. A server that fails is left out with a warning while
+        others serve. Raises ServerStartError, ServerDiedError, WeightSyncError where none is left.
         """
         if not self._members:
             if handover is not None and start_from is None:
@@ -116,7 +138,9 @@ class PolicyServer:
         self._merge(checkpoint)
         if handover is not None:
             handover = dataclasses.replace(handover, is_written=start_from is None)
-        self._serving, self._handover, self._start_from = None, handover, start_from
+        self._serving = None
+        self._handover = handover
+        self._start_from = start_from
         if checkpoint != self._folder or self._version is None:
             self._version = secrets.token_hex(16)
             self._folder = None
@@ -140,17 +164,24 @@ class PolicyServer:
         return self._facts(results)
 
     def rest(self) -> None:
-        """Free a device that the trainer shares with the servers: they stop, sleep or stay, as `weight_sync` says."""
+        """Free a device that the trainer shares with the servers: they stop, sleep or stay, as
+        `weight_sync` says.
+        """
         self._serving = None
         self._for_each(ServerMember.rest)
 
-    # What rollouts ask. All of it raises ServerError where no server has the policy that was asked for last.
+    # What rollouts ask. All of it raises ServerError where no server has the policy that was asked
+    # for last.
 
     @property
     def servers(self) -> list[ServerConnection]:
         """Return those that are proven now."""
         version = self._served_version()
-        return [member.server for member in self._members if member.proven is not None and member.version == version]
+        return [
+            member.server
+            for member in self._members
+            if member.proven is not None and member.version == version
+        ]
 
     @property
     def model_name(self) -> str:
@@ -158,8 +189,10 @@ class PolicyServer:
         return self._any().model_name
 
     def endpoints(self) -> list[Endpoint]:
-        """Return where all servers are asked: also those that are out, which take part when they are back with these weights.
-        Requests are for these weights, so none goes to a server that may not know what that means."""
+        """Return where all servers are asked: also those that are out, which take part when they
+        are back with these weights. Requests are for these weights, so none goes to a server that
+        may not know what that means.
+        """
         version = self._served_version()
         return [member.server.endpoint(version) for member in self._members if member.is_fenced]
 
@@ -178,7 +211,9 @@ class PolicyServer:
         for member in self._members:
             try:
                 if member.proven is None:
-                    raise member.problem or ServerDiedError(f"{member.server.base_url} does not serve this policy")
+                    raise member.problem or ServerDiedError(
+                        f"{member.server.base_url} does not serve this policy"
+                    )
                 member.server.check()
                 return
             except ServerError as error:
@@ -200,7 +235,10 @@ class PolicyServer:
         """End the servers, also those that are just starting. Harmless when there are none."""
         self._serving = None
         self._over.set()
-        members, self._members, self._folder, self._version = self._members, [], None, None
+        members = self._members
+        self._members = []
+        self._folder = None
+        self._version = None
         for member in members:  # first of all: whatever waits for one of them ends, too
             if member.ours is not None:
                 member.ours.stop()
@@ -232,13 +270,16 @@ class PolicyServer:
             )
             for number, env in enumerate(_environments(config))
         ]
-        keys, tools = config.joined_keys(), self._tools
+        keys = config.joined_keys()
+        tools = self._tools
         others = [
             tools.joined(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
             for url in config.joined_servers
         ]
         compare = config.weight_check == "all"
-        others += [] if tools.elsewhere is None else tools.elsewhere(self._base(model_folder), self._logs)
+        others += (
+            [] if tools.elsewhere is None else tools.elsewhere(self._base(model_folder), self._logs)
+        )
         mode: Literal["reload", "restart", "sleep"] = "sleep" if config.server_sleeps else "reload"
         mode = "restart" if config.weight_sync == "restart" else mode
         return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
@@ -246,13 +287,16 @@ class PolicyServer:
         ]
 
     def _base(self, model_folder: Path) -> Path:
-        """Return what a server is started with: the base of the run's adapters where it is given those, another checkpoint where
-        this one is not written."""
+        """Return what a server is started with: the base of the run's adapters where it is given
+        those, another checkpoint where this one is not written."""
         if self._start_from is not None:
             return self._start_from
-        of_this_run = model_folder.absolute().is_relative_to(Path(self._config.run, "iterations").absolute())
+        of_this_run = model_folder.absolute().is_relative_to(
+            Path(self._config.run, "iterations").absolute()
+        )
         base = base_of_adapter(model_folder) if self._adapters and of_this_run else None
-        return model_folder if base is None else base  # a starting model may be what was merged once
+        # A starting model may be what was merged once.
+        return model_folder if base is None else base
 
     def _merge(self, checkpoint: Path) -> None:
         if not self._adapters:
@@ -264,11 +308,22 @@ class PolicyServer:
             return member.bring(checkpoint, self._version, self._base(checkpoint), self._handover)
         except ServerError as error:
             fetched = self._config.adapters == "mirror"  # nobody there would find merged weights
-            if member.ours is None and member.server.serves_adapters and isinstance(error, WeightSyncError) and not fetched:
-                raise WeightSyncError(f'{error}; if vLLM does not serve this adapter, say adapters="merged"') from error
+            if (
+                member.ours is None
+                and member.server.serves_adapters
+                and isinstance(error, WeightSyncError)
+                and not fetched
+            ):
+                raise WeightSyncError(
+                    f'{error}; if vLLM does not serve this adapter, say adapters="merged"'
+                ) from error
             if member.ours is None or not member.server.serves_adapters or fetched:
                 raise
-            logger.warning("vLLM does not serve this run's adapters; it is given merged weights from now on: %s", error)
+            logger.warning(
+                "vLLM does not serve this run's adapters; it is given merged weights from now "
+                "on: %s",
+                error,
+            )
             self._adapters = False
             return None
 
@@ -276,7 +331,11 @@ class PolicyServer:
         assert self._version is not None
         member.serve_merged()
         facts = member.bring(checkpoint, self._version, checkpoint)
-        return None if facts is None else facts | {"fell_back": "vLLM does not serve this run's adapters"}
+        return (
+            None
+            if facts is None
+            else facts | {"fell_back": "vLLM does not serve this run's adapters"}
+        )
 
     def _for_each(self, work: Callable[[ServerMember], Any]) -> list[Any]:
         """Do some work for all members concurrently; a ServerError is a result like any other."""
@@ -298,7 +357,8 @@ class PolicyServer:
             except BaseException as error:  # noqa: BLE001 - raised below
                 done[member].set_exception(error)
 
-        # Threads of their own: Ctrl-C and the end of the program do not wait for them, as they would for those of a pool.
+        # Threads of their own: Ctrl-C and the end of the program do not wait for them, as they
+        # would for those of a pool.
         for member in done:
             threading.Thread(target=settle, args=(member,), name="server sync", daemon=True).start()
         return [future.result() for future in done.values()]
@@ -308,7 +368,11 @@ class PolicyServer:
         for member, result in zip(self._members, results, strict=True):
             if isinstance(result, ServerError):
                 left_out[member.server.base_url] = str(result).splitlines()[0]
-                logger.warning("%s is left out of the rollouts until it is back: %s", member.server.base_url, result)
+                logger.warning(
+                    "%s is left out of the rollouts until it is back: %s",
+                    member.server.base_url,
+                    result,
+                )
         facts = [result for result in results if isinstance(result, dict)]
         if not facts:
             return None
@@ -327,7 +391,9 @@ class PolicyServer:
         if self._watching is not None and self._watching.is_alive():
             return
         self._over = over = threading.Event()
-        self._watching = threading.Thread(target=self._look_after_all, args=(over,), name="server watch", daemon=True)
+        self._watching = threading.Thread(
+            target=self._look_after_all, args=(over,), name="server watch", daemon=True
+        )
         self._watching.start()
 
     def _look_after_all(self, over: threading.Event) -> None:
@@ -335,9 +401,13 @@ class PolicyServer:
         while not over.wait(self._tools.look_seconds):
             others_too = time.monotonic() - looked_at_others >= self._tools.look_at_others_seconds
             for member in list(self._members):
-                if (member.ours is None and not others_too) or not member.lock.acquire(blocking=False):
+                if (member.ours is None and not others_too) or not member.lock.acquire(
+                    blocking=False
+                ):
                     continue
-                try:  # what is to be served is read with the lock held: whoever changes it waits for the lock before it syncs
+                # What is to be served is read with the lock held: whoever changes it waits for the
+                # lock before it syncs.
+                try:
                     if (serving := self._serving) is not None and not over.is_set():
                         member.look_after(*serving, self._base(serving[0]), self._handover)
                 except Exception:  # the thread must not end; the loop will find what is wrong
@@ -349,16 +419,22 @@ class PolicyServer:
 
 
 def _environments(config: TrainConfig) -> list[dict[str, str]]:
-    """Return, for each of our servers, the environment variables that give it its share of this machine."""
+    """Return, for each of our servers, the environment variables that give it its share of this
+    machine.
+    """
     split = config.placement == "split" and not is_cpu_build()
     servers = config.servers_here
     if servers == 0 or (servers == 1 and not split):
         return [{} for _ in range(servers)]
     if is_cpu_build():
         return [thread_variables(servers) for _ in range(servers)]
-    if "ray" in (config.server.get(f"distributed{dash}executor{dash}backend") for dash in "_-"):  # it gives out the devices
+    # It gives out the devices.
+    if "ray" in (config.server.get(f"distributed{dash}executor{dash}backend") for dash in "_-"):
         return [{} for _ in range(servers)]
     devices = visible_devices()
     if split:
         devices = divided_devices(devices, config.processes_here)[1]
-    return [{"CUDA_VISIBLE_DEVICES": share} for share in shares_of_devices(servers, gpus_of_a_server(config.server), devices)]
+    return [
+        {"CUDA_VISIBLE_DEVICES": share}
+        for share in shares_of_devices(servers, gpus_of_a_server(config.server), devices)
+    ]

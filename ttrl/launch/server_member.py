@@ -20,7 +20,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServerTools:
-    """What makes a run's servers, brings weights to them, proves that, and how many seconds lie between two looks at them."""
+    """What makes a run's servers, brings weights to them, proves that, and how many seconds lie
+    between two looks at them.
+    """
 
     own: type[VLLMServer] = VLLMServer
     joined: Callable[..., JoinedServer] = JoinedServer
@@ -30,7 +32,9 @@ class ServerTools:
     look_seconds: float = 1.0
     look_at_others_seconds: float = 5.0
     elsewhere: "Callable[[Path, Path], Sequence[JoinedServer]] | None" = None
-    """Given the model and the folder of logs: starts further ones on other machines (`ttrl.cluster`)."""
+    """Given the model and the folder of logs: starts further ones on other machines
+    (`ttrl.cluster`).
+    """
 
 
 class ServerMember:
@@ -47,7 +51,10 @@ class ServerMember:
         compare: bool,
         tools: ServerTools,
     ) -> None:
-        self.server, self._mode, self._compare, self._tools = server, mode, compare, tools
+        self.server = server
+        self._mode = mode
+        self._compare = compare
+        self._tools = tools
         self.lock = threading.RLock()
         self.proven: Path | None = None
         """The checkpoint that it was proven to compute with; None: nobody may use it."""
@@ -56,7 +63,9 @@ class ServerMember:
         self.problem: ServerError | None = None
         """Why it is not proven."""
         self.is_fenced = isinstance(server, VLLMServer)
-        """Whether it is known to refuse requests for other weights than it has; what somebody else started may be any server."""
+        """Whether it is known to refuse requests for other weights than it has; what somebody else
+        started may be any server.
+        """
         self._started_anew_for: str | None = None
         """The version of requests for which it was started anew after it died: once is enough."""
         self._fresh = self._asleep = self._start_failed = False
@@ -64,24 +73,35 @@ class ServerMember:
 
     @property
     def ours(self) -> VLLMServer | None:
-        """Return the server where it is started and stopped here; None where somebody else does that."""
+        """Return the server where it is started and stopped here; None where somebody else does
+        that.
+        """
         return self.server if isinstance(self.server, VLLMServer) else None
 
     # Life
 
     def start(self, base: Path) -> None:
-        """Begin to start it with the model in `base`, in the background. Nothing for servers that somebody else starts."""
+        """Begin to start it with the model in `base`, in the background. Nothing for servers that
+        somebody else starts.
+        """
         server = self.ours
         if server is None or self._starting is not None:
             return
         server.model_folder = base
-        self.proven, self.problem, self._fresh, self._asleep = None, None, True, False
+        self.proven = None
+        self.problem = None
+        self._fresh = True
+        self._asleep = False
 
         def run() -> None:
             try:
                 server.start()
             except BaseException as error:  # noqa: BLE001 - told to the thread that waits for the server
-                self.problem = error if isinstance(error, ServerError) else ServerStartError(f"{type(error).__name__}: {error}")
+                self.problem = (
+                    error
+                    if isinstance(error, ServerError)
+                    else ServerStartError(f"{type(error).__name__}: {error}")
+                )
                 self.problem.__cause__ = error
 
         self._starting = threading.Thread(target=run, name="server start", daemon=True)
@@ -92,7 +112,8 @@ class ServerMember:
         while self._starting is not None and self._starting.is_alive():
             self._starting.join(0.2)  # short waits, so that Ctrl-C is heard
         if self._starting is not None and self.problem is not None:
-            self._fresh, self._start_failed = False, True
+            self._fresh = False
+            self._start_failed = True
         self._starting = None
 
     @property
@@ -101,9 +122,15 @@ class ServerMember:
         return self.ours is None or self._fresh or self.ours.is_started
 
     def stop(self) -> None:
-        """End it, also in the middle of its start. Servers of others go on; nobody uses them from here."""
-        self.proven, self._fresh, self._asleep, self._start_failed = None, False, False, False
-        server, starting = self.ours, self._starting
+        """End it, also in the middle of its start. Servers of others go on; nobody uses them from
+        here.
+        """
+        self.proven = None
+        self._fresh = False
+        self._asleep = False
+        self._start_failed = False
+        server = self.ours
+        starting = self._starting
         if server is None:
             return
         server.stop()
@@ -124,29 +151,39 @@ class ServerMember:
         try:
             self.wait_for_start()
             self._tools.sleep(server)
-            self._asleep, self._fresh = True, False
+            self._asleep = True
+            self._fresh = False
         except ServerError as error:
             logger.warning("%s does not sleep, it is stopped instead: %s", server.base_url, error)
             self.stop()
 
     # Weights
 
-    def bring(self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None) -> dict[str, Any] | None:
-        """Make it compute with `checkpoint`, or the same weights out of memory, prove that, and open it to requests for
-        `version`. Return what the sync has to say, None where it had these weights. One that died is started anew, once, from
-        `base` where it serves adapters or the checkpoint is not written, and from the checkpoint elsewhere. Raises ServerError;
-        it is not proven then."""
+    def bring(
+        self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None
+    ) -> dict[str, Any] | None:
+        """Make it compute with `checkpoint`, or the same weights out of memory, prove that, and
+        open it to requests for `version`. Return what the sync has to say, None where it had these
+        weights. One that died is started anew, once, from `base` where it serves adapters or the
+        checkpoint is not written, and from the checkpoint elsewhere. Raises ServerError; it is not
+        proven then.
+        """
         began = time.monotonic()
         try:
             if self.proven == checkpoint and not self._asleep and self._is_open_to(version):
                 return None
             self.proven = None
-            facts = self._bring(checkpoint, version, base, handover) | {"seconds": time.monotonic() - began}
+            facts = self._bring(checkpoint, version, base, handover) | {
+                "seconds": time.monotonic() - began
+            }
             self.server.open_to(version)
         except ServerError as error:
-            self.problem, self._fresh = error, False
+            self.problem = error
+            self._fresh = False
             raise
-        self.proven, self.version, self.problem = checkpoint, version, None
+        self.proven = checkpoint
+        self.version = version
+        self.problem = None
         return facts
 
     def _is_open_to(self, version: str) -> bool:
@@ -159,9 +196,15 @@ class ServerMember:
             logger.warning("%s", error)  # `_bring` starts it anew
             return False
 
-    def _bring(self, checkpoint: Path, version: str, base: Path, handover: Handover | None) -> dict[str, Any]:
-        server, has_files = self.server, handover is None or handover.is_written
-        if handover is not None and (self.ours is None or (has_files and (not self.is_up or self._fresh or self.ours.has_ended))):
+    def _bring(
+        self, checkpoint: Path, version: str, base: Path, handover: Handover | None
+    ) -> dict[str, Any]:
+        server = self.server
+        has_files = handover is None or handover.is_written
+        if handover is not None and (
+            self.ours is None
+            or (has_files and (not self.is_up or self._fresh or self.ours.has_ended))
+        ):
             handover.wait_for_files(checkpoint)
         if not self.is_up and not self._start_failed:
             self.start(base)
@@ -171,7 +214,10 @@ class ServerMember:
             assert self.problem is not None
             cause = self.problem.__cause__
             raise cause if isinstance(cause, UserError) else self.problem
-        fresh, asleep, self._fresh, self._asleep = self._fresh, self._asleep, False, False
+        fresh = self._fresh
+        asleep = self._asleep
+        self._fresh = False
+        self._asleep = False
         try:
             server.check()
             if not self.is_fenced:
@@ -197,33 +243,56 @@ class ServerMember:
             return self._start_anew(checkpoint, error, None if has_files else (base, handover))
 
     def _started_with(self, checkpoint: Path) -> dict[str, Any] | None:
-        """Return what the proof says where it was started with these weights, under whatever path; None where it was not."""
+        """Return what the proof says where it was started with these weights, under whatever path;
+        None where it was not.
+        """
         assert self.ours is not None
         started = Path(self.ours.model_folder)
-        if not all(_is_same(file, started / file.name) for file in checkpoint.glob("*.safetensors")):
-            return None  # in half precision, the canary alone would not tell one step of training from none
+        if not all(
+            _is_same(file, started / file.name) for file in checkpoint.glob("*.safetensors")
+        ):
+            # In half precision, the canary alone would not tell one step of training from none.
+            return None
         try:
             canary, comparison = self._tools.verify(self.server, checkpoint, compare=self._compare)
         except WeightSyncError as error:
-            logger.warning("%s did not load the weights as it should at its start: %s", self.server.base_url, error)
+            logger.warning(
+                "%s did not load the weights as it should at its start: %s",
+                self.server.base_url,
+                error,
+            )
             return None
         self.server.policy_folder = checkpoint
         report = SyncReport("reload", 0.0, canary.max_difference, None, comparison)
         return _facts(report) | {"mode": "start"}
 
-    def _start_anew(self, checkpoint: Path, died: ServerDiedError, source: tuple[Path, Handover | None] | None) -> dict[str, Any]:
-        """Start it anew with the checkpoint; with `source`, with another one, and bring it what is held out then."""
+    def _start_anew(
+        self, checkpoint: Path, died: ServerDiedError, source: tuple[Path, Handover | None] | None
+    ) -> dict[str, Any]:
+        """Start it anew with the checkpoint; with `source`, with another one, and bring it what is
+        held out then.
+        """
         logger.warning("a server is gone and is started anew: %s", died)
         reason = str(died).splitlines()[0]
         try:
             if source is not None:
                 assert self.ours is not None
                 self.ours.restart(source[0])
-                report = self._tools.sync(self.server, checkpoint, mode="reload", compare=self._compare, handover=source[1])
+                report = self._tools.sync(
+                    self.server,
+                    checkpoint,
+                    mode="reload",
+                    compare=self._compare,
+                    handover=source[1],
+                )
             else:
-                report = self._tools.sync(self.server, checkpoint, mode="restart", compare=self._compare)
+                report = self._tools.sync(
+                    self.server, checkpoint, mode="restart", compare=self._compare
+                )
         except ServerDiedError as error:
-            raise WeightSyncError(f"the server died again after it was started anew: {error}") from died
+            raise WeightSyncError(
+                f"the server died again after it was started anew: {error}"
+            ) from died
         return _facts(report) | {"fell_back": reason}
 
     def serve_merged(self) -> None:
@@ -234,18 +303,26 @@ class ServerMember:
 
     # While nobody asks for another policy
 
-    def look_after(self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None) -> None:
-        """Bring it back to the policy where it was lost. Called again and again while it should serve."""
+    def look_after(
+        self, checkpoint: Path, version: str, base: Path, handover: Handover | None = None
+    ) -> None:
+        """Bring it back to the policy where it was lost. Called again and again while it should
+        serve.
+        """
         server = self.ours
         if server is None:
             try:
                 self.server.check()
                 has = self.server.open_version()
-            except ServerError as error:  # perhaps only slow for a while: whatever it is computing, let it go on
+            # Perhaps only slow for a while: whatever it is computing, let it go on.
+            except ServerError as error:
                 return self._lose(str(error))
             if has == version:
-                if self.proven is None:  # it was only out of reach: a start or a sync would have closed it
-                    self.proven, self.version, self.problem = checkpoint, version, None
+                # It was only out of reach: a start or a sync would have closed it.
+                if self.proven is None:
+                    self.proven = checkpoint
+                    self.version = version
+                    self.problem = None
                     logger.warning("%s is back", self.server.base_url)
                 return
             self._lose("it was started anew, or somebody else gave it other weights")
@@ -259,7 +336,9 @@ class ServerMember:
             self.bring(checkpoint, version, base, handover)
         except ServerError as error:
             self._started_anew_for = version
-            (logger.debug if server is None else logger.warning)("%s is still out: %s", self.server.base_url, error)
+            (logger.debug if server is None else logger.warning)(
+                "%s is still out: %s", self.server.base_url, error
+            )
         else:
             logger.warning("%s is back, with the weights in %s", self.server.base_url, checkpoint)
 

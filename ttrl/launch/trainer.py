@@ -1,9 +1,11 @@
-"""The run's trainer: `tune run ttrl/grpo_recipe`, started once and asked for iteration after iteration, or started for each.
+"""The run's trainer: `tune run ttrl/grpo_recipe`, started once and asked for iteration after
+iteration, or started for each.
 
-A resident trainer follows a folder below the run's trainer/, one for each start (`ttrl.system.request_folder`): a request is the
-same recipe config that the one-shot form is started with, an answer says that its files are there. What it prints goes to
-logs/trainer.log while it waits, and to the iteration's own train.log while it trains. Whatever goes wrong in it ends it, with the
-message that the one-shot form ends with.
+A resident trainer follows a folder below the run's trainer/, one for each start
+(`ttrl.system.request_folder`): a request is the same recipe config that the one-shot form is
+started with, an answer says that its files are there. What it prints goes to logs/trainer.log while
+it waits, and to the iteration's own train.log while it trains. Whatever goes wrong in it ends it,
+with the message that the one-shot form ends with.
 """
 
 import contextlib
@@ -20,7 +22,15 @@ from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
 from ttrl.launch.nodes import PROGRESS_FILE
-from ttrl.launch.tune import TrainerProcess, checkpoint_of, meeting_here, tune, tune_command, visible_devices, write_recipe_config
+from ttrl.launch.tune import (
+    TrainerProcess,
+    checkpoint_of,
+    meeting_here,
+    tune,
+    tune_command,
+    visible_devices,
+    write_recipe_config,
+)
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
@@ -34,19 +44,30 @@ class Trainer:
     """Trains iterations, one at a time, in a process that does not outlive ours.
 
         trainer = Trainer(config, folder, console)
-        trainer.start(recipe_config)                        # returns at once: imports and loading cost nobody time
+        trainer.start(recipe_config)                        # returns at once: imports and loading
+                                                            cost nobody time
         checkpoint = trainer.train(1, recipe_config)
         trainer.stop()
 
-    With `config.trainer` "once", `start` does nothing and each training has a process of its own: the same files, bit for bit.
-    With `config.nnodes` above 1 it is started on machines of a cluster (`elsewhere`). An object belongs to one thread at a time.
+    With `config.trainer` "once", `start` does nothing and each training has a process of its own:
+    the same files, bit for bit. With `config.nnodes` above 1 it is started on machines of a cluster
+    (`elsewhere`). An object belongs to one thread at a time.
     """
 
     def __init__(
-        self, config: TrainConfig, folder: RunFolder, console: Console, elsewhere: Callable[..., TrainerProcess] | None = None
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        console: Console,
+        elsewhere: Callable[..., TrainerProcess] | None = None,
     ) -> None:
-        """elsewhere: what starts it on other machines, given the config, the folder of this start, log and variables."""
-        self._config, self._folder, self._console, self._elsewhere = config, folder, console, elsewhere
+        """elsewhere: what starts it on other machines, given the config, the folder of this start,
+        log and variables.
+        """
+        self._config = config
+        self._folder = folder
+        self._console = console
+        self._elsewhere = elsewhere
         self._log = folder.path / "logs" / "trainer.log"
         self._resident: tuple[TrainerProcess, RequestFolder] | None = None
         self._private: tempfile.TemporaryDirectory[str] | None = None
@@ -60,14 +81,15 @@ class Trainer:
         """What train.jsonl will say of sampler and trainer in what was handed over last."""
 
     def start(self, recipe_config: Mapping[str, Any]) -> None:
-        """Start the resident process, which loads what `recipe_config` names (of its pack nothing is needed yet) and waits.
-        Returns at once. Harmless when it runs already."""
+        """Start the resident process, which loads what `recipe_config` names (of its pack nothing
+        is needed yet) and waits. Returns at once. Harmless when it runs already."""
         if self._config.trainer == "resident" and self._resident is None:
             self._resident = self._start(recipe_config)
 
     def _start(self, recipe_config: Mapping[str, Any]) -> tuple[TrainerProcess, RequestFolder]:
         sessions = self._folder.path / "trainer"
-        shutil.rmtree(sessions, ignore_errors=True)  # of runs before: whoever still follows one of them ends
+        # Of runs before: whoever still follows one of them ends.
+        shutil.rmtree(sessions, ignore_errors=True)
         path = sessions / secrets.token_hex(4)
         path.mkdir(parents=True)
         config = dict(recipe_config) | {"follow": str(path), "packed": ""}
@@ -75,37 +97,52 @@ class Trainer:
         self._asked, self._made_of = 0, {name: config.get(name) for name in PROCESS_SETTINGS}
         variables = self._variables()
         if self._elsewhere is not None:
-            return self._elsewhere(self._config, path, self._log, variables).start(), RequestFolder(path)
+            return self._elsewhere(self._config, path, self._log, variables).start(), RequestFolder(
+                path
+            )
         self._leave_meeting()
         self._private = tempfile.TemporaryDirectory(prefix="ttrl-")
         assert self._config.nnodes == 1  # checked with the config
         torchrun, private = meeting_here(Path(self._private.name), self._config.processes_here)
         variables |= private
-        command = tune_command(path / "start.yaml", nproc_per_node=self._config.processes_here, torchrun_args=torchrun)
+        command = tune_command(
+            path / "start.yaml", nproc_per_node=self._config.processes_here, torchrun_args=torchrun
+        )
         process = TrainerProcess(command, self._log, path / PROGRESS_FILE, variables).start()
         return process, RequestFolder(path)
 
     def _variables(self) -> dict[str, str]:
-        """Return what keeps the processes from the servers' GPUs, where they have some of their own. Never run on a GPU."""
+        """Return what keeps the processes from the servers' GPUs, where they have some of their
+        own. Never run on a GPU.
+        """
         if self._config.placement != "split" or not self._config.servers_here:
             return {}
-        return {"CUDA_VISIBLE_DEVICES": ",".join(divided_devices(visible_devices(), self._config.processes_here)[0])}
+        return {
+            "CUDA_VISIBLE_DEVICES": ",".join(
+                divided_devices(visible_devices(), self._config.processes_here)[0]
+            )
+        }
 
     def check(self) -> None:
-        """Raise TrainerError, ending with the last lines of its log, where the resident process died while nobody asked it for
-        anything; the next `start` or `train` starts another. Does not wait."""
+        """Raise TrainerError, ending with the last lines of its log, where the resident process
+        died while nobody asked it for anything; the next `start` or `train` starts another. Does
+        not wait.
+        """
         if self._resident is not None:
             self._check_runs("while nothing was asked of it", self._log)
 
     def train(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
-        """Train iteration `number`, or, of 0 without a pack, make the canary of the checkpoint that is there; return that folder.
+        """Train iteration `number`, or, of 0 without a pack, make the canary of the checkpoint that
+        is there; return that folder.
 
-        Files appear below `recipe_config["output_dir"]` as they are finished; its train marker is the caller's to set. Raises
-        TrainerError, ending with the last lines of the log, when the trainer fails or dies, StorageError where it said that the
-        disk is full. The next call starts another one.
+        Files appear below `recipe_config["output_dir"]` as they are finished; its train marker is
+        the caller's to set. Raises TrainerError, ending with the last lines of the log, when the
+        trainer fails or dies, StorageError where it said that the disk is full. The next call
+        starts another one.
         """
         output = Path(recipe_config["output_dir"])
-        config_path, pbar = output / "grpo.yaml", not self._console.quiet
+        config_path = output / "grpo.yaml"
+        pbar = not self._console.quiet
         pbar_desc = f"{number}: {'training' if number else 'canary'}"
         if self._config.trainer == "once":
             return tune(
@@ -117,7 +154,9 @@ class Trainer:
                 pbar_desc=pbar_desc,
             )
         self.check()
-        if self._resident is not None and self._made_of != {name: recipe_config.get(name) for name in PROCESS_SETTINGS}:
+        if self._resident is not None and self._made_of != {
+            name: recipe_config.get(name) for name in PROCESS_SETTINGS
+        }:
             self.stop()
         self.start(recipe_config)
         assert self._resident is not None
@@ -127,7 +166,8 @@ class Trainer:
         process.progress.unlink(missing_ok=True)
         text = write_recipe_config(recipe_config, config_path)
         self._asked += 1
-        answer, handover = requests.answer(self._asked), requests.handover(self._asked)
+        answer = requests.answer(self._asked)
+        handover = requests.handover(self._asked)
         requests.put(requests.request(self._asked), text)
 
         def answered() -> bool:
@@ -135,20 +175,27 @@ class Trainer:
                 self._check_runs("in the middle of an iteration", log, unless=answer)
             return done
 
-        self._handed_over, self._is_writing, self._holding = None, False, None
+        self._handed_over = None
+        self._is_writing = False
+        self._holding = None
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
             said = json.loads(handover.read_text(encoding="utf-8"))
             self.compared = said.pop("compared", None)
             self._handed_over = number, Handover(**said)
-            self._is_writing, self._holding = True, None if recipe_config.get("save", True) else number
+            self._is_writing, self._holding = (
+                True,
+                None if recipe_config.get("save", True) else number,
+            )
             return output / "checkpoint"
         process.log_task_to(None)
         return checkpoint_of(output)
 
     def wait_until_saved(self) -> bool:
-        """Wait until the files of the last `train` are there; while they are only on their way it returned early, and says so by
-        `handover`. Return False where the process was lost before, and somebody was told. Raises as `train`."""
+        """Wait until the files of the last `train` are there; while they are only on their way it
+        returned early, and says so by `handover`. Return False where the process was lost before,
+        and somebody was told. Raises as `train`.
+        """
         if not self._is_writing:
             return True
         if self._resident is None:
@@ -168,7 +215,9 @@ class Trainer:
         return self._holding if self._resident is not None else None
 
     def handover(self, number: int) -> Handover | None:
-        """Return where the process holds out the weights of iteration `number`; None where it does not, or died since."""
+        """Return where the process holds out the weights of iteration `number`; None where it does
+        not, or died since.
+        """
         found = self._handed_over if self._resident is not None else None
         return found[1] if found is not None and found[0] == number else None
 
@@ -180,7 +229,8 @@ class Trainer:
         self._resident = None
         if requests.path.is_dir():
             with contextlib.suppress(OSError):  # on a full disk they end when the folder is gone
-                requests.put(requests.stop, "")  # for processes on other hosts, which no signal reaches
+                # For processes on other hosts, which no signal reaches.
+                requests.put(requests.stop, "")
         process.stop()
         shutil.rmtree(requests.path.parent, ignore_errors=True)
         self._leave_meeting()
@@ -191,8 +241,8 @@ class Trainer:
             self._private = None
 
     def _check_runs(self, when: str, log: Path, unless: Path | None = None) -> None:
-        """Raise TrainerError, and forget the resident process, where it has ended: well, and the file `unless` is not there, or
-        in any other way."""
+        """Raise TrainerError, and forget the resident process, where it has ended: well, and the
+        file `unless` is not there, or in any other way."""
         assert self._resident is not None
         process, _ = self._resident
         try:
@@ -200,10 +250,15 @@ class Trainer:
                 raise TrainerError(f"the resident trainer ended by itself {when}; see {log}")
         except TtrlError as error:  # after Ctrl-C it is not gone, and `stop` has to find it
             self._resident = None
-            if isinstance(error, TrainerDiedError) and self._config.nnodes > 1 and "RendezvousTimeoutError" in str(error):
+            if (
+                isinstance(error, TrainerDiedError)
+                and self._config.nnodes > 1
+                and "RendezvousTimeoutError" in str(error)
+            ):
                 # Another start would not mend that.
                 raise TrainerError(
-                    f"not all of {self._config.nnodes} machines were there within {self._config.join_timeout} s (join_timeout); "
+                    f"not all of {self._config.nnodes} machines were there within "
+                    f"{self._config.join_timeout} s (join_timeout); "
                     "each of them must reach the others at any port"
                 ) from error
             raise

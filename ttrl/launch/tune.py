@@ -22,7 +22,15 @@ GRPO_RECIPE = "ttrl/grpo_recipe"
 SFT_RECIPE = "ttrl/sft_recipe"
 _POLL_SECONDS = 0.02
 _ERRORS = (
-    *("ConfigError", "DivergedError", "ModelFolderError", "PackError", "RunFolderError", "StorageError", "TokenizationError"),
+    *(
+        "ConfigError",
+        "DivergedError",
+        "ModelFolderError",
+        "PackError",
+        "RunFolderError",
+        "StorageError",
+        "TokenizationError",
+    ),
     "TrainerMemoryError",
 )
 """What a trainer says before it ends of its own accord, which another start would not change."""
@@ -40,15 +48,16 @@ def tune(
     pbar: bool = True,
     pbar_desc: str = "training",
 ) -> Path:
-    """Write the recipe's config to `config_path`, run `tune run [torchrun arguments] RECIPE --config FILE`, and return the new
-    checkpoint's folder, `output_dir`/checkpoint.
+    """Write the recipe's config to `config_path`, run `tune run [torchrun arguments] RECIPE
+    --config FILE`, and return the new checkpoint's folder, `output_dir`/checkpoint.
 
-    `config` is written as it is; paths in it are best absolute. With `nproc_per_node` above 1, or with `torchrun_args` (such as
-    ["--nnodes", "2", "--rdzv-endpoint", "HOST:PORT"]), torchrun starts the processes. The log is `output_dir`/train.log unless
-    named. variables: further ones for their environment.
+    `config` is written as it is; paths in it are best absolute. With `nproc_per_node` above 1, or
+    with `torchrun_args` (such as ["--nnodes", "2", "--rdzv-endpoint", "HOST:PORT"]), torchrun
+    starts the processes. The log is `output_dir`/train.log unless named. variables: further ones
+    for their environment.
 
-    Raises TrainerError, ending with the last lines of the log, when a process fails or leaves no checkpoint; StorageError where
-    the recipe said that the disk is full.
+    Raises TrainerError, ending with the last lines of the log, when a process fails or leaves no
+    checkpoint; StorageError where the recipe said that the disk is full.
     """
     write_recipe_config(config, config_path)
     output = Path(config["output_dir"])
@@ -56,7 +65,9 @@ def tune(
     with tempfile.TemporaryDirectory(prefix="ttrl-") as temporary:
         torchrun, private = meeting_here(Path(temporary), nproc_per_node, torchrun_args)
         torchrun += torchrun_args
-        command = tune_command(config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun)
+        command = tune_command(
+            config_path, recipe=recipe, nproc_per_node=nproc_per_node, torchrun_args=torchrun
+        )
         private |= variables or {}
         with TrainerProcess(command, log, Path(temporary, "progress"), private) as process:
             process.show(process.ended, pbar=pbar, pbar_desc=pbar_desc)
@@ -64,46 +75,90 @@ def tune(
 
 
 def write_recipe_config(config: Mapping[str, Any], path: str | os.PathLike[str]) -> str:
-    """Write a recipe's config as YAML, and return the text. Raises ConfigError for what YAML cannot hold."""
+    """Write a recipe's config as YAML, and return the text. Raises ConfigError for what YAML cannot
+    hold.
+    """
     if "output_dir" not in config:
         raise ConfigError(str(path), ["output_dir is missing"])
     try:
         text = yaml.safe_dump(dict(config), sort_keys=False)
     except yaml.YAMLError as error:
-        raise ConfigError(str(path), [f"{error.args[-1]!r} cannot be written to it; use plain values"]) from error
+        raise ConfigError(
+            str(path), [f"{error.args[-1]!r} cannot be written to it; use plain values"]
+        ) from error
     write_text(path, text, durable=False)  # made anew for each process that reads it
     return text
 
 
 def tune_command(
-    config_path: str | os.PathLike[str], *, recipe: str = GRPO_RECIPE, nproc_per_node: int = 1, torchrun_args: Sequence[str] = ()
+    config_path: str | os.PathLike[str],
+    *,
+    recipe: str = GRPO_RECIPE,
+    nproc_per_node: int = 1,
+    torchrun_args: Sequence[str] = (),
 ) -> list[str]:
-    """Return `tune run …`, with this Python. With several processes, or arguments for it, torchrun starts them."""
-    torchrun = [*(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []), *torchrun_args]
-    return [sys.executable, "-m", "torchtune._cli.tune", "run", *torchrun, recipe, "--config", str(config_path)]
+    """Return `tune run …`, with this Python. With several processes, or arguments for it, torchrun
+    starts them.
+    """
+    torchrun = [
+        *(["--nproc_per_node", str(nproc_per_node)] if nproc_per_node > 1 else []),
+        *torchrun_args,
+    ]
+    return [
+        sys.executable,
+        "-m",
+        "torchtune._cli.tune",
+        "run",
+        *torchrun,
+        recipe,
+        "--config",
+        str(config_path),
+    ]
 
 
-def meeting_here(folder: Path, processes: int, torchrun_args: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
-    """Return arguments for torchrun, and environment variables, with which several processes of this machine meet in files of
-    `folder`, which nobody else may read or write. Neither where `torchrun_args` name another meeting point.
+def meeting_here(
+    folder: Path, processes: int, torchrun_args: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """Return arguments for torchrun, and environment variables, with which several processes of
+    this machine meet in files of `folder`, which nobody else may read or write. Neither where
+    `torchrun_args` name another meeting point.
 
-    By itself torchrun listens on all interfaces, asks for no password, and unpickles, and so runs, what it is sent.
+    By itself torchrun listens on all interfaces, asks for no password, and unpickles, and so runs,
+    what it is sent.
     """
     named = ("--rdzv", "--nnodes", "--master", "--standalone")
-    if processes == 1 or any(argument.replace("_", "-").startswith(named) for argument in torchrun_args):
+    if processes == 1 or any(
+        argument.replace("_", "-").startswith(named) for argument in torchrun_args
+    ):
         return [], {}
-    arguments = ["--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--rdzv-endpoint", str(folder / "torchrun")]
+    arguments = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-conf",
+        "store_type=file",
+        "--rdzv-endpoint",
+        str(folder / "torchrun"),
+    ]
     arguments += ["--rdzv-id", folder.name, "--local-addr", "127.0.0.1"]
-    # The agent opens no store for the processes, which have one in a file; gloo and NCCL connect them over the loopback alone.
-    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", STORE_VARIABLE: str(folder / "processes")}
-    return arguments, variables | {name: value for name, value in LOOPBACK.items() if name not in os.environ}
+    # The agent opens no store for the processes, which have one in a file; gloo and NCCL connect
+    # them over the loopback alone.
+    variables = {
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        STORE_VARIABLE: str(folder / "processes"),
+    }
+    return arguments, variables | {
+        name: value for name, value in LOOPBACK.items() if name not in os.environ
+    }
 
 
 def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) -> Path:
     """Return the checkpoint that a recipe left. Raises TrainerError where there is none."""
     checkpoint = output / "checkpoint"
     if not (checkpoint / "config.json").is_file():
-        raise TrainerError(f"the recipe ended without an error but left no checkpoint in {checkpoint}; see {log_path or output}")
+        raise TrainerError(
+            f"the recipe ended without an error but left no checkpoint in {checkpoint}; see "
+            f"{log_path or output}"
+        )
     return checkpoint
 
 
@@ -127,42 +182,71 @@ class TrainerProcess(ChildProcess):
     """
 
     def __init__(
-        self, command: Sequence[str], log_path: Path, progress: Path, variables: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        log_path: Path,
+        progress: Path,
+        variables: Mapping[str, str] | None = None,
     ) -> None:
-        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in ever new lengths. With 256 a
-        # resident trainer of the tiny model holds 690 to 840 MiB over 40 iterations of ever new lengths, and no more at the end.
-        defaults = SHORT_WAITS | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"} | compile_cache(progress.parent)
-        environment = defaults | dict(os.environ) | {PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
+        # oneDNN keeps compiled products of 1024 shapes, a third of a megabyte each; rows come in
+        # ever new lengths. With 256 a resident trainer of the tiny model holds 690 to 840 MiB over
+        # 40 iterations of ever new lengths, and no more at the end.
+        defaults = (
+            SHORT_WAITS
+            | {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256"}
+            | compile_cache(progress.parent)
+        )
+        environment = (
+            defaults | dict(os.environ) | {PROGRESS_VARIABLE: str(progress)} | dict(variables or {})
+        )
         super().__init__(command, log_path, env=environment)
         self.progress = progress
         self._task_log: tuple[Path, int, int] | None = None
 
     def stop(self, timeout: float = 1.0) -> int | None:
-        """End it with all of its descendants, by force after a second: its files are whole at any time, or not there."""
+        """End it with all of its descendants, by force after a second: its files are whole at any
+        time, or not there.
+        """
         return super().stop(timeout)
 
     def log_task_to(self, path: Path | None) -> None:
-        """Say where its errors are to be quoted from: what it does from now on it logs at the end of `path`; what is not its work
-        on the task goes to its own log as before (None: everything does)."""
-        sizes = [log.stat().st_size if log is not None and log.exists() else 0 for log in (path, self.log_path)]
+        """Say where its errors are to be quoted from: what it does from now on it logs at the end
+        of `path`; what is not its work on the task goes to its own log as before (None: everything
+        does).
+        """
+        sizes = [
+            log.stat().st_size if log is not None and log.exists() else 0
+            for log in (path, self.log_path)
+        ]
         self._task_log = None if path is None else (path, sizes[0], sizes[1])
 
     def ended(self) -> bool:
-        """Return False while it runs, True once it has ended well. Raises TrainerError or StorageError where it failed."""
+        """Return False while it runs, True once it has ended well. Raises TrainerError or
+        StorageError where it failed.
+        """
         returncode = self.poll()
         if returncode is None:
             return False
         if returncode == 0:
             return True
-        path, before = self.log_path, ""
+        path = self.log_path
+        before = ""
         tail = self.log_tail(200)  # torchrun adds a page of its own to what a rank said
         if self._task_log is not None:
             log, start, own_start = self._task_log
             if of_task := log_tail(log, start, 200):
                 own = log_tail(path, own_start, 30)
                 before = f"\nThe end of {path}:\n{own}" if own else ""
-                path, tail = log, of_task
-        said = next((line for line in reversed(tail.splitlines()) if any(f"{name}: " in line for name in _ERRORS)), None)
+                path = log
+                tail = of_task
+        said = next(
+            (
+                line
+                for line in reversed(tail.splitlines())
+                if any(f"{name}: " in line for name in _ERRORS)
+            ),
+            None,
+        )
         if said is not None and "StorageError: " in said:
             raise StorageError(said[said.index("StorageError: ") + len("StorageError: ") :])
         if (full := full_disk(self.log_path)) is not None:
@@ -171,15 +255,25 @@ class TrainerProcess(ChildProcess):
         ending = f"exit code {returncode}" if returncode > 0 else f"killed by signal {-returncode}"
         if returncode == -9:
             ending += ", perhaps for want of memory"
-        # What torchrun says of a process of its own; with several machines it may not know why another one's are gone.
+        # What torchrun says of a process of its own; with several machines it may not know why
+        # another one's are gone.
         killed = returncode < 0 or re.search(r"Signal \d+ \(SIG", self.log_tail(200)) is not None
-        kind = TrainerDiedError if said is None and (killed or "--nnodes" in self.command) else TrainerError
-        raise kind(f"the trainer failed ({ending}): {' '.join(self.command)}{before}\nThe end of its log, {path}:\n{last_lines}")
+        kind = (
+            TrainerDiedError
+            if said is None and (killed or "--nnodes" in self.command)
+            else TrainerError
+        )
+        raise kind(
+            f"the trainer failed ({ending}): {' '.join(self.command)}{before}\nThe end of its "
+            f"log, {path}:\n{last_lines}"
+        )
 
     def show(self, done: Callable[[], bool], *, pbar: bool, pbar_desc: str) -> None:
         """Wait until `done`, with a bar that follows the microbatches."""
         shown = pbar and sys.stderr.isatty()
-        with tqdm(desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown) as bar:
+        with tqdm(
+            desc=pbar_desc, bar_format="{desc}: {elapsed}", leave=False, disable=not shown
+        ) as bar:
             while not done():
                 follow_progress(self.progress, bar)
                 time.sleep(_POLL_SECONDS)
@@ -197,7 +291,10 @@ def follow_progress(progress: Path, bar: "tqdm[Any]") -> None:
             bar.refresh()
         return
     if bar.total != total:
-        bar.total, bar.bar_format = total, "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
+        bar.total = total
+        bar.bar_format = (
+            "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]"
+        )
     if bar.n != done:
         bar.n = done
         bar.refresh()

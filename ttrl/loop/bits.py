@@ -1,10 +1,12 @@
 """Hold an iteration that is trained again to the bits that it had when servers got its weights.
 
-What no file has is trained again after a kill (`save_every`), and what was sampled from it meanwhile stays, so it has to come out
-the same. Whenever a trainer holds weights out, the digest of each tensor goes into the iteration's weights.json before any server
-is told of them, with the settings that bits depend on. With the same rows and settings another digest is an error; so it is
-with others, once the training is marked as done. On GPUs, on which nobody has seen yet that sums come out the same twice, it is
-a warning."""
+What no file has is trained again after a kill (`save_every`), and what was sampled from it
+meanwhile stays, so it has to come out the same. Whenever a trainer holds weights out, the digest of
+each tensor goes into the iteration's weights.json before any server is told of them, with the
+settings that bits depend on. With the same rows and settings another digest is an error; so it is
+with others, once the training is marked as done. On GPUs, on which nobody has seen yet that sums
+come out the same twice, it is a warning.
+"""
 
 import json
 import logging
@@ -17,19 +19,47 @@ from ttrl.system.files import write_json
 
 WEIGHTS_FILE = "weights.json"
 _NO_BITS = (
-    *("model", "state", "packed", "output_dir", "sampler_model", "sampler_version", "reference_model", "lora_base", "save"),
-    *("kept", "hand_over", "free_memory", "follow", "profile_steps", "measure_peak", "collective_timeout", "state_format"),
+    *(
+        "model",
+        "state",
+        "packed",
+        "output_dir",
+        "sampler_model",
+        "sampler_version",
+        "reference_model",
+        "lora_base",
+        "save",
+    ),
+    *(
+        "kept",
+        "hand_over",
+        "free_memory",
+        "follow",
+        "profile_steps",
+        "measure_peak",
+        "collective_timeout",
+        "state_format",
+    ),
 )
 """Settings of the recipe that say where things are and what is done beside training."""
 
 logger = logging.getLogger(__name__)
 
 
-def check_bits(iteration: IterationFolder, tensors: Mapping[str, str], recipe: Mapping[str, Any], processes: int) -> None:
-    """Compare the digests of new weights, by tensor, with those that were recorded; record them where there are none, or where
-    the training was not done yet and is another one now. Raises RunFolderError."""
+def check_bits(
+    iteration: IterationFolder,
+    tensors: Mapping[str, str],
+    recipe: Mapping[str, Any],
+    processes: int,
+) -> None:
+    """Compare the digests of new weights, by tensor, with those that were recorded; record them
+    where there are none, or where the training was not done yet and is another one now. Raises
+    RunFolderError.
+    """
     path = iteration.path / WEIGHTS_FILE
-    of = {name: value for name, value in recipe.items() if name not in _NO_BITS} | {"processes": processes}
+    of = {name: value for name, value in recipe.items() if name not in _NO_BITS} | {
+        "processes": processes
+    }
     of["rows"] = iteration.files("pack").get("packed.safetensors")
     of = json.loads(json.dumps(of))  # lists, as they will be read
     before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
@@ -44,17 +74,20 @@ def check_bits(iteration: IterationFolder, tensors: Mapping[str, str], recipe: M
     cause = (
         f"since then, {'; '.join(changed)}"
         if changed
-        else "rows and settings are the same, so another processor or another version of a library computed it, or memory, or a "
+        else "rows and settings are the same, so another processor or another version of a "
+        "library computed it, or memory, or a "
         "file that it started from, is damaged"
     )
     message = (
-        f"iteration {iteration.number} was trained again, and {len(wrong)} of {len(names)} tensors are not, bit for bit, those "
+        f"iteration {iteration.number} was trained again, and {len(wrong)} of {len(names)} "
+        "tensors are not, bit for bit, those "
         f"that servers were given before, such as {wrong[0]}: {cause}"
     )
     if recipe.get("device") == "cuda":
         return logger.warning("%s; what follows goes on from these", message)
     raise RunFolderError(
-        f"{message}. Put that right and start the same command again; or, to go on with these weights although later iterations "
+        f"{message}. Put that right and start the same command again; or, to go on with these "
+        "weights although later iterations "
         f"were sampled from others, remove {path} and the {WEIGHTS_FILE} of those"
     )
 
@@ -62,5 +95,7 @@ def check_bits(iteration: IterationFolder, tensors: Mapping[str, str], recipe: M
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     names = before.keys() | now.keys()
     return [
-        f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in sorted(names) if before.get(name) != now.get(name)
+        f"{name} was {before.get(name)!r} and is {now.get(name)!r}"
+        for name in sorted(names)
+        if before.get(name) != now.get(name)
     ]

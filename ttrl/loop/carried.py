@@ -1,9 +1,10 @@
-"""Groups that an iteration has on disk: all of them (rollouts.jsonl), those that were finished before a kill
-(rollouts.partial.jsonl), or left by a token budget (unfinished.jsonl).
+"""Groups that an iteration has on disk: all of them (rollouts.jsonl), those that were finished
+before a kill (rollouts.partial.jsonl), or left by a token budget (unfinished.jsonl).
 
-With `tokens_per_iteration`, an iteration samples at most so many new completion tokens. Groups that are not finished then wait in
-unfinished.jsonl, and the next iteration goes on with them before it takes new tasks. Their first tokens were sampled by an older
-policy: staleness is the number of iterations between it and the policy that samples now.
+With `tokens_per_iteration`, an iteration samples at most so many new completion tokens. Groups that
+are not finished then wait in unfinished.jsonl, and the next iteration goes on with them before it
+takes new tasks. Their first tokens were sampled by an older policy: staleness is the number of
+iterations between it and the policy that samples now.
 """
 
 import json
@@ -36,37 +37,59 @@ def num_tokens(group: TaskResult) -> int:
 
 
 def groups_of(iteration: IterationFolder, name: str = "rollouts.jsonl") -> list[TaskResult]:
-    """Return an iteration's groups as its file holds them. Raises RunFolderError where that was changed or is gone."""
+    """Return an iteration's groups as its file holds them. Raises RunFolderError where that was
+    changed or is gone.
+    """
     iteration.verify("rollouts")
-    return list(TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(iteration.path / name)))
+    return list(
+        TaskResults.from_samples(Sample.from_json(row) for row in read_jsonl(iteration.path / name))
+    )
 
 
 def carried_groups(previous: IterationFolder) -> list[TaskResult]:
-    """Return what an iteration left unfinished, in its order. Raises RunFolderError where the file was changed or is gone."""
+    """Return what an iteration left unfinished, in its order. Raises RunFolderError where the file
+    was changed or is gone.
+    """
     marker = previous.marker("rollouts")
-    return [] if marker is None or "unfinished" not in marker else groups_of(previous, UNFINISHED_FILE)
+    return (
+        [] if marker is None or "unfinished" not in marker else groups_of(previous, UNFINISHED_FILE)
+    )
 
 
 def oldest_version(group: TaskResult, version: int) -> int:
-    """Return the oldest weights version of all tokens of the group; `version` where it has none yet."""
+    """Return the oldest weights version of all tokens of the group; `version` where it has none
+    yet.
+    """
     tokens = [sample for sample in group.samples if sample.token_ids]
-    return min((min(sample.token_versions or [sample.weights_version]) for sample in tokens), default=version)
+    return min(
+        (min(sample.token_versions or [sample.weights_version]) for sample in tokens),
+        default=version,
+    )
 
 
 def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
-    """Return the group for sampling by `version`: samples without a token yet will be that version's alone."""
+    """Return the group for sampling by `version`: samples without a token yet will be that
+    version's alone.
+    """
     for sample in group.samples:
         if is_unfinished(sample) and not sample.token_ids:
-            sample.weights_version, sample.token_versions = version, None
+            sample.weights_version = version
+            sample.token_versions = None
     return group
 
 
 def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
-    """Return how many iterations older than `version` the policies are that sampled the tokens: mean and max."""
+    """Return how many iterations older than `version` the policies are that sampled the tokens:
+    mean and max.
+    """
     total = weighted = oldest = 0
     for sample in (sample for group in groups for sample in group.samples):
         count = len(sample.token_ids or ())
-        ages = [version - v for v in sample.token_versions] if sample.token_versions else [version - sample.weights_version]
+        ages = (
+            [version - v for v in sample.token_versions]
+            if sample.token_versions
+            else [version - sample.weights_version]
+        )
         total += count
         weighted += sum(ages) if sample.token_versions else count * ages[0]
         oldest = max(oldest, max(ages) if count else 0)
@@ -76,23 +99,31 @@ def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
 def kept_groups(
     partial: Path, tasks: Sequence[Task], n: int, version: int, carried: Sequence[TaskResult]
 ) -> dict[int, TaskResult]:
-    """Return the groups that an earlier process finished, by place in `tasks`; not those of other tasks or another policy.
+    """Return the groups that an earlier process finished, by place in `tasks`; not those of other
+    tasks or another policy.
 
     The first `len(carried)` tasks are those of groups that were continued.
     """
     kept = {}
     for row in read_jsonl(partial, key="position"):
-        position, samples = row["position"], [Sample.from_json(sample) for sample in row["samples"]]
+        position = row["position"]
+        samples = [Sample.from_json(sample) for sample in row["samples"]]
         if position >= len(tasks) or len(samples) != n:
             continue
         key = task_key(tasks[position].id, tasks[position].messages)
         versions = {sample.weights_version for sample in samples}
-        group = TaskResult(task_id=tasks[position].id, messages=tasks[position].messages, samples=samples)
+        group = TaskResult(
+            task_id=tasks[position].id, messages=tasks[position].messages, samples=samples
+        )
         if position < len(carried):
             same_policy = max(versions) == version and continues(group, carried[position])
         else:
-            same_policy = versions == {version} and not any(sample.token_versions for sample in samples)
-        if same_policy and all(task_key(sample.task_id, sample.messages) == key for sample in samples):
+            same_policy = versions == {version} and not any(
+                sample.token_versions for sample in samples
+            )
+        if same_policy and all(
+            task_key(sample.task_id, sample.messages) == key for sample in samples
+        ):
             kept[position] = group
     return kept
 
@@ -100,13 +131,19 @@ def kept_groups(
 def continues(group: TaskResult, carried: TaskResult) -> bool:
     """Return whether every sample begins with the tokens of the carried group's."""
     pairs = zip(group.samples, carried.samples, strict=False)
-    return all((after.token_ids or [])[: len(before.token_ids or ())] == (before.token_ids or []) for after, before in pairs)
+    return all(
+        (after.token_ids or [])[: len(before.token_ids or ())] == (before.token_ids or [])
+        for after, before in pairs
+    )
 
 
-def place_of(result: TaskResult, positions: Mapping[str, list[int]], carried: Sequence[TaskResult]) -> int:
+def place_of(
+    result: TaskResult, positions: Mapping[str, list[int]], carried: Sequence[TaskResult]
+) -> int:
     """Take the place of a result out of `positions` (task key to places that wait for a result).
 
-    The same task may be there several times: any of its new places will do, but a continued group has its own.
+    The same task may be there several times: any of its new places will do, but a continued group
+    has its own.
     """
     places = positions[task_key(result.task_id, result.messages)]
     for place in places:
@@ -116,8 +153,12 @@ def place_of(result: TaskResult, positions: Mapping[str, list[int]], carried: Se
     return places.pop(0)
 
 
-def budget_facts(groups: Sequence[TaskResult], carried: Sequence[TaskResult], version: int) -> dict[str, Any]:
-    """Return what a marker says of an iteration with a token budget: what was new, how old the tokens are, what is left."""
+def budget_facts(
+    groups: Sequence[TaskResult], carried: Sequence[TaskResult], version: int
+) -> dict[str, Any]:
+    """Return what a marker says of an iteration with a token budget: what was new, how old the
+    tokens are, what is left.
+    """
     left = [group for group in groups if is_open(group)]
     return {
         "new_completion_tokens": sum(map(num_tokens, groups)) - sum(map(num_tokens, carried)),
@@ -131,11 +172,17 @@ def budget_facts(groups: Sequence[TaskResult], carried: Sequence[TaskResult], ve
 
 
 def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[TaskUsage]:
-    """Return the tokens of groups, given by their places; what the first `len(carried)` had before is not new."""
+    """Return the tokens of groups, given by their places; what the first `len(carried)` had before
+    is not new.
+    """
     usage = []
     for place, group in groups.items():
         had = num_tokens(carried[place]) if place < len(carried) else 0
         prompt = max((len(sample.prompt_token_ids or ()) for sample in group.samples), default=0)
         tokens = num_tokens(group)
-        usage.append(TaskUsage(prompt=prompt, completion=tokens, new_prompt=prompt, new_completion=tokens - had))
+        usage.append(
+            TaskUsage(
+                prompt=prompt, completion=tokens, new_prompt=prompt, new_completion=tokens - had
+            )
+        )
     return usage

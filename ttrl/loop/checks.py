@@ -1,4 +1,6 @@
-"""Everything that can be known to be wrong with a run, found at once, before torch is loaded or a server started."""
+"""Everything that can be known to be wrong with a run, found at once, before torch is loaded or a
+server started.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -24,10 +26,18 @@ def checked(
     problems: Sequence[str] = (),
     error: UserError | None = None,
 ) -> tuple[TrainConfig, list[Task], list[Task]]:
-    """Return what a run is given, checked, with `model` also whether its model can be had. Raises ConfigError with all problems,
-    and those that were found before (`error`: in making the tasks); TaskError or ModelFolderError for one of those alone."""
+    """Return what a run is given, checked, with `model` also whether its model can be had. Raises
+    ConfigError with all problems, and those that were found before (`error`: in making the tasks);
+    TaskError or ModelFolderError for one of those alone.
+    """
     if not isinstance(config, TrainConfig):
-        raise ConfigError("config", [f"it is of type {type(config).__name__}; make it with ttrl.TrainConfig(run=…, model=…)"])
+        raise ConfigError(
+            "config",
+            [
+                f"it is of type {type(config).__name__}; make it with ttrl.TrainConfig(run=…, "
+                "model=…)"
+            ],
+        )
     errors = [] if error is None else [error]
 
     def listed(given: Sequence[Task], name: str) -> list[Task]:
@@ -38,7 +48,8 @@ def checked(
             return []
 
     values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
-    config, found = TrainConfig.examine(values)  # defaults stand in for what is wrong, and are not complained of
+    # Defaults stand in for what is wrong, and are not complained of.
+    config, found = TrainConfig.examine(values)
     problems = list(dict.fromkeys([*problems, *found]))
     said = "\n".join(problems)
     server = {name: value for name, value in config.server.items() if name != "max_model_len"}
@@ -57,8 +68,12 @@ def checked(
         from ttrl.rollouts.early_stop import InferenceEarlyStop
 
         for name in sorted(config.early_stop.keys() & {"alpha", "threshold"}):
-            problems += complaints(functools.partial(InferenceEarlyStop, **{name: config.early_stop[name]}), "early_stop: ")
-    tasks, validation_tasks = listed(tasks, "tasks"), listed(validation_tasks, "validation_tasks")
+            problems += complaints(
+                functools.partial(InferenceEarlyStop, **{name: config.early_stop[name]}),
+                "early_stop: ",
+            )
+    tasks = listed(tasks, "tasks")
+    validation_tasks = listed(validation_tasks, "validation_tasks")
     if not errors:
         problems += _task_problems(config, tasks, validation_tasks, said)
     if model and config.model and not is_ready(config.model):
@@ -73,7 +88,9 @@ def checked(
     return config, tasks, validation_tasks
 
 
-def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: list[Task], said: str) -> list[str]:
+def _task_problems(
+    config: TrainConfig, tasks: list[Task], validation_tasks: list[Task], said: str
+) -> list[str]:
     found = []
     if not tasks:
         found.append("there are no tasks to train on")
@@ -82,19 +99,30 @@ def _task_problems(config: TrainConfig, tasks: list[Task], validation_tasks: lis
         first = [task for task in tasks if task.level == lowest]
         there = f"there {'is' if len(tasks) == 1 else 'are'} only {counted(len(tasks), 'task')}"
         if len(first) < len(tasks):
-            there = f"the lowest level, with which a run begins, has only {counted(len(first), 'task')}"
+            there = (
+                f"the lowest level, with which a run begins, has only {counted(len(first), 'task')}"
+            )
         if len(first) < config.tasks_per_iteration:
             found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
-    if untrainable := [(task, why) for task in tasks if (why := only_evaluates(task.grader, task.group_grader, task.rollout))]:
+    if untrainable := [
+        (task, why)
+        for task in tasks
+        if (why := only_evaluates(task.grader, task.group_grader, task.rollout))
+    ]:
         count, (one, why) = len(untrainable), untrainable[0]
         found.append(
-            f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation alone: {why}; give them as "
+            f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation alone: "
+            f"{why}; give them as "
             "validation_tasks, or to `ttrl eval`"
         )
-    if config.tokens_per_iteration is not None and (several := [task.id for task in tasks if task.rollout]):
+    if config.tokens_per_iteration is not None and (
+        several := [task.id for task in tasks if task.rollout]
+    ):
         found.append(
-            f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of {len(tasks)} tasks have a rollout "
-            f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and continued later: leave "
+            f"tokens_per_iteration is {config.tokens_per_iteration}, but {len(several)} of "
+            f"{len(tasks)} tasks have a rollout "
+            f"(such as {several[0]!r}); a conversation cannot be cut off by a budget and "
+            "continued later: leave "
             "tokens_per_iteration out, and limit rollouts with Task(limits=RolloutLimits(tokens=…))"
         )
     if config.stop_at is not None and not validation_tasks:

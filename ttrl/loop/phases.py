@@ -1,9 +1,12 @@
-"""The phases of an iteration. Each looks for its marker first, does its work, and leaves the marker last.
+"""The phases of an iteration. Each looks for its marker first, does its work, and leaves the marker
+last.
 
 prepare     (iteration 0) the starting model, linked, and its canary    checkpoint/
-rollouts    samples, graded; with a token budget, those to continue      rollouts.jsonl, unfinished.jsonl
+rollouts    samples, graded; with a token budget, those to continue      rollouts.jsonl,
+            unfinished.jsonl
 pack        advantages and packed tensors                                packed.safetensors
-train       the recipe, in a process of its own                          checkpoint/ state/ train.jsonl
+train       the recipe, in a process of its own                          checkpoint/ state/
+            train.jsonl
 validate    held-out tasks under the new policy                          validation.jsonl
 
 In which order they run, and which of them at the same time: `ttrl.loop.iterations`.
@@ -42,7 +45,14 @@ from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
 from ttrl.system.console import Console, clock
-from ttrl.system.files import atomic_folder, model_files, read_jsonl, remove_folder, remove_leftovers, write_jsonl
+from ttrl.system.files import (
+    atomic_folder,
+    model_files,
+    read_jsonl,
+    remove_folder,
+    remove_leftovers,
+    write_jsonl,
+)
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -68,21 +78,26 @@ class Phases:
         trainer: Trainer | None = None,
         workers: Workers | None = None,
     ) -> None:
-        self.config, self.folder, self.model = config, folder, model
+        self.config = config
+        self.folder = folder
+        self.model = model
         self.tasks, self.validation_tasks = list(tasks), list(validation_tasks)
-        self.server, self.console = server, console
+        self.server = server
+        self.console = console
         self.trainer = trainer or Trainer(config, folder, console)
         self._deaths = 0
         """Of the trainer, since it last finished an iteration."""
         self._unsaved: tuple[int, float, float] | None = None
-        """The iteration whose files are still being written, and when its training began and ended."""
+        """The iteration whose files are still being written, and when its training began and ended.
+        """
         self.stream = TaskStream(config, folder, self.tasks)
         self.timeline = Timeline()
         self._sampler = Sampler(config, server, console, self.timeline, workers)
         self._tokenizer: Any = None
         self._loading = threading.Lock()
         self._synced: tuple[int, dict[str, dict[str, Any]]] | None = None
-        """The iteration whose policy is at the server, and what the marker of a phase says of that."""
+        """The iteration whose policy is at the server, and what the marker of a phase says of that.
+        """
         self._sampled: dict[int, list[TaskResult]] = {}
         """By iteration, what this process sampled and has not packed yet."""
 
@@ -93,8 +108,10 @@ class Phases:
     # Iteration 0
 
     def prepare(self) -> None:
-        """Link the starting model as iteration 0's checkpoint, and have the trainer make its canary while the server starts; but
-        where they share a GPU, the server starts when the trainer is done and has parked."""
+        """Link the starting model as iteration 0's checkpoint, and have the trainer make its canary
+        while the server starts; but where they share a GPU, the server starts when the trainer is
+        done and has parked.
+        """
         iteration = self.folder.iteration(0)
         if iteration.marker("prepare") is not None:
             return
@@ -102,7 +119,8 @@ class Phases:
         if not self.config.shares_gpu:
             self.server.start(self.model)
         self.console.line(
-            "starting vLLM and the trainer; with a small model, validation begins in about half a minute "
+            "starting vLLM and the trainer; with a small model, validation begins in about half "
+            "a minute "
             f"(logs: {self.folder.path / 'logs'})"
         )
         model_files(self.model)  # raises where its links lead elsewhere
@@ -110,16 +128,30 @@ class Phases:
             for path in sorted(self.model.iterdir()):
                 if path.is_file() and path.name != CANARY_FILE:
                     inside = path.is_relative_to(self.folder.path)
-                    target = Path(os.path.relpath(path, iteration.path / "checkpoint")) if inside else path.resolve()
+                    target = (
+                        Path(os.path.relpath(path, iteration.path / "checkpoint"))
+                        if inside
+                        else path.resolve()
+                    )
                     (temporary / path.name).symlink_to(target)
             canary = self.model / CANARY_FILE  # our own recipe may have made this model
-            computed = {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype], self.config.context
+            computed = (
+                {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype],
+                self.config.context,
+            )
             if is_known := _canary_made_in(canary) == computed:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
         if not is_known:
             self._ask_trainer(1, {"packed": "", "output_dir": str(iteration.path)})
             self._deaths = 0
-        plan = write_plan(self.config, self.folder.path, self.model, self.tasks, self.validation_tasks, self.tokenizer())
+        plan = write_plan(
+            self.config,
+            self.folder.path,
+            self.model,
+            self.tasks,
+            self.validation_tasks,
+            self.tokenizer(),
+        )
         if plan is not None:
             self.console.line(plan.time_line(may_end_early=self.config.stop_at is not None))
             if plan.does_not_fit is not None:
@@ -139,8 +171,8 @@ class Phases:
     # Sampling
 
     def sync(self, number: int, recorded_by: str) -> None:
-        """Bring the policy after iteration `number` to the server, for phases that will share it; the marker of `recorded_by`,
-        one of them, says what that took."""
+        """Bring the policy after iteration `number` to the server, for phases that will share it;
+        the marker of `recorded_by`, one of them, says what that took."""
         began = clock()
         self._synced = None
         version = self.folder.policy_version(number)
@@ -150,8 +182,10 @@ class Phases:
         self._synced = number, {recorded_by: {"sync_seconds": clock() - began, "sync": sync}}
 
     def _sync(self, version: int) -> dict[str, Any] | None:
-        """Bring a policy to the server: out of the trainer's memory, which it has to be brought into again where no file has it
-        and the trainer is another one; from files where no server can take it from there."""
+        """Bring a policy to the server: out of the trainer's memory, which it has to be brought
+        into again where no file has it and the trainer is another one; from files where no server
+        can take it from there.
+        """
         checkpoint = self.folder.checkpoint(version)
         if self._has_files(version):
             return self.server.serve(checkpoint, self.trainer.handover(version))
@@ -161,14 +195,20 @@ class Phases:
         try:
             return self.server.serve(checkpoint, self.trainer.handover(version), start_from)
         except ServerError as error:
-            logger.warning("the policy of iteration %d is written for the servers, which did not take it: %s", version, error)
+            logger.warning(
+                "the policy of iteration %d is written for the servers, which did not take it: %s",
+                version,
+                error,
+            )
             self.write(version)
             return self.server.serve(checkpoint)
 
     def _has_files(self, version: int) -> bool:
         """Return whether a policy's checkpoint is there, or being written."""
         is_held_out = version in self.folder.held and self.trainer.handover(version) is not None
-        return (is_held_out and self.trainer.holding != version) or self.folder.written_version(version) == version
+        return (is_held_out and self.trainer.holding != version) or self.folder.written_version(
+            version
+        ) == version
 
     def _serve(self, number: int, phase: str) -> dict[str, Any]:
         """Bring the policy to the server; return what the phase's marker says of that."""
@@ -201,18 +241,26 @@ class Phases:
             partial=partial,
             budget=budget,
             carried=carried,
-            on_chunk=None if self.config.early_stop is None else InferenceEarlyStop(**self.config.early_stop),
+            on_chunk=None
+            if self.config.early_stop is None
+            else InferenceEarlyStop(**self.config.early_stop),
             log_dir=iteration.path / "samples" if self.config.sample_files else None,
             experts=self.config.recipe_config({}).router_replay,
         )
         results = self._sampler.sample(tasks, asked)
         if self.config.dynamic_sampling is not None:
-            first, taken = len(tasks), more["tasks_taken"]
+            first = len(tasks)
+            taken = more["tasks_taken"]
             asked = dataclasses.replace(asked, what=f"{number}: sampling more")
             while count := further_tasks(
-                results, self.config, len(tasks) - first, results.stats.new_completion_tokens, self.tokenizer
+                results,
+                self.config,
+                len(tasks) - first,
+                results.stats.new_completion_tokens,
+                self.tokenizer,
             ):
-                tasks, taken = tasks + self.stream.more(number, taken, count, tasks), taken + count
+                tasks = tasks + self.stream.more(number, taken, count, tasks)
+                taken = taken + count
                 results = self._sampler.sample(tasks, asked, known=results)
             more |= {"tasks_taken": taken, "extra_tasks": len(tasks) - first}
         files = ["rollouts.jsonl"]
@@ -220,23 +268,39 @@ class Phases:
         stats = (results if budget is None else finished).stats.to_json()
         write_jsonl(iteration.path / "rollouts.jsonl", finished.to_jsonl_lines())
         if budget is not None:
-            write_jsonl(iteration.path / UNFINISHED_FILE, TaskResults(filter(is_open, results)).to_jsonl_rows())
+            write_jsonl(
+                iteration.path / UNFINISHED_FILE,
+                TaskResults(filter(is_open, results)).to_jsonl_rows(),
+            )
             files.append(UNFINISHED_FILE)
             all_stats = results.stats
-            stats |= {name: getattr(all_stats, name) for name in ("seconds", "tokens_per_second", "grading_seconds")}
+            stats |= {
+                name: getattr(all_stats, name)
+                for name in ("seconds", "tokens_per_second", "grading_seconds")
+            }
             more |= budget_facts(results, carried, version)
-        more |= {"flops": self._flops(results, began, carried)} | self.stream.measured(number, list(finished))
-        iteration.mark("rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more)
+        more |= {"flops": self._flops(results, began, carried)} | self.stream.measured(
+            number, list(finished)
+        )
+        iteration.mark(
+            "rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more
+        )
         self._sampled[number] = list(finished)
         partial.unlink(missing_ok=True)
 
     def has_to_validate(self, number: int) -> bool:
         """Return whether `validate` has anything to do."""
         is_due = number % self.config.validate_every == 0 or number == self.config.iterations
-        return is_due and bool(self.validation_tasks) and self.folder.iteration(number).marker("validate") is None
+        return (
+            is_due
+            and bool(self.validation_tasks)
+            and self.folder.iteration(number).marker("validate") is None
+        )
 
     def ask_server(self) -> Callable[[str], Any] | None:
-        """Return what GETs a path of the server and returns its JSON answer; None where no server runs."""
+        """Return what GETs a path of the server and returns its JSON answer; None where no server
+        runs.
+        """
         try:
             self.server.check()
         except ServerError:
@@ -258,16 +322,34 @@ class Phases:
         )
         results = self._sampler.sample(self.validation_tasks, asked)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_lines())
-        stats, estimates = results.stats.to_json(), _estimates(results, self.config.validation_metric, asked.n)
-        stats["metrics"] |= {name: one.mean for name, one in estimates.items() if "pass@" in name and one.mean is not None}
-        facts = {"seconds": clock() - began, **synced, "stats": stats, "flops": self._flops(results, began)}
-        spans = {name: (one.low, one.high) for name, one in estimates.items() if one.low is not None and one.high is not None}
+        stats = results.stats.to_json()
+        estimates = _estimates(results, self.config.validation_metric, asked.n)
+        stats["metrics"] |= {
+            name: one.mean
+            for name, one in estimates.items()
+            if "pass@" in name and one.mean is not None
+        }
+        facts = {
+            "seconds": clock() - began,
+            **synced,
+            "stats": stats,
+            "flops": self._flops(results, began),
+        }
+        spans = {
+            name: (one.low, one.high)
+            for name, one in estimates.items()
+            if one.low is not None and one.high is not None
+        }
         facts |= {"sampling": _sampled_how(asked, len(results)), "intervals": spans}
         iteration.mark("validate", ["validation.jsonl"], facts)
 
-    def _flops(self, results: TaskResults, began: float, carried: Sequence[TaskResult] = ()) -> dict[str, float]:
-        """Return what the servers computed for a phase that has just been sampled; "per_second" on one GPU (on CPUs of the whole
-        machine), where it is known, with what they did for other phases meanwhile."""
+    def _flops(
+        self, results: TaskResults, began: float, carried: Sequence[TaskResult] = ()
+    ) -> dict[str, float]:
+        """Return what the servers computed for a phase that has just been sampled; "per_second" on
+        one GPU (on CPUs of the whole machine), where it is known, with what they did for other
+        phases meanwhile.
+        """
         config = self.config
         reads = sampled_reads(list(results), carried, shared=config.shares_prompts)
         prefill, decode = sampling_flops(self._shape, reads)
@@ -275,7 +357,11 @@ class Phases:
         if results.stats.seconds is None:
             return flops
         per_second = self.timeline.served(began, clock(), flops["prefill"] + flops["decode"])
-        gpus = config.servers_in_all * gpus_of_a_server(config.server) if config.device == "cuda" else 1
+        gpus = (
+            config.servers_in_all * gpus_of_a_server(config.server)
+            if config.device == "cuda"
+            else 1
+        )
         return flops | {"per_second": per_second / gpus}
 
     @functools.cached_property
@@ -290,17 +376,27 @@ class Phases:
         sampled = self._sampled.pop(number, None)
         if iteration.marker("pack") is not None:
             return
-        pack(iteration, groups_of(iteration) if sampled is None else sampled, self.config, self.model, self.tokenizer())
+        pack(
+            iteration,
+            groups_of(iteration) if sampled is None else sampled,
+            self.config,
+            self.model,
+            self.tokenizer(),
+        )
 
     def start_trainer(self, number: int) -> None:
-        """Let a resident trainer start and load what iteration `number` is trained from, while the caller does other things."""
+        """Let a resident trainer start and load what iteration `number` is trained from, while the
+        caller does other things.
+        """
         config = self.recipe_config(number)
         if not Path(config["model"], "config.json").is_file():  # iteration 0 has not been prepared
             config["model"] = str(self.model)
         self.trainer.start(config)
 
     def train(self, number: int) -> None:
-        """Run the recipe on the packed rows, from the newest checkpoint and state. Raises TrainerError, StorageError."""
+        """Run the recipe on the packed rows, from the newest checkpoint and state. Raises
+        TrainerError, StorageError.
+        """
         iteration = self.folder.iteration(number)
         if iteration.marker("train") is not None:
             return
@@ -314,7 +410,8 @@ class Phases:
         self._rest_server()
         self._ask_trainer(number, {})
         self._unsaved = number, began, clock()
-        if self.trainer.handover(number) is None or self.config.cache:  # the cache goes by what the files hold
+        # The cache goes by what the files hold.
+        if self.trainer.handover(number) is None or self.config.cache:
             self.finish_saving()
         else:
             self.folder.held.add(number)
@@ -326,9 +423,11 @@ class Phases:
             self.server.rest()
 
     def finish_saving(self, wait_for_others: Callable[[], None] = lambda: None) -> None:
-        """Wait until checkpoint and state of the last training are on disk, or the trainer has them for good, and mark it as done
-        where that was not done before. A trainer that was killed meanwhile trains it again, to the same bits; on GPUs that it
-        shares with the server, after `wait_for_others`, who use that."""
+        """Wait until checkpoint and state of the last training are on disk, or the trainer has them
+        for good, and mark it as done where that was not done before. A trainer that was killed
+        meanwhile trains it again, to the same bits; on GPUs that it shares with the server, after
+        `wait_for_others`, who use that.
+        """
         if self._unsaved is None:
             return
         number, began, trained = self._unsaved
@@ -354,21 +453,29 @@ class Phases:
                 facts["save_seconds"] = clock() - trained
         iteration.mark("train", files, facts, _known_digests(iteration.path))
         self.folder.held.discard(number)
-        self._unsaved, self._deaths = None, 0
+        self._unsaved = None
+        self._deaths = 0
 
     def write(self, number: int) -> None:
-        """Write the policy after iteration `number`, and its state, where that was not done (`save_every`)."""
+        """Write the policy after iteration `number`, and its state, where that was not done
+        (`save_every`).
+        """
         version = self.folder.policy_version(number)
         if self._has_files(version):
             return
-        began, iteration = clock(), self.folder.iteration(version)
+        began = clock()
+        iteration = self.folder.iteration(version)
         self._ask_trainer(version + 1, {"packed": "", "output_dir": str(iteration.path)})
         if version not in self.folder.held:  # its training is marked as done
-            iteration.mark("save", _POLICY, {"seconds": clock() - began}, _known_digests(iteration.path))
+            iteration.mark(
+                "save", _POLICY, {"seconds": clock() - began}, _known_digests(iteration.path)
+            )
 
     def _ask_trainer(self, number: int, changes: dict[str, Any] | None) -> None:
-        """Have the trainer do what the recipe's config of an iteration says, with `changes`; None: only hold what it starts from.
-        One that was killed is started again, and trains again what no file has. Raises TrainerError, StorageError."""
+        """Have the trainer do what the recipe's config of an iteration says, with `changes`; None:
+        only hold what it starts from. One that was killed is started again, and trains again what
+        no file has. Raises TrainerError, StorageError.
+        """
         if self.config.shares_gpu:
             self._rest_server()
         while True:
@@ -383,19 +490,28 @@ class Phases:
                 self._count_death(error)
 
     def _lost(self, number: int) -> list[int]:
-        """Return the iterations that have to be trained again before the trainer has, or finds, the policy after `number`."""
+        """Return the iterations that have to be trained again before the trainer has, or finds, the
+        policy after `number`.
+        """
         if number <= 0 or self._has_files(version := self.folder.policy_version(number)):
             return []
         first = 1 + self.folder.written_version(version)
         lost = [n for n in range(first, version + 1) if self.folder.policy_version(n) == n]
-        return lost[lost.index(self.trainer.holding) + 1 :] if self.trainer.holding in lost else lost
+        return (
+            lost[lost.index(self.trainer.holding) + 1 :] if self.trainer.holding in lost else lost
+        )
 
     def _train_again(self, number: int) -> None:
-        """Train an iteration, whose weights and state no file has, from the same inputs to the same bits. Of what it left,
-        nothing is touched."""
-        self.console.line(f"note: training iteration {number} again, whose weights were not written (save_every)")
-        folder, iteration = self.folder.path / _AGAIN, self.folder.iteration(number)
-        self._ask_once(number, self.recipe_config(number) | {"output_dir": str(folder), "save": False})
+        """Train an iteration, whose weights and state no file has, from the same inputs to the same
+        bits. Of what it left, nothing is touched."""
+        self.console.line(
+            f"note: training iteration {number} again, whose weights were not written (save_every)"
+        )
+        folder = self.folder.path / _AGAIN
+        iteration = self.folder.iteration(number)
+        self._ask_once(
+            number, self.recipe_config(number) | {"output_dir": str(folder), "save": False}
+        )
         if self.trainer.holding != number:  # it could not hold them out, and wrote them
             for name in _POLICY:
                 remove_folder(iteration.path / name)
@@ -411,31 +527,43 @@ class Phases:
                 remove_leftovers(folder, name)
         self.trainer.train(number, recipe_config)
         if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
-            check_bits(self.folder.iteration(number), handover.digests, recipe_config, self.config.processes)
+            check_bits(
+                self.folder.iteration(number),
+                handover.digests,
+                recipe_config,
+                self.config.processes,
+            )
 
     def check_trainer(self) -> None:
-        """Notice a resident trainer that has died while nothing was asked of it; the next iteration starts another one. Raises
-        TrainerError where it failed for a reason that another start would not mend."""
+        """Notice a resident trainer that has died while nothing was asked of it; the next iteration
+        starts another one. Raises TrainerError where it failed for a reason that another start
+        would not mend.
+        """
         try:
             self.trainer.check()
         except TrainerDiedError as error:
             self._count_death(error)
 
     def _count_death(self, error: TrainerDiedError) -> None:
-        """Count a death; one of a trainer that waited counts for the iteration that it waited for. Raises the error where it was
-        one too many."""
+        """Count a death; one of a trainer that waited counts for the iteration that it waited for.
+        Raises the error where it was one too many."""
         self._deaths += 1
         if self._deaths > self.config.trainer_restarts:
             raise error
         logger.warning("%s", error)
-        self.console.line(f"note: {str(error).splitlines()[0][:200]}; starting it again (see logs/)")
+        self.console.line(
+            f"note: {str(error).splitlines()[0][:200]}; starting it again (see logs/)"
+        )
 
     def recipe_config(self, number: int) -> dict[str, Any]:
         """Return what the recipe is given in an iteration."""
-        config, iteration = self.config, self.folder.iteration(number)
-        version, written = self.folder.policy_version(number - 1), self.folder.written_version(number - 1)
+        config = self.config
+        iteration = self.folder.iteration(number)
+        version = self.folder.policy_version(number - 1)
+        written = self.folder.written_version(number - 1)
         start = number - 1 if written == version else written
-        state, settings = self.folder.state(start), config.recipe_config({})
+        state = self.folder.state(start)
+        settings = config.recipe_config({})
         sampler = self.folder.sampler(config.policy_of_rollouts(number), number)
         values = {
             "model": str(self.folder.checkpoint(start)),
@@ -453,9 +581,11 @@ class Phases:
             "reference_model": str(self.model) if settings.needs_reference else None,
             "lora_base": str(self.model) if settings.lora_rank is not None else None,
             "hand_over": config.hands_over,
-            "save": number >= config.iterations or number // config.save_every > written // config.save_every,
+            "save": number >= config.iterations
+            or number // config.save_every > written // config.save_every,
             "kept": None if written == version else version,
-            "free_memory": config.trainer == "resident" and config.resolved_trainer_memory(config.device) == "free",
+            "free_memory": config.trainer == "resident"
+            and config.resolved_trainer_memory(config.device) == "free",
         }
         return config.recipe_config(values).to_dict()
 
@@ -489,17 +619,22 @@ def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estima
 
 
 def _known_digests(iteration: Path) -> dict[str, str]:
-    """Return what the trainer says of the large files that it has just written (`ttrl.training.models.weights.write_tensors`)."""
+    """Return what the trainer says of the large files that it has just written
+    (`ttrl.training.models.weights.write_tensors`).
+    """
     known: dict[str, str] = {}
     for name in (f"checkpoint/{CANARY_FILE}", "state/state.json"):
         if (file := iteration / name).is_file():
-            known |= {f"{file.parent.name}/{of}": sha for of, sha in json.loads(file.read_text()).get("files", {}).items()}
+            known |= {
+                f"{file.parent.name}/{of}": sha
+                for of, sha in json.loads(file.read_text()).get("files", {}).items()
+            }
     return known
 
 
 def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
-    """Return dtype and context of a canary that lies in the starting model's folder; None where there is none, or one in half
-    precision that does not say what that costs."""
+    """Return dtype and context of a canary that lies in the starting model's folder; None where
+    there is none, or one in half precision that does not say what that costs."""
     try:
         content = json.loads(path.read_text())
         known = content["dtype"] == "float32" or content["half_precision"]

@@ -1,4 +1,6 @@
-"""`plan(config, tasks)`: what a run will take, before it is made; with `probe=True`, measured in a short run of the same kind."""
+"""`plan(config, tasks)`: what a run will take, before it is made; with `probe=True`, measured in a
+short run of the same kind.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,25 +32,41 @@ def plan(
 ) -> Plan:
     """Plan a run; `print` it, or take `to_dict()`.
 
-    tasks: their prompts are counted. Without tasks, lengths are assumed (`assumptions`), or, with `run`, a folder in which
-        iterations lie already, those that came out.
-    gpu: the kind of GPU that the run is planned for, such as "H100", or several, "8xH100"; None: this machine.
-    probe: makes a short run first, which starts a server and a trainer. Without tasks it asks for completions of the assumed
-        length to made-up prompts.
+    tasks: their prompts are counted. Without tasks, lengths are assumed (`assumptions`), or, with
+        `run`, a folder in which iterations lie already, those that came out.
+    gpu: the kind of GPU that the run is planned for, such as "H100", or several, "8xH100"; None:
+        this machine.
+    probe: makes a short run first, which starts a server and a trainer. Without tasks it asks for
+        completions of the assumed length to made-up prompts.
     price_per_hour: of the machine, in any currency.
     recipe_only: plans the trainer alone, as for a config of `recipe_configs/`.
 
     Raises ConfigError, ModelFolderError, UserError; with `probe`, whatever a run raises.
     """
-    options: dict[str, Any] = {"gpu": gpu, "price_per_hour": price_per_hour, "recipe_only": recipe_only, "run": run}
+    options: dict[str, Any] = {
+        "gpu": gpu,
+        "price_per_hour": price_per_hour,
+        "recipe_only": recipe_only,
+        "run": run,
+    }
     if probe and (gpu is not None or recipe_only):
-        raise UserError("a probe measures whole iterations on this machine: leave out " + ("gpu" if gpu else "recipe_only"))
+        raise UserError(
+            "a probe measures whole iterations on this machine: leave out "
+            + ("gpu" if gpu else "recipe_only")
+        )
     if probe and (config.nnodes > 1 or config.joined_servers):
-        raise UserError("a probe measures this machine alone: leave out nnodes and joined_servers, or plan without a probe")
+        raise UserError(
+            "a probe measures this machine alone: leave out nnodes and joined_servers, or plan "
+            "without a probe"
+        )
     made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)
     if not probe:
         return made
     from ttrl.loop.probe import probe as run_probe
 
-    probed = run_probe(made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks))
-    return make_plan(config, tasks, validation_tasks, assumptions=assumptions, probed=probed, **options)
+    probed = run_probe(
+        made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks)
+    )
+    return make_plan(
+        config, tasks, validation_tasks, assumptions=assumptions, probed=probed, **options
+    )

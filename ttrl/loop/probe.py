@@ -1,8 +1,10 @@
-"""A probe for a plan: the loop itself, with the server, trainer and tasks of a config, for a few iterations.
+"""A probe for a plan: the loop itself, with the server, trainer and tasks of a config, for a few
+iterations.
 
-It runs in a folder that is removed afterwards, with fewer tasks where a whole iteration would take long. Its lengths, its share
-of groups with a signal and its seconds go into the plan, scaled to whole iterations by the number of tasks. Phases of an
-iteration are therefore those that the loop really has, whatever they share.
+It runs in a folder that is removed afterwards, with fewer tasks where a whole iteration would take
+long. Its lengths, its share of groups with a signal and its seconds go into the plan, scaled to
+whole iterations by the number of tasks. Phases of an iteration are therefore those that the loop
+really has, whatever they share.
 """
 
 import dataclasses
@@ -33,25 +35,55 @@ _LOOK_SECONDS = 0.1  # between looks at the memory of processes
 _MADE_UP_TASKS = 64
 
 
-def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list[Task], validation_tasks: list[Task]) -> Probed:
-    """Run a probe. made: the rough plan, by which the probe is given its size. Raises UserError, and whatever a run raises."""
+def probe(
+    made: Plan,
+    config: TrainConfig,
+    assumptions: Assumptions,
+    tasks: list[Task],
+    validation_tasks: list[Task],
+) -> Probed:
+    """Run a probe. made: the rough plan, by which the probe is given its size. Raises UserError,
+    and whatever a run raises.
+    """
     changes: dict[str, Any] = {}
     if not tasks:
         tasks, changes = _made_up_tasks(config, assumptions, made)
     affordable = PROBE_SECONDS / _ITERATIONS / max(made.seconds.iteration, 1e-3)
-    count = min(config.tasks_per_iteration, max(_FEWEST_TASKS, round(affordable * config.tasks_per_iteration)))
+    count = min(
+        config.tasks_per_iteration,
+        max(_FEWEST_TASKS, round(affordable * config.tasks_per_iteration)),
+    )
     share = count / config.tasks_per_iteration
     held_out = validation_tasks[: max(1, round(share * len(validation_tasks)))]
     with tempfile.TemporaryDirectory(prefix="ttrl-probe-") as folder, ProcessMemory() as memory:
-        changes |= {"run": str(Path(folder, "run")), "iterations": _ITERATIONS, "stop_at": None, "cache": []}
+        changes |= {
+            "run": str(Path(folder, "run")),
+            "iterations": _ITERATIONS,
+            "stop_at": None,
+            "cache": [],
+        }
         changes["validate_every"] = 1
-        changes |= {"tasks_per_iteration": count, "tokens_per_iteration": None, "max_staleness": None}
-        changes |= {"dynamic_sampling": None, "max_extra_tasks": None, "loggers": [], "mirror": None}
+        changes |= {
+            "tasks_per_iteration": count,
+            "tokens_per_iteration": None,
+            "max_staleness": None,
+        }
+        changes |= {
+            "dynamic_sampling": None,
+            "max_extra_tasks": None,
+            "loggers": [],
+            "mirror": None,
+        }
         rows = train(dataclasses.replace(config, **changes), tasks, held_out, quiet=True).metrics
         signal = signal_share(rows)
-        found = run_lengths(iteration_folders(Path(folder, "run")), assumptions.signal_share or signal or None)
+        found = run_lengths(
+            iteration_folders(Path(folder, "run")), assumptions.signal_share or signal or None
+        )
     if found is None:
-        raise UserError("the probe sampled nothing, so there is nothing to plan from; `ttrl tasks try` shows what tasks do")
+        raise UserError(
+            "the probe sampled nothing, so there is nothing to plan from; `ttrl tasks try` shows "
+            "what tasks do"
+        )
     completions_from = "assumed" if "sampling" in changes else "probe"
     lengths = dataclasses.replace(
         found,
@@ -63,7 +95,8 @@ def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list
     notes = []
     if signal == 0:
         notes = [
-            f"nothing would be trained: in none of the {len(found.groups)} groups of the probe did rewards differ; see what "
+            f"nothing would be trained: in none of the {len(found.groups)} groups of the probe "
+            "did rewards differ; see what "
             "`ttrl tasks try` says of replies and grades"
         ]
     held_out_scale = len(validation_tasks) / max(1, len(held_out)) / config.validate_every
@@ -72,16 +105,24 @@ def probe(made: Plan, config: TrainConfig, assumptions: Assumptions, tasks: list
 
 
 def _scaled(
-    seconds: Mapping[str, Seconds], rows: Sequence[Mapping[str, Any]], scale: float, held_out_scale: float
+    seconds: Mapping[str, Seconds],
+    rows: Sequence[Mapping[str, Any]],
+    scale: float,
+    held_out_scale: float,
 ) -> dict[str, Seconds]:
-    """Scale seconds to whole iterations. What does not grow with the number of tasks stays: syncs, starts, saving."""
-    scaled, before = dict(seconds), _sum(seconds)
+    """Scale seconds to whole iterations. What does not grow with the number of tasks stays: syncs,
+    starts, saving.
+    """
+    scaled = dict(seconds)
+    before = _sum(seconds)
     for name, factor in (("sample", scale), ("pack", scale), ("validate", held_out_scale)):
         if name in scaled:
             scaled[name] = Seconds(scaled[name].seconds * factor, "probe")
     if "train" in scaled and scale > 1:
         saving = _saving(rows)
-        scaled["train"] = Seconds(saving + max(0.0, scaled["train"].seconds - saving) * scale, "probe")
+        scaled["train"] = Seconds(
+            saving + max(0.0, scaled["train"].seconds - saving) * scale, "probe"
+        )
     if "iteration" in scaled and before:
         scaled["iteration"] = Seconds(scaled["iteration"].seconds * _sum(scaled) / before, "probe")
     return scaled
@@ -89,26 +130,42 @@ def _scaled(
 
 def _sum(seconds: Mapping[str, Seconds]) -> float:
     """Add up the phases, as if none overlapped."""
-    return sum(value.seconds for name, value in seconds.items() if not name.endswith(" start") and name != "iteration")
+    return sum(
+        value.seconds
+        for name, value in seconds.items()
+        if not name.endswith(" start") and name != "iteration"
+    )
 
 
 def _saving(rows: Sequence[Mapping[str, Any]]) -> float:
     """Return the seconds of an iteration's training that do not grow with its tasks."""
-    found = [row["train"]["seconds_by_part"]["checkpoint"] for row in rows if "seconds_by_part" in row.get("train", {})]
+    found = [
+        row["train"]["seconds_by_part"]["checkpoint"]
+        for row in rows
+        if "seconds_by_part" in row.get("train", {})
+    ]
     return sum(found) / len(found) if found else 0.0
 
 
-def _made_up_tasks(config: TrainConfig, assumptions: Assumptions, made: Plan) -> tuple[list[Task], dict[str, Any]]:
-    """Make tasks whose prompts have about the planned length, with rewards that differ within each group; and settings that make
-    every completion as long as the assumed mean."""
+def _made_up_tasks(
+    config: TrainConfig, assumptions: Assumptions, made: Plan
+) -> tuple[list[Task], dict[str, Any]]:
+    """Make tasks whose prompts have about the planned length, with rewards that differ within each
+    group; and settings that make every completion as long as the assumed mean."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     draw = np.random.default_rng(config.seed)
     length = max(1, round(made.work.prompt_mean))
-    words = [tokenizer.decode(draw.integers(0, len(tokenizer), length)) for _ in range(_MADE_UP_TASKS)]
+    words = [
+        tokenizer.decode(draw.integers(0, len(tokenizer), length)) for _ in range(_MADE_UP_TASKS)
+    ]
     tasks = [
-        Task([{"role": "user", "content": words[number % _MADE_UP_TASKS]}], _alternating(), id=f"probe/{number}")
+        Task(
+            [{"role": "user", "content": words[number % _MADE_UP_TASKS]}],
+            _alternating(),
+            id=f"probe/{number}",
+        )
         for number in range(config.tasks_per_iteration)
     ]
     length = max(1, min(config.max_tokens, round(completion_mean(config, assumptions))))
@@ -122,7 +179,9 @@ def _alternating() -> Callable[[Any], float]:
 
 
 class ProcessMemory:
-    """Watches the resident memory of what this process starts, in a thread: "trainer", "server", the highest sum of each."""
+    """Watches the resident memory of what this process starts, in a thread: "trainer", "server",
+    the highest sum of each.
+    """
 
     def __init__(self) -> None:
         self.peaks: dict[str, float] = {}

@@ -1,4 +1,6 @@
-"""What an iteration's rollouts say about learning: endings, failures, repetitions, lengths. Counted once, while packing."""
+"""What an iteration's rollouts say about learning: endings, failures, repetitions, lengths. Counted
+once, while packing.
+"""
 
 import math
 from collections import Counter
@@ -10,22 +12,29 @@ from ttrl.rollouts.client.assembly import STOPPED_EARLY
 
 
 def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) -> dict[str, Any]:
-    """Return counts and shares over the groups of one iteration; shares are None where there is nothing to share.
+    """Return counts and shares over the groups of one iteration; shares are None where there is
+    nothing to share.
 
     stops_early: whether the run has an `early_stop`.
 
     truncated           share of the completed samples that the length limit ended
     truncated_reward    mean reward of these, as far as they were graded
     ended_reward        mean reward of those that ended by themselves
-    stopped_early       share of the completed samples that `early_stop` ended; None in a run without one
+    stopped_early       share of the completed samples that `early_stop` ended; None in a run
+                        without one
     empty               share of the completed samples without any text or token
     grader_failures     samples whose grader failed (of the failed ones)
-    repeated            share of the graded samples whose completion another sample of their group wrote before
-    repeated_groups     share of the groups (of two or more) whose samples are all the same completion
-    stuck_groups        the same, of groups whose reward is below the highest of the iteration: no sample finds a better one
-    commonest           share of the graded samples that wrote the commonest completion of the iteration
+    repeated            share of the graded samples whose completion another sample of their group
+                        wrote before
+    repeated_groups     share of the groups (of two or more) whose samples are all the same
+                        completion
+    stuck_groups        the same, of groups whose reward is below the highest of the iteration: no
+                        sample finds a better one
+    commonest           share of the graded samples that wrote the commonest completion of the
+                        iteration
     commonest_tasks     share of the tasks in which that was written at all
-    length_correlation  of reward and length, within groups (both less their group's mean): what advantages see. None where
+    length_correlation  of reward and length, within groups (both less their group's mean): what
+    advantages see. None where
                         neither or only one of them varies
     mean_length, max_length   tokens of the completed samples (characters where there are no tokens)
     """
@@ -37,22 +46,32 @@ def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) ->
         if sample.reward is not None and sample.finish_reason != STOPPED_EARLY:
             rewards[sample.finish_reason == "length"].append(sample.reward)
     stopped = sum(sample.finish_reason == STOPPED_EARLY for sample in completed)
-    compared = [[sample for sample in group.samples if sample.reward is not None] for group in groups]
+    compared = [
+        [sample for sample in group.samples if sample.reward is not None] for group in groups
+    ]
     compared = [group for group in compared if len(group) > 1]
     keys = [[_key(sample) for sample in group] for group in compared]
     graded = sum(map(len, keys))
     distinct = sum(len(set(group)) for group in keys)
-    commonest, times = Counter(key for group in keys for key in group).most_common(1)[0] if graded else (None, 0)
+    commonest, times = (
+        Counter(key for group in keys for key in group).most_common(1)[0] if graded else (None, 0)
+    )
     highest = max((sample.reward or 0.0 for group in compared for sample in group), default=0.0)
     same = [group for group, texts in zip(compared, keys, strict=True) if len(set(texts)) == 1]
     stuck = sum(max(sample.reward or 0.0 for sample in group) < highest for group in same)
     return {
-        "truncated": _share(sum(sample.finish_reason == "length" for sample in completed), len(completed)),
-        "truncated_reward": math.fsum(rewards[True]) / len(rewards[True]) if rewards[True] else None,
+        "truncated": _share(
+            sum(sample.finish_reason == "length" for sample in completed), len(completed)
+        ),
+        "truncated_reward": math.fsum(rewards[True]) / len(rewards[True])
+        if rewards[True]
+        else None,
         "ended_reward": math.fsum(rewards[False]) / len(rewards[False]) if rewards[False] else None,
         "stopped_early": _share(stopped, len(completed)) if stops_early else None,
         "empty": _share(sum(length == 0 for length in lengths), len(completed)),
-        "grader_failures": sum((sample.error or "").startswith("GraderError") for sample in samples),
+        "grader_failures": sum(
+            (sample.error or "").startswith("GraderError") for sample in samples
+        ),
         "repeated": _share(graded - distinct, graded),
         "repeated_groups": _share(len(same), len(keys)),
         "stuck_groups": _share(stuck, len(keys)),
@@ -67,14 +86,16 @@ def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) ->
 def sampled_reads(
     groups: Sequence[TaskResult], carried: Sequence[TaskResult] = (), *, shared: bool = False
 ) -> list[tuple[int, int, int]]:
-    """Return (tokens of the prompt, how many of them the server did not compute, tokens generated) of each answer that a server
-    gave, for `ttrl.costs.flops.sampling_flops`. carried: as the first groups were before, whose samples went on from there.
+    """Return (tokens of the prompt, how many of them the server did not compute, tokens generated)
+    of each answer that a server gave, for `ttrl.costs.flops.sampling_flops`. carried: as the first
+    groups were before, whose samples went on from there.
 
-    Of samples that one request asked for, the server says how much of the prompt its prefix cache knew for one alone, the last to
-    finish. So the first of a group is taken to have read all of the prompt, and the others what the cache did not know; with
-    `shared`, nothing, as our servers on CPUs compute such prompts once (`ttrl.vllm_worker.shared_prompts`). Where the samples of
-    a group were asked for one by one, each has its own count. Not seen: what was generated for requests that failed, canaries,
-    and what vLLM computed again after it had run out of cache.
+    Of samples that one request asked for, the server says how much of the prompt its prefix cache
+    knew for one alone, the last to finish. So the first of a group is taken to have read all of the
+    prompt, and the others what the cache did not know; with `shared`, nothing, as our servers on
+    CPUs compute such prompts once (`ttrl.vllm_worker.shared_prompts`). Where the samples of a group
+    were asked for one by one, each has its own count. Not seen: what was generated for requests
+    that failed, canaries, and what vLLM computed again after it had run out of cache.
     """
     reads = []
     for place, group in enumerate(groups):
@@ -82,13 +103,19 @@ def sampled_reads(
         fresh: list[tuple[int, int, int]] = []
         for number, sample in enumerate(group.samples):
             had = len(before[number].token_ids or ()) if number < len(before) else 0
-            new, known = len(sample.token_ids or ()) - had, sample.prefix_cached or 0
+            new = len(sample.token_ids or ()) - had
+            known = sample.prefix_cached or 0
             if sample.turns:
                 reads += _turn_reads(sample)
             elif not sample.cached and new > 0:
-                (reads if had else fresh).append((len(sample.prompt_token_ids or ()) + had, known, new))
+                (reads if had else fresh).append(
+                    (len(sample.prompt_token_ids or ()) + had, known, new)
+                )
         if len(fresh) > 1 and len({known for _, known, _ in fresh}) == 1:
-            fresh = [(prompt, 0 if not k else prompt if shared else known, n) for k, (prompt, known, n) in enumerate(fresh)]
+            fresh = [
+                (prompt, 0 if not k else prompt if shared else known, n)
+                for k, (prompt, known, n) in enumerate(fresh)
+            ]
         reads += fresh
     return reads
 
@@ -97,7 +124,9 @@ def _turn_reads(sample: Sample) -> list[tuple[int, int, int]]:
     reads: list[tuple[int, int, int]] = []
     lengths: list[int] = []  # of each turn's prompt and reply
     for turn in sample.turns or ():
-        prompt = len(turn.prompt_token_ids or ()) + (0 if turn.continues is None else lengths[turn.continues])
+        prompt = len(turn.prompt_token_ids or ()) + (
+            0 if turn.continues is None else lengths[turn.continues]
+        )
         lengths.append(prompt + turn.num_tokens)
         if not turn.cached and turn.num_tokens:
             reads.append((prompt, turn.prefix_cached or 0, turn.num_tokens))
@@ -117,8 +146,11 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def _within_groups(groups: Sequence[Sequence[Sample]]) -> float | None:
-    """Return Pearson's correlation of reward and length after each group's means were taken away."""
-    rewards, lengths = [], []
+    """Return Pearson's correlation of reward and length after each group's means were taken
+    away.
+    """
+    rewards = []
+    lengths = []
     for group in groups:
         values = [sample.reward or 0.0 for sample in group]
         sizes = [float(_length(sample)) for sample in group]

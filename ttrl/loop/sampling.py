@@ -1,4 +1,6 @@
-"""Samples tasks from the run's server: what is there already is not sampled again, and what comes is kept as it comes."""
+"""Samples tasks from the run's server: what is there already is not sampled again, and what comes
+is kept as it comes.
+"""
 
 import logging
 from collections import deque
@@ -32,14 +34,19 @@ Workers: TypeAlias = Callable[[Sequence[Endpoint]], Sequence[tuple[Worker, Clien
 
 
 class FinishedGroups:
-    """Writes groups to a file as they are finished, for a process after ours; a context manager around the sampling.
+    """Writes groups to a file as they are finished, for a process after ours; a context manager
+    around the sampling.
 
-    A thread of its own writes, so that no fsync holds up the sampling; at the end, everything that was handed over is written.
+    A thread of its own writes, so that no fsync holds up the sampling; at the end, everything that
+    was handed over is written.
     """
 
-    def __init__(self, path: Path | None, tasks: Mapping[int, Task], carried: Sequence[TaskResult]) -> None:
+    def __init__(
+        self, path: Path | None, tasks: Mapping[int, Task], carried: Sequence[TaskResult]
+    ) -> None:
         """path: the file; None writes nothing. tasks: those that are sampled, by their place."""
-        self._path, self._carried = path, carried
+        self._path = path
+        self._carried = carried
         self._places: dict[str, list[int]] = {}
         for place, task in tasks.items():
             self._places.setdefault(task_key(task.id, task.messages), []).append(place)
@@ -50,7 +57,12 @@ class FinishedGroups:
     def __enter__(self) -> "FinishedGroups":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._writer.shutdown()
         if kind is None:
             for write in self._writes:
@@ -62,7 +74,11 @@ class FinishedGroups:
         if self._path is not None and group.graded and not is_open(group):
             place = place_of(group, self._places, self._carried)
             known = None if group.prepared is None else group.prepared.lines
-            lines = [json_line(sample.to_json()) for sample in group.samples] if known is None else known
+            lines = (
+                [json_line(sample.to_json()) for sample in group.samples]
+                if known is None
+                else known
+            )
             self._rows.append(b'{"position": %d, "samples": [%b]}' % (place, b", ".join(lines)))
             self._writes.append(self._writer.submit(self._write))
 
@@ -73,7 +89,8 @@ class FinishedGroups:
             return
         try:
             append_jsonl(self._path, *rows)
-        except TtrlError as error:  # a full disk; what is finished now would only have to be sampled again
+        # A full disk; what is finished now would only have to be sampled again.
+        except TtrlError as error:
             logger.warning("finished groups could not be kept: %s", error)
             self._path = None
 
@@ -105,27 +122,51 @@ class SamplingOrder:
 
 def _parameters(config: TrainConfig, order: SamplingOrder) -> dict[str, Any]:
     experts = {EXPERTS: 0} if order.experts else {}
-    return {**config.sampling, "temperature": order.temperature, "max_tokens": config.max_tokens, **experts}
+    return {
+        **config.sampling,
+        "temperature": order.temperature,
+        "max_tokens": config.max_tokens,
+        **experts,
+    }
 
 
 class Sampler:
     """Turns tasks into graded groups. May be used by several threads at once."""
 
     def __init__(
-        self, config: TrainConfig, server: PolicyServer, console: Console, timeline: Timeline, workers: Workers | None = None
+        self,
+        config: TrainConfig,
+        server: PolicyServer,
+        console: Console,
+        timeline: Timeline,
+        workers: Workers | None = None,
     ) -> None:
-        """workers: gives the sampling workers their servers, where there are any; they do all of it then."""
-        self._config, self._server, self._console, self._timeline = config, server, console, timeline
+        """workers: gives the sampling workers their servers, where there are any; they do all of it
+        then.
+        """
+        self._config = config
+        self._server = server
+        self._console = console
+        self._timeline = timeline
         self._workers = workers
 
-    def sample(self, tasks: Sequence[Task], order: SamplingOrder, known: TaskResults | None = None) -> TaskResults:
-        """Sample from the running server. `known`: what a call for the first of these tasks returned.
+    def sample(
+        self, tasks: Sequence[Task], order: SamplingOrder, known: TaskResults | None = None
+    ) -> TaskResults:
+        """Sample from the running server. `known`: what a call for the first of these tasks
+        returned.
 
-        Raises ServerDiedError where the server is gone, ServerError, GraderError or RolloutError where every sample failed.
+        Raises ServerDiedError where the server is gone, ServerError, GraderError or RolloutError
+        where every sample failed.
         """
-        config, carried = self._config, order.carried
+        config = self._config
+        carried = order.carried
         done = dict(enumerate(known or ()))
-        kept = {} if order.partial is None else kept_groups(order.partial, tasks, order.n, order.version, carried)
+        kept = (
+            {}
+            if order.partial is None
+            else kept_groups(order.partial, tasks, order.n, order.version, carried)
+        )
         kept = {place: group for place, group in kept.items() if place not in done}
         done |= kept
         waiting = dict(enumerate(carried))
@@ -148,29 +189,45 @@ class Sampler:
                 "max_downtime": MAX_DOWNTIME,
                 "on_chunk": order.on_chunk,
                 "log_dir": order.log_dir,
-                "requests_log": Path(config.run, "logs", "requests.jsonl") if config.requests_log else None,
+                "requests_log": Path(config.run, "logs", "requests.jsonl")
+                if config.requests_log
+                else None,
             }
-            with FinishedGroups(order.partial, missing, carried) as finished, self._timeline.span("sample"):
+            with (
+                FinishedGroups(order.partial, missing, carried) as finished,
+                self._timeline.span("sample"),
+            ):
                 if self._workers is not None:
                     shares = self._workers(settings["client"])
                     given = SamplingSettings(**settings)
-                    fresh = run_async(get_divided_results(list(missing.values()), shares, given, finished.add))
+                    fresh = run_async(
+                        get_divided_results(list(missing.values()), shares, given, finished.add)
+                    )
                 else:
                     begun = [waiting[place] for place in missing if place in waiting]
-                    settings |= {"on_task_done": finished.add, "token_budget": left, "unfinished": begun}
+                    settings |= {
+                        "on_task_done": finished.add,
+                        "token_budget": left,
+                        "unfinished": begun,
+                    }
                     fresh = run_async(get_task_results(list(missing.values()), **settings))
             if any(s.finish_reason is None for s in fresh.samples):
                 server.check()  # says why, where the server is gone
             done.update(zip(missing, fresh, strict=True))
             if not all(map(is_open, done.values())):
                 break
-            waiting, missing, left = dict(done), {place: tasks[place] for place in sorted(done)}, order.budget
-        # Tokens that an earlier process sampled took their time there: no speed can be told from ours.
+            waiting = dict(done)
+            missing = {place: tasks[place] for place in sorted(done)}
+            left = order.budget
+        # Tokens that an earlier process sampled took their time there: no speed can be told from
+        # ours.
         seconds = clock() - began if not kept else None
         if known is not None:
             before = known.stats.seconds
             seconds = None if seconds is None or before is None else before + seconds
         groups = [done[place] for place in range(len(tasks))]
-        results = TaskResults(groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried))
+        results = TaskResults(
+            groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried)
+        )
         results.raise_if_all_failed()
         return results

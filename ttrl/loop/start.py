@@ -1,4 +1,6 @@
-"""`train` as users know it: checks everything, says what it is about to do, and loads what takes seconds to load only then."""
+"""`train` as users know it: checks everything, says what it is about to do, and loads what takes
+seconds to load only then.
+"""
 
 import os
 from collections.abc import Sequence
@@ -29,24 +31,34 @@ def train(
     take_over: bool = False,
     redo: int | None = None,
 ) -> "RunResult":
-    """Train `config.model` on `tasks` by reinforcement learning; the same call on the same run folder continues it.
+    """Train `config.model` on `tasks` by reinforcement learning; the same call on the same run
+    folder continues it.
 
     validation_tasks: held out, never trained on; each policy is asked them.
     quiet: say nothing on standard output.
-    allow_changes: names of settings, such as "training.lr", that may differ from those that the run was begun with; or "all".
-    take_over: continue the run although its owner, which gives no sign of life, is on another machine.
-    redo: throw away this iteration, at which a run ended with DriftError, and all after it, and do them again.
-    (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
+    allow_changes: names of settings, such as "training.lr", that may differ from those that the run
+        was begun with; or "all".
+    take_over: continue the run although its owner, which gives no sign of life, is on another
+        machine.
+    redo: throw away this iteration, at which a run ended with DriftError, and all after it, and do
+    them again. (From a shell: TTRL_ALLOW_CHANGES=training.lr, TTRL_TAKE_OVER=1, TTRL_REDO=5.)
 
-    Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive starts; ModelFolderError,
-    RunFolderError, ServerError, TrainerError, DriftError and StorageError later. Whatever was finished stays, and nothing is left
-    running.
+    Raises ConfigError and TaskError for what is wrong with the arguments, before anything expensive
+    starts; ModelFolderError, RunFolderError, ServerError, TrainerError, DriftError and StorageError
+    later. Whatever was finished stays, and nothing is left running.
     """
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks)
     console = Console(quiet=quiet)
-    given: dict[str, Any] = {"quiet": quiet, "allow_changes": allow_changes, "take_over": take_over, "redo": redo}
+    given: dict[str, Any] = {
+        "quiet": quiet,
+        "allow_changes": allow_changes,
+        "take_over": take_over,
+        "redo": redo,
+    }
     if config.cluster is not None:
-        return _on_cluster(config, given | {"tasks": tasks, "validation_tasks": validation_tasks}, console)
+        return _on_cluster(
+            config, given | {"tasks": tasks, "validation_tasks": validation_tasks}, console
+        )
     config = with_local_run(config)
     what = f"{config.iterations} iteration{'s' * (config.iterations != 1)} of {config.model}"
     console.line(f"{config.run}: {what}; loading PyTorch first")
@@ -62,11 +74,17 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
         from ttrl.cluster.lead import run_detached
     except ModuleNotFoundError as error:
         raise UserError(
-            f"cluster is {config.cluster!r}, and Ray cannot be loaded ({error}): pip install 'ttrl[cluster]'"
+            f"cluster is {config.cluster!r}, and Ray cannot be loaded ({error}): pip install "
+            "'ttrl[cluster]'"
         ) from error
     model = os.path.abspath(config.model) if os.path.isdir(config.model) else config.model
-    config = replace(config, run=os.path.abspath(config.run), model=model)  # other machines start elsewhere
-    given |= {"redo": redo_asked(given["redo"]), "allow_changes": allowed_names(given["allow_changes"])}  # in our environment
+    # Other machines start elsewhere.
+    config = replace(config, run=os.path.abspath(config.run), model=model)
+    # In our environment.
+    given |= {
+        "redo": redo_asked(given["redo"]),
+        "allow_changes": allowed_names(given["allow_changes"]),
+    }
     with console.interruptible(f"the same command continues {config.run}"):
         result: RunResult = run_detached(config, _lead, given | {"config": config}, console)
         return result

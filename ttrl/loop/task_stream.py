@@ -1,6 +1,8 @@
-"""Which tasks an iteration samples: the next ones of a stream without end, which has all of them in each round, in a new order.
+"""Which tasks an iteration samples: the next ones of a stream without end, which has all of them in
+each round, in a new order.
 
-With a curriculum, or tasks that have levels, the stream follows from what was measured: see `Curriculum`.
+With a curriculum, or tasks that have levels, the stream follows from what was measured: see
+`Curriculum`.
 """
 
 import hashlib
@@ -25,17 +27,24 @@ _RIGHT = 1.0 - 1e-9
 
 
 def further_tasks(
-    groups: Sequence[TaskResult], config: TrainConfig, extra: int, new_tokens: int, tokenizer: Callable[[], Any]
+    groups: Sequence[TaskResult],
+    config: TrainConfig,
+    extra: int,
+    new_tokens: int,
+    tokenizer: Callable[[], Any],
 ) -> int:
-    """Return how many more tasks to sample now; 0 where there are enough groups with signal, or no more tasks may be begun.
+    """Return how many more tasks to sample now; 0 where there are enough groups with signal, or no
+    more tasks may be begun.
 
-    groups: all of the iteration so far. extra: how many of the tasks were further ones. new_tokens: completion tokens sampled in
-    this iteration, for `tokens_per_iteration`; while a group is unfinished, that budget is spent.
+    groups: all of the iteration so far. extra: how many of the tasks were further ones. new_tokens:
+    completion tokens sampled in this iteration, for `tokens_per_iteration`; while a group is
+    unfinished, that budget is spent.
 
-    It is the number that is expected to bring what is missing, by the share of groups with signal so far; at most as many as were
-    sampled before, since a small share is known badly.
+    It is the number that is expected to bring what is missing, by the share of groups with signal
+    so far; at most as many as were sampled before, since a small share is known badly.
     """
-    wanted, budget = config.dynamic_sampling, config.tokens_per_iteration
+    wanted = config.dynamic_sampling
+    budget = config.tokens_per_iteration
     if wanted is None or any(map(is_open, groups)) or (budget is not None and new_tokens >= budget):
         return 0
     advantages = config.advantage_config()
@@ -44,7 +53,9 @@ def further_tasks(
     if kept >= wanted:
         return 0
     share = (kept + 1) / (len(groups) + 2)  # Laplace's rule: neither 0 nor 1 is ever certain
-    return max(0, min(math.ceil((wanted - kept) / share), len(groups), config.extra_task_limit - extra))
+    return max(
+        0, min(math.ceil((wanted - kept) / share), len(groups), config.extra_task_limit - extra)
+    )
 
 
 def _in_order(seed: int, turn: int, total: int) -> list[int]:
@@ -55,10 +66,14 @@ def _in_order(seed: int, turn: int, total: int) -> list[int]:
 
 
 class TaskStream:
-    """The stream of a run. Where an iteration begins in it follows from the markers of the ones before."""
+    """The stream of a run. Where an iteration begins in it follows from the markers of the ones
+    before.
+    """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
-        self._config, self._folder, self._tasks = config, folder, tasks
+        self._config = config
+        self._folder = folder
+        self._tasks = tasks
         chooses = config.curriculum or len({task.level for task in tasks}) > 1
         # A replay packs and trains what was sampled, and has no tasks.
         self._curriculum = Curriculum(config, folder, tasks) if tasks and chooses else None
@@ -76,18 +91,25 @@ class TaskStream:
         return chosen
 
     def more(self, number: int, taken: int, count: int, present: Sequence[Task] = ()) -> list[Task]:
-        """Return the next tasks for iteration `number`, which has `present` already, when `taken` of the stream were taken."""
+        """Return the next tasks for iteration `number`, which has `present` already, when `taken`
+        of the stream were taken.
+        """
         if self._curriculum is None:
             return self.tasks_from(taken, count)
         return self._curriculum.choose(number, count, present)
 
     def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
         """Return what the marker has to say of an iteration's groups, for those that follow."""
-        return {} if self._curriculum is None else {"curriculum": self._curriculum.measured(number, finished)}
+        return (
+            {}
+            if self._curriculum is None
+            else {"curriculum": self._curriculum.measured(number, finished)}
+        )
 
     def taken_before(self, number: int) -> int:
-        """Return how many tasks earlier iterations took, by the marker of the last of them: `tasks_per_iteration` may have
-        been another one then. Equal parts, where it does not tell."""
+        """Return how many tasks earlier iterations took, by the marker of the last of them:
+        `tasks_per_iteration` may have been another one then. Equal parts, where it does not tell.
+        """
         marker = self._folder.iteration(number - 1).marker("rollouts") or {}
         taken: int = marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
         return taken
@@ -96,24 +118,36 @@ class TaskStream:
         """Return the tasks with which an iteration without a token budget begins."""
         return self.more(number, self.taken_before(number), self._config.tasks_per_iteration)
 
-    def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
-        """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs first), facts for the marker.
+    def continued(
+        self, number: int, version: int
+    ) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
+        """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs
+        first), facts for the marker.
 
-        New tasks follow in the stream on those that were taken so far; the markers say how many that are.
+        New tasks follow in the stream on those that were taken so far; the markers say how many
+        that are.
         """
         previous = self._folder.iteration(number - 1)
         taken = self.taken_before(number)
         known = {task_key(task.id, task.messages): task for task in self._tasks}
-        groups, limit = carried_groups(previous), self._config.max_staleness
+        groups = carried_groups(previous)
+        limit = self._config.max_staleness
         carried = [
             ready_to_continue(group, version)
             for group in groups
-            if task_key(group.task_id, group.messages) in known  # the person may have allowed other tasks since
+            # The person may have allowed other tasks since.
+            if task_key(group.task_id, group.messages) in known
             and (limit is None or version - oldest_version(group, version) <= limit)
         ]
         tasks = [known[task_key(group.task_id, group.messages)] for group in carried]
-        new = self.more(number, taken, max(0, self._config.tasks_per_iteration - len(carried)), tasks)
-        return carried, tasks + new, {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)}
+        new = self.more(
+            number, taken, max(0, self._config.tasks_per_iteration - len(carried)), tasks
+        )
+        return (
+            carried,
+            tasks + new,
+            {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)},
+        )
 
 
 class Turn(NamedTuple):
@@ -129,19 +163,25 @@ class Turn(NamedTuple):
 
 
 class Curriculum:
-    """Chooses tasks by how the policy did on them when they had their turn last, and by their levels.
+    """Chooses tasks by how the policy did on them when they had their turn last, and by their
+    levels.
 
-    Turns are counted in rounds. A task that has just had one is due in the next round; where its samples all got the same reward,
-    2 rounds later, and after more such turns in a row 3 or 4, 5 to 8, 9 to 16: by chance, so that those that were solved in one
-    round do not all come back in one. What is due first comes first, and what was never sampled is due in round 0. So every task
-    is sampled again and again, one that teaches something up to 16 times as often as one that does not (stride scheduling,
-    Waldspurger 1995), and as long as all of them do, the rounds are those of the plain stream.
+    Turns are counted in rounds. A task that has just had one is due in the next round; where its
+    samples all got the same reward, 2 rounds later, and after more such turns in a row 3 or 4, 5 to
+    8, 9 to 16: by chance, so that those that were solved in one round do not all come back in one.
+    What is due first comes first, and what was never sampled is due in round 0. So every task is
+    sampled again and again, one that teaches something up to 16 times as often as one that does not
+    (stride scheduling, Waldspurger 1995), and as long as all of them do, the rounds are those of
+    the plain stream.
 
-    The marker of an iteration's rollouts holds what was measured in it; all else follows from the markers before and the seed.
+    The marker of an iteration's rollouts holds what was measured in it; all else follows from the
+    markers before and the seed.
     """
 
     def __init__(self, config: TrainConfig, folder: RunFolder, tasks: list[Task]) -> None:
-        self._config, self._folder, self._tasks = config, folder, tasks
+        self._config = config
+        self._folder = folder
+        self._tasks = tasks
         self._keys = [_digest(task.id, task.messages) for task in tasks]
         self._level_of = dict(zip(self._keys, (task.level for task in tasks), strict=True))
         self._levels = sorted(set(self._level_of.values()))
@@ -154,8 +194,8 @@ class Curriculum:
         """Of the last groups of that level since it was opened, with their tasks."""
 
     def choose(self, number: int, count: int, present: Sequence[Task]) -> list[Task]:
-        """Return `count` tasks for iteration `number`, which has `present` already: each of them once, as long as there are
-        others."""
+        """Return `count` tasks for iteration `number`, which has `present` already: each of them
+        once, as long as there are others."""
         self._read_until(number - 1)
         had = {_digest(task.id, task.messages) for task in present}
         fresh = (place for place in self._by_turn() if self._keys[place] not in had)
@@ -163,26 +203,40 @@ class Curriculum:
         return [self._tasks[place] for place in chosen]
 
     def _by_turn(self) -> Iterator[int]:
-        """Yield the places of all tasks of open levels; by turns one of the highest, and one of all others."""
-        *others, highest = [level for level in self._levels if level <= self._level] or self._levels[:1]
+        """Yield the places of all tasks of open levels; by turns one of the highest, and one of all
+        others.
+        """
+        *others, highest = [
+            level for level in self._levels if level <= self._level
+        ] or self._levels[:1]
         pairs = itertools.zip_longest(self._due({highest}), self._due(set(others)))
         return (place for pair in pairs for place in pair if place is not None)
 
     def _due(self, levels: Collection[int]) -> Iterator[int]:
-        """Yield the places of the tasks of some levels, those that are due first first; of one round in its order."""
+        """Yield the places of the tasks of some levels, those that are due first first; of one
+        round in its order.
+        """
         rounds: dict[int, set[int]] = {}
         for place, (task, key) in enumerate(zip(self._tasks, self._keys, strict=True)):
             if task.level in levels:
-                rounds.setdefault(self._turns[key].due if key in self._turns else 0, set()).add(place)
+                rounds.setdefault(self._turns[key].due if key in self._turns else 0, set()).add(
+                    place
+                )
         for number in sorted(rounds):
-            yield from (place for place in _in_order(self._config.seed, number, len(self._tasks)) if place in rounds[number])
+            yield from (
+                place
+                for place in _in_order(self._config.seed, number, len(self._tasks))
+                if place in rounds[number]
+            )
 
     def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
-        """Return what the groups of iteration `number` change, and where all tasks are then, for the marker and the metrics.
+        """Return what the groups of iteration `number` change, and where all tasks are then, for
+        the marker and the metrics.
 
-        unseen, solved, hopeless, between: how many tasks were never graded, and what the others' last grades say; of those whose
-        samples all got the same reward, solved are those that are all right by `validation_metric`. level: the highest that is
-        open; level_score: the mean score of its tasks.
+        unseen, solved, hopeless, between: how many tasks were never graded, and what the others'
+        last grades say; of those whose samples all got the same reward, solved are those that are
+        all right by `validation_metric`. level: the highest that is open; level_score: the mean
+        score of its tasks.
         """
         self._read_until(number - 1)
         turns: dict[str, Turn] = {}
@@ -190,11 +244,16 @@ class Curriculum:
         for group in finished:
             key = _digest(group.task_id, group.messages)
             last = turns.get(key) or self._turns.get(key) or Turn(0, 0, 0, None)
-            now, without, score = max(last.due, self._round), last.without, last.score
+            now = max(last.due, self._round)
+            without = last.without
+            score = last.score
             if len(group.rewards) > 1:
                 without = 0 if has_signal(group.rewards) else without + 1
                 name = self._config.validation_metric
-                given = [sample.metrics.get(name, reward) for sample, reward in zip(group.graded, group.rewards, strict=True)]
+                given = [
+                    sample.metrics.get(name, reward)
+                    for sample, reward in zip(group.graded, group.rewards, strict=True)
+                ]
                 score = math.fsum(given) / len(given)
                 scores += [(key, score)] if self._level_of.get(key) == self._level else []
             turns[key] = Turn(now, now + self._wait(key, now, without), without, score)
@@ -212,20 +271,36 @@ class Curriculum:
         longest = 2 ** min(without, _MOST_DOUBLINGS)
         return random.Random(f"{self._config.seed}/{key}/{now}").randint(longest // 2 + 1, longest)
 
-    def _after(self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]) -> dict[str, Any]:
-        """Return the level, its mean score, and what that follows from. Tasks that are left out of this round count with their
-        own last score; all others that had a turn with the mean of the last groups, as theirs may be long ago."""
+    def _after(
+        self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]
+    ) -> dict[str, Any]:
+        """Return the level, its mean score, and what that follows from. Tasks that are left out of
+        this round count with their own last score; all others that had a turn with the mean of the
+        last groups, as theirs may be long ago.
+        """
         window = self._config.tasks_per_iteration
-        scores, mean = scores[-window:], None
-        seen = {key: turn for key, turn in turns.items() if self._level_of.get(key) == self._level and turn.score is not None}
-        absent = {key: turn.score or 0.0 for key, turn in seen.items() if turn.round < now < turn.due}
+        scores = scores[-window:]
+        mean = None
+        seen = {
+            key: turn
+            for key, turn in turns.items()
+            if self._level_of.get(key) == self._level and turn.score is not None
+        }
+        absent = {
+            key: turn.score or 0.0 for key, turn in seen.items() if turn.round < now < turn.due
+        }
         if recent := [score for key, score in scores if key in seen and key not in absent]:
             others = (len(seen) - len(absent)) * math.fsum(recent) / len(recent)
             mean = (others + math.fsum(absent.values())) / len(seen)
         elif absent:
             mean = math.fsum(absent.values()) / len(absent)
         higher = [level for level in self._levels if level > self._level]
-        if higher and mean is not None and len(scores) >= window and mean >= self._config.level_up_at:
+        if (
+            higher
+            and mean is not None
+            and len(scores) >= window
+            and mean >= self._config.level_up_at
+        ):
             return {"level": higher[0], "level_score": None, "level_scores": []}
         return {"level": self._level, "level_score": mean, "level_scores": scores}
 

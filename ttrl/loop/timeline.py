@@ -1,4 +1,6 @@
-"""When the run sampled and when it trained: what is neither is dead time, however phases overlap."""
+"""When the run sampled and when it trained: what is neither is dead time, however phases
+overlap.
+"""
 
 import contextlib
 import threading
@@ -11,7 +13,9 @@ _NO_TRAINING = ("checkpoint",)  # parts of a step's time in train.jsonl
 
 
 class Timeline:
-    """Spans of work of this process' run, in seconds of `clock`. Threads may add to it at the same time."""
+    """Spans of work of this process' run, in seconds of `clock`. Threads may add to it at the same
+    time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -22,7 +26,8 @@ class Timeline:
     @contextlib.contextmanager
     def span(self, kind: str) -> Iterator[None]:
         """Record the block as work of this kind: "sample" or "train"."""
-        key, began = object(), clock()
+        key = object()
+        began = clock()
         with self._lock:
             self._open[key] = kind, began
         try:
@@ -33,32 +38,48 @@ class Timeline:
                 self._spans.append((kind, began, clock()))
 
     def add_training(self, began: float, ended: float, steps: Sequence[Mapping[str, Any]]) -> None:
-        """Record a train phase, from the lines of its train.jsonl: what is not part of a step (reading, writing checkpoints) is
-        not training. It is taken to lie before and after the steps in equal parts, which matters only where phases overlap."""
-        parts = [step.get("seconds_by_part") or {"step": step.get("seconds") or 0.0} for step in steps]
-        worked = sum(seconds for part in parts for name, seconds in part.items() if name not in _NO_TRAINING)
+        """Record a train phase, from the lines of its train.jsonl: what is not part of a step
+        (reading, writing checkpoints) is not training. It is taken to lie before and after the
+        steps in equal parts, which matters only where phases overlap.
+        """
+        parts = [
+            step.get("seconds_by_part") or {"step": step.get("seconds") or 0.0} for step in steps
+        ]
+        worked = sum(
+            seconds for part in parts for name, seconds in part.items() if name not in _NO_TRAINING
+        )
         margin = max(0.0, ended - began - worked) / 2
         with self._lock:
             self._spans.append(("train", began + margin, ended - margin))
 
     def served(self, began: float, ended: float, flops: float) -> float:
-        """Record what the servers computed for a phase; return what they did per second in that time, for phases before it that
-        took place at the same time as well."""
+        """Record what the servers computed for a phase; return what they did per second in that
+        time, for phases before it that took place at the same time as well."""
         with self._lock:
             self._sampled.append((began, ended, flops))
             spans = list(self._sampled)
-        shares = [(max(0.0, min(end, ended) - max(start, began)) / max(end - start, 1e-9), done) for start, end, done in spans]
+        shares = [
+            (max(0.0, min(end, ended) - max(start, began)) / max(end - start, 1e-9), done)
+            for start, end, done in spans
+        ]
         return sum(share * done for share, done in shares) / max(ended - began, 1e-9)
 
-    def busy(self, began: float, ended: float, kinds: tuple[str, ...] = ("sample", "train")) -> float:
-        """Return the seconds between two moments in which work of any of these kinds was done; open work counts up to now."""
+    def busy(
+        self, began: float, ended: float, kinds: tuple[str, ...] = ("sample", "train")
+    ) -> float:
+        """Return the seconds between two moments in which work of any of these kinds was done; open
+        work counts up to now.
+        """
         with self._lock:
             spans = self._spans + [(kind, start, clock()) for kind, start in self._open.values()]
-        total, reached = 0.0, began
+        total = 0.0
+        reached = began
         for start, end in sorted((start, end) for kind, start, end in spans if kind in kinds):
-            start, end = max(start, reached), min(end, ended)
+            start = max(start, reached)
+            end = min(end, ended)
             if end > start:
-                total, reached = total + end - start, end
+                total = total + end - start
+                reached = end
         return total
 
     def at(self, moment: float) -> set[str]:

@@ -1,7 +1,9 @@
-"""The loop: sample → grade → pack → train → sync → validate, iteration after iteration, in a folder that explains itself.
+"""The loop: sample → grade → pack → train → sync → validate, iteration after iteration, in a folder
+that explains itself.
 
-Every phase ends with a marker in the run folder (`ttrl.run_folder.folder`), so the same call continues at the first phase without
-one, whatever ended the process before. The phases themselves: `ttrl.loop.phases`; their order: `ttrl.loop.iterations`.
+Every phase ends with a marker in the run folder (`ttrl.run_folder.folder`), so the same call
+continues at the first phase without one, whatever ended the process before. The phases themselves:
+`ttrl.loop.phases`; their order: `ttrl.loop.iterations`.
 """
 
 import contextlib
@@ -88,34 +90,52 @@ def train(
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
     config, asked, cuda = with_local_run(config), config, torch.cuda.is_available()
     described = {
-        name: {"count": len(given), "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()}
+        name: {
+            "count": len(given),
+            "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest(),
+        }
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
     }
     if not is_ready(config.model):
         check_model_folder(config.model, chat_template=config.chat_template is None)
         check_trainable(config.model, experts=config.recipe_config({}).router_replay)
-    folder, console = RunFolder(config.run), Console(quiet=quiet)
+    folder = RunFolder(config.run)
+    console = Console(quiet=quiet)
     is_here = config.mirror is None  # what was chosen when the run was begun may have to be brought
     if is_here:
         config = _chosen(config, folder.config() if folder.begun() else {}, console)
     model = local_model(config.model, chat_template=config.chat_template is None)
     take_over = take_over or os.environ.get(TAKE_OVER_VARIABLE, "") not in ("", "0")
     redo = redo_asked(redo)
-    with folder.locked(take_over=take_over), mirrored(config, folder, take_over=take_over, redo=redo) as mirror:
+    with (
+        folder.locked(take_over=take_over),
+        mirrored(config, folder, take_over=take_over, redo=redo) as mirror,
+    ):
         reap_leftovers(folder.path)
         folder.clean()
         folder.forget_refused_start()
         config = (config if is_here else _chosen(config, folder.config(), console)).resolved(cuda)
         if asked.weight_sync == "auto" and config.device == "cpu":
-            why = config.files_because or "the servers are on the trainer's machine; files are written while they sample"
+            why = (
+                config.files_because
+                or "the servers are on the trainer's machine; files are written while they sample"
+            )
             console.line(f"weight_sync: {config.weight_sync} ({why})")
-        if asked.validation_temperature is None and folder.config().get("validation_temperature", ...) is None:
+        if (
+            asked.validation_temperature is None
+            and folder.config().get("validation_temperature", ...) is None
+        ):
             config = dataclasses.replace(config, validation_temperature=config.temperature)
-            console.line(f"note: held-out samples are drawn at temperature {config.temperature:g}, as when this run was begun")
+            console.line(
+                f"note: held-out samples are drawn at temperature {config.temperature:g}, as "
+                "when this run was begun"
+            )
         held_otherwise = _base_note(config, folder, model)
         if held_otherwise is not None:
             console.line(f"note: {held_otherwise}")
-        for note in folder.remember_config(config.to_dict(), config.defaults(), allowed_names(allow_changes)):
+        for note in folder.remember_config(
+            config.to_dict(), config.defaults(), allowed_names(allow_changes)
+        ):
             console.line(f"note: {note}")
         folder.remember_tasks(described)
         model = with_chat_template(model, config.chat_template, folder.path.absolute() / "model")
@@ -128,7 +148,9 @@ def train(
             tools, of_phases = _elsewhere(config, folder, console, model)
             if config.adapters == "mirror":
                 assert mirror is not None, "the config's own check asks for it"
-                tools = dataclasses.replace(tools, joined=functools.partial(SiteServer, publish=mirror.publish, base=model))
+                tools = dataclasses.replace(
+                    tools, joined=functools.partial(SiteServer, publish=mirror.publish, base=model)
+                )
             server = PolicyServer(config, folder.path / "logs", console, tools)
             ends.callback(server.stop)
             given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}
@@ -142,13 +164,16 @@ def train(
         rows = folder.metrics()
         newest = folder.written_version(rows[-1]["iteration"])
         prune(folder, rows, config, newest)  # where the last one was cut off
-        best = next(iter(best_policies(folder, rows, config)), newest) if validation_tasks else newest
+        best = (
+            next(iter(best_policies(folder, rows, config)), newest) if validation_tasks else newest
+        )
         if mirror is not None:
             mirror.bring_checkpoint(best)
         for policy in sorted({newest, best}):
             try:
                 merge_adapter(folder.checkpoint(policy), model)
-            except ModelFolderError as error:  # the run is done all the same, and whoever loads it tries again
+            # The run is done all the same, and whoever loads it tries again.
+            except ModelFolderError as error:
                 console.line(f"note: {error}")
         result = RunResult(
             run=folder.path,
@@ -166,7 +191,9 @@ def train(
 
 
 def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | None:
-    """Return what changes for a run with adapters that an earlier ttrl began, whose base was held in fp32 by default."""
+    """Return what changes for a run with adapters that an earlier ttrl began, whose base was held
+    in fp32 by default.
+    """
     newest = folder.written_version(max(0, folder.first_unfinished() - 1))
     before = read_mapping(folder.checkpoint(newest) / ADAPTER_FOLDER / ADAPTER_SETTINGS)
     now = config.recipe_config({}).lora_base_dtype
@@ -174,14 +201,17 @@ def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | Non
     if (before.get("lora_base_dtype"), now) != ("fp32", "auto") or dtype == "float32":
         return None
     return (
-        f"the base of this run's adapters was held in fp32; from here on it is held as its files are, in {dtype} "
+        "the base of this run's adapters was held in fp32; from here on it is held as its files "
+        f"are, in {dtype} "
         "(lora_base_dtype 'auto'): the same numbers, bit for bit, in half the memory"
     )
 
 
-def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console, model: Path) -> tuple[ServerTools, dict[str, Any]]:
-    """Return what `PolicyServer` and `Phases` are given to start servers, trainer and sampling workers on a cluster; nothing
-    particular without one."""
+def _elsewhere(
+    config: TrainConfig, folder: RunFolder, console: Console, model: Path
+) -> tuple[ServerTools, dict[str, Any]]:
+    """Return what `PolicyServer` and `Phases` are given to start servers, trainer and sampling
+    workers on a cluster; nothing particular without one."""
     if config.cluster is None:
         return ServerTools(), {}
     from ttrl.cluster.replicas import start_replicas
@@ -194,8 +224,8 @@ def _elsewhere(config: TrainConfig, folder: RunFolder, console: Console, model: 
 
 
 def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:
-    """Return the config with what it leaves open chosen for this machine's GPUs, or as it was when the run was begun (`saved`).
-    Raises ConfigError for what cannot fit."""
+    """Return the config with what it leaves open chosen for this machine's GPUs, or as it was when
+    the run was begun (`saved`). Raises ConfigError for what cannot fit."""
     gpus = gpus_here() if config.device != "cpu" else []
     if not gpus and config.placement != "split":
         return config
@@ -203,13 +233,18 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
     shape = read_model_config(str(ready_model(config.model) or config.model))
     choices = choose(shape, config, gpus, host=host_here(), advise=not saved)
     if saved and choices.problem is not None:
-        kept = "; what was chosen when this run was begun stays as it is: for other GPUs or longer rows, begin another one"
+        kept = (
+            "; what was chosen when this run was begun stays as it is: for other GPUs or longer "
+            "rows, begin another one"
+        )
         choices = dataclasses.replace(choices, problem=choices.problem + kept)
     refuse(choices)
     if saved:
         return config
     gpu = f"{len(gpus)} GPU{'s' * (len(gpus) != 1)} with {gib(choices.memory)}"
-    console.line(f"chosen for {gpu} (`ttrl plan` says why): {choices.summary() or 'nothing, all is set'}")
+    console.line(
+        f"chosen for {gpu} (`ttrl plan` says why): {choices.summary() or 'nothing, all is set'}"
+    )
     if "save_every" in choices.reasons:
         console.line(f"note: save_every is 1, {choices.reasons['save_every']}")
     if choices.is_tight:
@@ -221,8 +256,8 @@ def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> 
 
 
 def local_model(model: str, *, chat_template: bool = True) -> Path:
-    """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub. Raises ModelFolderError, also
-    for one without a chat template unless told otherwise."""
+    """Return the model's folder; get it where `model` is a name in READY_MODELS or on the hub.
+    Raises ModelFolderError, also for one without a chat template unless told otherwise."""
     return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 

@@ -1,10 +1,13 @@
-"""Whether sampler and trainer are the same model: every iteration's difference of their log-probabilities, held to limits.
+"""Whether sampler and trainer are the same model: every iteration's difference of their
+log-probabilities, held to limits.
 
-The recipe measures it before its first step (`ttrl.training.drift`). Only tokens of the policy that training starts from are
-judged: those of older policies differ because the policy has moved since, which is what importance ratios are for. Where it
-sampled none (one step off policy), tokens of the policy that sampled are judged under its own weights, in some of the rows. Where
-a limit is exceeded, the likely causes are checked (`ttrl.monitoring.drift_causes`), everything is written to drift.json in the
-iteration's folder, and the run ends with DriftError, or warns and goes on (`TrainConfig.drift`).
+The recipe measures it before its first step (`ttrl.training.drift`). Only tokens of the policy that
+training starts from are judged: those of older policies differ because the policy has moved since,
+which is what importance ratios are for. Where it sampled none (one step off policy), tokens of the
+policy that sampled are judged under its own weights, in some of the rows. Where a limit is
+exceeded, the likely causes are checked (`ttrl.monitoring.drift_causes`), everything is written to
+drift.json in the iteration's folder, and the run ends with DriftError, or warns and goes on
+(`TrainConfig.drift`).
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +27,10 @@ if TYPE_CHECKING:
 ENOUGH_TOKENS = 1000
 """With fewer, only the mean is judged: the 99.9th percentile would be the largest of all."""
 FEWEST_TOKENS = 100
-"""A mean over fewer counts as if it were over this many, the missing ones without a difference: in bfloat16 it is not unusual
-that a single token is a nat apart, and with `tokens_per_iteration` the newest policy may have sampled only a handful."""
+"""A mean over fewer counts as if it were over this many, the missing ones without a difference: in
+bfloat16 it is not unusual that a single token is a nat apart, and with `tokens_per_iteration` the
+newest policy may have sampled only a handful.
+"""
 _WORDS = {
     "mean": "mean |difference of log-probabilities|",
     "p999": "99.9th percentile of it",
@@ -42,19 +47,23 @@ class DriftLimits:
     """Nats; above it is too far, as with `p999`."""
     p999: float | None
     ess: float | None
-    """(Σw)²/Σw²/N of w = π_trainer/π_sampler, without the furthest thousandth of the tokens; below it is too far."""
+    """(Σw)²/Σw²/N of w = π_trainer/π_sampler, without the furthest thousandth of the tokens; below
+    it is too far.
+    """
     outside: float | None
     """Share of tokens further apart than the recipe's `drift_tolerance`."""
 
 
-# float32 on CPU: measured 2e-7 to 1e-6 on average for tiny models and 8e-6 for SmolLM2-135M (99.9th percentile: 1e-5 and 4e-5);
-# one optimizer step at a learning rate of 1e-4 moves more than 1e-3, another temperature or other weights far more. The limits
-# lie 25 times above the largest of the former and below the latter. On CUDA attention kernels multiply float32 in TF32 (10 bits
-# of mantissa), which is good to about 1e-3.
-# bfloat16 (8 bits): reports of vLLM against a trainer name means of 0.005 to 0.03 nats and single tokens that are 1 nat apart,
-# more for mixtures of experts, where a rounding can send a token to another expert. What these see is a wrong distribution or
-# model, not a policy that is one small step old: that is what the canary after each sync is for. Both half-precision and CUDA
-# limits come from reading, not from runs of ours with a real model: a tiny one kept them on an H100.
+# float32 on CPU: measured 2e-7 to 1e-6 on average for tiny models and 8e-6 for SmolLM2-135M (99.9th
+# percentile: 1e-5 and 4e-5); one optimizer step at a learning rate of 1e-4 moves more than 1e-3,
+# another temperature or other weights far more. The limits lie 25 times above the largest of the
+# former and below the latter. On CUDA attention kernels multiply float32 in TF32 (10 bits of
+# mantissa), which is good to about 1e-3. bfloat16 (8 bits): reports of vLLM against a trainer name
+# means of 0.005 to 0.03 nats and single tokens that are 1 nat apart, more for mixtures of experts,
+# where a rounding can send a token to another expert. What these see is a wrong distribution or
+# model, not a policy that is one small step old: that is what the canary after each sync is for.
+# Both half-precision and CUDA limits come from reading, not from runs of ours with a real model: a
+# tiny one kept them on an H100.
 DEFAULT_LIMITS = {
     ("fp32", "cpu"): DriftLimits(mean=2e-4, p999=5e-3, ess=0.99, outside=0.005),
     ("fp32", "cuda"): DriftLimits(mean=2e-3, p999=5e-2, ess=0.98, outside=0.05),
@@ -63,8 +72,12 @@ DEFAULT_LIMITS = {
 }
 
 
-def limits(dtype: str | None, device: str | None, changes: Mapping[str, Any] | None = None) -> DriftLimits:
-    """Return the defaults for a dtype and device (float32 on CPU where unknown), with the changes of `drift_limits`."""
+def limits(
+    dtype: str | None, device: str | None, changes: Mapping[str, Any] | None = None
+) -> DriftLimits:
+    """Return the defaults for a dtype and device (float32 on CPU where unknown), with the changes
+    of `drift_limits`.
+    """
     kind = "bf16" if dtype == "bf16" else "fp32", "cuda" if device == "cuda" else "cpu"
     given = {name: (changes or {})[name] for name in LIMIT_NAMES if name in (changes or {})}
     return DriftLimits(**(asdict(DEFAULT_LIMITS[kind]) | given))
@@ -75,18 +88,27 @@ def limits_of(config: "TrainConfig") -> DriftLimits:
 
 
 def exceeded(figures: Mapping[str, Any], limits: DriftLimits) -> list[str]:
-    """Say which figures of one weights version are beyond their limits, with both numbers; empty where none is."""
+    """Say which figures of one weights version are beyond their limits, with both numbers; empty
+    where none is.
+    """
     found = []
     if figures.get("not_finite"):
-        found.append(f"{figures['not_finite']} tokens for which one of the two has no finite log-probability")
+        found.append(
+            f"{figures['not_finite']} tokens for which one of the two has no finite log-probability"
+        )
     known = figures.get("tokens")
     tokens = known if is_number(known) else 0
     names = LIMIT_NAMES if tokens >= ENOUGH_TOKENS else ("mean",)
     for name in names:
-        value, limit = figures.get("ess_of_most" if name == "ess" and "ess_of_most" in figures else name), getattr(limits, name)
+        value = figures.get("ess_of_most" if name == "ess" and "ess_of_most" in figures else name)
+        limit = getattr(limits, name)
         if not is_number(value) or limit is None:
             continue
-        if name == "mean" and 0 < tokens < FEWEST_TOKENS and value * tokens / FEWEST_TOKENS <= limit:
+        if (
+            name == "mean"
+            and 0 < tokens < FEWEST_TOKENS
+            and value * tokens / FEWEST_TOKENS <= limit
+        ):
             continue
         if value < limit if name == "ess" else value > limit:
             found.append(f"{_WORDS[name]} {value:.3g} (limit {limit:g})")
@@ -103,13 +125,19 @@ class Judged(NamedTuple):
     """The entry that holds "worst" and "by_position" of these tokens."""
 
 
-def judged_figures(drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]) -> Judged | None:
-    """Return the figures of the tokens that policy `version` sampled, from which training starts; where there are none, those
-    that were compared under the weights of the older policy that sampled them; else None. Not judged: figures of older run
-    folders, which are not kept by version, and a base in 4 bits (`training`: the recipe's settings) while the server has the
-    starting model, which nobody has rounded."""
-    drift, judged = drift or {}, None
-    by_version, own = drift.get("by_version"), drift.get("own_weights")
+def judged_figures(
+    drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]
+) -> Judged | None:
+    """Return the figures of the tokens that policy `version` sampled, from which training starts;
+    where there are none, those that were compared under the weights of the older policy that
+    sampled them; else None. Not judged: figures of older run folders, which are not kept by
+    version, and a base in 4 bits (`training`: the recipe's settings) while the server has the
+    starting model, which nobody has rounded.
+    """
+    drift = drift or {}
+    judged = None
+    by_version = drift.get("by_version")
+    own = drift.get("own_weights")
     if isinstance(by_version, dict) and str(version) in by_version:
         judged = Judged(version, by_version[str(version)], drift)
     elif isinstance(own, dict) and own.get("tokens"):
@@ -130,10 +158,11 @@ def check_drift(
     """Judge iteration `number`, whose train phase is done, or nothing but its files are missing.
 
     compared: what its first step says of sampler and trainer, where there is no marker yet.
-    ask_server: a function that GETs a path of the running server and returns the JSON answer; None where no server runs.
+    ask_server: a function that GETs a path of the running server and returns the JSON answer; None
+        where no server runs.
 
-    Returns None where everything is within the limits or nothing could be judged, else what drift.json holds; raises DriftError
-    instead where `config.drift` is "stop".
+    Returns None where everything is within the limits or nothing could be judged, else what
+    drift.json holds; raises DriftError instead where `config.drift` is "stop".
     """
     marker = folder.iteration(number).marker("train") or {}
     steps: list[dict[str, Any]] = marker.get("steps") or [{"sampler_trainer": compared}]
@@ -141,7 +170,8 @@ def check_drift(
     judged = judged_figures(drift, folder.policy_version(number - 1), config.recipe_settings)
     path = folder.iteration(number).path / DRIFT_FILE
     if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
-        path.unlink(missing_ok=True)  # of an earlier start, with other limits: the report would go on showing it
+        # Of an earlier start, with other limits: the report would go on showing it.
+        path.unlink(missing_ok=True)
         return None
     version, figures, source = judged
     # Loads torch and the pack, which a run without drift need not pay for.
@@ -150,10 +180,13 @@ def check_drift(
     try:
         tokens = worst_tokens(folder, number, source, version)
     except (TtrlError, OSError, ValueError, KeyError, IndexError) as error:
-        tokens, unread = [], f"  (they cannot be shown: {type(error).__name__}: {error})"
+        tokens = []
+        unread = f"  (they cannot be shown: {type(error).__name__}: {error})"
     else:
         unread = ""
-    causes = likely_causes(gather_evidence(config, folder, number, source, version, tokens, _server_info(ask_server)))
+    causes = likely_causes(
+        gather_evidence(config, folder, number, source, version, tokens, _server_info(ask_server))
+    )
     report = {
         "iteration": number,
         "version": version,
@@ -164,7 +197,8 @@ def check_drift(
     }
     write_json(path, report)
     lines = [
-        f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; over {figures['tokens']:,} "
+        f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; "
+        f"over {figures['tokens']:,} "
         f"tokens that policy {version} sampled",
         "The tokens that are furthest apart (natural log-probabilities):",
         *([token.line() for token in tokens] or [unread or "  (none were kept)"]),
@@ -173,9 +207,12 @@ def check_drift(
     ]
     if config.drift == "stop":
         lines += [
-            f"What iteration {number} sampled and trained is of no use. Remove the cause, and start the same command again with "
-            f"{REDO_VARIABLE}={number} in front of it, or as train(..., redo={number}): that throws away {path.parent} and all "
-            'after it, and does them again. If this difference is expected here: drift="warn", or higher drift_limits; both may '
+            f"What iteration {number} sampled and trained is of no use. Remove the cause, and "
+            "start the same command again with "
+            f"{REDO_VARIABLE}={number} in front of it, or as train(..., redo={number}): that "
+            f"throws away {path.parent} and all "
+            'after it, and does them again. If this difference is expected here: drift="warn", '
+            "or higher drift_limits; both may "
             "be changed for a run that goes on",
         ]
         raise DriftError("\n".join(lines))

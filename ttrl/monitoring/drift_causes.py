@@ -1,8 +1,10 @@
-"""Where sampler and trainer differ, and why: the tokens that are furthest apart, and each likely cause, checked against what the
-run folder, the model and the server say. Read by `ttrl.monitoring.drift` where a limit is exceeded.
+"""Where sampler and trainer differ, and why: the tokens that are furthest apart, and each likely
+cause, checked against what the run folder, the model and the server say. Read by
+`ttrl.monitoring.drift` where a limit is exceeded.
 
-A check says "found" where it saw the cause itself, "ruled out" where it saw that it is not there, and "could not be checked"
-where it could not see what it would have to look at. Nothing is guessed from the size of the difference.
+A check says "found" where it saw the cause itself, "ruled out" where it saw that it is not there,
+and "could not be checked" where it could not see what it would have to look at. Nothing is guessed
+from the size of the difference.
 """
 
 import contextlib
@@ -43,34 +45,49 @@ class WorstToken:
     trainer: float | None
     sampler: float | None
     as_sent: bool | None
-    """Whether the pack's ids up to it are those that the server sampled from; None if unknown, or with several turns."""
+    """Whether the pack's ids up to it are those that the server sampled from; None if unknown, or
+    with several turns.
+    """
 
     def line(self) -> str:
 
         def shown(text: str) -> str:
             return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
-        sampler, trainer = ("not finite" if value is None else f"{value:.4f}" for value in (self.sampler, self.trainer))
+        sampler, trainer = (
+            "not finite" if value is None else f"{value:.4f}"
+            for value in (self.sampler, self.trainer)
+        )
         return (
-            f"  sampler {sampler}, trainer {trainer}: task {self.task_id!r}, sample {self.sample}, token {self.place} "
-            f"(position {self.position}, id {self.token_id}): …{shown(self.before)}[{shown(self.text)}]{shown(self.after)}…"
+            f"  sampler {sampler}, trainer {trainer}: task {self.task_id!r}, sample "
+            f"{self.sample}, token {self.place} "
+            f"(position {self.position}, id {self.token_id}): "
+            f"…{shown(self.before)}[{shown(self.text)}]{shown(self.after)}…"
         )
 
 
-def worst_tokens(folder: RunFolder, number: int, drift: Mapping[str, Any], version: int) -> list[WorstToken]:
-    """Return the tokens that policy `version` sampled on which the two differ most, the furthest first. Raises PackError where
-    the pack cannot be read."""
+def worst_tokens(
+    folder: RunFolder, number: int, drift: Mapping[str, Any], version: int
+) -> list[WorstToken]:
+    """Return the tokens that policy `version` sampled on which the two differ most, the furthest
+    first. Raises PackError where the pack cannot be read."""
     chosen = [one for one in drift.get("worst") or [] if one["version"] == version]
     if not chosen:
         return []
     path = folder.iteration(number).path
     packed = PackedTensors.load(path / "packed.safetensors")
     text = run_token_text(read_run(folder.path), number) or (lambda token: f"⟨{token}⟩")
-    tasks = {packed.samples[int(packed.sample_ids[one["row"], one["position"]])].task_id for one in chosen}
+    tasks = {
+        packed.samples[int(packed.sample_ids[one["row"], one["position"]])].task_id
+        for one in chosen
+    }
     sent = {  # prompt and completion ids of single-turn samples, as the server gave them
         (row["task_id"], row["sample"]): [*row["prompt_token_ids"], *row["token_ids"]]
         for row in read_jsonl(path / "rollouts.jsonl")
-        if row["task_id"] in tasks and row.get("prompt_token_ids") and row.get("token_ids") and not row.get("turns")
+        if row["task_id"] in tasks
+        and row.get("prompt_token_ids")
+        and row.get("token_ids")
+        and not row.get("turns")
     }
     # Samples of a group that begin alike have the same worst token: the first of them is enough.
     found: dict[tuple[str, int, int, str], WorstToken] = {}
@@ -81,9 +98,13 @@ def worst_tokens(folder: RunFolder, number: int, drift: Mapping[str, Any], versi
 
 
 def _worst_token(
-    packed: PackedTensors, one: Mapping[str, Any], text: Callable[[int], str], sent: Mapping[tuple[str, int], list[int]]
+    packed: PackedTensors,
+    one: Mapping[str, Any],
+    text: Callable[[int], str],
+    sent: Mapping[tuple[str, int], list[int]],
 ) -> WorstToken:
-    row, position = one["row"], one["position"]
+    row = one["row"]
+    position = one["position"]
     alone = packed.rows([row])
     sample = unpack(alone)[int(alone.sample_ids[0, position])]
     place = int(alone.input_pos[0, position]) + 1  # of the token that is predicted from here
@@ -107,9 +128,10 @@ def _worst_token(
 Verdict = Literal["found", "ruled out", "could not be checked"]
 _ORDER = {"found": 0, "could not be checked": 1, "ruled out": 2}
 _NEUTRAL = {
-    "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0), "logit_bias": (None, {}), "min_tokens": (0,), "bad_words": (None, []),
-    "allowed_token_ids": (None,), "structured_outputs": (None,), "response_format": (None,),
+    "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0), "repetition_penalty": (1, 1.0), "logit_bias": (None, {}),
+    "min_tokens": (0,), "bad_words": (None, []), "allowed_token_ids": (None,),
+    "structured_outputs": (None,), "response_format": (None,),
 }  # fmt: skip
 """Sampling parameters that change the distribution, and the values with which they do not."""
 _SCALED_ROPE = {"yarn", "longrope", "su", "dynamic", "llama3", "linear", "mrope"}
@@ -125,7 +147,9 @@ class Cause:
     way_out: str = ""
 
     def line(self) -> str:
-        mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[self.verdict]
+        mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[
+            self.verdict
+        ]
         way = f" → {self.way_out}" if self.way_out and self.verdict != "ruled out" else ""
         return f"  {mark:<11} {self.name}: {self.detail}{way}"
 
@@ -155,10 +179,15 @@ class Evidence:
 
     def argument(self, name: str) -> Any:
         """Return an argument that the run's config gives vLLM; None where it gives none."""
-        return next((value for key, value in self.config.server.items() if key.replace("_", "-") == name), None)
+        return next(
+            (value for key, value in self.config.server.items() if key.replace("_", "-") == name),
+            None,
+        )
 
     def by_default(self, value: str) -> str | None:
-        """Return what ttrl tells a server that it starts; None for one that said how it runs, or was started by others."""
+        """Return what ttrl tells a server that it starts; None for one that said how it runs, or
+        was started by others.
+        """
         return value if self.server is None and not self.config.joined_servers else None
 
     def told(self, *path: str) -> Any:
@@ -179,13 +208,21 @@ def gather_evidence(
     server: Mapping[str, Any] | None,
 ) -> Evidence:
     """Read what is there; never raises for what is not."""
-    model, iteration = folder.checkpoint(folder.written_version(version)), folder.iteration(number)
+    model = folder.checkpoint(folder.written_version(version))
+    iteration = folder.iteration(number)
     shape = read_mapping(model / "config.json")
-    # The policy was brought to the server for one of these; an iteration that trained nothing has that of the one before.
+    # The policy was brought to the server for one of these; an iteration that trained nothing has
+    # that of the one before.
     markers = [folder.iteration(version).marker("prepare")]
-    markers += [folder.iteration(n).marker("validate") for n in range(version, number) if folder.policy_version(n) == version]
+    markers += [
+        folder.iteration(n).marker("validate")
+        for n in range(version, number)
+        if folder.policy_version(n) == version
+    ]
     markers += [iteration.marker("rollouts")]
-    syncs = [marker["sync"] for marker in markers if marker and isinstance(marker.get("sync"), dict)]
+    syncs = [
+        marker["sync"] for marker in markers if marker and isinstance(marker.get("sync"), dict)
+    ]
     return Evidence(
         config=config,
         version=version,
@@ -204,61 +241,107 @@ def gather_evidence(
 def likely_causes(evidence: Evidence) -> list[Cause]:
     """Check all likely causes; those that were found come first."""
     checks = (
-        _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype, _positions, _vocabulary,
-        _adapters, _routing,
+        _temperature, _sampling, _generation_config, _logprobs_mode, _tokens, _weights, _dtype,
+        _positions, _vocabulary, _adapters, _routing,
     )  # fmt: skip
     return sorted((check(evidence) for check in checks), key=lambda cause: _ORDER[cause.verdict])
 
 
 def _temperature(e: Evidence) -> Cause:
-    name, sampled, trained = "temperature", e.config.temperature, e.recipe.get("temperature")
+    name = "temperature"
+    sampled = e.config.temperature
+    trained = e.recipe.get("temperature")
     if trained is None:
-        return Cause(name, "could not be checked", f"sampled with {sampled:g}; the recipe's config names none")
+        return Cause(
+            name,
+            "could not be checked",
+            f"sampled with {sampled:g}; the recipe's config names none",
+        )
     if float(trained) != sampled:
         way = "give both the same: the loop sets the recipe's from TrainConfig.temperature"
-        return Cause(name, "found", f"sampled with {sampled:g}, trained with {float(trained):g}", way)
+        return Cause(
+            name, "found", f"sampled with {sampled:g}, trained with {float(trained):g}", way
+        )
     return Cause(name, "ruled out", f"{sampled:g} on both sides")
 
 
 def _sampling(e: Evidence) -> Cause:
-    name, asked = "top-p, top-k and penalties", dict(e.config.sampling)
+    name = "top-p, top-k and penalties"
+    asked = dict(e.config.sampling)
     asked |= asked.pop("extra_body", None) or {}
-    wrong = {key: asked[key] for key, neutral in _NEUTRAL.items() if key in asked and asked[key] not in neutral}
+    wrong = {
+        key: asked[key]
+        for key, neutral in _NEUTRAL.items()
+        if key in asked and asked[key] not in neutral
+    }
     if wrong:
         listed = ", ".join(f"{key}={value!r}" for key, value in wrong.items())
-        return Cause(name, "found", f"requests are sent with {listed}", "leave them out of `sampling`")
+        return Cause(
+            name, "found", f"requests are sent with {listed}", "leave them out of `sampling`"
+        )
     return Cause(name, "ruled out", "requests are sent without any")
 
 
 def _generation_config(e: Evidence) -> Cause:
     name = "generation_config.json of the model"
-    values = {key: e.generation[key] for key, neutral in _NEUTRAL.items() if e.generation.get(key, neutral[0]) not in neutral}
-    served = e.told("model_config", "generation_config") or e.argument("generation-config") or e.by_default("vllm")
-    override = e.told("model_config", "override_generation_config") or e.argument("override-generation-config")
+    values = {
+        key: e.generation[key]
+        for key, neutral in _NEUTRAL.items()
+        if e.generation.get(key, neutral[0]) not in neutral
+    }
+    served = (
+        e.told("model_config", "generation_config")
+        or e.argument("generation-config")
+        or e.by_default("vllm")
+    )
+    override = e.told("model_config", "override_generation_config") or e.argument(
+        "override-generation-config"
+    )
     way = 'server={"generation_config": "vllm"}'
     if override:
-        return Cause(name, "found", f"the server overrides sampling defaults: {override}", "leave override_generation_config out")
+        return Cause(
+            name,
+            "found",
+            f"the server overrides sampling defaults: {override}",
+            "leave override_generation_config out",
+        )
     if served not in (None, "vllm", "auto"):
         return Cause(name, "found", f"the server takes sampling defaults from {served}", way)
     if served == "vllm":
         return Cause(name, "ruled out", "the server ignores it (--generation-config vllm)")
     if not values:
-        return Cause(name, "ruled out", "it changes no distribution" if e.generation else "the model has none")
+        return Cause(
+            name,
+            "ruled out",
+            "it changes no distribution" if e.generation else "the model has none",
+        )
     listed = ", ".join(f"{key}={value!r}" for key, value in values.items())
     if served is None:
-        return Cause(name, "could not be checked", f"the server does not say whether it uses it ({listed})", way)
+        return Cause(
+            name,
+            "could not be checked",
+            f"the server does not say whether it uses it ({listed})",
+            way,
+        )
     return Cause(name, "found", f"the server takes {listed} from it", way)
 
 
 def _logprobs_mode(e: Evidence) -> Cause:
     name = "logprobs mode of the server"
-    mode = e.told("model_config", "logprobs_mode") or e.argument("logprobs-mode") or e.by_default("processed_logprobs")
+    mode = (
+        e.told("model_config", "logprobs_mode")
+        or e.argument("logprobs-mode")
+        or e.by_default("processed_logprobs")
+    )
     if mode is None:
         return Cause(name, "could not be checked", "the server does not say which")
     if mode == "processed_logprobs" or (mode == "raw_logprobs" and e.config.temperature == 1.0):
         return Cause(name, "ruled out", f"{mode} at temperature {e.config.temperature:g}")
     return Cause(
-        name, "found", f"{mode}: not the distribution that it samples from", 'server={"logprobs_mode": "processed_logprobs"}'
+        name,
+        "found",
+        f"{mode}: not the distribution that it samples from",
+        'server={"logprobs_mode": "processed_logprobs"}',
     )
 
 
@@ -269,28 +352,56 @@ def _tokens(e: Evidence) -> Cause:
         return Cause(
             name,
             "found",
-            f"{len(other)} of the {len(e.tokens)} worst tokens stand behind other ids in the pack than the server sampled them "
+            f"{len(other)} of the {len(e.tokens)} worst tokens stand behind other ids in the "
+            "pack than the server sampled them "
             f"from, such as sample {other[0].sample} of task {other[0].task_id!r}",
-            "the server's chat template or tokenizer is not the model folder's; pack by the server's own ids (return_token_ids)",
+            "the server's chat template or tokenizer is not the model folder's; pack by the "
+            "server's own ids (return_token_ids)",
         )
     if unaligned := e.tokenization.get("unaligned"):
         way = "a server that returns token ids (return_token_ids) needs no template here"
         return Cause(
-            name, "found", f"the server gave no ids: texts were tokenized again, {unaligned} tokens could not be aligned", way
+            name,
+            "found",
+            f"the server gave no ids: texts were tokenized again, {unaligned} tokens could "
+            "not be aligned",
+            way,
         )
     if e.tokens and all(token.as_sent for token in e.tokens):
-        return Cause(name, "ruled out", "up to the worst tokens, the pack holds the ids that the server sampled from")
-    return Cause(name, "could not be checked", "the server's ids of these samples are not there, or they have several turns")
+        return Cause(
+            name,
+            "ruled out",
+            "up to the worst tokens, the pack holds the ids that the server sampled from",
+        )
+    return Cause(
+        name,
+        "could not be checked",
+        "the server's ids of these samples are not there, or they have several turns",
+    )
 
 
 def _weights(e: Evidence) -> Cause:
     name = "stale or wrong weights"
     if e.sync is None:
-        return Cause(name, "could not be checked", f"no sync to policy {e.version} is on record", "weight_sync='restart'")
+        return Cause(
+            name,
+            "could not be checked",
+            f"no sync to policy {e.version} is on record",
+            "weight_sync='restart'",
+        )
     apart = e.sync.get("canary_max_difference")
-    how = f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats" if apart is not None else ""
+    how = (
+        f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats"
+        if apart is not None
+        else ""
+    )
     if apart is None:
-        return Cause(name, "could not be checked", "the sync does not mention a canary", "weight_sync='restart'")
+        return Cause(
+            name,
+            "could not be checked",
+            "the sync does not mention a canary",
+            "weight_sync='restart'",
+        )
     limit = 1e-3 if e.config.dtype == "fp32" else 1.0
     if apart > limit:
         return Cause(name, "found", f"{how}, more than {limit:g}", "weight_sync='restart'")
@@ -300,19 +411,36 @@ def _weights(e: Evidence) -> Cause:
 def _dtype(e: Evidence) -> Cause:
     name = "dtype"
     mine = {"fp32": "float32", "bf16": "bfloat16"}[e.config.dtype]
-    rounded = {"quantization": ("model_config", "quantization"), "kv-cache-dtype": ("cache_config", "cache_dtype")}
+    rounded = {
+        "quantization": ("model_config", "quantization"),
+        "kv-cache-dtype": ("cache_config", "cache_dtype"),
+    }
     for argument, path in rounded.items():
         value = e.told(*path) or e.argument(argument)
         if value not in (None, "auto", "none", mine):
-            way = f"leave {argument} out, or correct for it with truncated importance sampling and drift='warn'"
-            return Cause(name, "found", f"the server computes with {argument} {value}, the trainer in {mine}", way)
+            way = (
+                f"leave {argument} out, or correct for it with truncated importance sampling and "
+                "drift='warn'"
+            )
+            return Cause(
+                name,
+                "found",
+                f"the server computes with {argument} {value}, the trainer in {mine}",
+                way,
+            )
     served = e.told("model_config", "dtype")
     if isinstance(served, str) and served.removeprefix("torch.") != mine:
         return Cause(
-            name, "found", f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}", "give both one dtype"
+            name,
+            "found",
+            f"the server computes in {served.removeprefix('torch.')}, the trainer in {mine}",
+            "give both one dtype",
         )
     if mine == "float32" and (stored := _stored_dtypes(e.model)) and stored - {"F32"}:
-        found = f"the server loads weights stored in {', '.join(sorted(stored))}; a trainer that keeps them in float32 has others"
+        found = (
+            f"the server loads weights stored in {', '.join(sorted(stored))}; a trainer that "
+            "keeps them in float32 has others"
+        )
         if e.recipe.get("checkpoint_dtype") == "bf16":
             return Cause(name, "found", found, "training={'checkpoint_dtype': 'fp32'}")
     where = "by the server's own word" if isinstance(served, str) else "by the run's config"
@@ -325,35 +453,65 @@ def _positions(e: Evidence) -> Cause:
     grows = ""
     if len(means) == 4 and means[0] > 0:
         grows = (
-            f"; the mean difference is {means[3] / means[0]:.2g} times as large in the last quarter of positions as in the first"
+            f"; the mean difference is {means[3] / means[0]:.2g} times as large in the last "
+            "quarter of positions as in the first"
         )
     for argument in ("hf-overrides", "rope-scaling", "rope-theta"):
         if e.argument(argument) is not None:
             way = "put it into the model folder's config.json, which both read"
-            return Cause(name, "found", f"the server is started with {argument} {e.argument(argument)!r}{grows}", way)
+            return Cause(
+                name,
+                "found",
+                f"the server is started with {argument} {e.argument(argument)!r}{grows}",
+                way,
+            )
     rope = e.shape.get("rope_parameters") or e.shape.get("rope_scaling") or {}
     parts = [part for part in [rope, *rope.values()] if isinstance(part, Mapping)]
-    kinds = _SCALED_ROPE.intersection(str(part.get("rope_type") or part.get("type")) for part in parts)
-    length, context = e.told("model_config", "max_model_len"), e.recipe.get("context") or e.shape.get("max_position_embeddings")
+    kinds = _SCALED_ROPE.intersection(
+        str(part.get("rope_type") or part.get("type")) for part in parts
+    )
+    length = e.told("model_config", "max_model_len")
+    context = e.recipe.get("context") or e.shape.get("max_position_embeddings")
     if not kinds:
         return Cause(name, "ruled out", f"plain RoPE, the same for any length{grows}")
     if length is None:
-        return Cause(name, "could not be checked", f"{', '.join(sorted(kinds))} depends on the context length{grows}")
+        return Cause(
+            name,
+            "could not be checked",
+            f"{', '.join(sorted(kinds))} depends on the context length{grows}",
+        )
     if "longrope" in kinds and context is not None and int(length) != int(context):
         way = f"server={{'max_model_len': {context}}}"
-        return Cause(name, "found", f"the server's context is {length}, the trainer's {context}, and the model scales by it", way)
+        return Cause(
+            name,
+            "found",
+            f"the server's context is {length}, the trainer's {context}, and the model scales by "
+            "it",
+            way,
+        )
     return Cause(
-        name, "ruled out", f"{', '.join(sorted(kinds))} with a context of {length} on the server, {context} in the trainer{grows}"
+        name,
+        "ruled out",
+        f"{', '.join(sorted(kinds))} with a context of {length} on the server, {context} in "
+        f"the trainer{grows}",
     )
 
 
 def _vocabulary(e: Evidence) -> Cause:
     name = "padding of the vocabulary"
-    rows, size = _embedding_rows(e.model), e.shape.get("vocab_size")
+    rows = _embedding_rows(e.model)
+    size = e.shape.get("vocab_size")
     if rows is None or not isinstance(size, int):
-        return Cause(name, "could not be checked", "the checkpoint's embedding or its config.json cannot be read")
+        return Cause(
+            name,
+            "could not be checked",
+            "the checkpoint's embedding or its config.json cannot be read",
+        )
     if rows != size:
-        way = "give the checkpoint the rows that config.json names; padded rows take probability in one and not in the other"
+        way = (
+            "give the checkpoint the rows that config.json names; padded rows take probability "
+            "in one and not in the other"
+        )
         return Cause(name, "found", f"the embedding has {rows} rows, config.json names {size}", way)
     return Cause(name, "ruled out", f"{size} rows in the checkpoint and in config.json")
 
@@ -364,14 +522,24 @@ def _adapters(e: Evidence) -> Cause:
     if rank is None:
         return Cause(name, "ruled out", "there are none")
     folders = [e.model, e.model / "adapter"] if e.model is not None else []
-    adapter = next((found for folder in folders if (found := read_mapping(folder / "adapter_config.json"))), {})
+    adapter = next(
+        (found for folder in folders if (found := read_mapping(folder / "adapter_config.json"))), {}
+    )
     if not adapter:
-        return Cause(name, "could not be checked", "the checkpoint does not mention adapters: the trainer merged them into it")
+        return Cause(
+            name,
+            "could not be checked",
+            "the checkpoint does not mention adapters: the trainer merged them into it",
+        )
     mine = float(e.recipe.get("lora_alpha", 16.0)) / float(rank)
-    theirs = float(adapter.get("lora_alpha", 0)) / (float(adapter.get("r", 1)) ** (0.5 if adapter.get("use_rslora") else 1.0))
+    theirs = float(adapter.get("lora_alpha", 0)) / (
+        float(adapter.get("r", 1)) ** (0.5 if adapter.get("use_rslora") else 1.0)
+    )
     if abs(mine - theirs) > 1e-9:
         way = "adapter_config.json must hold the lora_alpha and rank of the training"
-        return Cause(name, "found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way)
+        return Cause(
+            name, "found", f"{theirs:g} in adapter_config.json, {mine:g} in the trainer", way
+        )
     return Cause(name, "ruled out", f"{mine:g} on both sides")
 
 
@@ -380,17 +548,34 @@ def _routing(e: Evidence) -> Cause:
     if not has_experts(e.shape):
         return Cause(name, "ruled out", "the model has none")
     if e.recipe.get("router_replay"):
-        return Cause(name, "ruled out", "the trainer computes with those that the server chose (router_replay)")
+        return Cause(
+            name,
+            "ruled out",
+            "the trainer computes with those that the server chose (router_replay)",
+        )
     way = "router_replay=true makes both compute the same experts, and counts where they would not"
-    return Cause(name, "could not be checked", "a router that is nearly undecided chooses others once it rounds otherwise", way)
+    return Cause(
+        name,
+        "could not be checked",
+        "a router that is nearly undecided chooses others once it rounds otherwise",
+        way,
+    )
 
 
 def _tensors(model: Path | None) -> list[StoredTensor]:
-    """Read the headers of a checkpoint's safetensors files, those of its base if it is an adapter alone, and nothing else."""
+    """Read the headers of a checkpoint's safetensors files, those of its base if it is an adapter
+    alone, and nothing else.
+    """
     tensors = []
-    base = None if model is None else read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
+    base = (
+        None
+        if model is None
+        else read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
+    )
     folders = [Path(folder) for folder in (model, base) if folder is not None]
-    for path in next((found for folder in folders if (found := sorted(folder.glob("*.safetensors")))), []):
+    for path in next(
+        (found for folder in folders if (found := sorted(folder.glob("*.safetensors")))), []
+    ):
         with contextlib.suppress(OSError, ModelFolderError):
             tensors += stored_tensors(path)
     return tensors

@@ -1,4 +1,6 @@
-"""What findings are made of: one thing that stands out, a run's rows and the questions that rules ask of them, a trend."""
+"""What findings are made of: one thing that stands out, a run's rows and the questions that rules
+ask of them, a trend.
+"""
 
 import math
 import statistics
@@ -9,7 +11,8 @@ from typing import Any, Literal
 from ttrl.run_folder.reader import number
 
 RECENT = 5
-"""Iterations that are judged together: one alone is noise, and twenty would tell a person too late."""
+"""Iterations that are judged together: one alone is noise, and twenty would tell a person too late.
+"""
 
 Severity = Literal["stop", "warn", "note"]
 Examples = Literal["wrong", "right", "truncated", "failed", "repeated", "longest", "empty"]
@@ -53,15 +56,27 @@ class History:
     def recently(self) -> str:
         """Return their numbers: "iterations 3 to 7"."""
         numbers = [row["iteration"] for row in self.recent]
-        return f"iteration {numbers[0]}" if len(numbers) == 1 else f"iterations {numbers[0]} to {numbers[-1]}"
+        return (
+            f"iteration {numbers[0]}"
+            if len(numbers) == 1
+            else f"iterations {numbers[0]} to {numbers[-1]}"
+        )
 
     def values(self, path: str, rows: Sequence[dict[str, Any]] | None = None) -> list[float]:
         """Return what is known at a path, in order."""
-        return [known for row in (self.iterations if rows is None else rows) if (known := number(row, path)) is not None]
+        return [
+            known
+            for row in (self.iterations if rows is None else rows)
+            if (known := number(row, path)) is not None
+        ]
 
     def points(self, path: str) -> list[tuple[int, float]]:
         """Return [(iteration, value)] of all rows that know it, the starting model's included."""
-        return [(row["iteration"], known) for row in self.rows if (known := number(row, path)) is not None]
+        return [
+            (row["iteration"], known)
+            for row in self.rows
+            if (known := number(row, path)) is not None
+        ]
 
     def names(self, group: str) -> list[str]:
         """Return the names in a group of metrics, such as "validation", sorted."""
@@ -74,7 +89,9 @@ class History:
         return statistics.fmean(values) if values else None
 
     def at_start(self, path: str) -> float | None:
-        """Return the mean over the first three iterations that lie before the recent ones; None where there are none."""
+        """Return the mean over the first three iterations that lie before the recent ones; None
+        where there are none.
+        """
         values = self.values(path, self.iterations[: -len(self.recent)] if self.recent else [])[:3]
         return statistics.fmean(values) if values else None
 
@@ -86,13 +103,17 @@ class History:
         return sum(p for p, _ in known) / total if total else None
 
     def held_out(self) -> tuple[str, list[tuple[int, float]]]:
-        """Return the name and the points [(iteration, value)] of the config's validation metric, else of the held-out reward."""
+        """Return the name and the points [(iteration, value)] of the config's validation metric,
+        else of the held-out reward.
+        """
         name = self.config.get("validation_metric")
         paths = [f"validation.{name}"] if isinstance(name, str) and name != "reward" else []
         for path in [*paths, "validation_reward"]:
             points = self.points(path)
             if points:
-                return path.removeprefix("validation.").replace("validation_reward", "reward"), points
+                return path.removeprefix("validation.").replace(
+                    "validation_reward", "reward"
+                ), points
         return "reward", []
 
 
@@ -115,7 +136,9 @@ class Trend:
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend | None:
-    """Fit a line. None for fewer than four points: three leave one degree of freedom to tell noise from slope."""
+    """Fit a line. None for fewer than four points: three leave one degree of freedom to tell noise
+    from slope.
+    """
     if len(points) < 4 or len({x for x, _ in points}) < 2:
         return None
     x_mean, y_mean = (statistics.fmean(column) for column in zip(*points, strict=True))

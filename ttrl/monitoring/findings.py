@@ -1,13 +1,16 @@
-"""Why a run may not learn: what stands out in its metrics, in words, with the numbers and what to try.
+"""Why a run may not learn: what stands out in its metrics, in words, with the numbers and what to
+try.
 
     findings(rows, config) → [Finding, …], the most serious first; none for a healthy run
 
-To add one: a function here under `@rule(severity, advice, examples)`, with the reason of its limit; a line in SICK of
-tests/monitoring/test_findings.py, and one in the table of docs/watching.md. Nothing else knows the rules by name.
+To add one: a function here under `@rule(severity, advice, examples)`, with the reason of its limit;
+a line in SICK of tests/monitoring/test_findings.py, and one in the table of docs/watching.md.
+Nothing else knows the rules by name.
 
-Everything is judged over the last RECENT iterations, against the first ones or against a limit. A limit is where something is
-nearly always wrong, not where it might be: a list that cries wolf is not read. Rules are pure functions of metrics.jsonl's rows:
-they say the same at the terminal, in the report, and later from a run folder alone.
+Everything is judged over the last RECENT iterations, against the first ones or against a limit. A
+limit is where something is nearly always wrong, not where it might be: a list that cries wolf is
+not read. Rules are pure functions of metrics.jsonl's rows: they say the same at the terminal, in
+the report, and later from a run folder alone.
 """
 
 import itertools
@@ -25,7 +28,9 @@ from ttrl.run_folder.reader import number
 from ttrl.text import compact, percent
 
 Judge = Callable[[History], str | tuple[Severity, str] | None]
-"""Returns the title of what stands out, with another severity where it is not always the same; None where nothing does."""
+"""Returns the title of what stands out, with another severity where it is not always the same; None
+where nothing does.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,12 @@ RULES: list[Rule] = []
 """In the order of this file; within a severity, findings are told in this order."""
 
 
-def rule(severity: Severity, advice: str, examples: Examples | None = None) -> Callable[[Judge], Judge]:
-    """Make a function a rule, whose key is the function's name. advice: what to try. examples: which samples show it."""
+def rule(
+    severity: Severity, advice: str, examples: Examples | None = None
+) -> Callable[[Judge], Judge]:
+    """Make a function a rule, whose key is the function's name. advice: what to try. examples:
+    which samples show it.
+    """
 
     def register(judge: Judge) -> Judge:
         RULES.append(Rule(judge.__name__, severity, advice, examples, judge))
@@ -60,10 +69,14 @@ def rule(severity: Severity, advice: str, examples: Examples | None = None) -> C
     return register
 
 
-def findings(rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Return what stands out in a run. rows: of metrics.jsonl; whatever is missing or null in them is left out. config:
-    config.yaml's content, for limits that the person set."""
-    history = History([row for row in rows if isinstance(row.get("iteration"), int)], dict(config or {}))
+def findings(
+    rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = None
+) -> list[Finding]:
+    """Return what stands out in a run. rows: of metrics.jsonl; whatever is missing or null in them
+    is left out. config: config.yaml's content, for limits that the person set."""
+    history = History(
+        [row for row in rows if isinstance(row.get("iteration"), int)], dict(config or {})
+    )
     found = [finding for one in RULES if (finding := one.finding(history)) is not None]
     return sorted(found, key=lambda finding: ("stop", "warn", "note").index(finding.severity))
 
@@ -73,38 +86,59 @@ def findings(rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = 
 
 @rule(
     "warn",
-    "What was sampled is not quite what was trained; drift.json in the iteration's folder names tokens and causes, if the run "
+    "What was sampled is not quite what was trained; drift.json in the iteration's folder names "
+    "tokens and causes, if the run "
     "was held to its limits.",
 )
 def drift(h: History) -> str | None:
-    # The newest iteration in which tokens of the policy that training started from are beyond the limits.
+    # The newest iteration in which tokens of the policy that training started from are beyond the
+    # limits.
     held_to = limits(h.config.get("dtype"), h.config.get("device"), h.config.get("drift_limits"))
     training = h.config.get("training")
     for row in reversed(h.recent):
         compared = row.get("sampler_trainer")
         if not isinstance(compared, dict):
             continue
-        # Rows of older versions of ttrl know no versions; with stale tokens among them they say nothing about drift.
+        # Rows of older versions of ttrl know no versions; with stale tokens among them they say
+        # nothing about drift.
         figures = compared if "staleness" not in row else None
         if isinstance(compared.get("by_version"), dict):
             # An iteration that trained nothing has no policy of its own.
-            before = (one for one in h.iterations if one["iteration"] < row["iteration"] and one.get("trained") is not False)
+            before = (
+                one
+                for one in h.iterations
+                if one["iteration"] < row["iteration"] and one.get("trained") is not False
+            )
             policy = max((one["iteration"] for one in before), default=0)
-            judged = judged_figures(compared, policy, training if isinstance(training, dict) else {})
+            judged = judged_figures(
+                compared, policy, training if isinstance(training, dict) else {}
+            )
             figures = None if judged is None else judged.figures
         if isinstance(figures, dict) and (beyond := exceeded(figures, held_to)):
-            return f"In iteration {row['iteration']}, sampler and trainer did not compute the same ({'; '.join(beyond)})."
+            return (
+                f"In iteration {row['iteration']}, sampler and trainer did not compute the same "
+                f"({'; '.join(beyond)})."
+            )
     return None
 
 
-@rule("stop", "A learning rate of 0, skipped steps, everything frozen, or a checkpoint_dtype too coarse for such small steps.")
+@rule(
+    "stop",
+    "A learning rate of 0, skipped steps, everything frozen, or a checkpoint_dtype too coarse "
+    "for such small steps.",
+)
 def weights_unchanged(h: History) -> str | None:
     numbers = [
-        row["iteration"] for row in h.recent if isinstance(row.get("train"), dict) and row["train"].get("unchanged") is True
+        row["iteration"]
+        for row in h.recent
+        if isinstance(row.get("train"), dict) and row["train"].get("unchanged") is True
     ]
     if not numbers:
         return None
-    return f"After training, the weights are bit for bit what they were before (iteration {numbers[-1]})."
+    return (
+        "After training, the weights are bit for bit what they were before (iteration "
+        f"{numbers[-1]})."
+    )
 
 
 @rule("stop", "lr, or the end of its schedule: see training in config.yaml.")
@@ -115,7 +149,10 @@ def learning_rate_zero(h: History) -> str | None:
     return "The learning rate is 0."
 
 
-@rule("stop", "Nothing reaches the weights: are all advantages or weights zero, or is everything frozen?")
+@rule(
+    "stop",
+    "Nothing reaches the weights: are all advantages or weights zero, or is everything frozen?",
+)
 def no_gradient(h: History) -> str | None:
     norms = h.values("train.grad_norm", h.recent)
     return f"The gradient is zero in {h.recently}." if norms and max(norms) < 1e-9 else None
@@ -125,7 +162,11 @@ def no_gradient(h: History) -> str | None:
 
 
 def _training_rewards(h: History) -> list[tuple[int, float]]:
-    return [(row["iteration"], known) for row in h.iterations if (known := number(row, "reward")) is not None]
+    return [
+        (row["iteration"], known)
+        for row in h.iterations
+        if (known := number(row, "reward")) is not None
+    ]
 
 
 def _at_the_top(values: Sequence[float]) -> bool:
@@ -133,21 +174,27 @@ def _at_the_top(values: Sequence[float]) -> bool:
 
 
 def _succeeds(h: History) -> bool:
-    """Tell whether there is little left to gain, or what the run is judged by rose beyond chance in the last ten validations:
-    by ranks (Mann-Kendall), since a rise that slows down is no straight line."""
+    """Tell whether there is little left to gain, or what the run is judged by rose beyond chance in
+    the last ten validations: by ranks (Mann-Kendall), since a rise that slows down is no straight
+    line.
+    """
     points = h.held_out()[1]
     values = [y for _, y in (points if len(points) >= 4 else _training_rewards(h))[-2 * RECENT :]]
-    n, rises = len(values), sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
-    return bool(values) and (_at_the_top(values) or rises > 2 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18))
+    n = len(values)
+    rises = sum((b > a) - (b < a) for a, b in itertools.combinations(values, 2))
+    return bool(values) and (
+        _at_the_top(values) or rises > 2 * math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    )
 
 
 def _judged_trend(h: History) -> tuple[Trend, str] | None:
-    """Return a line through what the run is judged by, and how to say it; None if it is short, or there is little left to
-    gain."""
+    """Return a line through what the run is judged by, and how to say it; None if it is short, or
+    there is little left to gain."""
     name, points = h.held_out()
     label = f"The held-out {name}"
     if len(points) < 8:
-        label, points = "The training reward", _training_rewards(h)
+        label = "The training reward"
+        points = _training_rewards(h)
     line = trend(points)
     if line is None or line.count < 8:  # with fewer, only a steep rise shows through the noise
         return None
@@ -159,19 +206,22 @@ def _judged_trend(h: History) -> tuple[Trend, str] | None:
 
 @rule(
     "warn",
-    "Lower lr, fewer updates_per_iteration, a kl_coefficient; go back to the best checkpoint. Is the difference of sampler and "
+    "Lower lr, fewer updates_per_iteration, a kl_coefficient; go back to the best checkpoint. Is "
+    "the difference of sampler and "
     "trainer small?",
     "wrong",
 )
 def reward_falls(h: History) -> str | None:
-    # Neighbouring iterations share tasks and weights, so that the error is too small: a fall has to be clear.
+    # Neighbouring iterations share tasks and weights, so that the error is too small: a fall has to
+    # be clear.
     judged = _judged_trend(h)
     return judged[1] if judged is not None and judged[0].t < -3 else None
 
 
 @rule(
     "warn",
-    "See what else stands out here. If nothing does: more samples or tasks per iteration against the noise, a higher lr "
+    "See what else stands out here. If nothing does: more samples or tasks per iteration against "
+    "the noise, a higher lr "
     "(gradients and clipped tokens say whether there is room), more iterations.",
     "wrong",
 )
@@ -183,47 +233,70 @@ def reward_flat(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The run learns its tasks by heart, or a weakness of the grader: more tasks, fewer epochs, a look at what is rewarded.",
+    "The run learns its tasks by heart, or a weakness of the grader: more tasks, fewer epochs, a "
+    "look at what is rewarded.",
     "right",
 )
 def overfits(h: History) -> str | None:
     name, points = h.held_out()
     training = trend(_training_rewards(h))
     held_out = trend(points)
-    if training is None or held_out is None or held_out.count < 8 or training.t < 3 or held_out.t > -3:
+    if (
+        training is None
+        or held_out is None
+        or held_out.count < 8
+        or training.t < 3
+        or held_out.t > -3
+    ):
         return None
     return f"The training reward rises while the held-out {name} falls."
 
 
-_FAULT = re.compile(r"wrong|error|fail|invalid|illegal|trunc|cut|repeat|empty|refus|miss|penal|stop|bad")
+_FAULT = re.compile(
+    r"wrong|error|fail|invalid|illegal|trunc|cut|repeat|empty|refus|miss|penal|stop|bad"
+)
 """Names of metrics that are best at zero."""
 
 
 @rule(
     "warn",
-    "The reward pays for something else. Read the samples with the highest rewards; let the grader give more for that metric, or "
+    "The reward pays for something else. Read the samples with the highest rewards; let the "
+    "grader give more for that metric, or "
     "credit on the way to it.",
     "right",
 )
 def solves_nothing(h: History) -> str | None:
-    # Partial credit that rises is what it should do at first; five points and three standard errors are a clear rise.
+    # Partial credit that rises is what it should do at first; five points and three standard errors
+    # are a clear rise.
     for held_out in (True, False):
         rewards = h.points("validation_reward" if held_out else "reward")
         line = trend(rewards)
         if line is None or line.count < RECENT or line.t < 3:
             continue
         group = "validation" if held_out else "metrics"
-        flat = [name for name in h.names(group) if not _FAULT.search(name) and _stays_near_zero(h, f"{group}.{name}")]
+        flat = [
+            name
+            for name in h.names(group)
+            if not _FAULT.search(name) and _stays_near_zero(h, f"{group}.{name}")
+        ]
         if flat:
-            before, now = compact(rewards[0][1]), compact(rewards[-1][1])
-            metrics = ", ".join(f"{name} ({compact(h.now(f'{group}.{name}') or 0.0)})" for name in flat)
+            before = compact(rewards[0][1])
+            now = compact(rewards[-1][1])
+            metrics = ", ".join(
+                f"{name} ({compact(h.now(f'{group}.{name}') or 0.0)})" for name in flat
+            )
             whose = "held-out" if held_out else "training"
-            return f"The {whose} reward rises, from {before} to {now}, but what stays near 0 is {metrics}."
+            return (
+                f"The {whose} reward rises, from {before} to {now}, but what stays near 0 is "
+                f"{metrics}."
+            )
     return None
 
 
 def _stays_near_zero(h: History, path: str) -> bool:
-    """Tell whether a share was below a twentieth all the time and does not rise beyond its noise."""
+    """Tell whether a share was below a twentieth all the time and does not rise beyond its
+    noise.
+    """
     points = h.points(path)
     line = trend(points)
     return line is not None and line.t < 2 and all(0 <= value < 0.05 for _, value in points)
@@ -232,45 +305,80 @@ def _stays_near_zero(h: History, path: str) -> bool:
 # How the policy moves
 
 
-@rule("warn", "Fewer updates between sampling and training: a smaller max_staleness, fewer off-policy steps, or a lower lr.")
+@rule(
+    "warn",
+    "Fewer updates between sampling and training: a smaller max_staleness, fewer off-policy "
+    "steps, or a lower lr.",
+)
 def off_policy(h: History) -> str | None:
     share = h.now("sampler_trainer.ess")
-    if share is None or share >= 0.5 or drift(h) is not None:  # with drift, older policies are not what is far apart
+    # With drift, older policies are not what is far apart.
+    if share is None or share >= 0.5 or drift(h) is not None:
         return None
-    return f"The effective sample size is {percent(share)}: what was sampled is far from what is trained."
+    return (
+        f"The effective sample size is {percent(share)}: what was sampled is far from what is "
+        "trained."
+    )
 
 
 @rule(
     "warn",
-    "The policy stopped exploring: a lower lr, clip_high above clip_low, an entropy_coefficient, or clip_cov or kl_cov.",
+    "The policy stopped exploring: a lower lr, clip_high above clip_low, an entropy_coefficient, "
+    "or clip_cov or kl_cov.",
     "repeated",
 )
 def entropy_fell(h: History) -> str | None:
-    now, start = h.now("train.entropy"), h.at_start("train.entropy")
+    now = h.now("train.entropy")
+    start = h.at_start("train.entropy")
     right = h.share("groups.all_right", "groups.total") or 0.0
-    # A policy that has solved its tasks is sure of them, and rightly, and one that still learns is on its way there: only
-    # uncertainty that was lost before counts.
-    if now is None or start is None or right > 0.5 or now > max(0.2 * start, 0.0) or start < 0.02 or _succeeds(h):
+    # A policy that has solved its tasks is sure of them, and rightly, and one that still learns is
+    # on its way there: only uncertainty that was lost before counts.
+    if (
+        now is None
+        or start is None
+        or right > 0.5
+        or now > max(0.2 * start, 0.0)
+        or start < 0.02
+        or _succeeds(h)
+    ):
         return None
-    return f"Entropy fell from {compact(start)} to {compact(now)} nats per token while most groups are not solved."
+    return (
+        f"Entropy fell from {compact(start)} to {compact(now)} nats per token while most groups "
+        "are not solved."
+    )
 
 
-@rule("warn", "The policy falls apart into noise: lower lr or entropy_coefficient, and look at what it writes.", "longest")
+@rule(
+    "warn",
+    "The policy falls apart into noise: lower lr or entropy_coefficient, and look at what it "
+    "writes.",
+    "longest",
+)
 def entropy_rose(h: History) -> str | None:
-    now, start = h.now("train.entropy"), h.at_start("train.entropy")
-    # Twice as undecided and half a nat more: each token is then drawn from e^0.5 = 1.6 times as many.
+    now = h.now("train.entropy")
+    start = h.at_start("train.entropy")
+    # Twice as undecided and half a nat more: each token is then drawn from e^0.5 = 1.6 times as
+    # many.
     if now is None or start is None or now <= 2 * start or now - start <= 0.5:
         return None
     return f"Entropy rose from {compact(start)} to {compact(now)} nats per token."
 
 
-@rule("warn", "The policy moves too far within an iteration: a lower lr or fewer updates_per_iteration.")
+@rule(
+    "warn",
+    "The policy moves too far within an iteration: a lower lr or fewer updates_per_iteration.",
+)
 def clipped(h: History) -> str | None:
-    low, high = h.now("train.clip_fraction_low") or 0.0, h.now("train.clip_fraction_high") or 0.0
-    # PPO's implementations report 0.05 to 0.2; beyond 0.3 the later updates of an iteration are mostly thrown away.
+    low = h.now("train.clip_fraction_low") or 0.0
+    high = h.now("train.clip_fraction_high") or 0.0
+    # PPO's implementations report 0.05 to 0.2; beyond 0.3 the later updates of an iteration are
+    # mostly thrown away.
     if low + high <= 0.3:
         return None
-    return f"{percent(low + high)} of the tokens were clipped ({percent(high)} from above, {percent(low)} from below)."
+    return (
+        f"{percent(low + high)} of the tokens were clipped ({percent(high)} from above, "
+        f"{percent(low)} from below)."
+    )
 
 
 @rule("warn", "Lower lr, lower max_grad_norm, or look at single samples with extreme advantages.")
@@ -282,18 +390,25 @@ def gradient_grew(h: History) -> str | None:
     # Norms grow by small factors as fewer groups are left; ten times is a policy that runs away.
     if not first or last <= 10 * first:
         return None
-    return f"The gradient norm grew from {compact(first)} to {compact(last)} (medians of five iterations)."
+    return (
+        f"The gradient norm grew from {compact(first)} to {compact(last)} (medians of five "
+        "iterations)."
+    )
 
 
 @rule(
     "warn",
-    "The policy left its reference: a lower lr, a higher kl_coefficient, or a new reference, if it should leave.",
+    "The policy left its reference: a lower lr, a higher kl_coefficient, or a new reference, if "
+    "it should leave.",
     "longest",
 )
 def kl_blew_up(h: History) -> str | None:
-    now, start = h.now("train.kl"), h.at_start("train.kl")
+    now = h.now("train.kl")
+    start = h.at_start("train.kl")
     # Per token: at 0.5 nats a sentence of 20 tokens is e^10 times as likely as under the reference.
-    if now is None or not (now > 0.5 or (start is not None and now > 0.05 and now > 20 * max(start, 1e-6))):
+    if now is None or not (
+        now > 0.5 or (start is not None and now > 0.05 and now > 20 * max(start, 1e-6))
+    ):
         return None
     before = f" from {compact(start)}" if start is not None else ""
     return f"KL to the reference model went up{before} to {compact(now)} nats per token."
@@ -302,7 +417,11 @@ def kl_blew_up(h: History) -> str | None:
 @rule("warn", "The reward hardly counts: a lower kl_coefficient.")
 def kl_rules(h: History) -> str | None:
     share = h.now("train.kl_share")
-    return f"{percent(share)} of the gradient is KL's, by the norms of its parts." if share is not None and share > 0.9 else None
+    return (
+        f"{percent(share)} of the gradient is KL's, by the norms of its parts."
+        if share is not None and share > 0.9
+        else None
+    )
 
 
 # What went wrong
@@ -313,10 +432,19 @@ def _named(iterations: Sequence[int]) -> str:
     texts = [str(one) for one in iterations]
     if len(texts) > 6:
         return f"{len(texts)} iterations, {', '.join(texts[:3])} and so on"
-    return f"iteration {texts[0]}" if len(texts) == 1 else f"iterations {', '.join(texts[:-1])} and {texts[-1]}"
+    return (
+        f"iteration {texts[0]}"
+        if len(texts) == 1
+        else f"iterations {', '.join(texts[:-1])} and {texts[-1]}"
+    )
 
 
-@rule("warn", "More samples per task, tasks of another difficulty, a finer reward, a curriculum, or dynamic_sampling.", "wrong")
+@rule(
+    "warn",
+    "More samples per task, tasks of another difficulty, a finer reward, a curriculum, or "
+    "dynamic_sampling.",
+    "wrong",
+)
 def nothing_trained(h: History) -> tuple[Severity, str] | None:
     numbers = [row["iteration"] for row in h.iterations if row.get("trained") is False]
     if not numbers:
@@ -326,29 +454,43 @@ def nothing_trained(h: History) -> tuple[Severity, str] | None:
     return "warn" if recent else "note", title
 
 
-@rule("warn", "rollouts.jsonl says why for each; `ttrl replay` grades them again with a mended grader.", "failed")
+@rule(
+    "warn",
+    "rollouts.jsonl says why for each; `ttrl replay` grades them again with a mended grader.",
+    "failed",
+)
 def failures(h: History) -> tuple[Severity, str] | None:
-    failed, sampled = sum(h.values("failed", h.rows)), sum(h.values("samples", h.rows))
+    failed = sum(h.values("failed", h.rows))
+    sampled = sum(h.values("samples", h.rows))
     if not failed:
         return None
     graders = sum(h.values("rollouts.grader_failures"))
     of = f" of {compact(sampled)}" if sampled >= failed else ""
     whose = f", {graders:g} of them in their graders" if graders else ""
-    # One in a thousand is the odd answer that a grader did not expect; more than one in a hundred is a grader or server to mend.
+    # One in a thousand is the odd answer that a grader did not expect; more than one in a hundred
+    # is a grader or server to mend.
     many = sampled and failed / sampled > 0.01
     return "warn" if many else "note", f"{failed:g}{of} samples failed and did not count{whose}."
 
 
 @rule("warn", "train.jsonl names the tokens. Lower lr, clip advantages, or train in fp32.")
 def skipped_steps(h: History) -> str | None:
-    skipped = {row["iteration"]: count for row in h.iterations if (count := number(row, "train.skipped") or 0) > 0}
+    skipped = {
+        row["iteration"]: count
+        for row in h.iterations
+        if (count := number(row, "train.skipped") or 0) > 0
+    }
     if not skipped:
         return None
     steps = f"{sum(skipped.values()):g} optimizer steps were skipped in {_named(list(skipped))}"
     return f"{steps}: their loss or gradient was not finite."
 
 
-@rule("note", "Raise seq_len, lower max_tokens, or choose what becomes of them with too_long.", "longest")
+@rule(
+    "note",
+    "Raise seq_len, lower max_tokens, or choose what becomes of them with too_long.",
+    "longest",
+)
 def too_long(h: History) -> str | None:
     counts = {name: sum(h.values(f"pack.dropped.{name}", h.rows)) for name in TOO_LONG_WORDS}
     parts = [
@@ -363,39 +505,62 @@ def too_long(h: History) -> str | None:
 def read_files(h: History) -> str | None:
     syncs = {row["iteration"]: row.get("sync") for row in h.rows}
     why = {
-        number: sync["files_because"] for number, sync in syncs.items() if isinstance(sync, dict) and sync.get("files_because")
+        number: sync["files_because"]
+        for number, sync in syncs.items()
+        if isinstance(sync, dict) and sync.get("files_because")
     }
     if not why:
         return None
-    return f"The server read the weights from files, not from memory, in {_named(list(why))}: {list(why.values())[-1]}."
+    return (
+        f"The server read the weights from files, not from memory, in {_named(list(why))}: "
+        f"{list(why.values())[-1]}."
+    )
 
 
 @rule("note", "If it happens each time, weight_sync='restart' saves the attempt; the log says why.")
 def fell_back(h: History) -> str | None:
-    numbers = [row["iteration"] for row in h.rows if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")]
+    numbers = [
+        row["iteration"]
+        for row in h.rows
+        if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")
+    ]
     if not numbers:
         return None
     return (
-        f"The server did not reproduce the trainer's numbers after weights were loaded in place in {_named(numbers)}; it was "
+        "The server did not reproduce the trainer's numbers after weights were loaded in place "
+        f"in {_named(numbers)}; it was "
         "restarted, and then it did."
     )
 
 
-@rule("note", "Most groups have no signal: tasks of another difficulty, or a higher max_extra_tasks.")
+@rule(
+    "note", "Most groups have no signal: tasks of another difficulty, or a higher max_extra_tasks."
+)
 def extra_tasks(h: History) -> str | None:
     limit = h.config.get("max_extra_tasks") or 2 * (h.config.get("tasks_per_iteration") or 0)
     extra = h.values("extra_tasks", h.recent)
     if not limit or not extra or sum(count >= limit for count in extra) <= len(extra) / 2:
         return None
-    return f"Dynamic sampling used up its {limit} extra tasks in most of the last {len(extra)} iterations."
+    return (
+        f"Dynamic sampling used up its {limit} extra tasks in most of the last {len(extra)} "
+        "iterations."
+    )
 
 
-@rule("note", "Their tokens were sampled for nothing: a larger tokens_per_iteration or max_staleness, or a lower max_tokens.")
+@rule(
+    "note",
+    "Their tokens were sampled for nothing: a larger tokens_per_iteration or max_staleness, or a "
+    "lower max_tokens.",
+)
 def dropped_groups(h: History) -> str | None:
-    dropped, kept = sum(h.values("dropped_groups", h.recent)), sum(h.values("groups.total", h.recent))
+    dropped = sum(h.values("dropped_groups", h.recent))
+    kept = sum(h.values("groups.total", h.recent))
     if not dropped or dropped / (dropped + kept) <= 0.1:
         return None
-    return f"{dropped:g} unfinished groups became too old (max_staleness) and were dropped, of {dropped + kept:g}."
+    return (
+        f"{dropped:g} unfinished groups became too old (max_staleness) and were dropped, of "
+        f"{dropped + kept:g}."
+    )
 
 
 # What the groups have to teach, and what is sampled
@@ -403,19 +568,29 @@ def dropped_groups(h: History) -> str | None:
 
 @rule(
     "warn",
-    "The task may be too hard for this model: easier tasks (recipes/letter_counting.py takes any --model), a warm start, more "
-    "samples per task, a reward for partial success, or dynamic_sampling give it something to learn from. If answers look right, "
+    "The task may be too hard for this model: easier tasks (recipes/letter_counting.py takes any "
+    "--model), a warm start, more "
+    "samples per task, a reward for partial success, or dynamic_sampling give it something to "
+    "learn from. If answers look right, "
     "look at the grader.",
     "wrong",
 )
 def too_hard(h: History) -> str | None:
-    # Below half, the other groups still carry an iteration; above it most of the sampling is spent on nothing.
+    # Below half, the other groups still carry an iteration; above it most of the sampling is spent
+    # on nothing.
     share = h.share("groups.all_wrong", "groups.total") or 0.0
     if share <= 0.5:
         return None
-    # What the grader itself says of wrong answers: what a more lenient one would call right, their form.
-    names = {name for row in h.recent if isinstance(row.get("metrics"), dict) for name in row["metrics"]}
-    partly = {name: value for name in sorted(names - {"lenient"}) if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1}
+    # What the grader itself says of wrong answers: what a more lenient one would call right, their
+    # form.
+    names = {
+        name for row in h.recent if isinstance(row.get("metrics"), dict) for name in row["metrics"]
+    }
+    partly = {
+        name: value
+        for name in sorted(names - {"lenient"})
+        if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1
+    }
     said = f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
     if (lenient := h.now("metrics.lenient")) is not None:
         said += f" A lenient grader would call {percent(lenient)} of all samples right."
@@ -425,105 +600,155 @@ def too_hard(h: History) -> str | None:
 
 @rule(
     "note",
-    "There is little left to learn from these tasks: harder ones, a curriculum, dynamic_sampling, or an end by stop_at.",
+    "There is little left to learn from these tasks: harder ones, a curriculum, "
+    "dynamic_sampling, or an end by stop_at.",
     "right",
 )
 def too_easy(h: History) -> str | None:
-    # A run that ends well has half to three quarters of its groups all right; above four fifths too little is left.
+    # A run that ends well has half to three quarters of its groups all right; above four fifths too
+    # little is left.
     share = h.share("groups.all_right", "groups.total") or 0.0
-    return f"In {percent(share)} of the groups every sample was right ({h.recently})." if share > 0.8 else None
+    return (
+        f"In {percent(share)} of the groups every sample was right ({h.recently})."
+        if share > 0.8
+        else None
+    )
 
 
 @rule(
     "warn",
-    "Does the grader see what differs between answers? A finer reward, or a higher temperature, makes them differ.",
+    "Does the grader see what differs between answers? A finer reward, or a higher temperature, "
+    "makes them differ.",
     "repeated",
 )
 def equal_rewards(h: History) -> str | None:
     share = h.share("groups.other_equal", "groups.total")
     if share is None or share <= 0.5:
         return None
-    return f"In {percent(share)} of the groups all samples got one and the same reward, neither best nor worst."
+    return (
+        f"In {percent(share)} of the groups all samples got one and the same reward, neither "
+        "best nor worst."
+    )
 
 
 @rule(
     "warn",
-    "They are graded without their end. Raise max_tokens, ask for shorter answers, or see whether the model still ends its "
+    "They are graded without their end. Raise max_tokens, ask for shorter answers, or see "
+    "whether the model still ends its "
     "turns.",
     "truncated",
 )
 def truncated(h: History) -> str | None:
-    # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be shorter".
+    # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be
+    # shorter".
     share = h.now("rollouts.truncated") or 0.0
     if share <= 0.2:
         return None
-    cut, ended = h.now("rollouts.truncated_reward"), h.now("rollouts.ended_reward")
+    cut = h.now("rollouts.truncated_reward")
+    ended = h.now("rollouts.ended_reward")
     rewards = ""
     if cut is not None and ended is not None:
         rewards = f" Their mean reward is {compact(cut)}, that of the others {compact(ended)}."
-    return f"{percent(share)} of the completions were cut off at max_tokens ({h.recently}).{rewards}"
-
-
-@rule("warn", "A stop string that matches at once, or a model that learned to say nothing: does silence get a reward?", "empty")
-def empty(h: History) -> str | None:
-    share = h.now("rollouts.empty")
-    return f"{percent(share)} of the completions are empty ({h.recently})." if share is not None and share > 0.05 else None
+    return (
+        f"{percent(share)} of the completions were cut off at max_tokens ({h.recently}).{rewards}"
+    )
 
 
 @rule(
     "warn",
-    "The policy ignores the task. Does the grader reward that answer? Lower lr, add kl_coefficient, or start again from an "
+    "A stop string that matches at once, or a model that learned to say nothing: does silence "
+    "get a reward?",
+    "empty",
+)
+def empty(h: History) -> str | None:
+    share = h.now("rollouts.empty")
+    return (
+        f"{percent(share)} of the completions are empty ({h.recently})."
+        if share is not None and share > 0.05
+        else None
+    )
+
+
+@rule(
+    "warn",
+    "The policy ignores the task. Does the grader reward that answer? Lower lr, add "
+    "kl_coefficient, or start again from an "
     "earlier checkpoint.",
     "repeated",
 )
 def one_answer(h: History) -> str | None:
-    # Of four letters to choose from, the commonest is right in a third of the tasks; half of everything is too much.
-    share, tasks = h.now("rollouts.commonest"), h.now("rollouts.commonest_tasks")
-    if share is None or tasks is None or share <= 0.5 or tasks <= 0.5 or (h.now("groups.total") or 0) < 4:
+    # Of four letters to choose from, the commonest is right in a third of the tasks; half of
+    # everything is too much.
+    share = h.now("rollouts.commonest")
+    tasks = h.now("rollouts.commonest_tasks")
+    if (
+        share is None
+        or tasks is None
+        or share <= 0.5
+        or tasks <= 0.5
+        or (h.now("groups.total") or 0) < 4
+    ):
         return None
-    return f"One and the same completion makes up {percent(share)} of all samples, in {percent(tasks)} of the tasks."
+    return (
+        f"One and the same completion makes up {percent(share)} of all samples, in "
+        f"{percent(tasks)} of the tasks."
+    )
 
 
 @rule(
     "warn",
-    "The policy no longer tries anything else there: a higher temperature, an entropy_coefficient, a lower lr, or an earlier "
+    "The policy no longer tries anything else there: a higher temperature, an "
+    "entropy_coefficient, a lower lr, or an earlier "
     "checkpoint.",
     "repeated",
 )
 def stuck(h: History) -> str | None:
-    # Equal samples are what a solved task looks like; equal samples that could be better are what no gradient will change.
+    # Equal samples are what a solved task looks like; equal samples that could be better are what
+    # no gradient will change.
     share = h.now("rollouts.stuck_groups")
     if share is None or share <= 0.25:
         return None
-    return f"In {percent(share)} of the groups all samples are the same completion, and not the best ({h.recently})."
+    return (
+        f"In {percent(share)} of the groups all samples are the same completion, and not the "
+        f"best ({h.recently})."
+    )
 
 
 @rule(
     "note",
-    "If length is not what you want to teach, let the grader not depend on it, and look at what the answers say.",
+    "If length is not what you want to teach, let the grader not depend on it, and look at what "
+    "the answers say.",
     "longest",
 )
 def length_rewarded(h: History) -> str | None:
     correlation = h.now("rollouts.length_correlation")
-    now, start = h.now("rollouts.mean_length"), h.at_start("rollouts.mean_length")
+    now = h.now("rollouts.mean_length")
+    start = h.at_start("rollouts.mean_length")
     if correlation is None or now is None or not start or abs(correlation) <= 0.4:
         return None
-    # Only where lengths follow: a correlation alone is often that long answers are those that lost their way.
+    # Only where lengths follow: a correlation alone is often that long answers are those that lost
+    # their way.
     change = now / start - 1
     if abs(change) <= 0.3 or (change > 0) != (correlation > 0):
         return None
     how = "longer" if correlation > 0 else "shorter"
     return (
-        f"Within groups, {how} answers get more reward (correlation {correlation:.2f}), and answers have become {how}: from "
+        f"Within groups, {how} answers get more reward (correlation {correlation:.2f}), and "
+        f"answers have become {how}: from "
         f"{compact(start)} to {compact(now)} tokens."
     )
 
 
 @rule(
-    "note", "Their advantages are smaller than others'. Is the floor meant to be that high, or do rewards differ by noise alone?"
+    "note",
+    "Their advantages are smaller than others'. Is the floor meant to be that high, or do "
+    "rewards differ by noise alone?",
 )
 def low_std(h: History) -> str | None:
     share = h.share("groups.low_std", "groups.kept")
     if share is None or share <= 0.2:
         return None
-    return f"In {percent(share)} of the groups that were trained, rewards differ by less than advantage_std_floor."
+    return (
+        f"In {percent(share)} of the groups that were trained, rewards differ by less than "
+        "advantage_std_floor."
+    )

@@ -1,8 +1,10 @@
-"""Where metrics go besides metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any class with a log_dict.
+"""Where metrics go besides metrics.jsonl: the terminal, TensorBoard, W&B, torchtune's loggers, any
+class with a log_dict.
 
-metrics.jsonl is the source. Each logger is given every row of it once, also after a crash, and also where it was added to a run
-later: logs/loggers.json holds what each has seen, and is written after it has. A crash in between repeats one iteration at most,
-which TensorBoard and W&B replace or ignore, as it has the same step. A logger that fails is reported once and never stops a run.
+metrics.jsonl is the source. Each logger is given every row of it once, also after a crash, and also
+where it was added to a run later: logs/loggers.json holds what each has seen, and is written after
+it has. A crash in between repeats one iteration at most, which TensorBoard and W&B replace or
+ignore, as it has the same step. A logger that fails is reported once and never stops a run.
 """
 
 import contextlib
@@ -34,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """What a logger must offer: torchtune's interface (torchtune.training.metric_logging), as far as it is used."""
+    """What a logger must offer: torchtune's interface (torchtune.training.metric_logging), as far
+    as it is used.
+    """
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         """Log all metrics of an iteration, by flat names."""
@@ -44,8 +48,8 @@ class MetricLogger(Protocol):
 
 
 def flattened(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy", without figures by weights version,
-    whose names differ in each iteration."""
+    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy", without
+    figures by weights version, whose names differ in each iteration."""
     return {
         name: float(value)
         for name, value in flat(_without_versions(row), "/").items()
@@ -54,7 +58,9 @@ def flattened(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _without_versions(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out mappings of which all names are numbers; a grader's metric may have one in its name."""
+    """Leave out mappings of which all names are numbers; a grader's metric may have one in its
+    name.
+    """
     shown = {}
     for name, value in row.items():
         if not isinstance(value, Mapping):
@@ -68,18 +74,23 @@ class Loggers:
     """All loggers of a run; `make_loggers` makes them."""
 
     def __init__(self, named: Sequence[tuple[str, MetricLogger]], state: Path) -> None:
-        self._named, self._path = list(named), state
+        self._named = list(named)
+        self._path = state
         self._failed: set[str] = set()
         self._seen = read_seen(state)
 
     def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Give each logger the rows that it has not seen yet, in order. Call it after each iteration. Never raises."""
+        """Give each logger the rows that it has not seen yet, in order. Call it after each
+        iteration. Never raises.
+        """
         before = dict(self._seen)
         for name, one in self._named:
             for row in sorted(rows, key=lambda row: row["iteration"]):
                 if row["iteration"] <= self._seen.get(name, -1):
                     continue
-                if not self._guarded(name, functools.partial(one.log_dict, flattened(row), row["iteration"])):
+                if not self._guarded(
+                    name, functools.partial(one.log_dict, flattened(row), row["iteration"])
+                ):
                     break  # again with the next iteration
                 self._seen[name] = row["iteration"]
         if self._seen != before:
@@ -98,33 +109,50 @@ class Loggers:
         except Exception as error:  # noqa: BLE001 - it may be any code, and a run must not end for its metrics
             if name not in self._failed:
                 self._failed.add(name)
-                logger.warning("the logger %s failed, the run goes on without it: %s: %s", name, type(error).__name__, error)
+                logger.warning(
+                    "the logger %s failed, the run goes on without it: %s: %s",
+                    name,
+                    type(error).__name__,
+                    error,
+                )
             return False
         self._failed.discard(name)
         return True
 
 
-def make_loggers(entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]) -> Loggers:
-    """Make the loggers of a run in `folder`, from `TrainConfig.loggers`; W&B shows `config` as the run's. Raises ConfigError
-    where one cannot be made, with what to do."""
+def make_loggers(
+    entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]
+) -> Loggers:
+    """Make the loggers of a run in `folder`, from `TrainConfig.loggers`; W&B shows `config` as the
+    run's. Raises ConfigError where one cannot be made, with what to do."""
     made: list[tuple[str, MetricLogger]] = []
     problems = []
     for number, entry in enumerate(entries):
         try:
             name, arguments = normalised(entry)
             names = {known for known, _ in made}
-            made.append((name if name not in names else f"{name} {number}", _make(name, arguments, folder, console, config)))
+            made.append(
+                (
+                    name if name not in names else f"{name} {number}",
+                    _make(name, arguments, folder, console, config),
+                )
+            )
         except (ValueError, ConfigError) as error:
             problems.append(str(error))
         except Exception as error:  # noqa: BLE001 - the constructor of any class
-            problems.append(f"loggers: {without_secrets(entry)!r} cannot be made: {type(error).__name__}: {error}")
+            problems.append(
+                f"loggers: {without_secrets(entry)!r} cannot be made: {type(error).__name__}: "
+                f"{error}"
+            )
     if problems:
         Loggers(made, folder / "logs" / STATE_FILE).close()
         raise ConfigError("TrainConfig", problems)
     return Loggers(made, folder / "logs" / STATE_FILE)
 
 
-def _make(name: str, arguments: dict[str, Any], folder: Path, console: Console, config: Mapping[str, Any]) -> MetricLogger:
+def _make(
+    name: str, arguments: dict[str, Any], folder: Path, console: Console, config: Mapping[str, Any]
+) -> MetricLogger:
     if name == "stdout":
         return _Stdout(console)
     if name == "tensorboard":
@@ -137,7 +165,10 @@ def _make(name: str, arguments: dict[str, Any], folder: Path, console: Console, 
         arguments["log_dir"] = str(folder / arguments["log_dir"])
     one: MetricLogger = found(**arguments)
     if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
-        raise ValueError(f"loggers: {name} has no log_dict(payload, step) and close(); torchtune's interface is what is used")
+        raise ValueError(
+            f"loggers: {name} has no log_dict(payload, step) and close(); torchtune's interface "
+            "is what is used"
+        )
     return one
 
 
@@ -148,14 +179,19 @@ class _Stdout:
         self._console = console
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
-        self._console.line(f"iteration {step}: " + " ".join(f"{name}={value:.6g}" for name, value in payload.items()))
+        self._console.line(
+            f"iteration {step}: "
+            + " ".join(f"{name}={value:.6g}" for name, value in payload.items())
+        )
 
     def close(self) -> None:
         pass
 
 
 class _TensorBoard:
-    """One folder of event files for the run; TensorBoard purges what an interrupted process logged beyond its next step."""
+    """One folder of event files for the run; TensorBoard purges what an interrupted process logged
+    beyond its next step.
+    """
 
     def __init__(self, log_dir: Path) -> None:
         self._log_dir = log_dir
@@ -187,9 +223,13 @@ def _harmless_command() -> Iterator[None]:
 
 
 class _WandB:
-    """One W&B run for a run folder, whose id is kept there. W&B ignores steps that it has seen. Arguments go to wandb.init."""
+    """One W&B run for a run folder, whose id is kept there. W&B ignores steps that it has seen.
+    Arguments go to wandb.init.
+    """
 
-    def __init__(self, arguments: Mapping[str, Any], folder: Path, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], folder: Path, config: Mapping[str, Any]
+    ) -> None:
         import wandb
 
         id_path = folder / "logs" / "wandb_id.json"

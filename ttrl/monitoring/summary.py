@@ -1,11 +1,12 @@
 """What a whole run came to, in a few lines: the console's last words, and the end of `ttrl report`.
 
-    held-out exact: start 0.5 (0), end 0.9 (20), best 0.91 (18), worst 0.48 (2); up 14, down 5, flat 1; last 10: 0.88 …
-    training reward: …
-    advantages -2 to 2; KL 0.011, its share 8.2%, gradient norm 5.1, β 0.005 (means); 61.2 reward/s; graders 0.3 s an iteration
+    held-out exact: start 0.5 (0), end 0.9 (20), best 0.91 (18), worst 0.48 (2); up 14, down 5, flat
+    1; last 10: 0.88 … training reward: …
+    advantages -2 to 2; KL 0.011, its share 8.2%, gradient norm 5.1, β 0.005 (means); 61.2 reward/s;
+    graders 0.3 s an iteration
 
-Steps up and down are those of neighbouring values; as they are noisy, the means of the last ten and twenty say more, with their
-slopes (least squares).
+Steps up and down are those of neighbouring values; as they are noisy, the means of the last ten and
+twenty say more, with their slopes (least squares).
 """
 
 import statistics
@@ -30,12 +31,17 @@ class Course:
     @property
     def steps(self) -> tuple[int, int, int]:
         """Count the steps up, down, and without a change."""
-        steps = [after - before for before, after in zip(self.values, self.values[1:], strict=False)]
-        up, down = sum(step > _EQUAL for step in steps), sum(step < -_EQUAL for step in steps)
+        steps = [
+            after - before for before, after in zip(self.values, self.values[1:], strict=False)
+        ]
+        up = sum(step > _EQUAL for step in steps)
+        down = sum(step < -_EQUAL for step in steps)
         return up, down, len(steps) - up - down
 
     def moving(self, window: int) -> tuple[float, float] | None:
-        """Return the mean of the last `window` values, and their slope per iteration; None where there are fewer."""
+        """Return the mean of the last `window` values, and their slope per iteration; None where
+        there are fewer.
+        """
         if len(self.values) < window:
             return None
         line = statistics.linear_regression(self.iterations[-window:], self.values[-window:])
@@ -49,44 +55,72 @@ class Course:
 
         best, worst = (self.values.index(choose(self.values)) for choose in (max, min))
         up, down, flat = self.steps
-        ends = f"start {at(0)}, end {at(-1)}, best {at(best)}, worst {at(worst)}; up {up}, down {down}, flat {flat}"
-        windows = [(window, found) for window in _WINDOWS if (found := self.moving(window)) is not None]
+        ends = (
+            f"start {at(0)}, end {at(-1)}, best {at(best)}, worst {at(worst)}; up {up}, down "
+            f"{down}, flat {flat}"
+        )
+        windows = [
+            (window, found) for window in _WINDOWS if (found := self.moving(window)) is not None
+        ]
         return ends + "".join(
-            f"; MA{window} {compact(mean)}, {'+' if slope >= 0 else ''}{compact(slope)} an iteration"
+            f"; MA{window} {compact(mean)}, {'+' if slope >= 0 else ''}{compact(slope)} an "
+            "iteration"
             for window, (mean, slope) in windows
         )
 
 
 def course(rows: Sequence[Mapping[str, Any]], path: str) -> Course | None:
     """Return how a metric went, by its dotted name; None where fewer than two rows have it."""
-    known = [(value, row["iteration"]) for row in rows if (value := number(dict(row), path)) is not None]
-    return Course([value for value, _ in known], [iteration for _, iteration in known]) if len(known) > 1 else None
+    known = [
+        (value, row["iteration"]) for row in rows if (value := number(dict(row), path)) is not None
+    ]
+    return (
+        Course([value for value, _ in known], [iteration for _, iteration in known])
+        if len(known) > 1
+        else None
+    )
 
 
-def summary_lines(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, overfits: bool = False) -> list[str]:
-    """Return the lines. rows: of metrics.jsonl, ascending. overfits: whether the run is validated on what it is trained on."""
+def summary_lines(
+    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, overfits: bool = False
+) -> list[str]:
+    """Return the lines. rows: of metrics.jsonl, ascending. overfits: whether the run is validated
+    on what it is trained on.
+    """
     name = str(config.get("validation_metric") or "reward")
     held_out = "validation_reward" if name == "reward" else f"validation.{name}"
     trained_on = "on the tasks that it is trained on" if overfits else "held-out"
-    titles = {f"{name} {trained_on}" if overfits else f"{trained_on} {name}": held_out, "training reward": "reward"}
+    titles = {
+        f"{name} {trained_on}" if overfits else f"{trained_on} {name}": held_out,
+        "training reward": "reward",
+    }
     courses = {title: course(rows, path) for title, path in titles.items()}
     lines = [f"{title}: {one.line()}" for title, one in courses.items() if one is not None]
     if overfits and lines:
-        lines.insert(0, "overfit mode: validated on the very tasks that it is trained on, which says nothing of others")
+        lines.insert(
+            0,
+            "overfit mode: validated on the very tasks that it is trained on, which says nothing "
+            "of others",
+        )
 
     def values(path: str) -> list[float]:
         return [value for row in rows if (value := number(dict(row), path)) is not None]
 
     parts = []
     if lowest := values("pack.advantages.lowest"):
-        parts.append(f"advantages {compact(min(lowest))} to {compact(max(values('pack.advantages.highest')))}")
+        parts.append(
+            f"advantages {compact(min(lowest))} to "
+            f"{compact(max(values('pack.advantages.highest')))}"
+        )
     means = [
-        f"{title} {percent(statistics.fmean(found)) if title == 'its share' else compact(statistics.fmean(found))}"
+        f"{title} {(percent if title == 'its share' else compact)(statistics.fmean(found))}"
         for title, path in _MEANS.items()
         if (found := values(path))
     ]
     parts += [f"{', '.join(means)} (means)"] if means else []
-    earned = sum((number(dict(row), "reward") or 0.0) * (number(dict(row), "samples") or 0.0) for row in rows)
+    earned = sum(
+        (number(dict(row), "reward") or 0.0) * (number(dict(row), "samples") or 0.0) for row in rows
+    )
     seconds = sum(values("seconds.total"))
     parts += [f"{compact(earned / seconds)} reward/s"] if seconds and earned else []
     graded = values("grading_seconds")
@@ -94,10 +128,16 @@ def summary_lines(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], 
     return lines + (["; ".join(parts)] if lines and parts else [])
 
 
-_MEANS = {"KL": "train.kl", "its share": "train.kl_share", "gradient norm": "train.grad_norm", "β": "train.kl_coefficient"}
+_MEANS = {
+    "KL": "train.kl",
+    "its share": "train.kl_share",
+    "gradient norm": "train.grad_norm",
+    "β": "train.kl_coefficient",
+}
 
 
 def overfits(tasks: Mapping[str, Any]) -> bool:
     """Tell from tasks.json whether a run is validated on the tasks that it is trained on."""
-    one, other = tasks.get("tasks"), tasks.get("validation_tasks")
+    one = tasks.get("tasks")
+    other = tasks.get("validation_tasks")
     return bool(one) and one == other

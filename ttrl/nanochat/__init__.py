@@ -1,4 +1,6 @@
-"""nanochat's models: a modelling file for trainer and server alike, and a reader of its own checkpoints."""
+"""nanochat's models: a modelling file for trainer and server alike, and a reader of its own
+checkpoints.
+"""
 
 MODEL_TYPE = "nanochat_2026"
 OWN_MODEL_TYPES = frozenset({MODEL_TYPE})

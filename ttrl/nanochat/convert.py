@@ -66,10 +66,10 @@ CHAT_TEMPLATE = """\
 def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = None) -> Path:
     """Write a model folder that every recipe and vLLM take, and return it.
 
-    source: a folder of checkpoints, whose last step is taken, or one `model_NNNNNN.pt`. tokenizer: the
-    folder of `tokenizer.pkl`; None looks where nanochat keeps it, next to the folder of all
-    checkpoints. Weights are stored in float32. Raises UserError for files that are not there, or not
-    of a nanochat of 2026.
+    source: a folder of checkpoints, whose last step is taken, or one `model_NNNNNN.pt`. tokenizer:
+    the folder of `tokenizer.pkl`; None looks where nanochat keeps it, next to the folder of all
+    checkpoints. Weights are stored in float32. Raises UserError for files that are not there, or
+    not of a nanochat of 2026.
     """
     weights, meta = _files(Path(source).expanduser())
     settings = _settings(meta)
@@ -78,7 +78,8 @@ def convert(source: str | Path, out: str | Path, tokenizer: str | Path | None = 
     vocabulary = int(settings["vocab_size"])
     if len(own_tokenizer) != vocabulary:
         raise UserError(
-            f"{pickled} has {len(own_tokenizer)} tokens, and {meta} says {vocabulary}; give the model's own tokenizer"
+            f"{pickled} has {len(own_tokenizer)} tokens, and {meta} says {vocabulary}; give the "
+            "model's own tokenizer"
         )
     stored = _stored(weights)
     config = _config(settings, stored, own_tokenizer)
@@ -99,7 +100,9 @@ def _files(source: Path) -> tuple[Path, Path]:
     if source.is_dir():
         found = sorted(source.glob("model_*.pt"))
         if not found:
-            raise UserError(f"{source}: no model_NNNNNN.pt there; give a folder such as chatsft_checkpoints/d20")
+            raise UserError(
+                f"{source}: no model_NNNNNN.pt there; give a folder such as chatsft_checkpoints/d20"
+            )
         weights = found[-1]
     else:
         weights = source
@@ -116,27 +119,39 @@ def _settings(meta: Path) -> dict[str, Any]:
     """Return nanochat's GPTConfig."""
     try:
         found = json.loads(meta.read_text(encoding="utf-8"))["model_config"]
-        sizes = {name: int(found[name]) for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")}
+        sizes = {
+            name: int(found[name])
+            for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd")
+        }
         pattern = str(found.get("window_pattern", "L")).upper()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{meta}: no model_config as nanochat writes it ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{meta}: no model_config as nanochat writes it ({type(error).__name__}: {error})"
+        ) from error
     if not pattern or set(pattern) - set("SL"):
         raise UserError(f"{meta}: window_pattern is {pattern!r}; nanochat's consist of S and L")
     if sizes["n_kv_head"] != sizes["n_head"]:
         raise UserError(
-            f"{meta}: n_kv_head is {sizes['n_kv_head']} and n_head {sizes['n_head']}; the smear is computed by attention with as "
+            f"{meta}: n_kv_head is {sizes['n_kv_head']} and n_head {sizes['n_head']}; the smear "
+            "is computed by attention with as "
             "many heads of keys as of queries, so ttrl does not convert this model"
         )
     return {**sizes, "window_pattern": pattern}
 
 
 def _tokenizer_file(weights: Path, given: str | Path | None) -> Path:
-    folders = [Path(given).expanduser()] if given is not None else [weights.parents[n] / "tokenizer" for n in (0, 1, 2)]
+    folders = (
+        [Path(given).expanduser()]
+        if given is not None
+        else [weights.parents[n] / "tokenizer" for n in (0, 1, 2)]
+    )
     for folder in folders:
         file = folder if folder.is_file() else folder / "tokenizer.pkl"
         if file.is_file():
             return file
-    raise UserError(f"no tokenizer.pkl in {' or '.join(map(str, folders))}; name its folder with --tokenizer")
+    raise UserError(
+        f"no tokenizer.pkl in {' or '.join(map(str, folders))}; name its folder with --tokenizer"
+    )
 
 
 class _Encoding:
@@ -155,14 +170,20 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("tiktoken.core", "Encoding"):
             return _Encoding
-        raise UserError(f"a tokenizer that would build {module}.{name}; a pickled tiktoken Encoding is all that is read")
+        raise UserError(
+            f"a tokenizer that would build {module}.{name}; a pickled tiktoken Encoding is all "
+            "that is read"
+        )
 
 
 def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     """Return the tokenizer that a `tokenizer.pkl` of nanochat describes, with a chat template. Runs
     nothing of the file. Raises UserError where it describes none."""
     if file.stat().st_size > _LARGEST_PICKLE:
-        raise UserError(f"{file} has {file.stat().st_size / 1e6:.0f} MB; nanochat's tokenizers have less than one")
+        raise UserError(
+            f"{file} has {file.stat().st_size / 1e6:.0f} MB; nanochat's tokenizers have less "
+            "than one"
+        )
     try:
         with file.open("rb") as stream:
             state = _PlainUnpickler(stream).load().state
@@ -172,17 +193,29 @@ def read_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     except UserError as error:
         raise UserError(f"{file}: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
-        raise UserError(f"{file}: no tokenizer of nanochat ({type(error).__name__}: {error})") from error
+        raise UserError(
+            f"{file}: no tokenizer of nanochat ({type(error).__name__}: {error})"
+        ) from error
     ordered = sorted(special, key=lambda token: special[token])
-    if sorted(ranks.values()) != list(range(len(ranks))) or [special[token] for token in ordered] != [
-        len(ranks) + number for number in range(len(special))
-    ]:
+    if sorted(ranks.values()) != list(range(len(ranks))) or [
+        special[token] for token in ordered
+    ] != [len(ranks) + number for number in range(len(special))]:
         raise UserError(f"{file}: tokens are not numbered from 0, special ones last")
-    missing = {BOS, END_OF_TURN, "<|user_start|>", "<|user_end|>", "<|assistant_start|>"} - special.keys()
+    missing = {
+        BOS,
+        END_OF_TURN,
+        "<|user_start|>",
+        "<|user_end|>",
+        "<|assistant_start|>",
+    } - special.keys()
     if missing:
-        raise UserError(f"{file}: no special token {', '.join(sorted(missing))}; is it a tokenizer of nanochat?")
+        raise UserError(
+            f"{file}: no special token {', '.join(sorted(missing))}; is it a tokenizer of nanochat?"
+        )
     made = _Converter(ranks, pattern, ordered).converted()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token=BOS, eos_token=END_OF_TURN, pad_token=BOS)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=BOS, eos_token=END_OF_TURN, pad_token=BOS
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -203,13 +236,19 @@ def _stored(weights: Path) -> dict[str, Tensor]:
         found = torch.load(weights, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, OSError, ValueError, EOFError) as error:
         raise UserError(f"{weights} cannot be read as a file of weights: {error}") from error
-    if not isinstance(found, Mapping) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
+    if not isinstance(found, Mapping) or not all(
+        isinstance(tensor, Tensor) for tensor in found.values()
+    ):
         raise UserError(f"{weights}: no dict of tensors, as nanochat writes it")
     return {str(name).removeprefix("_orig_mod."): tensor for name, tensor in found.items()}
 
 
-def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerFast) -> NanochatConfig:
-    layers, context, pattern = settings["n_layer"], settings["sequence_len"], settings["window_pattern"]
+def _config(
+    settings: Mapping[str, Any], stored: Mapping[str, Tensor], tokenizer: PreTrainedTokenizerFast
+) -> NanochatConfig:
+    layers = settings["n_layer"]
+    context = settings["sequence_len"]
+    pattern = settings["window_pattern"]
     short = -(-context // 4 // 128) * 128 + 1  # nanochat counts the tokens before a token's own
     windows = [short if pattern[number % len(pattern)] == "S" else None for number in range(layers)]
     windows[-1] = None
@@ -229,35 +268,52 @@ def _config(settings: Mapping[str, Any], stored: Mapping[str, Tensor], tokenizer
     )
 
 
-def _renamed(stored: Mapping[str, Tensor], config: NanochatConfig, vocabulary: int, weights: Path) -> dict[str, Tensor]:
+def _renamed(
+    stored: Mapping[str, Tensor], config: NanochatConfig, vocabulary: int, weights: Path
+) -> dict[str, Tensor]:
     """Return the tensors by our names in float32, tables without the rows that pad them."""
     found: dict[str, Tensor] = {}
     for name, tensor in stored.items():
         tensor = tensor.float()
         if name in _SCALES:
-            found |= {f"model.layers.{number + 1}.{_SCALES[name]}": part.reshape(1) for number, part in enumerate(tensor)}
+            found |= {
+                f"model.layers.{number + 1}.{_SCALES[name]}": part.reshape(1)
+                for number, part in enumerate(tensor)
+            }
             continue
         layer = re.fullmatch(r"transformer\.h\.(\d+)\.(.*)", name)
         table = re.fullmatch(r"value_embeds\.(\d+)\.weight", name)
         if layer is not None and layer[2] in _LAYER:
             found[f"model.layers.{int(layer[1]) + 1}.{_LAYER[layer[2]]}"] = tensor.contiguous()
         elif table is not None:
-            found[f"model.value_embeds.{int(table[1]) + 1}.weight"] = tensor[:vocabulary].contiguous()
+            found[f"model.value_embeds.{int(table[1]) + 1}.weight"] = tensor[
+                :vocabulary
+            ].contiguous()
         elif name in _ELSEWHERE:
-            cut = tensor[:vocabulary] if name in ("transformer.wte.weight", "lm_head.weight") else tensor
+            cut = (
+                tensor[:vocabulary]
+                if name in ("transformer.wte.weight", "lm_head.weight")
+                else tensor
+            )
             found[_ELSEWHERE[name]] = cut.contiguous()
         else:
             raise UserError(f"{weights}: nanochat of 2026 has no tensor {name}")
     return found
 
 
-def _check(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], weights: Path) -> None:
+def _check(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], weights: Path
+) -> None:
     missing = sorted(expected.keys() - found.keys())
     if missing:
         raise UserError(
-            f"{weights}: {len(missing)} tensors of nanochat's model of 2026 are missing, the first {missing[0]}; checkpoints of "
+            f"{weights}: {len(missing)} tensors of nanochat's model of 2026 are missing, the "
+            f"first {missing[0]}; checkpoints of "
             "2025 have another architecture, which nanochat itself does not load any more"
         )
     wrong = sorted(name for name, shape in expected.items() if found[name] != shape)
     if wrong:
-        raise UserError(f"{weights}: {wrong[0]} has the shape {found[wrong[0]]}; its config says {expected[wrong[0]]}")
+        raise UserError(
+            f"{weights}: {wrong[0]} has the shape {found[wrong[0]]}; its config says "
+            f"{expected[wrong[0]]}"
+        )

@@ -18,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.masking_utils import create_causal_mask, sliding_window_overlay
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
@@ -67,7 +74,8 @@ class NanochatConfig(PretrainedConfig):
         self.max_position_embeddings = max_position_embeddings
         self.attention_windows = attention_windows or [2] + [None] * (num_hidden_layers - 1)
         self.value_layers = value_layers or []
-        self.rope_base = rope_theta  # not "rope_theta", which transformers would take for its own RoPE
+        # Not "rope_theta", which transformers would take for its own RoPE.
+        self.rope_base = rope_theta
         self.final_logit_softcapping = final_logit_softcapping
         self.initializer_range = initializer_range
         super().__init__(tie_word_embeddings=tie_word_embeddings, **others)  # type: ignore[call-arg]
@@ -104,9 +112,23 @@ class SmearAttention(_Attention):
 
     def forward(self, x_BTD: Tensor, mask: Any, **others: Any) -> Tensor:
         nothing = torch.zeros_like(x_BTD)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
-        query, key, value = self.heads(nothing), self.heads(nothing), self.heads(x_BTD)
-        out, _ = attend(self, query, key, value, mask, dropout=0.0, scaling=self.scaling, sliding_window=self.window, **others)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _eager_attention
+        )
+        query = self.heads(nothing)
+        key = self.heads(nothing)
+        value = self.heads(x_BTD)
+        out, _ = attend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            **others,
+        )
         return out.reshape(x_BTD.shape)  # type: ignore[no-any-return]
 
 
@@ -122,7 +144,9 @@ class Smear(GradientCheckpointingLayer):
     def forward(self, x_BTD: Tensor, positions_BT: Tensor, mask: Any, **others: Any) -> Tensor:
         """Map embeddings [B, T, D] to what the layers begin with."""
         before_BTD = 2 * self.attn(x_BTD, mask, **others) - x_BTD
-        gate_BT1 = self.amount.to(x_BTD.dtype) * torch.sigmoid(self.gate(x_BTD[..., :_SMEAR_CHANNELS]))
+        gate_BT1 = self.amount.to(x_BTD.dtype) * torch.sigmoid(
+            self.gate(x_BTD[..., :_SMEAR_CHANNELS])
+        )
         has_before_BT1 = (positions_BT > 0).unsqueeze(-1)
         return x_BTD + torch.where(has_before_BT1, gate_BT1 * before_BTD, 0.0)
 
@@ -138,19 +162,42 @@ class BlockAttention(_Attention):
         self.v_proj = nn.Linear(width, width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
         has_values = number in config.value_layers
-        self.value_gate = nn.Linear(_GATE_CHANNELS, config.num_attention_heads, bias=False) if has_values else None
+        self.value_gate = (
+            nn.Linear(_GATE_CHANNELS, config.num_attention_heads, bias=False)
+            if has_values
+            else None
+        )
 
     def forward(
-        self, x_BTD: Tensor, values_BTD: Tensor | None, rotation: tuple[Tensor, Tensor], mask: Any, **others: Any
+        self,
+        x_BTD: Tensor,
+        values_BTD: Tensor | None,
+        rotation: tuple[Tensor, Tensor],
+        mask: Any,
+        **others: Any,
     ) -> Tensor:
-        query, key, value = (self.heads(one(x_BTD)) for one in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            self.heads(one(x_BTD)) for one in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if values_BTD is not None and self.value_gate is not None:
             gate_BTH = 3 * torch.sigmoid(self.value_gate(x_BTD[..., :_GATE_CHANNELS]))
             value = value + gate_BTH.transpose(1, 2).unsqueeze(-1) * self.heads(values_BTD)
         query = _norm(_rotated(query, rotation)) * _SHARPNESS
         key = _norm(_rotated(key, rotation)) * _SHARPNESS
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, _eager_attention)
-        out, _ = attend(self, query, key, value, mask, dropout=0.0, scaling=self.scaling, sliding_window=self.window, **others)
+        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, _eager_attention
+        )
+        out, _ = attend(
+            self,
+            query,
+            key,
+            value,
+            mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=self.window,
+            **others,
+        )
         return self.o_proj(out.reshape(x_BTD.shape))  # type: ignore[no-any-return]
 
 
@@ -192,8 +239,13 @@ class Block(GradientCheckpointingLayer):
         mask: Any,
         **others: Any,
     ) -> Tensor:
-        """Map hidden states [B, T, D]. start_BTD: what the smear returned. values_BTD: value embeddings."""
-        x_BTD = self.residual_scale.to(x_BTD.dtype) * x_BTD + self.start_scale.to(x_BTD.dtype) * start_BTD
+        """Map hidden states [B, T, D]. start_BTD: what the smear returned. values_BTD: value
+        embeddings.
+        """
+        x_BTD = (
+            self.residual_scale.to(x_BTD.dtype) * x_BTD
+            + self.start_scale.to(x_BTD.dtype) * start_BTD
+        )
         x_BTD = x_BTD + self.attn(_norm(x_BTD), values_BTD, rotation, mask, **others)
         return x_BTD + self.mlp(_norm(x_BTD))  # type: ignore[no-any-return]
 
@@ -226,7 +278,10 @@ class NanochatModel(NanochatPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         blocks = [Block(config, number) for number in range(1, config.num_hidden_layers)]
         self.layers = nn.ModuleList([Smear(config), *blocks])
-        tables = {str(number): nn.Embedding(config.vocab_size, config.hidden_size) for number in config.value_layers}
+        tables = {
+            str(number): nn.Embedding(config.vocab_size, config.hidden_size)
+            for number in config.value_layers
+        }
         self.value_embeds = nn.ModuleDict(tables)
         self.backout = Backout()
         self.post_init()  # type: ignore[no-untyped-call]
@@ -241,9 +296,13 @@ class NanochatModel(NanochatPreTrainedModel):
         return_dict: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | tuple[Tensor]:
-        """Return hidden states [B, T, D]. Needs the token ids: value embeddings are looked up by them."""
+        """Return hidden states [B, T, D]. Needs the token ids: value embeddings are looked up by
+        them.
+        """
         if input_ids is None:
-            raise ValueError("nanochat's value embeddings are looked up by token ids; give input_ids")
+            raise ValueError(
+                "nanochat's value embeddings are looked up by token ids; give input_ids"
+            )
         embedded = self.embed_tokens(input_ids)
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).unsqueeze(0)
@@ -252,14 +311,20 @@ class NanochatModel(NanochatPreTrainedModel):
         x = start = self.layers[0](_norm(embedded), position_ids, masks[0], **others)
         halfway = x
         for number, layer in enumerate(self.layers[1:], start=1):
-            values = self.value_embeds[str(number)](input_ids).to(x.dtype) if number in self.config.value_layers else None
+            values = (
+                self.value_embeds[str(number)](input_ids).to(x.dtype)
+                if number in self.config.value_layers
+                else None
+            )
             x = layer(x, start, values, rotation, masks[number], **others)
             if number == (self.config.num_hidden_layers - 1) // 2 + 1:
                 halfway = x
         x = self.backout(x, halfway)
         return (x,) if return_dict is False else BaseModelOutputWithPast(last_hidden_state=x)
 
-    def _masks(self, embedded: Tensor, attention_mask: Tensor | None, position_ids: Tensor) -> list[Any]:
+    def _masks(
+        self, embedded: Tensor, attention_mask: Tensor | None, position_ids: Tensor
+    ) -> list[Any]:
         """Return the mask of each layer, None where the attention interface needs none."""
         found: dict[int | None, Any] = {}
         for window in set(self.config.attention_windows):
@@ -283,13 +348,21 @@ class NanochatModel(NanochatPreTrainedModel):
 
 
 def _eager_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **others: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float,
+    **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend step by step, for comparisons."""
     scores = query @ key.transpose(2, 3) * scaling
     if mask is not None:
         scores = scores + mask
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(query.dtype)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(
+        query.dtype
+    )
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 

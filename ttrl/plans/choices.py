@@ -37,7 +37,8 @@ def choose(
     """Choose what `config` leaves open.
 
     model: values of config.json. gpus: bytes of each GPU of this machine; none: a CPU. host: bytes
-    of the machine's own memory, if they are known. advise: look for what would fit if this does not.
+    of the machine's own memory, if they are known. advise: look for what would fit if this does
+    not.
 
     Raises ConfigError, ModelFolderError.
     """
@@ -181,6 +182,8 @@ def _without(config: TrainConfig, names: Sequence[str]) -> TrainConfig:
     changes: dict[str, Any] = {name: defaults[name] for name in names if "." not in name}
     for group in ("training", "server"):
         changes[group] = {
-            key: value for key, value in getattr(config, group).items() if f"{group}.{key.replace('-', '_')}" not in names
+            key: value
+            for key, value in getattr(config, group).items()
+            if f"{group}.{key.replace('-', '_')}" not in names
         }
     return dataclasses.replace(config, **changes)

@@ -1,6 +1,8 @@
-"""Count what an iteration consists of: samples, tokens, packed rows, optimizer steps, and its exact floating-point operations.
+"""Count what an iteration consists of: samples, tokens, packed rows, optimizer steps, and its exact
+floating-point operations.
 
-Rows come out of the packer itself, given the prompts and completions of random tokens; FLOPs come out of the rows.
+Rows come out of the packer itself, given the prompts and completions of random tokens; FLOPs come
+out of the rows.
 """
 
 import math
@@ -13,7 +15,11 @@ from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import decode_flops, forward_flops, pass_flops, prefill_flops, sampling_flops
 from ttrl.costs.parameters import DecoderParameters
-from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors, packed_tensors_from_tokenized_results
+from ttrl.data.packing.pack import (
+    IGNORE_LABEL,
+    PackedTensors,
+    packed_tensors_from_tokenized_results,
+)
 from ttrl.plans.lengths import IterationLengths, made_up_samples
 
 
@@ -69,7 +75,9 @@ class PlannedFlops:
     training: float
     """Forward and backward."""
     prepass: float
-    """Passes without gradient before the first step: the policy's own log-probabilities, and the reference model's."""
+    """Passes without gradient before the first step: the policy's own log-probabilities, and the
+    reference model's.
+    """
     validation: float
 
 
@@ -89,10 +97,15 @@ def pack(config: TrainConfig, lengths: IterationLengths, vocabulary: int) -> Pac
 
 
 def work_of(
-    config: TrainConfig, recipe: GRPOConfig, lengths: IterationLengths, packed: PackedTensors, validation_tasks: int
+    config: TrainConfig,
+    recipe: GRPOConfig,
+    lengths: IterationLengths,
+    packed: PackedTensors,
+    validation_tasks: int,
 ) -> Work:
     """Count what an iteration consists of."""
-    prompts, scale = [len(group.prompt) for group in lengths.groups], lengths.scale
+    prompts = [len(group.prompt) for group in lengths.groups]
+    scale = lengths.scale
     completions = [length for group in lengths.groups for length in group.completions]
     completion_mean = float(np.mean(completions))
     tasks = round(len(prompts) * scale)
@@ -113,14 +126,17 @@ def work_of(
         completion_mean=completion_mean,
         completion_max=max(completions),
         prompt_tokens=sum(prompts) * scale,
-        completion_tokens=sampled if config.tokens_per_iteration is None else min(sampled, config.tokens_per_iteration),
+        completion_tokens=sampled
+        if config.tokens_per_iteration is None
+        else min(sampled, config.tokens_per_iteration),
         signal_share=lengths.signal_share,
         rows=rows,
         filled_rows=filled,
         seq_len=packed.seq_len,
         row_length=max(row_lengths, default=0),
         row_tokens=packed.num_tokens * scale,
-        logical_tokens=float(sum(s.prompt_length + s.completion_length - 1 for s in packed.samples)) * scale,
+        logical_tokens=float(sum(s.prompt_length + s.completion_length - 1 for s in packed.samples))
+        * scale,
         trained_tokens=packed.num_trained * scale,
         computed_tokens=_computed(row_lengths, recipe.rows_per_microbatch) * scale,
         too_long=round(packed.dropped.get("too_long", 0) * scale),
@@ -135,7 +151,10 @@ def work_of(
 def _computed(row_lengths: Sequence[int], rows_per_microbatch: int) -> int:
     """Count the positions of all microbatches."""
     longest_first = sorted(row_lengths, reverse=True)
-    parts = [longest_first[k : k + rows_per_microbatch] for k in range(0, len(longest_first), rows_per_microbatch)]
+    parts = [
+        longest_first[k : k + rows_per_microbatch]
+        for k in range(0, len(longest_first), rows_per_microbatch)
+    ]
     return sum(len(part) * part[0] for part in parts)
 
 
@@ -147,29 +166,35 @@ def flops_of(
     work: Work,
     block: int | None,
 ) -> PlannedFlops:
-    """Count the operations of an iteration. block: tokens of the blocks in which the server's prefix cache keeps a prompt for its
-    other samples; None: it is computed once."""
-    shape, prompt_mean = decoder.shape, round(work.prompt_mean)
+    """Count the operations of an iteration. block: tokens of the blocks in which the server's
+    prefix cache keeps a prompt for its other samples; None: it is computed once."""
+    shape = decoder.shape
+    prompt_mean = round(work.prompt_mean)
     reads: list[tuple[int, int, int]] = []
     for group in lengths.groups:
         prompt = len(group.prompt)
         known = prompt if block is None else (prompt - 1) // block * block
         reads += [(prompt, known if k else 0, n) for k, n in enumerate(group.completions)]
     share_sampled = work.completion_tokens / max(1.0, work.samples * work.completion_mean)
-    positions = packed.input_pos.numpy()[packed.group_ids.numpy() >= 0] + 1  # keys that each sees, itself included
+    # Keys that each sees, itself included.
+    positions = packed.input_pos.numpy()[packed.group_ids.numpy() >= 0] + 1
     pairs = {
-        window: int((positions if window is None else np.minimum(positions, window)).sum()) for window in shape.layers_by_window
+        window: int((positions if window is None else np.minimum(positions, window)).sum())
+        for window in shape.layers_by_window
     }
     training = pass_flops(decoder, recipe, len(positions), pairs, packed.num_trained).total
     forward = forward_flops(shape, len(positions), pairs, packed.num_trained).total
     several = recipe.updates_per_iteration > 1 and recipe.start_of_all_rows
     own = several or recipe.rewards_tokens or recipe.lora_dropout > 0
     held_out = work.validation_samples * (
-        decode_flops(shape, prompt_mean, round(work.completion_mean)).total + prefill_flops(shape, prompt_mean).total
+        decode_flops(shape, prompt_mean, round(work.completion_mean)).total
+        + prefill_flops(shape, prompt_mean).total
     )
     return PlannedFlops(
         sampling=float(sum(sampling_flops(shape, reads))) * lengths.scale * share_sampled,
         training=float(training) * lengths.scale,
-        prepass=float(forward) * (own + (recipe.kl_coefficient > 0 or recipe.needs_estimates)) * lengths.scale,
+        prepass=float(forward)
+        * (own + (recipe.kl_coefficient > 0 or recipe.needs_estimates))
+        * lengths.scale,
         validation=float(held_out),
     )

@@ -1,8 +1,9 @@
 """Say what a run needs on disk, for a plan and for the check before anything starts.
 
-Checkpoints and states are known from the model's config, or from those that are there already; how many there are at once
-follows from the rules of pruning. Rollouts and packed rows are measured on a run that continues; on a new one the check takes the
-most that `max_tokens` allows, and a plan takes what it expects.
+Checkpoints and states are known from the model's config, or from those that are there already; how
+many there are at once follows from the rules of pruning. Rollouts and packed rows are measured on a
+run that continues; on a new one the check takes the most that `max_tokens` allows, and a plan takes
+what it expects.
 """
 
 import errno
@@ -33,36 +34,59 @@ class DiskNeeds:
     checkpoint: float
     state: float
     others: float
-    """Everything else that an iteration leaves: rollouts, packed rows, logs; the cache, where it is a folder."""
+    """Everything else that an iteration leaves: rollouts, packed rows, logs; the cache, where it is
+    a folder.
+    """
     next: float
-    """The most that checkpoints and states take until NEXT_ITERATIONS more iterations are finished."""
+    """The most that checkpoints and states take until NEXT_ITERATIONS more iterations are finished.
+    """
     whole: float
     """The most until the end of the run."""
     free: float | None
     """None where the file system does not say."""
 
 
-def disk_needs(config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int = 0) -> DiskNeeds | None:
-    """Return what a run still needs; None where neither the model's config nor a checkpoint that is there tells sizes."""
+def disk_needs(
+    config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int = 0
+) -> DiskNeeds | None:
+    """Return what a run still needs; None where neither the model's config nor a checkpoint that is
+    there tells sizes.
+    """
     done = _last_trained(folder)
     sizes = _measured(folder, done) or _estimated(config, model)
     if sizes is None:
         return None
-    there = [sum((folder.iteration(n).path / name).is_dir() for n in range(1, done + 1)) for name in _FOLDERS]
+    there = [
+        sum((folder.iteration(n).path / name).is_dir() for n in range(1, done + 1))
+        for name in _FOLDERS
+    ]
     others = _others_measured(folder, done) or _others_at_most(config, validation_tasks)
     return needs_after(config, done, there, sizes, others, free_bytes(folder.path))
 
 
 def needs_after(
-    config: TrainConfig, done: int, there: list[int], sizes: tuple[float, float], others: float, free: float | None
+    config: TrainConfig,
+    done: int,
+    there: list[int],
+    sizes: tuple[float, float],
+    others: float,
+    free: float | None,
 ) -> DiskNeeds:
-    """Return what a run needs after `done` iterations that left so many checkpoints and states of these sizes."""
+    """Return what a run needs after `done` iterations that left so many checkpoints and states of
+    these sizes.
+    """
 
     def more(last: int) -> float:
         """Return what is added at the fullest moment until iteration `last` is finished."""
         peaks = [most_kept(config, number) for number in range(done + 1, last + 1)]
         return max(
-            (sum(max(0, most - has) * size for most, has, size in zip(peak, there, sizes, strict=True)) for peak in peaks),
+            (
+                sum(
+                    max(0, most - has) * size
+                    for most, has, size in zip(peak, there, sizes, strict=True)
+                )
+                for peak in peaks
+            ),
             default=0.0,
         )
 
@@ -75,8 +99,12 @@ def needs_after(
     )
 
 
-def check_disk(config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int) -> str | None:
-    """Return a warning where the whole run may not fit. Raises StorageError where the next iterations cannot."""
+def check_disk(
+    config: TrainConfig, model: Path, folder: RunFolder, validation_tasks: int
+) -> str | None:
+    """Return a warning where the whole run may not fit. Raises StorageError where the next
+    iterations cannot.
+    """
     needs = disk_needs(config, model, folder, validation_tasks)
     return None if needs is None else judge_disk(needs, folder.path)
 
@@ -86,20 +114,27 @@ def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
     if needs.free is None or needs.whole <= needs.free:
         return None
     free = f"{si_spaced(needs.free)}B"
-    each = f"{si_spaced(needs.checkpoint)}B a checkpoint, {si_spaced(needs.state)}B an optimizer state"
+    each = (
+        f"{si_spaced(needs.checkpoint)}B a checkpoint, {si_spaced(needs.state)}B an optimizer state"
+    )
     way_out = (
-        "make room, or choose another place for `run`; checkpoints get smaller with training={'checkpoint_dtype': 'bf16'}, "
-        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with adapters alone (lora_rank)"
+        "make room, or choose another place for `run`; checkpoints get smaller with "
+        "training={'checkpoint_dtype': 'bf16'}, "
+        "fewer with keep_checkpoints=3, keep_best=1 and no keep_every, and tiny with adapters "
+        "alone (lora_rank)"
     )
     if needs.next > needs.free:
         raise StorageError(
             errno.ENOSPC,
-            f"{folder}: the next {NEXT_ITERATIONS} iterations need {si_spaced(needs.next)}B ({each}), but {free} are free there; "
+            f"{folder}: the next {NEXT_ITERATIONS} iterations need {si_spaced(needs.next)}B "
+            f"({each}), but {free} are free there; "
             f"{way_out}",
         )
     return (
-        f"{folder}: the whole run may need {si_spaced(needs.whole)}B more ({each}, up to {si_spaced(needs.others)}B an iteration "
-        f"for rollouts and packed rows), but {free} are free there; {way_out}. A run that finds the disk full stops without "
+        f"{folder}: the whole run may need {si_spaced(needs.whole)}B more ({each}, up to "
+        f"{si_spaced(needs.others)}B an iteration "
+        f"for rollouts and packed rows), but {free} are free there; {way_out}. A run that finds "
+        "the disk full stops without "
         "losing anything"
     )
 
@@ -121,8 +156,12 @@ def _measured(folder: RunFolder, done: int) -> tuple[float, float] | None:
 
 def _estimated(config: TrainConfig, model: Path) -> tuple[float, float] | None:
     try:
-        each = iteration_bytes(json.loads((model / "config.json").read_text(encoding="utf-8")), config.recipe_config({}))
-    except (OSError, ValueError, KeyError, TypeError, ModelFolderError):  # a family that is not counted; it may still train
+        each = iteration_bytes(
+            json.loads((model / "config.json").read_text(encoding="utf-8")),
+            config.recipe_config({}),
+        )
+    # A family that is not counted; it may still train.
+    except (OSError, ValueError, KeyError, TypeError, ModelFolderError):
         return None
     return each["checkpoint"], each["state"]
 
@@ -134,12 +173,20 @@ def _others_measured(folder: RunFolder, done: int) -> float:
 
 
 def _others_at_most(config: TrainConfig, validation_tasks: int) -> float:
-    tasks = config.tasks_per_iteration + (config.extra_task_limit if config.dynamic_sampling is not None else 0)
+    tasks = config.tasks_per_iteration + (
+        config.extra_task_limit if config.dynamic_sampling is not None else 0
+    )
     sampled = tasks * config.samples_per_task * config.max_tokens
     if config.tokens_per_iteration is not None:
-        sampled = min(sampled, config.tokens_per_iteration + config.samples_per_task * config.max_tokens)
+        sampled = min(
+            sampled, config.tokens_per_iteration + config.samples_per_task * config.max_tokens
+        )
     held_out = validation_tasks * config.validation_samples / config.validate_every
     validated = held_out * config.max_tokens
-    cached = _CACHED_TOKEN_BYTES if any("://" not in place or place.startswith("file:") for place in config.cache) else 0
+    cached = (
+        _CACHED_TOKEN_BYTES
+        if any("://" not in place or place.startswith("file:") for place in config.cache)
+        else 0
+    )
     each = SAMPLED_TOKEN_BYTES + cached
     return float(sampled * (each + PACKED_POSITION_BYTES) + validated * each)

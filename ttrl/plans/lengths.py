@@ -1,7 +1,9 @@
-"""Find how long prompts and completions of an iteration are: known from a run, counted in tasks, or assumed.
+"""Find how long prompts and completions of an iteration are: known from a run, counted in tasks, or
+assumed.
 
-A group is a task's prompt, token by token (what prompts have in common is stored once in the trainer's rows), and the lengths of
-its completions. Assumed lengths are lognormal, cut off at `max_tokens`: what models answer is skewed to the right.
+A group is a task's prompt, token by token (what prompts have in common is stored once in the
+trainer's rows), and the lengths of its completions. Assumed lengths are lognormal, cut off at
+`max_tokens`: what models answer is skewed to the right.
 """
 
 import math
@@ -23,7 +25,8 @@ PROMPT_TOKENS = 200
 """Assumed, where there are no tasks."""
 _COMPLETION_SHARE = 1 / 3  # of max_tokens; assumed
 _PROMPT_SIGMA, _COMPLETION_SIGMA = 0.3, 0.6  # of the lognormal distributions
-_MOST_TOKENS = 2_000_000  # that are made up; iterations of more are planned from a part of their groups
+# That are made up; iterations of more are planned from a part of their groups.
+_MOST_TOKENS = 2_000_000
 _RUN_ITERATIONS = 3  # of a run, the newest
 
 
@@ -39,13 +42,18 @@ class Assumptions:
     """Share of the groups whose rewards differ, so that they are trained on; None: all."""
 
     def __post_init__(self) -> None:
-        for name, value in (("prompt_tokens", self.prompt_tokens), ("completion_tokens", self.completion_tokens)):
+        for name, value in (
+            ("prompt_tokens", self.prompt_tokens),
+            ("completion_tokens", self.completion_tokens),
+        ):
             if value is not None and not value >= 1:
                 raise UserError(f"{name} is {value}; it must be at least 1")
             if value is not None and value > _MOST_TOKENS:
                 raise UserError(f"{name} is {value:g}; it must be at most {_MOST_TOKENS:,}")
         if self.signal_share is not None and not 0 < self.signal_share <= 1:
-            raise UserError(f"signal_share is {self.signal_share}; it must be above 0 and at most 1")
+            raise UserError(
+                f"signal_share is {self.signal_share}; it must be above 0 and at most 1"
+            )
 
 
 @dataclass(frozen=True)
@@ -71,28 +79,41 @@ class IterationLengths:
     signal_from: str = "assumed"
 
 
-def assumed_lengths(config: TrainConfig, assumptions: Assumptions, vocabulary: int) -> IterationLengths:
+def assumed_lengths(
+    config: TrainConfig, assumptions: Assumptions, vocabulary: int
+) -> IterationLengths:
     """Assume the lengths of a run of which only the config is known."""
     draw = np.random.default_rng(config.seed)
     mean = PROMPT_TOKENS if assumptions.prompt_tokens is None else assumptions.prompt_tokens
     count = _planned(config, mean + config.samples_per_task * completion_mean(config, assumptions))
-    prompts: list[Any] = [draw.integers(0, vocabulary, length) for length in lognormal(draw, mean, _PROMPT_SIGMA, count)]
+    prompts: list[Any] = [
+        draw.integers(0, vocabulary, length)
+        for length in lognormal(draw, mean, _PROMPT_SIGMA, count)
+    ]
     return _with_completions(config, assumptions, draw, prompts, "assumed")
 
 
-def task_lengths(config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any) -> IterationLengths:
-    """Count the prompts of an iteration's tasks, in the tokens of the model's chat template; completions are assumed."""
+def task_lengths(
+    config: TrainConfig, assumptions: Assumptions, tasks: Sequence[Task], tokenizer: Any
+) -> IterationLengths:
+    """Count the prompts of an iteration's tasks, in the tokens of the model's chat template;
+    completions are assumed.
+    """
     draw = np.random.default_rng(config.seed)
     some = draw.choice(len(tasks), min(len(tasks), config.tasks_per_iteration), replace=False)
     chosen = [tasks[number] for number in some]
     first = prompt_ids(chosen[0], tokenizer)
-    count = _planned(config, len(first) + config.samples_per_task * completion_mean(config, assumptions))
+    count = _planned(
+        config, len(first) + config.samples_per_task * completion_mean(config, assumptions)
+    )
     prompts = [first, *(prompt_ids(task, tokenizer) for task in chosen[1:count])]
     return _with_completions(config, assumptions, draw, prompts, "tasks")
 
 
 def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
-    """Return the tokens of a task's messages. Raises UserError where the chat template refuses them."""
+    """Return the tokens of a task's messages. Raises UserError where the chat template refuses
+    them.
+    """
     prompt = raw_prompt(task.messages)
     if prompt is not None:
         return prompt if isinstance(prompt, list) else text_prompt_ids(prompt, tokenizer)
@@ -116,18 +137,20 @@ def text_prompt_ids(prompt: str, tokenizer: Any) -> list[int]:
 
 
 def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> IterationLengths:
-    """Return the same groups, all trained on, with completions of `max_tokens` where a row has room for them: what memory is
-    planned for, as models that answer in 16 tokens do not always."""
+    """Return the same groups, all trained on, with completions of `max_tokens` where a row has room
+    for them: what memory is planned for, as models that answer in 16 tokens do not always."""
     groups = []
     for group in lengths.groups:
         longest = min(config.max_tokens, config.seq_len - len(group.prompt))
-        groups.append(replace(group, completions=[max(length, longest) for length in group.completions]))
+        groups.append(
+            replace(group, completions=[max(length, longest) for length in group.completions])
+        )
     return replace(lengths, groups=groups, signal_share=1.0)
 
 
 def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> IterationLengths | None:
-    """Return what the newest of a run's iteration folders sampled; None where none has rollouts. In samples of several turns,
-    what stands between the turns counts as completion."""
+    """Return what the newest of a run's iteration folders sampled; None where none has rollouts. In
+    samples of several turns, what stands between the turns counts as completion."""
     there = [path for path in iterations if (path / "rollouts.jsonl").is_file()][-_RUN_ITERATIONS:]
     groups: list[PlannedGroup] = []
     for path in there:
@@ -136,12 +159,18 @@ def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> Itera
             sample = Sample.from_json(row)
             prompt, completion = _ids(sample)
             if prompt is not None and completion:
-                by_task.setdefault(sample.task_id, PlannedGroup(prompt, [])).completions.append(completion)
+                by_task.setdefault(sample.task_id, PlannedGroup(prompt, [])).completions.append(
+                    completion
+                )
         groups += by_task.values()
     if not groups:
         return None
     lengths = IterationLengths(groups, 1 / len(there), "run", "run")
-    return lengths if signal_share is None else replace(lengths, signal_share=signal_share, signal_from="run")
+    return (
+        lengths
+        if signal_share is None
+        else replace(lengths, signal_share=signal_share, signal_from="run")
+    )
 
 
 def _ids(sample: Sample) -> tuple[list[int] | None, int]:
@@ -170,17 +199,29 @@ def _planned(config: TrainConfig, tokens_of_group: float) -> int:
 
 
 def _with_completions(
-    config: TrainConfig, assumptions: Assumptions, draw: np.random.Generator, prompts: Sequence[Sequence[int]], source: str
+    config: TrainConfig,
+    assumptions: Assumptions,
+    draw: np.random.Generator,
+    prompts: Sequence[Sequence[int]],
+    source: str,
 ) -> IterationLengths:
-    n, mean = config.samples_per_task, completion_mean(config, assumptions)
-    drawn = [min(length, config.max_tokens) for length in lognormal(draw, mean, _COMPLETION_SIGMA, n * len(prompts))]
+    n = config.samples_per_task
+    mean = completion_mean(config, assumptions)
+    drawn = [
+        min(length, config.max_tokens)
+        for length in lognormal(draw, mean, _COMPLETION_SIGMA, n * len(prompts))
+    ]
     groups = [PlannedGroup(prompt, drawn[n * k : n * (k + 1)]) for k, prompt in enumerate(prompts)]
     share = 1.0 if assumptions.signal_share is None else assumptions.signal_share
-    return IterationLengths(groups, config.tasks_per_iteration / len(groups), source, "assumed", share)
+    return IterationLengths(
+        groups, config.tasks_per_iteration / len(groups), source, "assumed", share
+    )
 
 
 def made_up_samples(lengths: IterationLengths, vocabulary: int, seed: int) -> list[TokenizedResult]:
-    """Return what the trainer would be given of the groups that are trained on: the prompts, and completions of random tokens."""
+    """Return what the trainer would be given of the groups that are trained on: the prompts, and
+    completions of random tokens.
+    """
     draw = np.random.default_rng(seed)
     kept = max(1, round(lengths.signal_share * len(lengths.groups)))
     samples = []

@@ -95,7 +95,9 @@ def this_machine(config: TrainConfig, product: tuple[int, int]) -> Machine:
 def _gpu_here(dtype: str, product: tuple[int, int]) -> Machine:
     gpus = devices_here()
     if not gpus:
-        raise UserError("device is cuda, and there is no GPU here; name one to plan for (--gpu H100)")
+        raise UserError(
+            "device is cuda, and there is no GPU here; name one to plan for (--gpu H100)"
+        )
     first = gpus[0]
     sheet = sheet_of(first.name)
     # A run plans while its servers start, and they would miss what a measurement takes of a GPU.

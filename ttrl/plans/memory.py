@@ -1,4 +1,6 @@
-"""Plan the memory of trainer and server, and how many sequences the server computes at the same time."""
+"""Plan the memory of trainer and server, and how many sequences the server computes at the same
+time.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,18 +32,30 @@ from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
 from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 
-PARKED, SLEEPING = "trainer's weights and moments", "base of adapters, while servers sleep"
+PARKED = "trainer's weights and moments"
+SLEEPING = "base of adapters, while servers sleep"
 """Parts of `host_needs`."""
 _OFFLOADED = "trainer's activations"
 _GIB = 2**30
-_HEAP_GAPS = 0.2  # of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured
+# Of the trainer's tensors, lost between them in glibc's heap: 0.1 to 0.35 measured.
+_HEAP_GAPS = 0.2
 _SERVER_IMPORTS = 1.35e9  # resident memory of vLLM's processes without model and cache, on CPU
 _GPU_PROGRAM = 3e9  # of the host's memory, for a process that computes on a GPU; assumed
 _GPU_SHARE = 0.92  # vLLM's default of gpu_memory_utilization
 _VLLM_BATCHES = ((160 * _GIB, 1024, 16_384), (70 * _GIB, 1024, 8192), (0, 256, 2048))
-"""vLLM's defaults: bytes of a GPU from which on it takes so many sequences, and tokens, in a step."""
+"""vLLM's defaults: bytes of a GPU from which on it takes so many sequences, and tokens, in a step.
+"""
 _CPU_SEQUENCES, _CPU_STEP_TOKENS = 128, 2048  # the same on CPU
-_SUFFIXES = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_SUFFIXES = {
+    "k": 1e3,
+    "m": 1e6,
+    "g": 1e9,
+    "t": 1e12,
+    "K": 2**10,
+    "M": 2**20,
+    "G": 2**30,
+    "T": 2**40,
+}
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,9 @@ class PlannedMemory:
     savings: Mapping[str, float] = field(default_factory=dict)
     """Bytes that other settings would save of the trainer's peak."""
     held_out: float = 0.0
-    """Bytes of weights that servers take out of the machine's memory, where the trainer's processes write them together."""
+    """Bytes of weights that servers take out of the machine's memory, where the trainer's processes
+    write them together.
+    """
     host: Mapping[str, float] = field(default_factory=dict)
     """On CUDA, what a run holds in the memory of the GPUs' host, by part."""
     host_available: float | None = None
@@ -98,8 +114,10 @@ def memory_of(
     machine: Machine,
     with_server: bool = True,
 ) -> PlannedMemory:
-    """Plan the memory of trainer and server. model: values of config.json. most: an iteration whose completions are all as long
-    as they may be; the trainer has to have room for that. On CUDA both are assumed to share each GPU."""
+    """Plan the memory of trainer and server. model: values of config.json. most: an iteration whose
+    completions are all as long as they may be; the trainer has to have room for that. On CUDA both
+    are assumed to share each GPU.
+    """
     ranks = max(1, config.processes // recipe.tensor_parallel)
     workload = Workload(
         row_length=max(1, most.row_length),
@@ -110,7 +128,9 @@ def memory_of(
     )
     # A microbatch holds no more rows than an optimizer step has for this process.
     rows_of_step = -(-most.rows // max(1, most.optimizer_steps) // ranks) or 1
-    recipe = dataclasses.replace(recipe, rows_per_microbatch=max(1, min(recipe.rows_per_microbatch, rows_of_step)))
+    recipe = dataclasses.replace(
+        recipe, rows_per_microbatch=max(1, min(recipe.rows_per_microbatch, rows_of_step))
+    )
     device: Device = "cuda" if machine.cuda else "cpu"
     estimate = training_memory(model, recipe, workload, device=device, ranks=ranks)
     parts = dict(estimate.parts)
@@ -134,7 +154,9 @@ def memory_of(
         server_parts=server_parts,
         cache_tokens=tokens,
         sequences=min(int(tokens / length), serving.sequences, max(1, work.samples)),
-        beside=(1, min(1, config.servers_here)) if machine.cuda else (config.processes_here, config.servers_here),
+        beside=(1, min(1, config.servers_here))
+        if machine.cuda
+        else (config.processes_here, config.servers_here),
         together=together,
         available=machine.memory,
         savings=savings(model, recipe, workload, device=device, ranks=ranks),
@@ -146,13 +168,18 @@ def memory_of(
     )
 
 
-def host_needs(model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig) -> dict[str, float]:
-    """Return the bytes that a run holds in the memory of its GPUs' host, by part: what the trainer parks there, or has there for
-    good, and the weights that servers take out of it."""
+def host_needs(
+    model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig
+) -> dict[str, float]:
+    """Return the bytes that a run holds in the memory of its GPUs' host, by part: what the trainer
+    parks there, or has there for good, and the weights that servers take out of it."""
     ranks = max(1, config.processes // recipe.tensor_parallel)
     on_gpu = dataclasses.replace(recipe, cpu_offload=False, optimizer_on_cpu=False)
-    held = training_memory(model, on_gpu, Workload(1), device="cuda", ranks=ranks).moments["optimizer"]
-    weights, moments = held["parameters"], held.get("optimizer state", 0.0)
+    held = training_memory(model, on_gpu, Workload(1), device="cuda", ranks=ranks).moments[
+        "optimizer"
+    ]
+    weights = held["parameters"]
+    moments = held.get("optimizer state", 0.0)
     if recipe.cpu_offload:
         there = weights + moments + held.get("gradients", 0.0)
     elif parks(config, recipe, cuda=True):
@@ -165,7 +192,8 @@ def host_needs(model: Mapping[str, Any], config: TrainConfig, recipe: GRPOConfig
         PARKED: there * config.processes_here,
         "held out to servers": _held_out(model, config, True),
     }
-    if config.server_sleeps and config.gives_adapters:  # each server's own: see `ttrl.server.weights.sleep`
+    # Each server's own: see `ttrl.server.weights.sleep`.
+    if config.server_sleeps and config.gives_adapters:
         counts = sampler_bytes(model, serving_of(model, config, cuda=True))
         parts[SLEEPING] = (_weights(model, config, True) + counts) * config.servers_here
     offloaded = offloaded_bytes(model, recipe, Workload(config.seq_len), ranks=ranks)
@@ -183,14 +211,17 @@ def parks(config: TrainConfig, recipe: GRPOConfig, *, cuda: bool) -> bool:
 def server_leaves(model: Mapping[str, Any], config: TrainConfig, serving: Serving) -> Parts:
     """Return the bytes of a GPU that a server keeps while the trainer works, by part.
 
-    Only one that sleeps keeps any: one that is stopped is gone, and `placement` "split" shares no GPU.
+    Only one that sleeps keeps any: one that is stopped is gone, and `placement` "split" shares no
+    GPU.
     """
     shares = config.placement != "split" and config.servers_here > 0
     return left_asleep(model, serving) if shares and config.server_sleeps else {}
 
 
 def trainer_leaves(config: TrainConfig, recipe: GRPOConfig) -> Parts:
-    """Return the bytes of a GPU that a resident trainer keeps while the servers on it work, by part."""
+    """Return the bytes of a GPU that a resident trainer keeps while the servers on it work, by
+    part.
+    """
     shares = config.placement != "split" and config.servers_here > 0
     if not shares or config.trainer != "resident":
         return {}
@@ -210,12 +241,16 @@ def _dtype(config: TrainConfig, cuda: bool) -> str:
 
 
 def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
-    """Return whether trainer and server are in the same memory at the same time: the machine's, or on CUDA that of a GPU."""
+    """Return whether trainer and server are in the same memory at the same time: the machine's, or
+    on CUDA that of a GPU.
+    """
     if cuda and (config.placement == "split" or not config.servers_here):
         return False
     # Each gives way while the other works; on a CPU, sleep frees nothing.
     server_goes = config.server_stops and (config.weight_sync == "restart" or cuda)
-    trainer_stays = cuda and config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "keep"
+    trainer_stays = (
+        cuda and config.trainer == "resident" and config.resolved_trainer_memory("cuda") == "keep"
+    )
     return not server_goes or trainer_stays
 
 
@@ -226,9 +261,13 @@ def argument(config: TrainConfig, name: str, default: Any) -> Any:
 
 
 def _number(config: TrainConfig, name: str, default: float) -> float:
-    """Return an argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is 4096. Raises UserError."""
+    """Return an argument that vLLM takes as a number, or as one with a suffix: 4k is 4000, 4K is
+    4096. Raises UserError.
+    """
     value = argument(config, name, default)
-    digits, factor = (value[:-1], _SUFFIXES[value[-1]]) if str(value)[-1:] in _SUFFIXES else (value, 1)
+    digits, factor = (
+        (value[:-1], _SUFFIXES[value[-1]]) if str(value)[-1:] in _SUFFIXES else (value, 1)
+    )
     try:
         number = float(digits) * factor
     except (TypeError, ValueError):
@@ -241,12 +280,15 @@ def _number(config: TrainConfig, name: str, default: float) -> float:
 def vllm_batch(memory: float) -> tuple[int, int]:
     """Return vLLM's own max_num_seqs and max_num_batched_tokens for a GPU with so many bytes.
 
-    For an A100, which is no faster with more tokens in a step, vLLM takes its smallest whatever the memory.
+    For an A100, which is no faster with more tokens in a step, vLLM takes its smallest whatever the
+    memory.
     """
     return next((seqs, tokens) for least, seqs, tokens in _VLLM_BATCHES if memory >= least)
 
 
-def serving_of(model: Mapping[str, Any], config: TrainConfig, *, cuda: bool, memory: float = 0.0) -> Serving:
+def serving_of(
+    model: Mapping[str, Any], config: TrainConfig, *, cuda: bool, memory: float = 0.0
+) -> Serving:
     """Return how the config's servers compute. memory: bytes of a GPU. Raises UserError."""
     if cuda:
         sequences, step_tokens = vllm_batch(memory)
@@ -267,12 +309,16 @@ def serving_of(model: Mapping[str, Any], config: TrainConfig, *, cuda: bool, mem
 
 
 def given_memory(config: TrainConfig, memory: float) -> float | None:
-    """Return the bytes of a GPU that the config gives to a server; None where it leaves that open."""
+    """Return the bytes of a GPU that the config gives to a server; None where it leaves that
+    open.
+    """
     share = argument(config, "gpu_memory_utilization", None)
     return None if share is None else memory * _number(config, "gpu_memory_utilization", share)
 
 
-def _server(model: Mapping[str, Any], config: TrainConfig, serving: Serving, machine: Machine) -> tuple[int, dict[str, float]]:
+def _server(
+    model: Mapping[str, Any], config: TrainConfig, serving: Serving, machine: Machine
+) -> tuple[int, dict[str, float]]:
     """Return how many tokens its KV cache has room for, and what it holds, by part."""
     parts = server_memory(model, serving, cuda=machine.cuda)
     if machine.cuda:

@@ -45,8 +45,8 @@ class Plan:
     flops: PlannedFlops
     memory: PlannedMemory
     disk: Mapping[str, float]
-    """Bytes: "checkpoint" and "state" of an iteration, "most" that the run holds at the same time, "free" now (where it is this
-    machine that is planned for)."""
+    """Bytes: "checkpoint" and "state" of an iteration, "most" that the run holds at the same time,
+    "free" now (where it is this machine that is planned for)."""
     seconds: PlannedSeconds
     price_per_hour: float | None
     measured_memory: Mapping[str, float]
@@ -70,22 +70,30 @@ class Plan:
     @property
     def price(self) -> float | None:
         """Return the price of the whole run."""
-        return None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
+        return (
+            None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
+        )
 
     def time_line(self, *, may_end_early: bool = False) -> str:
         """Return the time of the whole run in a line."""
-        seconds, rough = self.seconds, ""
+        seconds = self.seconds
+        rough = ""
         if self.is_rough:
             rough = "; rough, may be wrong by a factor of 3"
             if self.completions_from == "assumed":
                 rough += f" (completions of {self.work.completion_mean:,.0f} tokens are assumed)"
         count = ("up to " if may_end_early else "") + counted(self.iterations, "iteration")
-        return f"plan: {count} of about {duration(seconds.iteration)}, {duration(seconds.run)} with the start{rough}"
+        return (
+            f"plan: {count} of about {duration(seconds.iteration)}, {duration(seconds.run)} with "
+            f"the start{rough}"
+        )
 
     @property
     def does_not_fit(self) -> str | None:
         """Return the warning that memory is too small; None where it is not."""
-        return next((warning for warning in self.warnings if warning.startswith("does not fit")), None)
+        return next(
+            (warning for warning in self.warnings if warning.startswith("does not fit")), None
+        )
 
     @property
     def is_rough(self) -> bool:
@@ -100,7 +108,9 @@ class Plan:
         return {"schema": 1} | values | {"price": self.price}
 
     def save(self, folder: Path) -> Path:
-        """Write plan.json into a run folder, for its report to compare with; return its path. Raises StorageError."""
+        """Write plan.json into a run folder, for its report to compare with; return its path.
+        Raises StorageError.
+        """
         path = folder / PLAN_FILE
         write_json(path, self.to_dict())
         return path
@@ -113,18 +123,33 @@ def plan_text(plan: Plan) -> str:
     """Write everything that a person wants to know before a run."""
     seconds = plan.seconds
     lines = [f"\nPlan: {plan.model}"]
-    trained = "" if plan.trained_parameters == plan.parameters else f", {si_spaced(plan.trained_parameters)} of them trained"
-    active = f", {si_spaced(plan.active_parameters)} of them active for a token" if plan.active_parameters else ""
+    trained = (
+        ""
+        if plan.trained_parameters == plan.parameters
+        else f", {si_spaced(plan.trained_parameters)} of them trained"
+    )
+    active = (
+        f", {si_spaced(plan.active_parameters)} of them active for a token"
+        if plan.active_parameters
+        else ""
+    )
     attending = f"; {plan.attending}" if plan.attending else ""
     lines += _row("model", f"{si_spaced(plan.parameters)} parameters{active}{trained}{attending}")
     processes = f", {plan.processes} trainer processes" if plan.processes > 1 else ""
     gpus = f", {plan.machine.gpus} of them" if plan.machine.gpus > 1 else ""
     speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
-    lines += _row("machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}")
+    lines += _row(
+        "machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}"
+    )
     if plan.chosen:
-        lines.append("\nChosen for these GPUs" + (", on which it does not fit even so" if plan.does_not_fit else ""))
+        lines.append(
+            "\nChosen for these GPUs"
+            + (", on which it does not fit even so" if plan.does_not_fit else "")
+        )
         for name, text in plan.chosen.items():
-            lines += textwrap.wrap(f"{name}: {text}", _WIDTH, initial_indent="  ", subsequent_indent=" " * (2 + _LABEL))
+            lines += textwrap.wrap(
+                f"{name}: {text}", _WIDTH, initial_indent="  ", subsequent_indent=" " * (2 + _LABEL)
+            )
     lines.append("\nOne iteration")
     lines += _iteration(plan)
     lines.append("\nMemory")
@@ -132,13 +157,17 @@ def plan_text(plan: Plan) -> str:
     lines.append("\nTime")
     lines += _time(plan)
     if plan.with_server:
-        lines += _row(counted(plan.iterations, "iteration"), f"{duration(seconds.run)} with the start")
+        lines += _row(
+            counted(plan.iterations, "iteration"), f"{duration(seconds.run)} with the start"
+        )
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if plan.is_rough:
         probe = "" if plan.machine.cuda else "; --probe measures"
         lines += textwrap.wrap(
-            f"Rough figures may be wrong by a factor of 3{probe}. Assumed: {assumed(plan.machine, plan.with_server)}.", _WIDTH
+            f"Rough figures may be wrong by a factor of 3{probe}. Assumed: "
+            f"{assumed(plan.machine, plan.with_server)}.",
+            _WIDTH,
         )
     if plan.warnings:
         lines.append("\nWorth knowing")
@@ -148,29 +177,42 @@ def plan_text(plan: Plan) -> str:
 
 
 def _iteration(plan: Plan) -> list[str]:
-    work, flops = plan.work, plan.flops
+    work = plan.work
+    flops = plan.flops
     per_task = round(work.samples / max(1, work.tasks))
     assumed = "" if plan.with_server else " (assumed: a recipe's config does not say)"
     lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}{assumed}")
     lines += _row(
         "tokens sampled",
-        f"{si_spaced(work.completion_tokens)} (mean {work.completion_mean:,.0f}, longest {work.completion_max:,}; "
+        f"{si_spaced(work.completion_tokens)} (mean {work.completion_mean:,.0f}, longest "
+        f"{work.completion_max:,}; "
         f"{_SOURCES[plan.completions_from]})",
     )
     lines += _row(
         "prompt tokens",
-        f"{si_spaced(work.prompt_tokens)} (mean {work.prompt_mean:,.0f}, longest {work.prompt_max:,}; "
+        f"{si_spaced(work.prompt_tokens)} (mean {work.prompt_mean:,.0f}, longest "
+        f"{work.prompt_max:,}; "
         f"{_SOURCES[plan.prompts_from]})",
     )
-    lines += _row("trained on", f"{100 * work.signal_share:.0f}% of the groups ({_SOURCES[plan.signal_from]})")
+    lines += _row(
+        "trained on", f"{100 * work.signal_share:.0f}% of the groups ({_SOURCES[plan.signal_from]})"
+    )
     if work.rows:
-        saved = f"; without shared prompts {si_spaced(work.logical_tokens)}" if work.logical_tokens > work.row_tokens else ""
+        saved = (
+            f"; without shared prompts {si_spaced(work.logical_tokens)}"
+            if work.logical_tokens > work.row_tokens
+            else ""
+        )
         lines += _row(
             "packed rows",
             f"{work.rows:,} of {work.seq_len:,} positions, {100 * work.fill:.0f}% full: "
             f"{si_spaced(work.row_tokens)} tokens{saved}",
         )
-    lines += _row("optimizer steps", f"{work.optimizer_steps} in {work.microbatches} microbatch{'es' * (work.microbatches != 1)}")
+    lines += _row(
+        "optimizer steps",
+        f"{work.optimizer_steps} in {work.microbatches} "
+        f"microbatch{'es' * (work.microbatches != 1)}",
+    )
     if work.validation_samples:
         lines += _row("held out", _held_out(plan))
     parts = [f"training {si_spaced(flops.training)}FLOP"]
@@ -198,16 +240,29 @@ def _held_out(plan: Plan) -> str:
 def _memory(plan: Plan) -> list[str]:
     memory = plan.memory
     largest = sorted(memory.trainer_parts.items(), key=lambda part: -part[1])
-    parts = ", ".join(f"{name} {gib(size)}" for name, size in largest if size > 0.02 * memory.trainer)
+    parts = ", ".join(
+        f"{name} {gib(size)}" for name, size in largest if size > 0.02 * memory.trainer
+    )
     measured = plan.measured_memory
     seen = f", measured {gib(measured['trainer'])}" if "trainer" in measured else ""
     each = " for each process" if plan.processes > 1 else ""
-    lines = _row("trainer", f"{gib(memory.trainer)}{each}{seen} (at its peak, {memory.trainer_moment}: {parts})")
+    lines = _row(
+        "trainer",
+        f"{gib(memory.trainer)}{each}{seen} (at its peak, {memory.trainer_moment}: {parts})",
+    )
     if plan.with_server:
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.server_parts.items() if size > 0.02 * memory.server)
+        parts = ", ".join(
+            f"{name} {gib(size)}"
+            for name, size in memory.server_parts.items()
+            if size > 0.02 * memory.server
+        )
         seen = f", measured {gib(measured['server'])}" if "server" in measured else ""
         lines += _row("server", f"{gib(memory.server)}{seen} ({parts})")
-        lines += _row("cache", f"room for {si_spaced(memory.cache_tokens)} tokens; {memory.sequences:,} samples at the same time")
+        lines += _row(
+            "cache",
+            f"room for {si_spaced(memory.cache_tokens)} tokens; {memory.sequences:,} samples at "
+            "the same time",
+        )
         both = "both at the same time" if memory.together else "one after the other"
         if memory.left_by_server:
             both += f", a sleeping server keeps {gib(memory.left_by_server)}"
@@ -219,7 +274,9 @@ def _memory(plan: Plan) -> list[str]:
     if memory.host:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
         there = "" if memory.host_available is None else f" of {gib(memory.host_available)}"
-        lines += _row("host", f"{gib(sum(memory.host.values()))}{there} of the machine's own memory ({parts})")
+        lines += _row(
+            "host", f"{gib(sum(memory.host.values()))}{there} of the machine's own memory ({parts})"
+        )
     disk = plan.disk
     each = f"checkpoint {gib(disk['checkpoint'])}, state {gib(disk['state'])} an iteration"
     if plan.with_server:
@@ -234,7 +291,9 @@ def _time(plan: Plan) -> list[str]:
     if plan.with_server:
         for name, part in seconds.start.items():
             what = f"{name} start"
-            lines.append(f"  {what:{_LABEL}}{_clock(part.seconds, 1)}   once ({_SOURCES[part.source]})")
+            lines.append(
+                f"  {what:{_LABEL}}{_clock(part.seconds, 1)}   once ({_SOURCES[part.source]})"
+            )
         for name, phase in seconds.phases.items():
             if name == "validate" and not plan.work.validation_samples:
                 continue
@@ -245,10 +304,15 @@ def _time(plan: Plan) -> list[str]:
                 note = f"; a share of what every {plan.validate_every} iterations take"
             source = _SOURCES[phase.source] + note
             lines.append(f"  {name:{_LABEL}}{_clock(phase.seconds)}   {source}")
-        together = sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
+        together = (
+            sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
+        )
         how = "   some of them at the same time" if together else ""
         return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]
-    return [f"  {'train':{_LABEL}}{_clock(seconds.phases['train'].seconds)}   {_SOURCES[seconds.phases['train'].source]}"]
+    return [
+        f"  {'train':{_LABEL}}{_clock(seconds.phases['train'].seconds)}   "
+        f"{_SOURCES[seconds.phases['train'].source]}"
+    ]
 
 
 def _clock(seconds: float, digits: int = 2) -> str:
@@ -257,4 +321,6 @@ def _clock(seconds: float, digits: int = 2) -> str:
 
 
 def _row(name: str, text: str) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=f"  {name:{_LABEL}}", subsequent_indent=" " * (2 + _LABEL))
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"  {name:{_LABEL}}", subsequent_indent=" " * (2 + _LABEL)
+    )

@@ -1,8 +1,10 @@
-"""Make a plan of a run: what an iteration consists of, memory, disk, seconds, and what is wrong with it.
+"""Make a plan of a run: what an iteration consists of, memory, disk, seconds, and what is wrong
+with it.
 
-Counted exactly, for prompts and completions of the given or assumed lengths: samples, tokens, packed rows, optimizer steps,
-FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on CPU), disk, seconds. Seconds are rough unless they were
-measured, in a probe (`ttrl.loop.plan`) or in the run itself.
+Counted exactly, for prompts and completions of the given or assumed lengths: samples, tokens,
+packed rows, optimizer steps, FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on
+CPU), disk, seconds. Seconds are rough unless they were measured, in a probe (`ttrl.loop.plan`) or
+in the run itself.
 """
 
 import contextlib
@@ -20,13 +22,25 @@ from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.recipe import has_experts, model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters, is_known, trained_parameters
+from ttrl.costs.parameters import (
+    DecoderParameters,
+    decoder_parameters,
+    is_known,
+    trained_parameters,
+)
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.plans.choices import choose
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
-from ttrl.plans.lengths import Assumptions, IterationLengths, assumed_lengths, at_their_longest, run_lengths, task_lengths
+from ttrl.plans.lengths import (
+    Assumptions,
+    IterationLengths,
+    assumed_lengths,
+    at_their_longest,
+    run_lengths,
+    task_lengths,
+)
 from ttrl.plans.machine import Machine, gpu_named, gpus_here, host_here, this_machine
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
 from ttrl.plans.memory import argument, memory_of
@@ -46,9 +60,26 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 _NO_SECONDS = {
-    *("run", "iterations", "stop_at", "seed", "keep_checkpoints", "keep_best", "keep_every", "mirror", "loggers", "drift"),
+    *(
+        "run",
+        "iterations",
+        "stop_at",
+        "seed",
+        "keep_checkpoints",
+        "keep_best",
+        "keep_every",
+        "mirror",
+        "loggers",
+        "drift",
+    ),
     *("sample_files", "requests_log"),
-    *("drift_limits", "validation_metric", "validation_temperature", "training.lr", "training.kl_coefficient"),
+    *(
+        "drift_limits",
+        "validation_metric",
+        "validation_temperature",
+        "training.lr",
+        "training.kl_coefficient",
+    ),
     *("trainer_restarts", "join_timeout", "start_timeout", "sampling_workers"),
 }
 """Settings that hardly change what an iteration takes."""
@@ -81,8 +112,9 @@ def make_plan(
 ) -> Plan:
     """Plan a run of `config`, without running anything but a matrix product.
 
-    probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: it is loaded where there are tasks. gpu:
-    a name or size as for `ttrl.plans.gpus.sheets_named`. The other arguments are those of `ttrl.plan`.
+    probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: it is
+    loaded where there are tasks. gpu: a name or size as for `ttrl.plans.gpus.sheets_named`. The
+    other arguments are those of `ttrl.plan`.
 
     Raises ConfigError, ModelFolderError, UserError.
     """
@@ -93,11 +125,14 @@ def make_plan(
     config = dataclasses.replace(config, model=str(ready_model(named) or named))
     check_trainable(config.model, experts=config.recipe_config({}).router_replay)
     model = read_model_config(config.model)
-    decoder, assumptions = decoder_parameters(model), assumptions or Assumptions()
+    decoder = decoder_parameters(model)
+    assumptions = assumptions or Assumptions()
     machine = gpu_named(gpu) if gpu is not None else None
     choices = Choices(config)
     if not recipe_only:  # `tune run` chooses nothing
-        gpus, host = (gpus_here(), host_here()) if machine is None else (_gpus(machine, config), None)
+        gpus, host = (
+            (gpus_here(), host_here()) if machine is None else (_gpus(machine, config), None)
+        )
         choices = choose(model, config, gpus, host=host)
     config = choices.config.resolved(cuda=machine.cuda if machine is not None else _cuda())
     recipe = config.recipe_config({"dtype": config.dtype})
@@ -105,21 +140,28 @@ def make_plan(
         machine = this_machine(config, _largest_matrix(decoder))
     rows = RunFolder(run).metrics() if run is not None else []
     if probed is not None:
-        lengths, measured = probed.lengths, probed.seconds
+        lengths = probed.lengths
+        measured = probed.seconds
     else:
-        lengths, measured = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer), measured_in_run(rows)
+        lengths = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer)
+        measured = measured_in_run(rows)
     others = _differences(config, run, gpu) if measured and probed is None else []
     if others:
         measured = {}
         if "model" in others:
-            sources = {name: getattr(lengths, name).replace("run", "other") for name in ("prompts_from", "completions_from")}
+            sources = {
+                name: getattr(lengths, name).replace("run", "other")
+                for name in ("prompts_from", "completions_from")
+            }
             lengths = dataclasses.replace(lengths, **sources)
     counts = _task_counts(run)
     held_out = len(validation_tasks) or counts.get("validation_tasks", 0)
     packed = pack(config, lengths, decoder.shape.vocabulary)
     work = work_of(config, recipe, lengths, packed, 0 if recipe_only else held_out)
     block = int(argument(config, "block_size", 16 if machine.cuda else 128))  # vLLM's defaults
-    flops = flops_of(decoder, recipe, lengths, packed, work, None if config.shares_prompts else block)
+    flops = flops_of(
+        decoder, recipe, lengths, packed, work, None if config.shares_prompts else block
+    )
     longest = at_their_longest(config, lengths)
     most = work_of(config, recipe, longest, pack(config, longest, decoder.shape.vocabulary), 0)
     memory = memory_of(model, config, recipe, work, most, machine, with_server=not recipe_only)
@@ -128,13 +170,33 @@ def make_plan(
     passed = adapter_numbers(decoder, recipe, cuda=machine.cuda)
     rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()), passed)
     seconds = seconds_of(config, rough, measured)
-    warned = warnings_of(model, config, recipe, work, memory, machine, disk, seconds, len(tasks) or counts.get("tasks"))
-    if (choices.problem or "").startswith("does not fit: the trainer needs"):  # and says with what it would
-        warned = [warning for warning in warned if not warning.startswith("does not fit: the trainer (")]
+    warned = warnings_of(
+        model,
+        config,
+        recipe,
+        work,
+        memory,
+        machine,
+        disk,
+        seconds,
+        len(tasks) or counts.get("tasks"),
+    )
+    # And says with what it would.
+    if (choices.problem or "").startswith("does not fit: the trainer needs"):
+        warned = [
+            warning for warning in warned if not warning.startswith("does not fit: the trainer (")
+        ]
     notes = [
         *(() if probed is None else probed.warnings),
         *(() if choices.problem is None else [choices.problem]),
-        *([f"the run's measured seconds do not count for this plan, which differs in {', '.join(others[:6])}"] if others else ()),
+        *(
+            [
+                "the run's measured seconds do not count for this plan, which differs in "
+                f"{', '.join(others[:6])}"
+            ]
+            if others
+            else ()
+        ),
         *warned,
         *([] if is_known(model) else [_not_known(model)]),
     ]
@@ -157,7 +219,10 @@ def make_plan(
         price_per_hour=price_per_hour,
         measured_memory={} if probed is None else probed.memory,
         with_server=not recipe_only,
-        chosen={name: f"{str(value_of(config, name)).lower()} ({why})" for name, why in choices.reasons.items()},
+        chosen={
+            name: f"{str(value_of(config, name)).lower()} ({why})"
+            for name, why in choices.reasons.items()
+        },
         warnings=notes,
         active_parameters=decoder.active if decoder.active < decoder.total else None,
         attending=_attending(decoder),
@@ -165,8 +230,10 @@ def make_plan(
 
 
 def measure_machine(config: TrainConfig, folder: Path, model: Path) -> None:
-    """Measure this machine for the plan of a run folder that has none, while nothing runs yet: beside a server that starts, its
-    products take several times as long. `make_plan` then takes what was measured."""
+    """Measure this machine for the plan of a run folder that has none, while nothing runs yet:
+    beside a server that starts, its products take several times as long. `make_plan` then takes
+    what was measured.
+    """
     if (folder / PLAN_FILE).exists():
         return
     with contextlib.suppress(UserError):  # `write_plan` says what is wrong
@@ -174,14 +241,24 @@ def measure_machine(config: TrainConfig, folder: Path, model: Path) -> None:
 
 
 def write_plan(
-    config: TrainConfig, folder: Path, model: Path, tasks: Sequence[Task], validation_tasks: Sequence[Task], tokenizer: Any
+    config: TrainConfig,
+    folder: Path,
+    model: Path,
+    tasks: Sequence[Task],
+    validation_tasks: Sequence[Task],
+    tokenizer: Any,
 ) -> Plan | None:
-    """Leave a plan in a run folder that has none, for the report to compare with, and return it. A plan that cannot be made does
-    not end the run: that is logged."""
+    """Leave a plan in a run folder that has none, for the report to compare with, and return it. A
+    plan that cannot be made does not end the run: that is logged."""
     if (folder / PLAN_FILE).exists():
         return None
     try:
-        made = make_plan(dataclasses.replace(config, model=str(model)), tasks, validation_tasks, tokenizer=tokenizer)
+        made = make_plan(
+            dataclasses.replace(config, model=str(model)),
+            tasks,
+            validation_tasks,
+            tokenizer=tokenizer,
+        )
         made.save(folder)
         return made
     except Exception as error:  # noqa: BLE001 - among them what a tokenizer raises, and memory that is not there
@@ -192,8 +269,8 @@ def write_plan(
 def check_trainable(model: str, *, experts: bool = False) -> None:
     """Run the trainer's check of a model's architecture, which reads config.json alone.
 
-    model: a folder, the path of a config.json, or a name on the hub. experts: whether it has to have
-    experts. Raises ModelFolderError with everything in it that ttrl does not compute.
+    model: a folder, the path of a config.json, or a name on the hub. experts: whether it has to
+    have experts. Raises ModelFolderError with everything in it that ttrl does not compute.
     """
     from ttrl.training.models.architecture import read_config  # loads transformers
 
@@ -205,14 +282,17 @@ def check_trainable(model: str, *, experts: bool = False) -> None:
         raise
     config = read_config(file.parent if file.name == "config.json" else file)
     if experts and not has_experts(config.to_dict()):
-        raise ModelFolderError(f"{file}: the model has no experts, so router_replay has nothing to replay; leave it out")
+        raise ModelFolderError(
+            f"{file}: the model has no experts, so router_replay has nothing to replay; leave it "
+            "out"
+        )
 
 
 def read_model_config(model: str) -> dict[str, Any]:
     """Read config.json of a model folder, its own path, or a name on the hub.
 
-    Its dtype is that of the weights, if they are there. Where the hub does not give the file, models
-    that ttrl knows have the figures of their publication.
+    Its dtype is that of the weights, if they are there. Where the hub does not give the file,
+    models that ttrl knows have the figures of their publication.
 
     Raises ModelFolderError.
     """
@@ -229,20 +309,25 @@ def read_model_config(model: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelFolderError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):
-        raise ModelFolderError(f"{path} holds a {type(values).__name__}; a model's config.json holds an object")
+        raise ModelFolderError(
+            f"{path} holds a {type(values).__name__}; a model's config.json holds an object"
+        )
     dtype = stored_dtype(path.parent)
     return values if dtype is None else values | {"dtype": dtype}
 
 
 def config_file(model: str) -> Path:
-    """Return the path of a model's config.json, fetched from the hub where `model` is a name. Raises ModelFolderError."""
+    """Return the path of a model's config.json, fetched from the hub where `model` is a name.
+    Raises ModelFolderError.
+    """
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         return path
     if model.count("/") != 1 or model.startswith((".", "/")):
         raise ModelFolderError(
-            f"{model}: there is no model folder or config.json there, and it is not a name of `ttrl models` or on the hub"
+            f"{model}: there is no model folder or config.json there, and it is not a name of "
+            "`ttrl models` or on the hub"
         )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -254,8 +339,10 @@ def config_file(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         why = NO_HUB if offline else error
         raise ModelFolderError(
-            f"{model}: not a model folder, and config.json could not be fetched from the hub: {why}. "
-            f"Give a model folder; a plan needs no more than its config.json. `ttrl plan` knows without "
+            f"{model}: not a model folder, and config.json could not be fetched from the hub: "
+            f"{why}. "
+            "Give a model folder; a plan needs no more than its config.json. `ttrl plan` knows "
+            "without "
             f"the hub: {', '.join([*READY_MODELS, *_published()])}"
         ) from error
 
@@ -296,8 +383,10 @@ def _not_known(model: Mapping[str, Any]) -> str:
     """Say that a model is counted as what it may not be."""
     kind = model_settings(model).get("model_type")
     return (
-        f"the model type {kind!r} is not known to the planner: parameters, FLOPs and memory are those of a plain dense "
-        "decoder of its width, without experts or recurrences; measure with --probe, or compare with its files' sizes"
+        f"the model type {kind!r} is not known to the planner: parameters, FLOPs and memory are "
+        "those of a plain dense "
+        "decoder of its width, without experts or recurrences; measure with --probe, or compare "
+        "with its files' sizes"
     )
 
 
@@ -316,19 +405,26 @@ def _largest_matrix(decoder: DecoderParameters) -> tuple[int, int]:
 
 
 def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list[str]:
-    """Return what differs between a plan and the run whose seconds were measured, of what seconds depend on."""
+    """Return what differs between a plan and the run whose seconds were measured, of what seconds
+    depend on.
+    """
     before = RunFolder(run).config() if run is not None else {}
     if not before:
         return []
     before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
     changed = changes(TrainConfig.defaults() | before, config.to_dict())
-    return (["gpu"] if gpu is not None else []) + [name for name in changed if name not in _NO_SECONDS]
+    return (["gpu"] if gpu is not None else []) + [
+        name for name in changed if name not in _NO_SECONDS
+    ]
 
 
 def _gpus(machine: Machine, config: TrainConfig) -> list[float]:
-    """Return the bytes of each GPU: of those that are named, or else as many as the config asks for."""
+    """Return the bytes of each GPU: of those that are named, or else as many as the config asks
+    for.
+    """
     each = gpus_of_a_server(config.server)
-    serving, training = config.servers_here * each, config.processes_here
+    serving = config.servers_here * each
+    training = config.processes_here
     asked = serving + training if config.placement == "split" else max(serving, training)
     return [machine.memory] * (machine.gpus if machine.gpus > 1 else asked)
 
@@ -366,7 +462,9 @@ def _tokenizer_of(config: TrainConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(config.model, local_files_only=hub_is_out_of_reach())
+        tokenizer = AutoTokenizer.from_pretrained(
+            config.model, local_files_only=hub_is_out_of_reach()
+        )
     except (OSError, ValueError):
         assumed = "lengths of prompts are assumed, not counted in the tasks"
         note(f"{config.model} has no tokenizer here; {assumed}")
@@ -381,13 +479,20 @@ def _task_counts(run: Path | None) -> dict[str, int]:
     if run is None or not (run / "tasks.json").is_file():
         return {}
     try:
-        return {name: int(entry["count"]) for name, entry in json.loads((run / "tasks.json").read_text()).items()}
+        return {
+            name: int(entry["count"])
+            for name, entry in json.loads((run / "tasks.json").read_text()).items()
+        }
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _disk(config: TrainConfig, each: Mapping[str, float], work: Work, here: bool) -> dict[str, float]:
-    """Return Plan.disk: what the rules of pruning keep, and the rollouts and rows of all iterations."""
+def _disk(
+    config: TrainConfig, each: Mapping[str, float], work: Work, here: bool
+) -> dict[str, float]:
+    """Return Plan.disk: what the rules of pruning keep, and the rollouts and rows of all
+    iterations.
+    """
     validated = work.validation_tokens / config.validate_every
     sampled = (work.completion_tokens + validated) * SAMPLED_TOKEN_BYTES
     others = sampled + work.rows * work.seq_len * PACKED_POSITION_BYTES

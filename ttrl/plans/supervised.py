@@ -180,9 +180,13 @@ class ArmsPlan:
         return [f"{name}: {why}" for name, choices in every.items() for why in refused(choices)]
 
     def notes(self) -> list[str]:
-        """Return what may not fit a CPU's memory, one line each: a run does not refuse that either."""
+        """Return what may not fit a CPU's memory, one line each: a run does not refuse that
+        either.
+        """
         fitted = {name: one for name, one in self.supervised.items() if one.on_cpu}
-        return [f"{name}: {one.choices.problem}" for name, one in fitted.items() if one.choices.problem]
+        return [
+            f"{name}: {one.choices.problem}" for name, one in fitted.items() if one.choices.problem
+        ]
 
     def __str__(self) -> str:
         lines = ["Supervised training"]

@@ -28,17 +28,29 @@ def warnings_of(
     tasks: int | None,
 ) -> list[str]:
     """Say what is wrong with a plan, a line each."""
-    found = [*_cache(config, work, memory), *_memory(memory, config, machine), *_lengths(model, config, work), *_disk(disk)]
+    found = [
+        *_cache(config, work, memory),
+        *_memory(memory, config, machine),
+        *_lengths(model, config, work),
+        *_disk(disk),
+    ]
     found += _files(config, memory, disk, seconds) + _held_out(config, work)
     if recipe.lora_rank is not None and has_experts(model):
-        found.append("experts stay frozen: adapters go on attention and on layers that every token passes (lora_targets)")
+        found.append(
+            "experts stay frozen: adapters go on attention and on layers that every token passes "
+            "(lora_targets)"
+        )
     if tasks is not None and tasks < config.tasks_per_iteration:
         found.append(
-            f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are {tasks}; lower tasks_per_iteration"
+            f"too few tasks: an iteration takes {config.tasks_per_iteration}, and there are "
+            f"{tasks}; lower tasks_per_iteration"
         )
     elif tasks is not None and config.tasks_per_iteration * config.iterations > 20 * tasks:
         times = config.tasks_per_iteration * config.iterations / tasks
-        found.append(f"few tasks: each of the {tasks} is used {times:.0f} times in {config.iterations} iterations")
+        found.append(
+            f"few tasks: each of the {tasks} is used {times:.0f} times in {config.iterations} "
+            "iterations"
+        )
     return found + _idle(config, recipe, work)
 
 
@@ -58,15 +70,26 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
         elif memory.left_by_server:
             who = f"the trainer ({gib(memory.trainer)}) and a sleeping server need"
         ways = [f"{name} saves {gib(saved)}" for name, saved in memory.savings.items()]
-        if machine.cuda and memory.server_parts and (memory.together or memory.server > memory.available):
+        if (
+            machine.cuda
+            and memory.server_parts
+            and (memory.together or memory.server > memory.available)
+        ):
             ways.insert(0, 'server: {"gpu_memory_utilization": ...} gives the server less')
         if memory.together and config.off_policy_steps:
-            ways.append("off_policy_steps: 0 with weight_sync: restart stops the server while the trainer works")
+            ways.append(
+                "off_policy_steps: 0 with weight_sync: restart stops the server while the "
+                "trainer works"
+            )
         elif memory.together and config.weight_sync != "restart":
             ways.append("weight_sync: restart stops the server while the trainer works")
         if memory.together and machine.cuda and config.resolved_trainer_memory("cuda") == "keep":
-            ways.append("trainer_memory: free gives the trainer's memory to the server while that works")
-        found.append(f"does not fit: {who} more than the {gib(memory.available)} {where}; " + "; ".join(ways))
+            ways.append(
+                "trainer_memory: free gives the trainer's memory to the server while that works"
+            )
+        found.append(
+            f"does not fit: {who} more than the {gib(memory.available)} {where}; " + "; ".join(ways)
+        )
     # A server by itself takes as much of a GPU as it is told to, which is no estimate.
     else:
         taken = memory.trainer * memory.beside[0] + memory.left_by_server
@@ -78,12 +101,18 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
     if memory.host_available is not None and sum(memory.host.values()) > memory.host_available:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
         found.append(
-            f"does not fit into the machine's own memory: {gib(sum(memory.host.values()))} of {gib(memory.host_available)} are "
-            f"needed ({parts}), and what finds no room is read from files in each iteration; adapters (lora_rank) and optimizer: "
+            f"does not fit into the machine's own memory: {gib(sum(memory.host.values()))} of "
+            f"{gib(memory.host_available)} are "
+            f"needed ({parts}), and what finds no room is read from files in each iteration; "
+            "adapters (lora_rank) and optimizer: "
             "adamw_8bit need less, placement: split parks nothing"
         )
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
-        way = "use more GPUs (server: tensor_parallel_size)" if machine.cuda else "take a smaller model, or dtype: bf16"
+        way = (
+            "use more GPUs (server: tensor_parallel_size)"
+            if machine.cuda
+            else "take a smaller model, or dtype: bf16"
+        )
         found.append(f"the server cannot even hold the weights; {way}")
     return found
 
@@ -92,22 +121,32 @@ def _lengths(model: Mapping[str, Any], config: TrainConfig, work: Work) -> list[
     found = []
     longest = work.prompt_max + config.max_tokens
     if longest - 1 > config.seq_len:
-        word = {"drop": "are left out", "truncate": "are cut off", "extend": "get longer rows", "error": "end the run"}
+        word = {
+            "drop": "are left out",
+            "truncate": "are cut off",
+            "extend": "get longer rows",
+            "error": "end the run",
+        }
         found.append(
-            f"seq_len is {config.seq_len}, but the longest prompt ({work.prompt_max}) and max_tokens ({config.max_tokens}) are "
+            f"seq_len is {config.seq_len}, but the longest prompt ({work.prompt_max}) and "
+            f"max_tokens ({config.max_tokens}) are "
             f"{longest} tokens together: samples that are too long {word[config.too_long]}; "
             f"about {work.too_long} of {work.samples} in an iteration"
         )
     context = config.context or model_settings(model).get("max_position_embeddings")
     if isinstance(context, int) and longest > context:
         found.append(
-            f"the longest prompt and max_tokens are {longest} tokens together, more than the server's context of {context}: "
+            f"the longest prompt and max_tokens are {longest} tokens together, more than the "
+            f"server's context of {context}: "
             "such requests are refused; lower max_tokens"
         )
     if work.rows > 1 and work.fill < _BADLY_FILLED:
         found.append(
-            f"rows are badly filled: {100 * work.fill:.0f}%; another seq_len fits the groups better (a group of the mean size "
-            f"takes {work.prompt_mean + work.samples / max(1, work.tasks) * work.completion_mean:,.0f} positions)"
+            f"rows are badly filled: {100 * work.fill:.0f}%; another seq_len fits the groups "
+            "better (a group of the mean size "
+            "takes "
+            f"{work.prompt_mean + work.samples / max(1, work.tasks) * work.completion_mean:,.0f} "
+            "positions)"
         )
     return found
 
@@ -118,11 +157,16 @@ def _cache(config: TrainConfig, work: Work, memory: PlannedMemory) -> list[str]:
         return []
     if memory.cache_tokens < longest:
         return [
-            f"the server's cache has room for {memory.cache_tokens:,} tokens, fewer than one sample of {longest:,}: it will not "
-            "start, or refuse; give it more memory (server: gpu_memory_utilization, on CPU VLLM_CPU_KVCACHE_SPACE)"
+            f"the server's cache has room for {memory.cache_tokens:,} tokens, fewer than one "
+            f"sample of {longest:,}: it will not "
+            "start, or refuse; give it more memory (server: gpu_memory_utilization, on CPU "
+            "VLLM_CPU_KVCACHE_SPACE)"
         ]
     if memory.sequences < 4 <= work.samples:
-        return [f"only {memory.sequences} samples fit into the server's cache at the same time, so that sampling will be slow"]
+        return [
+            f"only {memory.sequences} samples fit into the server's cache at the same time, so "
+            "that sampling will be slow"
+        ]
     return []
 
 
@@ -130,19 +174,28 @@ def _disk(disk: Mapping[str, float]) -> list[str]:
     if "free" not in disk or disk["most"] <= disk["free"]:
         return []
     return [
-        f"the disk is too small: the run needs up to {gib(disk['most'])}, and {gib(disk['free'])} are free; "
+        f"the disk is too small: the run needs up to {gib(disk['most'])}, and "
+        f"{gib(disk['free'])} are free; "
         "checkpoint_dtype: bf16 halves checkpoints, adapters (lora_rank) make states small"
     ]
 
 
-def _files(config: TrainConfig, memory: PlannedMemory, disk: Mapping[str, float], seconds: PlannedSeconds) -> list[str]:
+def _files(
+    config: TrainConfig, memory: PlannedMemory, disk: Mapping[str, float], seconds: PlannedSeconds
+) -> list[str]:
     waiting = seconds.phases["other"]
-    if not memory.held_out or waiting.source != "rough" or waiting.seconds < 0.1 * seconds.iteration:
+    if (
+        not memory.held_out
+        or waiting.source != "rough"
+        or waiting.seconds < 0.1 * seconds.iteration
+    ):
         return []
     fewer = 5 * config.save_every
     return [
-        f"files hold up every iteration: {gib(disk['checkpoint'] + disk['state'])} are written beside the next one's sampling, "
-        f"which waits for them for {waiting.seconds:.0f} s; save_every: {fewer} leaves {waiting.seconds / 5:.0f} s, and a run "
+        f"files hold up every iteration: {gib(disk['checkpoint'] + disk['state'])} are written "
+        "beside the next one's sampling, "
+        f"which waits for them for {waiting.seconds:.0f} s; save_every: {fewer} leaves "
+        f"{waiting.seconds / 5:.0f} s, and a run "
         f"that is killed trains up to {fewer - 1} iterations again, without sampling again"
     ]
 
@@ -165,12 +218,14 @@ def _idle(config: TrainConfig, recipe: GRPOConfig, work: Work) -> list[str]:
     rows_of_step = work.filled_rows / max(1, work.optimizer_steps)
     if work.rows and rows_of_step < ranks:
         found.append(
-            f"processes will be idle: an optimizer step has {rows_of_step:.1f} rows for {ranks} processes; take a "
+            f"processes will be idle: an optimizer step has {rows_of_step:.1f} rows for {ranks} "
+            "processes; take a "
             "smaller seq_len, fewer updates_per_iteration, or fewer processes"
         )
     if 0 < work.filled_rows < recipe.updates_per_iteration:
         found.append(
-            f"updates_per_iteration is {recipe.updates_per_iteration}, but an iteration has {work.filled_rows} rows, so that "
+            f"updates_per_iteration is {recipe.updates_per_iteration}, but an iteration has "
+            f"{work.filled_rows} rows, so that "
             f"{work.filled_rows} updates are made"
         )
     return found

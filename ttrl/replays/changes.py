@@ -1,4 +1,6 @@
-"""How the rewards of a replay differ from those of its run: means, signal of groups, order within groups, advantages, tasks."""
+"""How the rewards of a replay differ from those of its run: means, signal of groups, order within
+groups, advantages, tasks.
+"""
 
 import dataclasses
 import math
@@ -22,7 +24,9 @@ EQUAL = 1e-9
 
 @dataclass
 class Changes:
-    """Counts and means over the rollouts of one iteration, or of all together. None where there is nothing to average."""
+    """Counts and means over the rollouts of one iteration, or of all together. None where there is
+    nothing to average.
+    """
 
     iteration: int | None
     """None: all of them together."""
@@ -50,7 +54,9 @@ class Changes:
     signal_appeared: int = 0
     signal_disappeared: int = 0
     pairs_ordered: int = 0
-    """Pairs of rollouts of one group to which the old grader gave different rewards; the next three add up to them."""
+    """Pairs of rollouts of one group to which the old grader gave different rewards; the next three
+    add up to them.
+    """
     pairs_kept: int = 0
     pairs_flipped: int = 0
     pairs_tied: int = 0
@@ -77,11 +83,15 @@ class RewardComparison:
 
     def __init__(self, iteration: int | None, method: AdvantageKind) -> None:
         self._counts = Changes(iteration)
-        # The divisor of "batch" is common to all groups of an iteration, so what it divides is compared.
+        # The divisor of "batch" is common to all groups of an iteration, so what it divides is
+        # compared.
         self._method: AdvantageKind = "mean" if method == "batch" else method
         self._rewards: tuple[list[float], list[float]] = ([], [])
         self._advantages: tuple[list[float], list[float]] = ([], [])
-        self._metrics: tuple[dict[str, list[float]], dict[str, list[float]]] = (defaultdict(list), defaultdict(list))
+        self._metrics: tuple[dict[str, list[float]], dict[str, list[float]]] = (
+            defaultdict(list),
+            defaultdict(list),
+        )
 
     def leave_out(self, count: int) -> None:
         """Count rollouts that have no task."""
@@ -91,9 +101,12 @@ class RewardComparison:
     def add(self, before: TaskResult, after: TaskResult) -> None:
         """Add one group: the same samples in the same order, before and after."""
         c = self._counts
-        old, new = _rewards(before), _rewards(after)
-        had, has = ~np.isnan(old), ~np.isnan(new)
-        both, unfinished = had & has, sum(map(is_unfinished, before.samples))
+        old = _rewards(before)
+        new = _rewards(after)
+        had = ~np.isnan(old)
+        has = ~np.isnan(new)
+        both = had & has
+        unfinished = sum(map(is_unfinished, before.samples))
         c.groups += 1
         c.rollouts += len(old)
         c.compared += int(both.sum())
@@ -110,12 +123,14 @@ class RewardComparison:
             for sample in result.graded:
                 for name, value in sample.scores.items():
                     self._metrics[side][name].append(value)
-        taught, teaches = has_signal(before.rewards), has_signal(after.rewards)
+        taught = has_signal(before.rewards)
+        teaches = has_signal(after.rewards)
         c.signal_before += taught
         c.signal_after += teaches
         c.signal_appeared += teaches and not taught
         c.signal_disappeared += taught and not teaches
-        first, second = _orders(old[both]), _orders(new[both])
+        first = _orders(old[both])
+        second = _orders(new[both])
         c.pairs_ordered += int((first != 0).sum())
         c.pairs_kept += int((first * second > 0).sum())
         c.pairs_flipped += int((first * second < 0).sum())
@@ -125,7 +140,10 @@ class RewardComparison:
     @property
     def changes(self) -> Changes:
         """Return what was added up so far."""
-        metrics = [{name: math.fsum(values) / len(values) for name, values in sorted(one.items())} for one in self._metrics]
+        metrics = [
+            {name: math.fsum(values) / len(values) for name, values in sorted(one.items())}
+            for one in self._metrics
+        ]
         means = [math.fsum(values) / len(values) if values else None for values in self._rewards]
         return dataclasses.replace(
             self._counts,
@@ -139,8 +157,8 @@ class RewardComparison:
 
 @dataclass
 class TaskChange:
-    """A task whose rewards changed, over all iterations, and its rollout that changed the most. Only rollouts with a reward
-    before and after count."""
+    """A task whose rewards changed, over all iterations, and its rollout that changed the most.
+    Only rollouts with a reward before and after count."""
 
     task_id: str
     question: str
@@ -177,7 +195,10 @@ class ReplayComparison:
         """Add an iteration's groups, before and after; None after: it had no task."""
         one = RewardComparison(iteration, self._method)
         for before, after in groups:
-            self.tool_calls += sum(sample.finish_reason == "tool_calls" and not sample.turns for sample in before.samples)
+            self.tool_calls += sum(
+                sample.finish_reason == "tool_calls" and not sample.turns
+                for sample in before.samples
+            )
             for comparison in (one, self._total):
                 if after is None:
                     comparison.leave_out(len(before.samples))
@@ -193,13 +214,18 @@ class ReplayComparison:
                 self.failures[reason(new)] += 1
             if old.reward is None or new.reward is None:
                 continue
-            task = self._tasks.setdefault(old.task_id, TaskChange(old.task_id, _last_text(old.messages)))
+            task = self._tasks.setdefault(
+                old.task_id, TaskChange(old.task_id, _last_text(old.messages))
+            )
             size = abs(new.reward - old.reward)
             task.mean_before = (task.mean_before * task.rollouts + old.reward) / (task.rollouts + 1)
             task.mean_after = (task.mean_after * task.rollouts + new.reward) / (task.rollouts + 1)
             if size > abs(task.after - task.before) or not task.rollouts:
-                task.iteration, task.sample, task.answer = iteration, old.sample, old.text
-                task.before, task.after = old.reward, new.reward
+                task.iteration = iteration
+                task.sample = old.sample
+                task.answer = old.text
+                task.before = old.reward
+                task.after = new.reward
             task.rollouts += 1
             task.changed += size > EQUAL
             task.total_change += size
@@ -211,14 +237,19 @@ class ReplayComparison:
 
     @property
     def tasks(self) -> list[TaskChange]:
-        """Return the tasks whose rewards changed, those with the largest sums of |after - before| first."""
+        """Return the tasks whose rewards changed, those with the largest sums of |after - before|
+        first.
+        """
         changed = [task for task in self._tasks.values() if task.changed]
         return sorted(changed, key=lambda task: (-round(task.total_change, 9), task.task_id))
 
 
 def _rewards(result: TaskResult) -> NDArray[np.float64]:
     """Return a reward for each sample, NaN where there is none."""
-    return np.array([np.nan if sample.reward is None else sample.reward for sample in result.samples], dtype=np.float64)
+    return np.array(
+        [np.nan if sample.reward is None else sample.reward for sample in result.samples],
+        dtype=np.float64,
+    )
 
 
 def _orders(rewards: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,7 +1,8 @@
-"""The changed grader of a replay: found by its name, or taken from tasks; and which files hold its code.
+"""The changed grader of a replay: found by its name, or taken from tasks; and which files hold its
+code.
 
-`module:name` is looked for in the current folder first, then on Python's path; `path/to/file.py:name` is that file. Either is
-run, as a script would be.
+`module:name` is looked for in the current folder first, then on Python's path;
+`path/to/file.py:name` is that file. Either is run, as a script would be.
 """
 
 import contextlib
@@ -23,15 +24,21 @@ from ttrl.tasks.rewards import only_evaluates
 from ttrl.tasks.task import Task, WithSample
 
 ReplayGrader = Callable[..., Any]
-"""`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages, old reward and metrics. One
-whose argument is named `choices` grades the samples of a task together, as a group_grader does."""
+"""`grader(choice)`, as in training, or `grader(choice, sample)`: the sample has task id, messages,
+old reward and metrics. One whose argument is named `choices` grades the samples of a task together,
+as a group_grader does.
+"""
 
 
 class Regrader:
     """Knows the task, and so the grader, of every old rollout."""
 
-    def __init__(self, grader: "ReplayGrader | str | None", tasks: "Iterable[Task] | str | None") -> None:
-        """Takes exactly one of the two. Raises UserError for what cannot be found, imported or called."""
+    def __init__(
+        self, grader: "ReplayGrader | str | None", tasks: "Iterable[Task] | str | None"
+    ) -> None:
+        """Takes exactly one of the two. Raises UserError for what cannot be found, imported or
+        called.
+        """
         if (grader is None) == (tasks is None):
             raise UserError("a replay needs a grader or tasks with graders, and only one of them")
         given: Any = grader if tasks is None else tasks
@@ -40,27 +47,45 @@ class Regrader:
         self.reference = _shown(given)
         self._grader: ReplayGrader | None = None
         self._tasks: dict[str, Task] = {}
-        found, module = load_reference(given, f"--{self.kind}") if isinstance(given, str) else (given, None)
+        found, module = (
+            load_reference(given, f"--{self.kind}") if isinstance(given, str) else (given, None)
+        )
         sources: list[Any] = [found]
         if tasks is None:
             self._grader, self._arguments = found, _arguments(found, self.reference)
         else:
             listed = tasks_of(found, f"--tasks {self.reference}")
-            if without := [task.id for task in listed if task.grader is None and task.group_grader is None]:
+            if without := [
+                task.id for task in listed if task.grader is None and task.group_grader is None
+            ]:
                 raise TaskError(
-                    f"--tasks {self.reference}: {len(without)} of {len(listed)} have no grader, such as {without[0]!r}, as their "
-                    "rollout returns the reward; to grade their conversations again give a grader: --grader, or Task(grader=…)"
+                    f"--tasks {self.reference}: {len(without)} of {len(listed)} have no grader, "
+                    f"such as {without[0]!r}, as their "
+                    "rollout returns the reward; to grade their conversations again give a "
+                    "grader: --grader, or Task(grader=…)"
                 )
-            self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}  # of equal ones the first
-            sources += [grader for task in listed for grader in (task.grader, task.group_grader) if grader is not None]
+            # Of equal ones the first.
+            self._tasks = {task_key(task.id, task.messages): task for task in reversed(listed)}
+            sources += [
+                grader
+                for task in listed
+                for grader in (task.grader, task.group_grader)
+                if grader is not None
+            ]
         self.only_evaluates = only_evaluates(*sources)
         """Why no policy may be trained on its grades; "" where one may."""
-        self.name = given.rpartition(":")[2].split(".")[-1] if isinstance(given, str) else getattr(found, "__name__", "grader")
+        self.name = (
+            given.rpartition(":")[2].split(".")[-1]
+            if isinstance(given, str)
+            else getattr(found, "__name__", "grader")
+        )
         self._paths = _source_files(sources if module is None else [module, *sources])
 
     @property
     def described(self) -> dict[str, Any]:
-        """Return what replay.json keeps: the reference, digests of the files with the code, their git commit, the tasks."""
+        """Return what replay.json keeps: the reference, digests of the files with the code, their
+        git commit, the tasks.
+        """
         described: dict[str, Any] = {
             self.kind: self.reference,
             "files": {_relative(path): digest(path) for path in self._paths},
@@ -68,14 +93,23 @@ class Regrader:
         }
         if self._tasks:
             described["task_count"] = len(self._tasks)
-            described["tasks_digest"] = hashlib.sha256("\n".join(sorted(self._tasks)).encode()).hexdigest()
+            described["tasks_digest"] = hashlib.sha256(
+                "\n".join(sorted(self._tasks)).encode()
+            ).hexdigest()
         return described
 
     @property
     def identity(self) -> str:
-        """Return a digest of the code's files, the name within them, and the tasks: another grader has another one."""
+        """Return a digest of the code's files, the name within them, and the tasks: another grader
+        has another one.
+        """
         described = self.described
-        parts = [self.kind, self.name, sorted(described["files"].values()), described.get("tasks_digest")]
+        parts = [
+            self.kind,
+            self.name,
+            sorted(described["files"].values()),
+            described.get("tasks_digest"),
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def task(self, sample: Sample) -> Task | None:
@@ -100,7 +134,8 @@ def _shown(given: Any) -> str:
         return given
     if isinstance(given, list | tuple):
         return f"a list of {len(given)} tasks"
-    module, name = getattr(given, "__module__", None), getattr(given, "__qualname__", type(given).__name__)
+    module = getattr(given, "__module__", None)
+    name = getattr(given, "__qualname__", type(given).__name__)
     return f"{module}:{name}" if module else name
 
 
@@ -113,7 +148,10 @@ def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "
     if inspect.isclass(grader):
         raise UserError(f"grader {shown} is a class; give an instance of it, or a function")
     if not callable(grader):
-        raise UserError(f"grader {shown} cannot be called (it is of type {type(grader).__name__}); give a function of the choice")
+        raise UserError(
+            f"grader {shown} cannot be called (it is of type {type(grader).__name__}); give a "
+            "function of the choice"
+        )
     try:
         signature = inspect.signature(grader)
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -128,14 +166,23 @@ def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "
 
     names = list(signature.parameters)
     if not accepts(1) and not accepts(2):
-        raise UserError(f"grader {shown} takes ({', '.join(names)}); a grader takes (choice), or (choice, sample)")
+        raise UserError(
+            f"grader {shown} takes ({', '.join(names)}); a grader takes (choice), or (choice, "
+            "sample)"
+        )
     if names[:1] == ["choices"] and accepts(1):
         return "choices"
-    return "choice, sample" if accepts(2) and (not accepts(1) or names[1:2] == ["sample"]) else "choice"
+    return (
+        "choice, sample"
+        if accepts(2) and (not accepts(1) or names[1:2] == ["sample"])
+        else "choice"
+    )
 
 
 def _source_files(objects: Iterable[Any]) -> list[Path]:
-    """Return the files in which these modules, functions or instances are written, each once, in order."""
+    """Return the files in which these modules, functions or instances are written, each once, in
+    order.
+    """
     found: dict[Path, None] = {}
     seen: set[int] = set()
     for one in objects:

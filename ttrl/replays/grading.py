@@ -23,7 +23,9 @@ from ttrl.system.coroutines import run_async
 from ttrl.system.files import digest, write_jsonl
 
 _AT_ONCE = 64
-"""Grades in flight: of async graders, which wait for others; sync ones have as many threads or processes as `Graders` has."""
+"""Grades in flight: of async graders, which wait for others; sync ones have as many threads or
+processes as `Graders` has.
+"""
 
 
 def grade(
@@ -38,23 +40,34 @@ def grade(
 ) -> None:
     """Write rollouts.jsonl and its marker for each of these iterations.
 
-    Raises GraderError where all grades of an iteration fail, TaskError for rollouts without a task unless those are to be left
-    out (`skip_missing`).
+    Raises GraderError where all grades of an iteration fail, TaskError for rollouts without a task
+    unless those are to be left out (`skip_missing`).
     """
-    with graders, tqdm(desc="grading", unit=" rollouts", leave=False, disable=console.quiet or not sys.stderr.isatty()) as bar:
+    with (
+        graders,
+        tqdm(
+            desc="grading",
+            unit=" rollouts",
+            leave=False,
+            disable=console.quiet or not sys.stderr.isatty(),
+        ) as bar,
+    ):
 
         async def graded_alone(old: Sample, free: asyncio.Semaphore) -> Sample:
             new = dataclasses.replace(old, metrics=dict(old.metrics))
             if not _to_grade(old):
                 return new
-            new.reward, new.metrics, new.error = None, {}, None
+            new.reward = None
+            new.metrics = {}
+            new.error = None
             task = regrader.task(old)
             assert task is not None
             if task.grader is not None:
                 async with free:
                     try:
                         graded = await graders.grade(task, choice_of_sample(old), old.where)
-                        new.reward, new.metrics = graded.reward, graded.metrics
+                        new.reward = graded.reward
+                        new.metrics = graded.metrics
                     except GraderError as error:
                         new.error = writable(f"GraderError: {error}")
             bar.update()
@@ -73,7 +86,8 @@ def grade(
 
         async def grade_all() -> None:
             for number in numbers:
-                began, source = clock(), original.iteration(number)
+                began = clock()
+                source = original.iteration(number)
                 groups = groups_of(source)
                 kept = _with_task(number, groups, regrader, skip_missing)
                 bar.total = (bar.total or 0) + sum(len(group.samples) for group in kept)
@@ -85,33 +99,55 @@ def grade(
                     TaskResults.from_samples(filter(_to_grade, after)).raise_if_all_failed()
                 except GraderError as error:
                     raise GraderError(f"iteration {number}: {error}") from None
-                facts: dict[str, Any] = {"left_out": sum(len(group.samples) for group in groups) - len(after)}
-                facts |= {"source": digest(source.path / "rollouts.jsonl"), "seconds": clock() - began}
+                facts: dict[str, Any] = {
+                    "left_out": sum(len(group.samples) for group in groups) - len(after)
+                }
+                facts |= {
+                    "source": digest(source.path / "rollouts.jsonl"),
+                    "seconds": clock() - began,
+                }
                 _write(folder, number, TaskResults.from_samples(after), facts)
 
         run_async(grade_all())
 
 
-def _with_task(number: int, groups: list[TaskResult], regrader: Regrader, skip_missing: bool) -> list[TaskResult]:
-    """Return the groups that have a task. Raises TaskError where others have none, unless they are to be left out."""
+def _with_task(
+    number: int, groups: list[TaskResult], regrader: Regrader, skip_missing: bool
+) -> list[TaskResult]:
+    """Return the groups that have a task. Raises TaskError where others have none, unless they are
+    to be left out.
+    """
     known = [group for group in groups if regrader.task(group.samples[0]) is not None]
     if skip_missing or len(known) == len(groups):
         return known
-    names = list(dict.fromkeys(group.task_id for group in groups if regrader.task(group.samples[0]) is None))
+    names = list(
+        dict.fromkeys(group.task_id for group in groups if regrader.task(group.samples[0]) is None)
+    )
     shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
     if any(regrader.knows_id(name) for name in names):
         shown += " (for some there is a task of that id, but with other messages)"
-    count = f"1 task of iteration {number} is" if len(names) == 1 else f"{len(names)} tasks of iteration {number} are"
+    count = (
+        f"1 task of iteration {number} is"
+        if len(names) == 1
+        else f"{len(names)} tasks of iteration {number} are"
+    )
     raise TaskError(
-        f"{count} not among those of {regrader.reference}: {shown}; give the tasks that the run was sampled with, or leave their "
+        f"{count} not among those of {regrader.reference}: {shown}; give the tasks that the run "
+        "was sampled with, or leave their "
         "rollouts out with --skip-missing"
     )
 
 
 def _to_grade(sample: Sample) -> bool:
-    """Return False where there is nothing to grade: the request or the rollout failed, or the sample is unfinished."""
+    """Return False where there is nothing to grade: the request or the rollout failed, or the
+    sample is unfinished.
+    """
     ended = sample.error is None or sample.error.startswith("GraderError")
-    at_limit = sample.error is not None and sample.error.startswith("RolloutLimitError") and bool(sample.turns)
+    at_limit = (
+        sample.error is not None
+        and sample.error.startswith("RolloutLimitError")
+        and bool(sample.turns)
+    )
     return not is_unfinished(sample) and (ended or at_limit)
 
 
@@ -124,13 +160,22 @@ def _write(folder: RunFolder, number: int, results: TaskResults, facts: dict[str
         _forget_training(folder)
     stats = results.stats.to_json()
     iteration.unmark("rollouts")
-    iteration.mark("rollouts", ["rollouts.jsonl"], {"sync_seconds": 0.0, "sync": None, "stats": stats} | facts)
+    iteration.mark(
+        "rollouts", ["rollouts.jsonl"], {"sync_seconds": 0.0, "sync": None, "stats": stats} | facts
+    )
 
 
 def _forget_training(folder: RunFolder) -> None:
     for phase in ("train", "pack"):  # markers first: what has none is not there
         for marker in folder.path.glob(f"iterations/*/done/{phase}.json"):
             marker.unlink()
-    made = [path for path in folder.path.glob("iterations/*/*") if path.name not in ("done", "rollouts.jsonl")]
-    for path in (*made, *(folder.path / name for name in ("metrics.jsonl", "report.html", "config.yaml"))):
+    made = [
+        path
+        for path in folder.path.glob("iterations/*/*")
+        if path.name not in ("done", "rollouts.jsonl")
+    ]
+    for path in (
+        *made,
+        *(folder.path / name for name in ("metrics.jsonl", "report.html", "config.yaml")),
+    ):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)

@@ -1,6 +1,8 @@
-"""Grades the rollouts of a run again with a changed grader, shows what differs, can train on the new grades; needs no server.
+"""Grades the rollouts of a run again with a changed grader, shows what differs, can train on the
+new grades; needs no server.
 
-A replay is a folder of its own, laid out like a run, and never touches the run that it is made from:
+A replay is a folder of its own, laid out like a run, and never touches the run that it is made
+from:
 
 RUN/replays/NAME/
   replay.json               which grader (digests of its files, git commit) and what changed
@@ -75,40 +77,49 @@ def replay(
     from_checkpoints: bool = False,
     quiet: bool = False,
 ) -> ReplayResult:
-    """Grade the rollouts of `run` again, show what changed, and with `train` train on the new grades; nothing is sampled.
+    """Grade the rollouts of `run` again, show what changed, and with `train` train on the new
+    grades; nothing is sampled.
 
-    grader: `grader(choice)`, as in training, `grader(choice, sample)`, whose sample (`ttrl.Sample`) has task id, messages, old
-        reward and metrics, or `grader(choices)` of the replies of a task; or the name of one: "module:name",
-        "path/to/file.py:name".
-    tasks: instead of a grader: a list of Task, or the name of one or of a function that returns one. Each rollout is graded by
-        the task with its id and messages.
+    grader: `grader(choice)`, as in training, `grader(choice, sample)`, whose sample (`ttrl.Sample`)
+        has task id, messages, old reward and metrics, or `grader(choices)` of the replies of a
+        task; or the name of one: "module:name", "path/to/file.py:name".
+    tasks: instead of a grader: a list of Task, or the name of one or of a function that returns
+        one. Each rollout is graded by the task with its id and messages.
     iterations: which ones: "3-5", "3,5", or numbers; None: all that have rollouts.
-    output: the folder of the replay; None: RUN/replays/NAME-DIGEST, another one for every version of the grader's file.
-    again: grade anew what was graded before in that folder. (Graders given by name are otherwise not asked twice.)
+    output: the folder of the replay; None: RUN/replays/NAME-DIGEST, another one for every version
+        of the grader's file.
+    again: grade anew what was graded before in that folder. (Graders given by name are otherwise
+        not asked twice.)
     skip_missing: leave out, and count, rollouts without a task; otherwise they are an error.
     isolated, grader_timeout (seconds), grader_memory (bytes): as for `get_task_results`.
-    train: pack and train with the run's own settings, each iteration from the one before. See `ttrl.replays.training`.
+    train: pack and train with the run's own settings, each iteration from the one before. See
+        `ttrl.replays.training`.
     from_checkpoints: with `train`, start each iteration from the run's own checkpoint instead.
 
     What a choice holds, and which samples are graded: docs/replay.md.
 
-    Raises UserError, TaskError, RunFolderError and ModelFolderError for what is wrong with the arguments, GraderError where every
-    rollout of an iteration fails in the grader, TrainerError and StorageError.
+    Raises UserError, TaskError, RunFolderError and ModelFolderError for what is wrong with the
+    arguments, GraderError where every rollout of an iteration fails in the grader, TrainerError and
+    StorageError.
     """
     if from_checkpoints and not train:
         raise UserError("--from-checkpoints says how to train; give --train with it")
     check_run_folder(Path(run))
-    original, console = RunFolder(run), Console(quiet=quiet)
+    original = RunFolder(run)
+    console = Console(quiet=quiet)
     numbers = _chosen(original, iterations)
     regrader = Regrader(grader, tasks)
     graders = Graders(isolated=isolated, timeout=grader_timeout, memory=grader_memory)
-    folder = RunFolder(output if output is not None else original.path / "replays" / _name(regrader))
+    folder = RunFolder(
+        output if output is not None else original.path / "replays" / _name(regrader)
+    )
     _check_output(folder.path)
     training = None
     if train:
         if regrader.only_evaluates:
             raise UserError(
-                f"--train with {regrader.reference}, which is for evaluation alone: {regrader.only_evaluates}; leave --train out"
+                f"--train with {regrader.reference}, which is for evaluation alone: "
+                f"{regrader.only_evaluates}; leave --train out"
             )
         from ttrl.replays.training import ReplayTraining  # loads torch, which grading does without
 
@@ -121,10 +132,16 @@ def replay(
             "run": os.path.relpath(original.path, folder.path),
             "identity": regrader.identity,
             "grader": regrader.described,
-            "training": before.get("training") if training is None else training.merged(before.get("training")),
+            "training": before.get("training")
+            if training is None
+            else training.merged(before.get("training")),
         }
         try:
-            todo = [number for number in numbers if again or not regrader.by_name or not _is_graded(folder, original, number)]
+            todo = [
+                number
+                for number in numbers
+                if again or not regrader.by_name or not _is_graded(folder, original, number)
+            ]
             if done := len(numbers) - len(todo):
                 what = f"{done} of {len(numbers)} iterations" if todo else "all iterations"
                 console.line(f"{folder.path}: {what} graded before; --again grades anew")
@@ -133,43 +150,76 @@ def replay(
                 console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
                 # First of all, so that no grade is without its grader.
                 write_json(folder.path / FILE_NAME, before | written)
-                grade(todo, original, folder, regrader, graders, skip_missing=skip_missing, console=console)
+                grade(
+                    todo,
+                    original,
+                    folder,
+                    regrader,
+                    graders,
+                    skip_missing=skip_missing,
+                    console=console,
+                )
         except TtrlError:
             if {path.name for path in folder.path.iterdir()} <= LOCK_FILES | {FILE_NAME}:
                 folder.lock.discard()
             raise
         compared = _compared(original, folder, numbers)
-        total, kept = compared.total, compared.tasks[:_TASKS_KEPT]
+        total = compared.total
+        kept = compared.tasks[:_TASKS_KEPT]
         if total.left_out == total.rollouts:
-            raise TaskError(f"no rollout of {original.path} has a task among those of {regrader.reference}")
-        written |= {"iterations": [dataclasses.asdict(one) for one in compared.iterations], "total": dataclasses.asdict(total)}
+            raise TaskError(
+                f"no rollout of {original.path} has a task among those of {regrader.reference}"
+            )
+        written |= {
+            "iterations": [dataclasses.asdict(one) for one in compared.iterations],
+            "total": dataclasses.asdict(total),
+        }
         failures = dict(compared.failures.most_common())
         written |= {"failures": failures, "tasks": [dataclasses.asdict(task) for task in kept]}
         write_json(folder.path / FILE_NAME, written)
-        console.line(changes_text(compared, max(80, min(100, shutil.get_terminal_size((100, 24)).columns))))
+        console.line(
+            changes_text(compared, max(80, min(100, shutil.get_terminal_size((100, 24)).columns)))
+        )
         checkpoint = None if training is None else training.train(console)
     console.line(f"replay: {folder.path}")
     if checkpoint is not None:
         console.line(f"checkpoint: {checkpoint}")
-    return ReplayResult(folder.path, compared.iterations, total, kept, failures, changes_text(compared, 80), checkpoint)
+    return ReplayResult(
+        folder.path,
+        compared.iterations,
+        total,
+        kept,
+        failures,
+        changes_text(compared, 80),
+        checkpoint,
+    )
 
 
 # Which iterations, and where to
 
 
 def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list[int]:
-    """Return the iterations to replay, ascending. Raises RunFolderError where there are none, UserError for a wrong choice."""
+    """Return the iterations to replay, ascending. Raises RunFolderError where there are none,
+    UserError for a wrong choice.
+    """
     names = (path.parent.name for path in (original.path / "iterations").glob("*/rollouts.jsonl"))
     there = sorted(int(name) for name in names if name.isdigit())
     if not there:
-        raise RunFolderError(f"{original.path} has no rollouts yet: no iteration has finished sampling; start the run again")
+        raise RunFolderError(
+            f"{original.path} has no rollouts yet: no iteration has finished sampling; start the "
+            "run again"
+        )
     if iterations is None:
         return there
     wanted = _parsed(iterations) if isinstance(iterations, str) else sorted(set(iterations))
     missing = [number for number in wanted if number not in there]
     if missing or not wanted:
         shown = ", ".join(map(str, missing[:8])) + (", …" if missing[8:] else "") or "none"
-        have = f"{there[0]} to {there[-1]}" if len(there) == there[-1] - there[0] + 1 else ", ".join(map(str, there))
+        have = (
+            f"{there[0]} to {there[-1]}"
+            if len(there) == there[-1] - there[0] + 1
+            else ", ".join(map(str, there))
+        )
         raise UserError(f"iterations {shown} have no rollouts in {original.path}; there are {have}")
     return wanted
 
@@ -197,8 +247,8 @@ def _check_output(path: Path) -> None:
 
 
 def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]:
-    """Clean the folder; return what replay.json said of this replay. Raises RunFolderError where it is of another grader, unless
-    `again`, which then removes all of that."""
+    """Clean the folder; return what replay.json said of this replay. Raises RunFolderError where it
+    is of another grader, unless `again`, which then removes all of that."""
     reap_leftovers(folder.path)
     folder.clean()
     path = folder.path / FILE_NAME
@@ -213,7 +263,8 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]
         return before
     if not again:
         raise RunFolderError(
-            f"{folder.path} holds a replay with another grader, or with another version of its file; give another --output, or "
+            f"{folder.path} holds a replay with another grader, or with another version of its "
+            "file; give another --output, or "
             "--again to replace it"
         )
     for entry in folder.path.iterdir():
@@ -224,21 +275,31 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]
 
 def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
     marker = folder.iteration(number).marker("rollouts")
-    if marker is not None and marker["source"] != digest(original.iteration(number).path / "rollouts.jsonl"):
+    if marker is not None and marker["source"] != digest(
+        original.iteration(number).path / "rollouts.jsonl"
+    ):
         raise RunFolderError(
-            f"{folder.path} was made from other rollouts of iteration {number} than {original.path} holds now; give another "
+            f"{folder.path} was made from other rollouts of iteration {number} than "
+            f"{original.path} holds now; give another "
             "--output, or --again to replace it"
         )
     return marker is not None
 
 
 def _compared(original: RunFolder, folder: RunFolder, numbers: list[int]) -> ReplayComparison:
-    """Compare the files of both folders. Groups that had no task are missing in the new ones, which have the same order."""
+    """Compare the files of both folders. Groups that had no task are missing in the new ones, which
+    have the same order.
+    """
     compared = ReplayComparison(original.config().get("advantages", "std"))
     for number in numbers:
-        new, pairs = groups_of(folder.iteration(number)), []
+        new = groups_of(folder.iteration(number))
+        pairs = []
         for before in groups_of(original.iteration(number)):
-            is_next = bool(new) and _key(new[0]) == _key(before) and len(new[0].samples) == len(before.samples)
+            is_next = (
+                bool(new)
+                and _key(new[0]) == _key(before)
+                and len(new[0].samples) == len(before.samples)
+            )
             pairs.append((before, new.pop(0) if is_next else None))
         assert not new
         compared.add(number, pairs)

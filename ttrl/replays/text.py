@@ -1,4 +1,6 @@
-"""What a replay says at the terminal: a table of the iterations, and the tasks whose rewards changed the most."""
+"""What a replay says at the terminal: a table of the iterations, and the tasks whose rewards
+changed the most.
+"""
 
 import textwrap
 from collections.abc import Sequence
@@ -24,10 +26,13 @@ _HEAD = (
 
 def changes_text(compared: ReplayComparison, width: int) -> str:
     """Return the whole text, in lines of at most `width` columns (80 or more)."""
-    iterations, tasks = compared.iterations, compared.tasks
+    iterations = compared.iterations
+    tasks = compared.tasks
     parts = _table([*iterations, compared.total] if len(iterations) != 1 else iterations)
     for sentence in _sentences(compared, width):
-        parts += textwrap.wrap(sentence, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        parts += textwrap.wrap(
+            sentence, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     if tasks:
         shown = "" if len(tasks) <= TASKS_SHOWN else f", {TASKS_SHOWN} of {len(tasks)}"
         parts.append(f"Tasks whose rewards changed the most{shown}:")
@@ -37,18 +42,35 @@ def changes_text(compared: ReplayComparison, width: int) -> str:
 
 def _table(changes: Sequence[Changes]) -> list[str]:
     rows = [[name for _, name, _ in _HEAD], *map(_row, changes)]
-    widths = [max(least, *(len(row[column]) for row in rows)) for column, (_, _, least) in enumerate(_HEAD)]
-    above, start = "", 0
+    widths = [
+        max(least, *(len(row[column]) for row in rows))
+        for column, (_, _, least) in enumerate(_HEAD)
+    ]
+    above = ""
+    start = 0
     for (title, name, _), width in zip(_HEAD, widths, strict=True):
         if title:  # begins where the name below it does, or ends with it where it fits
             first = start + width - len(name)
-            above = above.ljust(min(first, start + width - len(title)) if len(title) <= width else first) + title
+            above = (
+                above.ljust(
+                    min(first, start + width - len(title)) if len(title) <= width else first
+                )
+                + title
+            )
         start += width + 2
-    return [above, *("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)]
+    return [
+        above,
+        *(
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ),
+    ]
 
 
 def _row(one: Changes) -> list[str]:
-    shares = ["-" if share is None else f"{share:.1%}" for share in (one.changed_share, one.flipped_share)]
+    shares = [
+        "-" if share is None else f"{share:.1%}" for share in (one.changed_share, one.flipped_share)
+    ]
     return [
         "all" if one.iteration is None else str(one.iteration),
         str(one.rollouts),
@@ -66,26 +88,35 @@ def _number(value: float | None) -> str:
     """Return a reward in six columns, its sign included, whatever its scale."""
     if value is None:
         return "-"
-    decimals = next((n for n, limit in ((3, 9.9995), (2, 99.995), (1, 999.95)) if abs(value) < limit), None)
+    decimals = next(
+        (n for n, limit in ((3, 9.9995), (2, 99.995), (1, 999.95)) if abs(value) < limit), None
+    )
     return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
 
 
 def _sentences(compared: ReplayComparison, width: int) -> list[str]:
     """Return what the table has no room for."""
-    total, said = compared.total, []
+    total = compared.total
+    said = []
     if total.groups:
         said.append(
-            f"Groups with signal: {total.signal_before} of {total.groups} before, {total.signal_after} after; "
+            f"Groups with signal: {total.signal_before} of {total.groups} before, "
+            f"{total.signal_after} after; "
             f"{total.signal_appeared} gained it, {total.signal_disappeared} lost it."
         )
     if total.pairs_ordered or total.pairs_untied:
         said.append(
-            f"Pairs within groups: of {total.pairs_ordered} that the old rewards put in order, {total.pairs_kept} kept it, "
-            f"{total.pairs_flipped} flipped, {total.pairs_tied} are equal now; {total.pairs_untied} that were equal differ now."
+            f"Pairs within groups: of {total.pairs_ordered} that the old rewards put in order, "
+            f"{total.pairs_kept} kept it, "
+            f"{total.pairs_flipped} flipped, {total.pairs_tied} are equal now; "
+            f"{total.pairs_untied} that were equal differ now."
         )
     names = sorted(total.metrics_before.keys() | total.metrics_after.keys())
     if names:
-        shown = [f"{n} {_number(total.metrics_before.get(n))} → {_number(total.metrics_after.get(n))}" for n in names[:8]]
+        shown = [
+            f"{n} {_number(total.metrics_before.get(n))} → {_number(total.metrics_after.get(n))}"
+            for n in names[:8]
+        ]
         said.append(f"Metrics: {', '.join(shown)}{', …' if len(names) > 8 else ''}.")
     counted = [
         (total.newly_failed, "had a reward and have none now: the grader failed"),
@@ -93,10 +124,16 @@ def _sentences(compared: ReplayComparison, width: int) -> list[str]:
         (total.still_failed, "failed before and have no reward now either"),
         (total.unfinished, "are unfinished (token budget) and have no grade"),
         (total.left_out, "have no task and were left out"),
-        (compared.tool_calls, "ended in tool calls, which a run does not keep: graded by their text alone"),
+        (
+            compared.tool_calls,
+            "ended in tool calls, which a run does not keep: graded by their text alone",
+        ),
     ]
     said += [f"{count} rollouts {what}." for count, what in counted if count]
-    return said + [f"  {count} × {one_line(reason, width - 16)}" for reason, count in compared.failures.most_common(3)]
+    return said + [
+        f"  {count} × {one_line(reason, width - 16)}"
+        for reason, count in compared.failures.most_common(3)
+    ]
 
 
 def _task(task: TaskChange, width: int) -> list[str]:
@@ -106,13 +143,18 @@ def _task(task: TaskChange, width: int) -> list[str]:
     lines = [f"  {name}{' ' * max(2, width - 2 - disp_len(name) - len(numbers))}{numbers}"]
     if task.question:
         lines.append(f"    asked     {one_line(task.question, width - 14)}")
-    where = f"    answered  {_number(task.before)} → {_number(task.after)}, iteration {task.iteration}, sample {task.sample}: "
+    where = (
+        f"    answered  {_number(task.before)} → {_number(task.after)}, iteration "
+        f"{task.iteration}, sample {task.sample}: "
+    )
     answer = one_line(task.answer, max(20, width - len(where) - 2))
     return [*lines, f"{where}{answer or '(nothing)'}"]
 
 
 def one_line(text: str, width: int) -> str:
-    """Return `text` on one line of at most `width` columns, without anything that a terminal would obey."""
+    """Return `text` on one line of at most `width` columns, without anything that a terminal would
+    obey.
+    """
     words = " ".join(text[: 20 * width].split())
     clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in words)
     if disp_len(clean) <= width and len(text) <= 20 * width:

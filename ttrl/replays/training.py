@@ -1,8 +1,10 @@
-"""Training again on regraded rollouts: the ordinary pack and train phases, in a folder that is laid out like a run.
+"""Training again on regraded rollouts: the ordinary pack and train phases, in a folder that is laid
+out like a run.
 
-The rollouts are the original run's, so from the second iteration on they come from other policies than the one that is trained
-(off-policy). Ratios are right all the same: they are taken to the sampler's own log-probabilities, which the rollouts hold.
-`from_checkpoints` starts each iteration from the original run's checkpoint instead, so that all of them stay on-policy.
+The rollouts are the original run's, so from the second iteration on they come from other policies
+than the one that is trained (off-policy). Ratios are right all the same: they are taken to the
+sampler's own log-probabilities, which the rollouts hold. `from_checkpoints` starts each iteration
+from the original run's checkpoint instead, so that all of them stay on-policy.
 """
 
 import dataclasses
@@ -24,45 +26,70 @@ from ttrl.system.console import Console
 from ttrl.system.files import digest, write_json, write_jsonl
 from ttrl.text import percent
 
-_FROM_CHECKPOINTS = "Training again, each iteration from the checkpoint of the run that sampled its rollouts."
+_FROM_CHECKPOINTS = (
+    "Training again, each iteration from the checkpoint of the run that sampled its rollouts."
+)
 _CHAIN = "Training again on the new grades, each iteration from the one before."
 _OFF_POLICY = """After iteration {} the rollouts are another policy's (off-policy): the run's, not that of this training.
-Ratios are taken to the sampler's log-probabilities; the effective sample size says how far apart they are."""
-_HOW = {"checkpoints": "each iteration from the run's own checkpoint", "chain": "each iteration from the one before"}
+Ratios are taken to the sampler's log-probabilities; the effective sample size says how far apart they are."""  # noqa: E501
+_HOW = {
+    "checkpoints": "each iteration from the run's own checkpoint",
+    "chain": "each iteration from the one before",
+}
 
 
 class ReplayTraining(RunFolder):
-    """The replay's folder, as a run folder whose first policies are another run's; trains its iterations in order. What is done
-    already, by its markers, is not done again."""
+    """The replay's folder, as a run folder whose first policies are another run's; trains its
+    iterations in order. What is done already, by its markers, is not done again."""
 
-    def __init__(self, path: Path, original: RunFolder, numbers: Sequence[int], *, from_checkpoints: bool) -> None:
-        """Raises RunFolderError where the original run no longer has what training starts from, ConfigError, ModelFolderError."""
+    def __init__(
+        self, path: Path, original: RunFolder, numbers: Sequence[int], *, from_checkpoints: bool
+    ) -> None:
+        """Raises RunFolderError where the original run no longer has what training starts from,
+        ConfigError, ModelFolderError.
+        """
         super().__init__(path)
-        self._original, self._numbers, self._from_checkpoints = original, list(numbers), from_checkpoints
+        self._original, self._numbers, self._from_checkpoints = (
+            original,
+            list(numbers),
+            from_checkpoints,
+        )
         self._config = TrainConfig.parse(original.config(), str(original.path / "config.yaml"))
         self._start = _starting_model(original, self._config)
         needed = [number - 1 for number in numbers][: None if from_checkpoints else 1]
         if missing := [number for number in needed if not _can_start_from(original, number)]:
-            there = [number + 1 for number in range(max(needed) + 1) if _can_start_from(original, number)]
+            there = [
+                number + 1 for number in range(max(needed) + 1) if _can_start_from(original, number)
+            ]
             raise RunFolderError(
                 f"{original.path} no longer has the checkpoint and optimizer state of iteration "
-                f"{', '.join(map(str, missing[:8]))}{', …' if missing[8:] else ''}, from which the next one is trained (a run "
-                f"keeps its newest keep_checkpoints); training can start at iteration {', '.join(map(str, there))}: choose with "
+                f"{', '.join(map(str, missing[:8]))}{', …' if missing[8:] else ''}, from which "
+                "the next one is trained (a run "
+                "keeps its newest keep_checkpoints); training can start at iteration "
+                f"{', '.join(map(str, there))}: choose with "
                 "--iterations"
             )
 
     def _original_policy(self, number: int) -> int | None:
-        """Return the policy of the original run that iteration `number` + 1 starts from; None where it starts from our own."""
+        """Return the policy of the original run that iteration `number` + 1 starts from; None where
+        it starts from our own.
+        """
         if self._from_checkpoints:
             return number
         return None if self.policy_version(number) else self._numbers[0] - 1
 
     def checkpoint(self, number: int) -> Path:
-        """Return what iteration `number` + 1 starts from: our own newest policy, or the original run's."""
+        """Return what iteration `number` + 1 starts from: our own newest policy, or the original
+        run's.
+        """
         if (policy := self._original_policy(number)) is None:
             return super().checkpoint(number)
         # The folder of iteration 0 is links, which are removed in time like any checkpoint.
-        return self._original.checkpoint(policy) if self._original.policy_version(policy) else self._start
+        return (
+            self._original.checkpoint(policy)
+            if self._original.policy_version(policy)
+            else self._start
+        )
 
     def state(self, number: int) -> Path | None:
         """Return the optimizer state that belongs to `checkpoint(number)`."""
@@ -70,35 +97,48 @@ class ReplayTraining(RunFolder):
         return super().state(number) if policy is None else self._original.state(policy)
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return None: the rollouts are of the original's policies, and nothing here is judged by them."""
+        """Return None: the rollouts are of the original's policies, and nothing here is judged by
+        them.
+        """
         return None
 
     def merged(self, before: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return what replay.json says of this training, with that of `before`, which this one repeats or continues.
+        """Return what replay.json says of this training, with that of `before`, which this one
+        repeats or continues.
 
-        Raises RunFolderError where the folder holds a training of another kind, which this one cannot continue.
+        Raises RunFolderError where the folder holds a training of another kind, which this one
+        cannot continue.
         """
         start = "checkpoints" if self._from_checkpoints else "chain"
         old = before["iterations"] if before else []
-        differs = start == "chain" and any(one != other for one, other in zip(old, self._numbers, strict=False))
+        differs = start == "chain" and any(
+            one != other for one, other in zip(old, self._numbers, strict=False)
+        )
         if before and (before["start"] != start or differs):
             raise RunFolderError(
-                f"{self.path} holds another training: {_HOW[before['start']]}, iterations {', '.join(map(str, old))}; give "
+                f"{self.path} holds another training: {_HOW[before['start']]}, iterations "
+                f"{', '.join(map(str, old))}; give "
                 "another --output"
             )
         return {"start": start, "iterations": sorted({*old, *self._numbers})}
 
     def train(self, console: Console) -> Path | None:
-        """Pack and train every iteration; return the newest checkpoint, None where nothing was trained."""
+        """Pack and train every iteration; return the newest checkpoint, None where nothing was
+        trained.
+        """
         console.line(_FROM_CHECKPOINTS if self._from_checkpoints else _CHAIN)
         if self._numbers[1:] and not self._from_checkpoints:
             console.line(_OFF_POLICY.format(self._numbers[0]))
-        config = dataclasses.replace(self._config, run=str(self.path), weight_sync="reload", save_every=1)  # nobody samples
+        # Nobody samples.
+        config = dataclasses.replace(
+            self._config, run=str(self.path), weight_sync="reload", save_every=1
+        )
         self.remember_config(config.to_dict(), config.defaults())
         write_json(self.path / "environment.json", describe_environment())
         server = PolicyServer(config, self.path / "logs", console)  # never started
         phases = Phases(config, self, self._start, server=server, console=console)
-        newest, rows = None, []
+        newest = None
+        rows = []
         try:
             for number in self._numbers:
                 phases.pack(number)
@@ -121,24 +161,35 @@ class ReplayTraining(RunFolder):
         number = row["iteration"]
         if not row["trained"]:
             return f"iteration {number:3d}  no group had a signal: nothing trained"
-        parts = [f"iteration {number:3d}  reward {row['reward']:.3f}  signal {row['groups']['kept']}/{row['groups']['total']}"]
+        parts = [
+            f"iteration {number:3d}  reward {row['reward']:.3f}  signal "
+            f"{row['groups']['kept']}/{row['groups']['total']}"
+        ]
         ess = (row.get("sampler_trainer") or {}).get("ess")
         parts += [] if ess is None else [f"effective sample size {percent(ess)}"]
         parts.append(f"{row['seconds']['train']:.1f} s")
-        mine, theirs = (folder.iteration(number).weights("train") for folder in (self, self._original))
+        mine, theirs = (
+            folder.iteration(number).weights("train") for folder in (self, self._original)
+        )
         if mine and mine.items() <= theirs.items():  # older runs merged every adapter
             parts.append("the same checkpoint as the run's, bit for bit")
         return "  ".join(parts)
 
 
 def _can_start_from(original: RunFolder, number: int) -> bool:
-    """Return whether a run still has checkpoint and state of its policy after iteration `number`."""
+    """Return whether a run still has checkpoint and state of its policy after iteration
+    `number`.
+    """
     state = original.state(number)
-    return state is None or (state.is_dir() and (original.checkpoint(number) / "config.json").is_file())
+    return state is None or (
+        state.is_dir() and (original.checkpoint(number) / "config.json").is_file()
+    )
 
 
 def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
-    """Return the model that a run started from. Raises ModelFolderError, and RunFolderError where it is not what it was."""
+    """Return the model that a run started from. Raises ModelFolderError, and RunFolderError where
+    it is not what it was.
+    """
     linked = original.iteration(0).path / "checkpoint"
     folder = linked
     if not (linked / "config.json").is_file():
@@ -147,5 +198,8 @@ def _starting_model(original: RunFolder, config: TrainConfig) -> Path:
     for name, expected in original.iteration(0).weights("prepare").items():
         path = folder / Path(name).relative_to("checkpoint")
         if not path.is_file() or digest(path) != expected:
-            raise RunFolderError(f"{path} is not the model that {original.path} started from: its weights differ; put them back")
+            raise RunFolderError(
+                f"{path} is not the model that {original.path} started from: its weights differ; "
+                "put them back"
+            )
     return folder

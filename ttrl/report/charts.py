@@ -1,8 +1,9 @@
 """Small charts as SVG text, for pages that must work offline, in light and dark, and on a phone.
 
-Built as strings: no plotting library draws text that follows the page's colours, and a report must not take seconds.
-All charts have one size, so that a page can lay them out as a grid. Colours are classes that the page defines: f1 to f6 fill,
-s1 to s6 stroke. Values may be None or not finite: such points are left out, never drawn as zero.
+Built as strings: no plotting library draws text that follows the page's colours, and a report must
+not take seconds. All charts have one size, so that a page can lay them out as a grid. Colours are
+classes that the page defines: f1 to f6 fill, s1 to s6 stroke. Values may be None or not finite:
+such points are left out, never drawn as zero.
 """
 
 import dataclasses
@@ -15,11 +16,14 @@ from markupsafe import Markup
 
 from ttrl.text import compact, is_number, si, si_spaced
 
-WIDTH, HEIGHT = 540, 270
+WIDTH = 540
+HEIGHT = 270
 LEFT, RIGHT, TOP, BOTTOM = 58, 14, 12, 40  # margins around the plotting area
 MAX_BARS = 90
 MAX_POINTS = 200
-"""Of a line: longer ones are drawn as means over neighbours, which the axis says; a page of a long run stays small and quick."""
+"""Of a line: longer ones are drawn as means over neighbours, which the axis says; a page of a long
+run stays small and quick.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,12 +40,16 @@ class Series:
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return about `count` round numbers that cover low..high: the first is at most low, the last at least high."""
+    """Return about `count` round numbers that cover low..high: the first is at most low, the last
+    at least high.
+    """
     if high <= low:
         high = low + (abs(low) or 1.0)
     rough = (high - low) / max(count - 1, 1)
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough * 0.999), 10 * power)
+    step = next(
+        (factor * power for factor in (1, 2, 2.5, 5) if factor * power >= rough * 0.999), 10 * power
+    )
     start = math.floor(low / step + 1e-9)
     end = math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(start, end + 1)]
@@ -59,13 +67,19 @@ def whole_ticks(low: float, high: float, most: int = 8) -> list[int]:
 
 
 class _Axes:
-    """The mapping from data to the picture. x: a linear axis over iterations; y: linear, or logarithmic to base ten."""
+    """The mapping from data to the picture. x: a linear axis over iterations; y: linear, or
+    logarithmic to base ten.
+    """
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], *, log: bool, percent: bool) -> None:
-        self.log, self.percent = log, percent
+    def __init__(
+        self, x: tuple[float, float], y: tuple[float, float], *, log: bool, percent: bool
+    ) -> None:
+        self.log = log
+        self.percent = percent
         self.x_low, self.x_high = x if x[0] < x[1] else (x[0] - 0.5, x[1] + 0.5)
         if log:
-            low, high = math.floor(math.log10(y[0])), math.ceil(math.log10(y[1]))
+            low = math.floor(math.log10(y[0]))
+            high = math.ceil(math.log10(y[1]))
             high = max(high, low + 1)
             step = max(1, math.ceil((high - low) / 5))
             self.ticks = [10.0**exponent for exponent in range(low, high + 1, step)]
@@ -86,26 +100,40 @@ class _Axes:
         return f"{compact(value * 100)}%" if self.percent else compact(value)
 
     def draw(self, together: int = 1, axis: str = "iteration") -> str:
-        """Draw grid lines with labels, iteration numbers (or what `axis` says) below. together: iterations that each point is the
-        mean of."""
+        """Draw grid lines with labels, iteration numbers (or what `axis` says) below. together:
+        iterations that each point is the mean of."""
         parts = []
         for tick in self.ticks:
             y = self.y(tick)
-            parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text x="{LEFT - 8}" y="{y + 4.5:.1f}" text-anchor="end">{self.label(tick)}</text>')
+            parts.append(
+                f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+            parts.append(
+                f'<text x="{LEFT - 8}" y="{y + 4.5:.1f}" '
+                f'text-anchor="end">{self.label(tick)}</text>'
+            )
         counted = axis == "iteration"
-        ticks = whole_ticks(self.x_low, self.x_high) if counted else nice_ticks(self.x_low, self.x_high)
+        ticks = (
+            whole_ticks(self.x_low, self.x_high) if counted else nice_ticks(self.x_low, self.x_high)
+        )
         for tick in ticks:
             label = str(tick) if counted else si(tick)
             if self.x_low <= tick <= self.x_high:
-                parts.append(f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{label}</text>')
+                parts.append(
+                    f'<text x="{self.x(tick):.1f}" y="{HEIGHT - BOTTOM + 18}" '
+                    f'text-anchor="middle">{label}</text>'
+                )
         middle = (LEFT + WIDTH - RIGHT) / 2
         name = axis if together == 1 else f"{axis} (points: means of {together})"
-        parts.append(f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">{name}</text>')
+        parts.append(
+            f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">{name}</text>'
+        )
         return "".join(parts)
 
 
-def _points(x: Sequence[float], values: Sequence[float | None], *, log: bool) -> list[tuple[float, float]]:
+def _points(
+    x: Sequence[float], values: Sequence[float | None], *, log: bool
+) -> list[tuple[float, float]]:
     return [
         (position, value)
         for position, value in zip(x, values, strict=True)
@@ -114,7 +142,9 @@ def _points(x: Sequence[float], values: Sequence[float | None], *, log: bool) ->
 
 
 def _svg(name: str, body: str) -> Markup:
-    return Markup(f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{body}</svg>')
+    return Markup(
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">{body}</svg>'
+    )
 
 
 def line_chart(
@@ -128,11 +158,13 @@ def line_chart(
     from_zero: bool = False,
     axis: str = "iteration",
 ) -> Markup | None:
-    """Draw lines over iterations (or what `axis` says), with bands where a series has them. None when no series has a number.
+    """Draw lines over iterations (or what `axis` says), with bands where a series has them. None
+    when no series has a number.
 
-    name: what a screen reader says. x: iteration numbers, one per value; they span the axis, also where values are missing.
-    percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis starts at zero, or below
-    when something is negative.
+    name: what a screen reader says. x: iteration numbers, one per value; they span the axis, also
+        where values are missing.
+    percent: label 0.5 as 50%. y_range: what the axis must cover at least. from_zero: a linear axis
+    starts at zero, or below when something is negative.
     """
     together = max(1, math.ceil(len(x) / MAX_POINTS))
     if together > 1:
@@ -142,17 +174,27 @@ def line_chart(
     if not drawn:
         return None
     heights = [height for _, points in drawn for _, height in points]
-    bounds = [bound for one, _ in drawn for band in (one.low, one.high) if band for _, bound in _points(x, band, log=log)]
-    low, high = min(heights + bounds), max(heights + bounds)
+    bounds = [
+        bound
+        for one, _ in drawn
+        for band in (one.low, one.high)
+        if band
+        for _, bound in _points(x, band, log=log)
+    ]
+    low = min(heights + bounds)
+    high = max(heights + bounds)
     if y_range is not None:
-        low, high = min(low, y_range[0]), max(high, y_range[1])
+        low = min(low, y_range[0])
+        high = max(high, y_range[1])
     if from_zero and not log:
-        low, high = min(low, 0.0), max(high, 0.0)
+        low = min(low, 0.0)
+        high = max(high, 0.0)
     axes = _Axes((min(x), max(x)), (low, high), log=log, percent=percent)
     parts = [axes.draw(together, axis)]
     for one, _ in drawn:
         if one.low is not None and one.high is not None:
-            lows, highs = _points(x, one.low, log=log), _points(x, one.high, log=log)
+            lows = _points(x, one.low, log=log)
+            highs = _points(x, one.high, log=log)
             corners = [f"{axes.x(a):.1f},{axes.y(b):.1f}" for a, b in [*highs, *reversed(lows)]]
             parts.append(f'<polygon class="band f{one.color}" points="{" ".join(corners)}"/>')
     for one, points in drawn:
@@ -163,7 +205,10 @@ def line_chart(
         for a, b in points if together == 1 else points[-1:]:  # of means, only where it ends
             place = f"iteration {a:.0f}" if axis == "iteration" else f"{si_spaced(a)}{axis}"
             tip = f"{one.name}, {place}: {axes.label(b)}"
-            parts.append(f'<circle class="f{one.color}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" r="{radius}">')
+            parts.append(
+                f'<circle class="f{one.color}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" '
+                f'r="{radius}">'
+            )
             parts.append(f"<title>{escape(tip)}</title></circle>")
     return _svg(name, "".join(parts))
 
@@ -172,7 +217,11 @@ def _means(values: Sequence[float | None], together: int) -> list[float | None]:
     """Return means over `together` neighbours; None where none of them is known."""
     means = []
     for start in range(0, len(values), together):
-        known = [value for value in values[start : start + together] if value is not None and is_number(value)]
+        known = [
+            value
+            for value in values[start : start + together]
+            if value is not None and is_number(value)
+        ]
         means.append(sum(known) / len(known) if known else None)
     return means
 
@@ -183,38 +232,64 @@ def _thinned(one: Series, together: int) -> Series:
 
 
 def sparkline(values: Sequence[float | None], width: int = 160, height: int = 28) -> Markup:
-    """Draw a curve without axes, for tables, with a dot at its end. Empty where nothing is known."""
+    """Draw a curve without axes, for tables, with a dot at its end. Empty where nothing is
+    known.
+    """
     shown = _means(values, max(1, math.ceil(len(values) / 80)))
-    known = [(place, value) for place, value in enumerate(shown) if value is not None and is_number(value)]
+    known = [
+        (place, value)
+        for place, value in enumerate(shown)
+        if value is not None and is_number(value)
+    ]
     if not known:
         return Markup()
-    low, high = min(value for _, value in known), max(value for _, value in known)
-    across, up = (width - 6) / max(len(shown) - 1, 1), (height - 6) / ((high - low) or 1.0)
+    low = min(value for _, value in known)
+    high = max(value for _, value in known)
+    across = (width - 6) / max(len(shown) - 1, 1)
+    up = (height - 6) / ((high - low) or 1.0)
     middle = high == low
-    points = [(3 + place * across, height / 2 if middle else height - 3 - (value - low) * up) for place, value in known]
+    points = [
+        (3 + place * across, height / 2 if middle else height - 3 - (value - low) * up)
+        for place, value in known
+    ]
     path = " ".join(f"{x:.0f},{y:.1f}" for x, y in points)
     x, y = points[-1]
     return Markup(
-        f'<svg class="spark" viewBox="0 0 {width} {height}" width="{width}" height="{height}" aria-hidden="true">'
-        f'<polyline class="line s1" points="{path}"/><circle class="f1" cx="{x:.0f}" cy="{y:.1f}" r="2.4"/></svg>'
+        f'<svg class="spark" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'aria-hidden="true">'
+        f'<polyline class="line s1" points="{path}"/><circle class="f1" cx="{x:.0f}" '
+        f'cy="{y:.1f}" r="2.4"/></svg>'
     )
 
 
-def _binned(x: Sequence[float], series: Sequence[Series]) -> tuple[int, list[tuple[float, float, list[float]]]]:
-    """Return iterations per bar and at most MAX_BARS bars: (first, last iteration, mean of each series). Unknown values are 0."""
+def _binned(
+    x: Sequence[float], series: Sequence[Series]
+) -> tuple[int, list[tuple[float, float, list[float]]]]:
+    """Return iterations per bar and at most MAX_BARS bars: (first, last iteration, mean of each
+    series). Unknown values are 0.
+    """
     size = max(1, math.ceil(len(x) / MAX_BARS))
     bars = []
     for start in range(0, len(x), size):
         chosen = range(start, min(start + size, len(x)))
-        means = [sum(one.values[i] or 0.0 for i in chosen if is_number(one.values[i])) / len(chosen) for one in series]
+        means = [
+            sum(one.values[i] or 0.0 for i in chosen if is_number(one.values[i])) / len(chosen)
+            for one in series
+        ]
         bars.append((x[chosen[0]], x[chosen[-1]], means))
     return size, bars
 
 
 def stacked_bars(
-    name: str, x: Sequence[float], series: Sequence[Series], *, unit: str = "", percent: bool = False
+    name: str,
+    x: Sequence[float],
+    series: Sequence[Series],
+    *,
+    unit: str = "",
+    percent: bool = False,
 ) -> tuple[Markup, int] | None:
-    """Draw one bar per iteration, its layers from the bottom in the order of `series`; long runs are averaged over neighbours.
+    """Draw one bar per iteration, its layers from the bottom in the order of `series`; long runs
+    are averaged over neighbours.
 
     Returns (SVG, iterations per bar), or None when nothing is above zero.
     """
@@ -224,7 +299,9 @@ def stacked_bars(
         return None
     step = (bars[-1][0] - bars[0][0]) / (len(bars) - 1) if len(bars) > 1 else 1.0
     top = 1.0 if percent and highest <= 1 else highest
-    axes = _Axes((bars[0][0] - step / 2, bars[-1][0] + step / 2), (0.0, top), log=False, percent=percent)
+    axes = _Axes(
+        (bars[0][0] - step / 2, bars[-1][0] + step / 2), (0.0, top), log=False, percent=percent
+    )
     width = min((axes.x(step) - axes.x(0)) * 0.78, 46.0)
     parts = [axes.draw()]
     for first, last, means in bars:
@@ -233,11 +310,13 @@ def stacked_bars(
         for one, mean in zip(series, means, strict=True):
             if mean <= 0:
                 continue
-            y, bottom = axes.y(base + mean), axes.y(base)
+            y = axes.y(base + mean)
+            bottom = axes.y(base)
             amount = f"{compact(mean * 100)}%" if percent else f"{compact(mean)}{unit}"
             parts.append(
-                f'<rect class="f{one.color}" x="{axes.x(first) - width / 2:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                f'height="{max(bottom - y, 0.3):.1f}"><title>{escape(f"{which}, {one.name}: {amount}")}</title></rect>'
+                f'<rect class="f{one.color}" x="{axes.x(first) - width / 2:.1f}" y="{y:.1f}" '
+                f'width="{width:.1f}" height="{max(bottom - y, 0.3):.1f}">'
+                f"<title>{escape(f'{which}, {one.name}: {amount}')}</title></rect>"
             )
             base += mean
     return _svg(name, "".join(parts)), size

@@ -1,12 +1,14 @@
 """Compare runs where they had spent as much: `ttrl compare RUN RUN …`.
 
-Runs whose settings differ in the seed alone are one arm. All arms are looked at where the shortest run ended, counted in
-iterations, FLOPs, tokens or seconds, each at its newest validation up to there; the first arm is what the others are compared
-with, task by task. Arms may also be named by who made them (`recipes/rl_vs_sft.py`): they are looked at seed by seed then, where
-the shortest run of that seed ended, within 1%.
+Runs whose settings differ in the seed alone are one arm. All arms are looked at where the shortest
+run ended, counted in iterations, FLOPs, tokens or seconds, each at its newest validation up to
+there; the first arm is what the others are compared with, task by task. Arms may also be named by
+who made them (`recipes/rl_vs_sft.py`): they are looked at seed by seed then, where the shortest run
+of that seed ended, within 1%.
 
-The interval of a difference holds for other tasks of the kind, and where both arms have two seeds or more for other seeds as well
-(`ttrl.intervals.difference_over_seeds`); with one seed, two runs of the same settings may well differ by more.
+The interval of a difference holds for other tasks of the kind, and where both arms have two seeds
+or more for other seeds as well (`ttrl.intervals.difference_over_seeds`); with one seed, two runs of
+the same settings may well differ by more.
 """
 
 import itertools
@@ -84,26 +86,47 @@ class RunComparison:
     """Held-out tasks that all runs were asked."""
     notes: list[str]
     apart: float | None = None
-    """Where arms were named: by how much those that are compared of a seed differ in `by`, at most, as a share."""
+    """Where arms were named: by how much those that are compared of a seed differ in `by`, at most,
+    as a share.
+    """
     sets: list[list[str]] = field(default_factory=list)
     """A table of further held-out sets, its heading first (`ttrl.cli.arms`)."""
 
     def rows(self) -> list[list[str]]:
         """Return the table, its heading first."""
         span = f"{self.confidence * 100:g}% interval"
-        heads = ["arm", "seeds", "iteration", f"held-out {self.metric}", span, "difference", span, "p"]
+        heads = [
+            "arm",
+            "seeds",
+            "iteration",
+            f"held-out {self.metric}",
+            span,
+            "difference",
+            span,
+            "p",
+        ]
         table = [[*heads, "training reward", "FLOP", "tokens", "time"]]
         for arm in self.arms:
-            row = [arm.name, str(len(arm.points)), " ".join(str(point.iteration) for point in arm.points)]
+            row = [
+                arm.name,
+                str(len(arm.points)),
+                " ".join(str(point.iteration) for point in arm.points),
+            ]
             row += ["" if arm.mean is None else f"{arm.mean:.3f}"]
             row += ["" if arm.interval is None else "{:.3f} to {:.3f}".format(*arm.interval)]
             d = arm.difference
-            row += ["", "", ""] if d is None else [f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{d.p_value:.2g}"]
+            row += (
+                ["", "", ""]
+                if d is None
+                else [f"{d.mean:+.3f}", f"{d.low:+.3f} to {d.high:+.3f}", f"{d.p_value:.2g}"]
+            )
             rewards = [point.reward for point in arm.points if point.reward is not None]
             row += [f"{statistics.fmean(rewards):.3f}" if rewards else ""]
             for name, write in (("flops", si_spaced), ("tokens", si_spaced), ("seconds", duration)):
                 known = [value for point in arm.points if (value := point.spent[name]) is not None]
-                row += [write(statistics.fmean(known)).strip() if len(known) == len(arm.points) else ""]
+                row += [
+                    write(statistics.fmean(known)).strip() if len(known) == len(arm.points) else ""
+                ]
             table.append(row)
         return table
 
@@ -114,12 +137,20 @@ class RunComparison:
 
     def matched(self) -> str:
         """Say where the arms are compared."""
-        how_many = duration(self.reached) if self.by == "seconds" else f"{si_spaced(self.reached)}{UNITS[self.by]}"
+        how_many = (
+            duration(self.reached)
+            if self.by == "seconds"
+            else f"{si_spaced(self.reached)}{UNITS[self.by]}"
+        )
         where = f"iteration {self.reached:g}" if self.by == "iteration" else how_many
         if self.apart is None:
-            return f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out tasks that all were asked"
+            return (
+                f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out "
+                "tasks that all were asked"
+            )
         return (
-            f"compared seed by seed at {where} or more, as far as all arms went, at most {100 * self.apart:.2f}% apart, on "
+            f"compared seed by seed at {where} or more, as far as all arms went, at most "
+            f"{100 * self.apart:.2f}% apart, on "
             f"{self.num_tasks} held-out tasks that all were asked"
         )
 
@@ -128,7 +159,8 @@ class RunComparison:
 
         Only several seeds tell arms apart. With one, what is said is about the two runs.
         """
-        first, sure = self.arms[0], f"{self.confidence * 100:g}%"
+        first = self.arms[0]
+        sure = f"{self.confidence * 100:g}%"
         found = []
         for arm in self.arms[1:]:
             if (d := arm.difference) is None:
@@ -140,7 +172,8 @@ class RunComparison:
                 between = f"{first.name} and {arm.name}"
                 found.append(f"no difference seen between {between}: {figures}; {_ruled_out(d)}")
                 continue
-            higher, lower = first.name, arm.name
+            higher = first.name
+            lower = arm.name
             if verdict == "better":
                 higher, lower = lower, higher
             what = f"{figures}, {arm.name} less {first.name}"
@@ -152,8 +185,13 @@ class RunComparison:
         return found
 
     def table(self) -> str:
-        """Write all of it for a terminal: where runs are compared, what limits it, then the results."""
-        differ = [["differs", *(arm.name for arm in self.arms)], *([name, *values] for name, values in self.settings())]
+        """Write all of it for a terminal: where runs are compared, what limits it, then the
+        results.
+        """
+        differ = [
+            ["differs", *(arm.name for arm in self.arms)],
+            *([name, *values] for name, values in self.settings()),
+        ]
         blocks = [[self.matched()], self.notes, self.verdicts(), _aligned(self.rows())]
         blocks += [_aligned(self.sets)] if self.sets else []
         blocks += [_aligned(differ)] if len(differ) > 1 else []
@@ -162,8 +200,8 @@ class RunComparison:
     def write_html(self, path: Path) -> Path:
         """Write a page with curves. Raises StorageError."""
         html = template("comparison.html").render(
-            css=css(), matched=self.matched(), rows=self.rows(), settings=self.settings(), notes=self.notes, sets=self.sets,
-            verdicts=self.verdicts(),
+            css=css(), matched=self.matched(), rows=self.rows(), settings=self.settings(),
+            notes=self.notes, sets=self.sets, verdicts=self.verdicts(),
             arms=[arm.name for arm in self.arms], figures=list(filter(None, map(self._figure, BY))),
         )  # fmt: skip
         write_text(path, visible(html))
@@ -175,56 +213,107 @@ class RunComparison:
         for place, arm in enumerate(self.arms):
             for point in arm.points:
                 metric = held_out_metric(point.run)
-                ends = zip(spent(point.run)[by], [] if metric is None else point.run.column(metric.path), strict=False)
-                lines.append((arm.name, place % 6 + 1, [(x, y) for x, y in ends if x is not None and y is not None]))
+                ends = zip(
+                    spent(point.run)[by],
+                    [] if metric is None else point.run.column(metric.path),
+                    strict=False,
+                )
+                lines.append(
+                    (
+                        arm.name,
+                        place % 6 + 1,
+                        [(x, y) for x, y in ends if x is not None and y is not None],
+                    )
+                )
         xs = sorted({x for _, _, line in lines for x, _ in line})
-        series = [Series(name, [dict(line).get(x) for x in xs], color) for name, color, line in lines]
-        chart = line_chart(f"held-out {self.metric}", xs, series, axis=UNITS[by]) if len(xs) > 1 else None
+        series = [
+            Series(name, [dict(line).get(x) for x in xs], color) for name, color, line in lines
+        ]
+        chart = (
+            line_chart(f"held-out {self.metric}", xs, series, axis=UNITS[by])
+            if len(xs) > 1
+            else None
+        )
         keys = [(f"f{place % 6 + 1}", arm.name) for place, arm in enumerate(self.arms)]
         title = f"Held-out {self.metric} over {UNITS[by]}"
-        return None if chart is None else Figure(title, "A colour is an arm, a line a seed.", chart, keys)
+        return (
+            None
+            if chart is None
+            else Figure(title, "A colour is an arm, a line a seed.", chart, keys)
+        )
 
 
 def compare_runs(
-    folders: Sequence[Path], *, by: By = "iteration", confidence: float = 0.95, arms: Sequence[str] | None = None
+    folders: Sequence[Path],
+    *,
+    by: By = "iteration",
+    confidence: float = 0.95,
+    arms: Sequence[str] | None = None,
 ) -> RunComparison:
-    """Compare runs, those that are still under way too. arms: the name of each run's arm, of which the k-th runs have one seed;
-    None: runs whose settings differ in the seed alone are an arm.
+    """Compare runs, those that are still under way too. arms: the name of each run's arm, of which
+    the k-th runs have one seed; None: runs whose settings differ in the seed alone are an arm.
 
-    Raises RunFolderError for other folders, UserError where there is nothing to compare: fewer than two runs, other held-out
-    tasks or metrics, no figures for `by`."""
+    Raises RunFolderError for other folders, UserError where there is nothing to compare: fewer than
+    two runs, other held-out tasks or metrics, no figures for `by`."""
     if len(folders) < 2:
         raise UserError("one run alone cannot be compared; name two or more")
     if not 0.5 <= confidence <= 0.9999:
-        raise UserError(f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95")
+        raise UserError(
+            f"confidence is {confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
+        )
     runs = [read_run(Path(folder)) for folder in folders]
     metrics = {folder: held_out_metric(run) for folder, run in zip(folders, runs, strict=True)}
-    names = {None if metric is None else metric.path.removeprefix("validation.") for metric in metrics.values()}
+    names = {
+        None if metric is None else metric.path.removeprefix("validation.")
+        for metric in metrics.values()
+    }
     if None in names or len(names) > 1:
-        listed = ", ".join(f"{folder}: {'none' if one is None else one.path}" for folder, one in metrics.items())
-        raise UserError(f"the runs have no held-out metric in common ({listed}); give them the same validation_metric")
+        listed = ", ".join(
+            f"{folder}: {'none' if one is None else one.path}" for folder, one in metrics.items()
+        )
+        raise UserError(
+            f"the runs have no held-out metric in common ({listed}); give them the same "
+            "validation_metric"
+        )
     name = str(names.pop())
     reach = [max((x for x in spent(run)[by] if x is not None), default=None) for run in runs]
-    if missing := [str(folder) for folder, most in zip(folders, reach, strict=True) if most is None]:
-        raise UserError(f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}")
+    if missing := [
+        str(folder) for folder, most in zip(folders, reach, strict=True) if most is None
+    ]:
+        raise UserError(
+            f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}"
+        )
     limits = [most for most in reach if most is not None]
     if arms is None:
         points = [_point(run, by, min(limits), name) for run in runs]
         seeds = [0] * len(runs)
     else:
         seeds = [list(arms[:place]).count(arm) for place, arm in enumerate(arms)]
-        limits = [min(most for most, other in zip(limits, seeds, strict=True) if other == seed) for seed in seeds]
-        points = [_point(run, by, limit * (1 + _TOLERANCE), name) for run, limit in zip(runs, limits, strict=True)]
+        limits = [
+            min(most for most, other in zip(limits, seeds, strict=True) if other == seed)
+            for seed in seeds
+        ]
+        points = [
+            _point(run, by, limit * (1 + _TOLERANCE), name)
+            for run, limit in zip(runs, limits, strict=True)
+        ]
     shared = set.intersection(*(set(point.scores) for point in points))
     if not shared:
         raise UserError("the runs share no held-out task; give them the same validation tasks")
     configs = [_config(point.run) for point in points]
     differing = sorted(
-        {key for a, b in itertools.pairwise(configs) for key in (a.keys() | b.keys()) - _OURS if a.get(key) != b.get(key)}
+        {
+            key
+            for a, b in itertools.pairwise(configs)
+            for key in (a.keys() | b.keys()) - _OURS
+            if a.get(key) != b.get(key)
+        }
     )
     if arms is not None:  # what was made in different ways has few settings in common
         differing = [key for key in differing if all(key in config for config in configs)]
-    settings = [json.dumps({key: config.get(key) for key in differing}, default=str) for config in configs]
+    settings = [
+        json.dumps({key: config.get(key) for key in differing}, default=str) for config in configs
+    ]
     groups: dict[str, list[int]] = defaultdict(list)
     for place, arm in enumerate(settings if arms is None else arms):
         groups[arm].append(place)
@@ -273,7 +362,9 @@ def _ruled_out(difference: Difference) -> str:
 
 
 def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
-    """Return by how much the runs of a seed differ in what they spent, at most, as a share of the largest."""
+    """Return by how much the runs of a seed differ in what they spent, at most, as a share of the
+    largest.
+    """
     by_seed: dict[int, list[float]] = defaultdict(list)
     for point, seed in zip(points, seeds, strict=True):
         by_seed[seed].append(point.spent[by] or 0.0)
@@ -283,7 +374,9 @@ def _apart(points: Sequence[Point], seeds: Sequence[int], by: By) -> float:
 def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[str]:
     notes = []
     if len(arms) == 1:
-        notes.append("the runs differ in nothing but their seeds: one arm, and nothing to compare it with")
+        notes.append(
+            "the runs differ in nothing but their seeds: one arm, and nothing to compare it with"
+        )
     if len(arms) > 1 and min(len(arm.points) for arm in arms) < 2:
         notes.append(
             "an arm has one seed: its differences tell two runs apart, not their settings, as runs "
@@ -294,7 +387,10 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
         tasks = counted(shared, "held-out task")
         notes.append(f"only {tasks}: each of them is {1 / shared:.2g} of the score")
     if others := len({task for point in points for task in point.scores}) - shared:
-        notes.append(f"{others} held-out tasks were not asked in all runs, or have no grade there, and are left out")
+        notes.append(
+            f"{others} held-out tasks were not asked in all runs, or have no grade there, and "
+            "are left out"
+        )
     if len(arms) > 2:
         notes.append(f"{len(arms) - 1} differences: by chance alone, one in twenty has p < 0.05")
     return notes
@@ -303,40 +399,64 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
 def _point(run: RunData, by: By, reached: float, name: str) -> Point:
     known_spent = spent(run)
     there = set(run.numbers_with("validation.jsonl"))
-    known = [k for k, x in enumerate(known_spent[by]) if x is not None and x <= reached and run.iterations[k] in there]
+    known = [
+        k
+        for k, x in enumerate(known_spent[by])
+        if x is not None and x <= reached and run.iterations[k] in there
+    ]
     if not known:
         raise UserError(f"{run.folder}: nothing was validated up to {compact(reached)} {UNITS[by]}")
     place = known[-1]
     scores: Scores = defaultdict(list)
     iteration = run.iterations[place]
     for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):
-        value = row.get("reward") if name == "validation_reward" else (row.get("metrics") or {}).get(name)
+        value = (
+            row.get("reward")
+            if name == "validation_reward"
+            else (row.get("metrics") or {}).get(name)
+        )
         if value is not None and row.get("reward") is not None:
-            scores[json.dumps([row["task_id"], row["messages"]], sort_keys=True)].append(float(value))
+            scores[json.dumps([row["task_id"], row["messages"]], sort_keys=True)].append(
+                float(value)
+            )
     figures = {one: column[place] for one, column in known_spent.items()}
     return Point(run, iteration, figures, number(run.rows[place], "reward"), dict(scores))
 
 
 def spent(run: RunData) -> dict[str, list[float | None]]:
-    """Return what each row's run had spent by then: "flops" on sampling and training, without what held-out samples took and the
-    backward pass computed a second time, which depend on how a run is watched and computed."""
+    """Return what each row's run had spent by then: "flops" on sampling and training, without what
+    held-out samples took and the backward pass computed a second time, which depend on how a run is
+    watched and computed.
+    """
 
     def running(path: str) -> list[float]:
         return list(itertools.accumulate(value or 0.0 for value in run.column(path)))
 
-    each = zip(run.column("flops.cumulated"), running("flops.validation"), running("flops.recomputation"), strict=True)
+    each = zip(
+        run.column("flops.cumulated"),
+        running("flops.validation"),
+        running("flops.recomputation"),
+        strict=True,
+    )
     return {
         "iteration": [float(one) for one in run.iterations],
-        "flops": [None if total is None else total - held_out - again for total, held_out, again in each],
+        "flops": [
+            None if total is None else total - held_out - again for total, held_out, again in each
+        ],
         "tokens": [*running("completion_tokens")],
         "seconds": [*running("seconds.total")],
     }
 
 
 def _config(run: RunData) -> dict[str, Any]:
-    """Return the settings; what lies in the run's own folder, such as a warm start, is the same for all of them."""
+    """Return the settings; what lies in the run's own folder, such as a warm start, is the same for
+    all of them.
+    """
     own = str(run.config.get("run") or run.folder.absolute())
-    return {key: value.replace(own, "RUN") if isinstance(value, str) else value for key, value in flat(run.config).items()}
+    return {
+        key: value.replace(own, "RUN") if isinstance(value, str) else value
+        for key, value in flat(run.config).items()
+    }
 
 
 def _of(point: Point, shared: set[str]) -> list[list[float]]:
@@ -344,9 +464,14 @@ def _of(point: Point, shared: set[str]) -> list[list[float]]:
 
 
 def _shown(value: Any) -> str:
-    return "not set" if value is None else json.dumps(value) if not isinstance(value, str) else value
+    return (
+        "not set" if value is None else json.dumps(value) if not isinstance(value, str) else value
+    )
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,5 +1,5 @@
-"""The report's conversations, to page through: the same held-out tasks before and after, training samples with their tokens
-coloured by advantage and by the difference between sampler and trainer.
+"""The report's conversations, to page through: the same held-out tasks before and after, training
+samples with their tokens coloured by advantage and by the difference between sampler and trainer.
 
 What is built here are the values that parts.html shows: pages of messages and answers.
 """
@@ -16,14 +16,27 @@ from markupsafe import Markup
 
 from ttrl.messages import text_of
 from ttrl.records import Sample
-from ttrl.report.samples import TRAINER_FILE, Shown, TokenSpan, TokenTable, before_and_after, some_samples, stamp_of
+from ttrl.report.samples import (
+    TRAINER_FILE,
+    Shown,
+    TokenSpan,
+    TokenTable,
+    before_and_after,
+    some_samples,
+    stamp_of,
+)
 from ttrl.run_folder.reader import RunData
 from ttrl.text import compact
 
-HELD_OUT, TRAINING = 6, 8
-"""Pages: of held-out tasks, and of training samples of each iteration that is shown (the first, the middle and the last)."""
+HELD_OUT = 6
+TRAINING = 8
+"""Pages: of held-out tasks, and of training samples of each iteration that is shown (the first, the
+middle and the last).
+"""
 MOST_TEXT = 60_000
-"""Characters of the messages of one sample; a conversation of a hundred turns with tools would be megabytes on each page."""
+"""Characters of the messages of one sample; a conversation of a hundred turns with tools would be
+megabytes on each page.
+"""
 _ENDINGS = {"length": "cut off at the length limit", "stop": "ended by itself"}
 
 
@@ -49,7 +62,9 @@ class Message(NamedTuple):
 
 
 def shown_messages(messages: Iterable[tuple[Any, str]]) -> Shown[Message]:
-    """Return messages as OpenAI's API has them, each with the class of its text, up to MOST_TEXT."""
+    """Return messages as OpenAI's API has them, each with the class of its text, up to
+    MOST_TEXT.
+    """
     known = [(message, css) for message, css in messages if isinstance(message, dict)]
     shown: list[Message] = []
     length = 0
@@ -86,7 +101,11 @@ class ShownAnswer:
     @property
     def facts(self) -> list[str]:
         sample = self.sample
-        facts = [f"{name} {compact(value)}" for name, value in sample.metrics.items() if isinstance(value, int | float)]
+        facts = [
+            f"{name} {compact(value)}"
+            for name, value in sample.metrics.items()
+            if isinstance(value, int | float)
+        ]
         if sample.finish_reason:
             facts.append(_ENDINGS.get(sample.finish_reason, sample.finish_reason))
         if sample.token_ids is not None:
@@ -122,8 +141,10 @@ def held_out_pages(run: RunData) -> list[Page]:
     checked = run.numbers_with("validation.jsonl")
     if len(checked) < 2:
         return []
-    first, last = checked[0], checked[-1]
-    start, end = "starting model" if first == 0 else f"iteration {first}", f"iteration {last}"
+    first = checked[0]
+    last = checked[-1]
+    start = "starting model" if first == 0 else f"iteration {first}"
+    end = f"iteration {last}"
     files = [run.iteration_folder(number) / "validation.jsonl" for number in (first, last)]
     return [
         Page(before.task_id, [ShownAnswer(start, before), ShownAnswer(end, after)])
@@ -132,7 +153,9 @@ def held_out_pages(run: RunData) -> list[Page]:
 
 
 def training_pages(run: RunData) -> list[Page]:
-    """Return samples of the last iteration, one between, and the first, taken at even distances from their files."""
+    """Return samples of the last iteration, one between, and the first, taken at even distances
+    from their files.
+    """
     sampled = run.numbers_with("rollouts.jsonl")
     if not sampled:
         return []
@@ -148,7 +171,9 @@ _PAGES: dict[Path, tuple[Any, list[Page]]] = {}
 def _pages_of(run: RunData, number: int) -> list[Page]:
     """Return an iteration's pages, made once while its files stay what they are."""
     folder = run.iteration_folder(number)
-    stamp = tuple(stamp_of(folder / name) for name in ("rollouts.jsonl", "packed.safetensors", TRAINER_FILE))
+    stamp = tuple(
+        stamp_of(folder / name) for name in ("rollouts.jsonl", "packed.safetensors", TRAINER_FILE)
+    )
     if (known := _PAGES.get(folder)) is not None and known[0] == stamp:
         return known[1]
     pages = sample_pages(run, number, some_samples(folder / "rollouts.jsonl", TRAINING, stamp[0]))
@@ -162,6 +187,9 @@ def sample_pages(run: RunData, number: int, samples: Sequence[Sample]) -> list[P
     """Return a page for each sample of iteration `number`."""
     table = TokenTable(run, number)
     return [
-        Page(f"iteration {number} · {one.task_id} · sample {one.sample}", [ShownAnswer("assistant", one, table.spans(one))])
+        Page(
+            f"iteration {number} · {one.task_id} · sample {one.sample}",
+            [ShownAnswer("assistant", one, table.spans(one))],
+        )
         for one in samples
     ]

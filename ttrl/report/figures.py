@@ -1,4 +1,6 @@
-"""The report's charts: learning, time, what is sampled, how the training went, and every other metric as a small curve."""
+"""The report's charts: learning, time, what is sampled, how the training went, and every other
+metric as a small curve.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +12,14 @@ from ttrl.monitoring.drift import limits
 from ttrl.report import words
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
 from ttrl.run_folder.metrics import FLOPS_PARTS
-from ttrl.run_folder.reader import PHASES, RunData, held_out_metric, held_out_sampling, interval, phase_columns
+from ttrl.run_folder.reader import (
+    PHASES,
+    RunData,
+    held_out_metric,
+    held_out_sampling,
+    interval,
+    phase_columns,
+)
 from ttrl.text import compact
 
 _OTHER_SHARES = 4
@@ -30,21 +39,29 @@ class Figure:
     """The legend: (class of the colour, name); empty where there is nothing to tell apart."""
 
 
-def _lines(run: RunData, title: str, caption: str, series: Sequence[Series], band: str = "", **options: Any) -> list[Figure]:
-    """Return a figure of those series that have a value; empty where none has. band: what a shaded band is."""
+def _lines(
+    run: RunData, title: str, caption: str, series: Sequence[Series], band: str = "", **options: Any
+) -> list[Figure]:
+    """Return a figure of those series that have a value; empty where none has. band: what a shaded
+    band is.
+    """
     known = [one for one in series if any(value is not None for value in one.values)]
     chart = line_chart(title, run.iterations, known, **options)
     if chart is None:
         return []
     keys = [(f"f{one.color}", one.name) for one in known] if len(known) > 1 or band else []
-    return [Figure(title, caption, chart, [*keys, (f"band f{known[0].color}", band)] if band else keys)]
+    return [
+        Figure(title, caption, chart, [*keys, (f"band f{known[0].color}", band)] if band else keys)
+    ]
 
 
 def _line(run: RunData, title: str, path: str, caption: str, **options: Any) -> list[Figure]:
     return _lines(run, title, caption, [Series(title, run.column(path))], **options)
 
 
-def _bars(run: RunData, title: str, caption: str, series: Sequence[Series], **options: Any) -> list[Figure]:
+def _bars(
+    run: RunData, title: str, caption: str, series: Sequence[Series], **options: Any
+) -> list[Figure]:
     """Return a figure of those series that are ever above zero; empty where none is."""
     known = [one for one in series if any((value or 0) > 0 for value in one.values)]
     bars = stacked_bars(title, run.iterations, known, **options)
@@ -58,10 +75,19 @@ def _bars(run: RunData, title: str, caption: str, series: Sequence[Series], **op
 
 def learning(run: RunData) -> list[Figure]:
     """Return reward and validation, with intervals."""
-    rewards = [value for path in ("reward", "validation_reward") for value in run.column(path) if value is not None]
-    options: dict[str, Any] = {"y_range": (0.0, 1.0) if all(0 <= value <= 1 for value in rewards) else None}
+    rewards = [
+        value
+        for path in ("reward", "validation_reward")
+        for value in run.column(path)
+        if value is not None
+    ]
+    options: dict[str, Any] = {
+        "y_range": (0.0, 1.0) if all(0 <= value <= 1 for value in rewards) else None
+    }
     held_out: list[Series] = []
-    band, label, name = "", "exact match", "exact"
+    band = ""
+    label = "exact match"
+    name = "exact"
     if (metric := held_out_metric(run)) is not None:
         intervals = [interval(row, metric.path) for row in run.rows]
         low, high = ([one[side] if one else None for one in intervals] for side in (0, 1))
@@ -69,59 +95,105 @@ def learning(run: RunData) -> list[Figure]:
         band = f"95% interval of {metric.label}" if has_band else ""
         color = 2 if metric.path == "validation_reward" else 1
         held_out.append(
-            Series(metric.label, run.column(metric.path), color, low if has_band else None, high if has_band else None)
+            Series(
+                metric.label,
+                run.column(metric.path),
+                color,
+                low if has_band else None,
+                high if has_band else None,
+            )
         )
         if color == 1:
-            label, name = metric.label, metric.path.removeprefix("validation.")
+            label = metric.label
+            name = metric.path.removeprefix("validation.")
             held_out.append(Series("reward", run.column("validation_reward"), 2, dashed=True))
         held_out += _other_shares(run, metric.path)
-    training = [Series(label, run.column(f"metrics.{name}"), 1), Series("reward", run.column("reward"), 2, dashed=True)]
+    training = [
+        Series(label, run.column(f"metrics.{name}"), 1),
+        Series("reward", run.column("reward"), 2, dashed=True),
+    ]
     of_others = "Tasks that are never trained on."
-    caption = "The very tasks that are trained on (--overfit)." if words.is_overfit(run) else of_others
+    caption = (
+        "The very tasks that are trained on (--overfit)." if words.is_overfit(run) else of_others
+    )
     caption += " Iteration 0 is the starting model."
     if how := held_out_sampling(run):
         caption += f" Sampled: {how}."
     if band:
-        caption += " The band: where the mean would lie for other tasks of this kind (95% interval)."
+        caption += (
+            " The band: where the mean would lie for other tasks of this kind (95% interval)."
+        )
     before = "Mean over the samples of each iteration, before that iteration's update."
     if some := run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None:
         before += f" Not every sample has {name}: the mean is over those that do"
         before += f", {some} in the newest iteration."
     title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
-    return [*_lines(run, title, caption, held_out, band, **options), *_lines(run, "Training", before, training, **options)]
+    return [
+        *_lines(run, title, caption, held_out, band, **options),
+        *_lines(run, "Training", before, training, **options),
+    ]
 
 
 def _other_shares(run: RunData, shown: str) -> list[Series]:
-    """Return the other held-out metrics between 0 and 1, at most four: a reward that rises may solve nothing."""
-    names = sorted({name for row in run.flat for name in row if name.startswith("validation.") and name != shown})
-    shares = [name for name in names if all(0 <= value <= 1 for value in run.column(name) if value is not None)]
+    """Return the other held-out metrics between 0 and 1, at most four: a reward that rises may
+    solve nothing.
+    """
+    names = sorted(
+        {
+            name
+            for row in run.flat
+            for name in row
+            if name.startswith("validation.") and name != shown
+        }
+    )
+    shares = [
+        name
+        for name in names
+        if all(0 <= value <= 1 for value in run.column(name) if value is not None)
+    ]
     return [
-        Series(name.removeprefix("validation."), run.column(name), color) for color, name in enumerate(shares[:_OTHER_SHARES], 3)
+        Series(name.removeprefix("validation."), run.column(name), color)
+        for color, name in enumerate(shares[:_OTHER_SHARES], 3)
     ]
 
 
 def time(run: RunData) -> list[Figure]:
     """Return seconds of each phase, dead time, tokens per second, and how busy the machine was."""
     columns = phase_columns(run)
-    phases = [Series(name, columns[name], color) for color, name in enumerate([*PHASES, "other"], 1)]
+    phases = [
+        Series(name, columns[name], color) for color, name in enumerate([*PHASES, "other"], 1)
+    ]
     busy = [
         Series("of the peak, while training", run.column("train.peak_share")),
         Series("over the whole iteration", words.utilisation(run), 2),
         Series("of the server, while sampling", run.column("server.peak_share"), 3),
     ]
     kinds = [("sample", "sampling"), ("train", "training"), ("both", "both at once")]
-    cores = [Series(f"CPU, {name}", run.column(f"machine.{kind}.cpu"), color) for color, (kind, name) in enumerate(kinds, 1)]
-    gpus = [Series(f"GPU, {name}", run.column(f"machine.{kind}.gpu_busy"), color) for color, (kind, name) in enumerate(kinds, 4)]
-    watts = [Series(name, run.column(f"machine.{kind}.watts"), color) for color, (kind, name) in enumerate(kinds, 4)]
+    cores = [
+        Series(f"CPU, {name}", run.column(f"machine.{kind}.cpu"), color)
+        for color, (kind, name) in enumerate(kinds, 1)
+    ]
+    gpus = [
+        Series(f"GPU, {name}", run.column(f"machine.{kind}.gpu_busy"), color)
+        for color, (kind, name) in enumerate(kinds, 4)
+    ]
+    watts = [
+        Series(name, run.column(f"machine.{kind}.watts"), color)
+        for color, (kind, name) in enumerate(kinds, 4)
+    ]
     parts = {name: run.column(f"flops.{name}") for name in FLOPS_PARTS}
     passes = zip(parts.pop("prepass"), parts.pop("reference"), strict=True)
-    parts["before the gradient"] = [None if one is None and other is None else (one or 0) + (other or 0) for one, other in passes]
+    parts["before the gradient"] = [
+        None if one is None and other is None else (one or 0) + (other or 0)
+        for one, other in passes
+    ]
     spent = [Series(name, values, color) for color, (name, values) in enumerate(parts.items(), 1)]
     return [
         *_bars(
             run,
             "Seconds per phase",
-            "Where the time goes: seconds of each iteration. Phases that overlap are counted in full.",
+            "Where the time goes: seconds of each iteration. Phases that overlap are counted in "
+            "full.",
             phases,
             unit=" s",
         ),
@@ -133,11 +205,18 @@ def time(run: RunData) -> list[Figure]:
             percent=True,
             y_range=(0.0, 1.0),
         ),
-        *_line(run, "Tokens per second", "tokens_per_second", "Sampled tokens, while sampling.", from_zero=True),
+        *_line(
+            run,
+            "Tokens per second",
+            "tokens_per_second",
+            "Sampled tokens, while sampling.",
+            from_zero=True,
+        ),
         *_lines(
             run,
             "Utilisation",
-            "FLOP/s of trainer and server as a share of the model's largest matrix product, as the trainer measured it here.",
+            "FLOP/s of trainer and server as a share of the model's largest matrix product, as "
+            "the trainer measured it here.",
             busy,
             percent=True,
             from_zero=True,
@@ -145,18 +224,27 @@ def time(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Processors at work",
-            "Share of all cores that worked, and of the time in which a GPU ran any kernel (NVML): of the whole machine, whoever "
+            "Share of all cores that worked, and of the time in which a GPU ran any kernel "
+            "(NVML): of the whole machine, whoever "
             "used it, and on the average of each phase.",
             [*cores, *gpus],
             percent=True,
             y_range=(0.0, 1.0),
         ),
-        *_lines(run, "Power", "Watts of all GPUs together, on the average of each phase.", watts, from_zero=True),
+        *_lines(
+            run,
+            "Power",
+            "Watts of all GPUs together, on the average of each phase.",
+            watts,
+            from_zero=True,
+        ),
         *_bars(
             run,
             "FLOPs",
-            "What was computed: prompts read (less what the prefix cache knew) and tokens written, held-out samples, forward and "
-            "backward pass, what the backward pass computes again, and the passes before it, of policy and reference.",
+            "What was computed: prompts read (less what the prefix cache knew) and tokens "
+            "written, held-out samples, forward and "
+            "backward pass, what the backward pass computes again, and the passes before it, of "
+            "policy and reference.",
             spent,
         ),
     ]
@@ -190,18 +278,26 @@ def sampling(run: RunData) -> list[Figure]:
         *_bars(
             run,
             "Groups without signal",
-            "Share of tasks whose samples all got the same reward: they teach nothing and are left out.",
+            "Share of tasks whose samples all got the same reward: they teach nothing and are "
+            "left out.",
             groups,
             percent=True,
         ),
         *_bars(
             run,
             "Curriculum",
-            "All tasks, by the samples of their last turn. Where these all got the same reward, a task is left out for a while.",
+            "All tasks, by the samples of their last turn. Where these all got the same reward, "
+            "a task is left out for a while.",
             last_turn,
             percent=True,
         ),
-        *_line(run, "Level", "curriculum.level", "The hardest tasks that are sampled so far.", from_zero=True),
+        *_line(
+            run,
+            "Level",
+            "curriculum.level",
+            "The hardest tasks that are sampled so far.",
+            from_zero=True,
+        ),
         *_lines(
             run,
             "Endings and repetitions",
@@ -217,9 +313,21 @@ def sampling(run: RunData) -> list[Figure]:
             [Series("mean length", lengths)],
             from_zero=True,
         ),
-        *_line(run, "Reward against length", "rollouts.length_correlation", correlation, y_range=(-1.0, 1.0)),
+        *_line(
+            run,
+            "Reward against length",
+            "rollouts.length_correlation",
+            correlation,
+            y_range=(-1.0, 1.0),
+        ),
         *_line(run, "Staleness", "staleness.mean", staleness, from_zero=True),
-        *_line(run, "Unfinished samples", "unfinished.samples", "Cut off by the token budget, to be continued.", from_zero=True),
+        *_line(
+            run,
+            "Unfinished samples",
+            "unfinished.samples",
+            "Cut off by the token budget, to be continued.",
+            from_zero=True,
+        ),
         *_line(run, "Extra tasks", "extra_tasks", extra, from_zero=True),
     ]
 
@@ -233,7 +341,11 @@ def training(run: RunData) -> list[Figure]:
     apart = [
         Series("mean", run.column("sampler_trainer.mean")),
         Series("99.9th percentile", run.column("sampler_trainer.p999"), 2),
-        Series("99.9th percentile under the sampler's own weights", run.column("sampler_trainer.own_weights.p999"), 3),
+        Series(
+            "99.9th percentile under the sampler's own weights",
+            run.column("sampler_trainer.own_weights.p999"),
+            3,
+        ),
     ]
     entropy = "Nats per token: how undecided the model is. At zero all its samples are the same."
     return [
@@ -243,7 +355,8 @@ def training(run: RunData) -> list[Figure]:
         *_lines(
             run,
             "Clipped tokens",
-            "Share of the tokens whose ratio left the trusted range, so that they gave no gradient.",
+            "Share of the tokens whose ratio left the trusted range, so that they gave no "
+            "gradient.",
             clipped,
             percent=True,
             from_zero=True,
@@ -260,7 +373,8 @@ def training(run: RunData) -> list[Figure]:
             run,
             "Effective sample size",
             "sampler_trainer.ess",
-            "Share of the tokens that counts after weighting by trainer/sampler. 100%: what was sampled is what is trained.",
+            "Share of the tokens that counts after weighting by trainer/sampler. 100%: what was "
+            "sampled is what is trained.",
             percent=True,
             y_range=(0.0, 1.0),
         ),
@@ -272,7 +386,9 @@ def _apart(run: RunData) -> str:
     config = run.config
     allowed = limits(config.get("dtype"), config.get("device"), config.get("drift_limits"))
     named = {"means": allowed.mean, "99.9th percentiles": allowed.p999}
-    beyond = " or ".join(f"{name} above {compact(limit)}" for name, limit in named.items() if limit is not None)
+    beyond = " or ".join(
+        f"{name} above {compact(limit)}" for name, limit in named.items() if limit is not None
+    )
     text = (
         "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding "
         "makes some, more in larger models and in bf16: docs/watching.md lists what healthy runs "
@@ -285,44 +401,71 @@ def _apart(run: RunData) -> str:
 
 
 def _gradient_noise(run: RunData) -> list[Figure]:
-    """Return the noise scale with its interval, and where the noise comes from, with the advice that follows from the newest."""
+    """Return the noise scale with its interval, and where the noise comes from, with the advice
+    that follows from the newest.
+    """
     low, high = (run.column(f"gradient_noise.{side}") for side in ("low", "high"))
     known = [a is not None and b is not None for a, b in zip(low, high, strict=True)]
-    band = [[value if both else None for value, both in zip(side, known, strict=True)] for side in (low, high)]
-    scale = Series("noise scale", run.column("gradient_noise.scale"), 1, *(band if any(known) else ()))
+    band = [
+        [value if both else None for value, both in zip(side, known, strict=True)]
+        for side in (low, high)
+    ]
+    scale = Series(
+        "noise scale", run.column("gradient_noise.scale"), 1, *(band if any(known) else ())
+    )
     batch = Series("prompts of a step", run.column("gradient_noise.prompts"), 2, dashed=True)
     scales = (
-        "Prompts at which a step's gradient has as much noise as signal, over the last 16 steps. Well below it more prompts a "
+        "Prompts at which a step's gradient has as much noise as signal, over the last 16 steps. "
+        "Well below it more prompts a "
         "step are worth their cost; well above it fewer, and more steps, are."
     )
     if any(row.get("gradient_noise", {}).get("from_sketch") for row in run.trained):
         scales += (
-            " Steps of a single microbatch show it in a sketch of the gradient alone, that of layers laid between the "
+            " Steps of a single microbatch show it in a sketch of the gradient alone, that of "
+            "layers laid between the "
             "decoder's; rows_per_microbatch decides."
         )
     parts = (
-        "Share of the noise that comes from drawing few samples of each prompt; the rest comes from drawing few prompts. "
-        + words.allocation(run)
+        "Share of the noise that comes from drawing few samples of each prompt; the rest comes "
+        "from drawing few prompts. " + words.allocation(run)
     )
     from_samples = [Series("from samples", run.column("gradient_noise.from_samples"))]
     return [
-        *_lines(run, "Gradient noise scale", scales, [scale, batch], "95% interval" if any(known) else "", log=True),
+        *_lines(
+            run,
+            "Gradient noise scale",
+            scales,
+            [scale, batch],
+            "95% interval" if any(known) else "",
+            log=True,
+        ),
         *_lines(run, "Noise from samples", parts, from_samples, percent=True, y_range=(0.0, 1.0)),
     ]
 
 
 def every_metric(run: RunData) -> list[tuple[str, Markup, list[str]]]:
-    """Return all numbers of metrics.jsonl, by name: a small curve each, with the first, lowest, highest and last value.
+    """Return all numbers of metrics.jsonl, by name: a small curve each, with the first, lowest,
+    highest and last value.
 
     Figures by weights version are left out: each iteration has other names.
     """
     names = {name: None for row in run.flat for name in row}
-    shown = [name for name in names if name != "iteration" and not any(part.lstrip("-").isdigit() for part in name.split("."))]
+    shown = [
+        name
+        for name in names
+        if name != "iteration" and not any(part.lstrip("-").isdigit() for part in name.split("."))
+    ]
     rows = []
     for name in sorted(shown[:MOST]):
         values = run.column(name)
         known = [value for value in values if value is not None]
-        rows.append((name, sparkline(values), [compact(value) for value in (known[0], min(known), max(known), known[-1])]))
+        rows.append(
+            (
+                name,
+                sparkline(values),
+                [compact(value) for value in (known[0], min(known), max(known), known[-1])],
+            )
+        )
     return rows
 
 
@@ -330,4 +473,6 @@ def _kl_of(run: RunData) -> str:
     training = run.config.get("training") or {}
     kind = training.get("kl_estimator", "k3")
     how = "Over the whole vocabulary" if kind == "full" else f"{kind} estimate"
-    return f"{how}, weighted as in the loss" + ("; of some rows alone (watch_kl)." if training.get("watch_kl") else ".")
+    return f"{how}, weighted as in the loss" + (
+        "; of some rows alone (watch_kl)." if training.get("watch_kl") else "."
+    )

@@ -1,4 +1,6 @@
-"""What the report shows of findings, each with samples that show it, and of sampler against trainer where they differ."""
+"""What the report shows of findings, each with samples that show it, and of sampler against trainer
+where they differ.
+"""
 
 import json
 from typing import Any
@@ -16,8 +18,13 @@ _CAUSE_KEYS = ("name", "verdict", "detail", "way_out")
 
 
 def shown_findings(run: RunData) -> list[tuple[Finding, str, list[Page]]]:
-    """Return what stands out, the most serious first, with what its severity means and pages of samples."""
-    return [(one, _MEANS[one.severity], _example_pages(run, one)) for one in findings(run.rows, run.config)]
+    """Return what stands out, the most serious first, with what its severity means and pages of
+    samples.
+    """
+    return [
+        (one, _MEANS[one.severity], _example_pages(run, one))
+        for one in findings(run.rows, run.config)
+    ]
 
 
 def _example_pages(run: RunData, finding: Finding) -> list[Page]:
@@ -32,14 +39,17 @@ def _example_pages(run: RunData, finding: Finding) -> list[Page]:
 
 
 def newest_drift(run: RunData) -> dict[str, Any] | None:
-    """Return the newest drift.json: tokens, causes and a lead; None where the run was always within its limits."""
+    """Return the newest drift.json: tokens, causes and a lead; None where the run was always within
+    its limits.
+    """
     reports = sorted((run.folder / "iterations").glob(f"[0-9]*/{DRIFT_FILE}"))
     if not reports:
         return None
     try:
         report = json.loads(reports[-1].read_text(encoding="utf-8"))
         lead = (
-            f"Iteration {report['iteration']}, tokens of policy {report['version']}: {'; '.join(report['exceeded'])}. The tokens "
+            f"Iteration {report['iteration']}, tokens of policy {report['version']}: "
+            f"{'; '.join(report['exceeded'])}. The tokens "
             "that are furthest apart, and the likely causes, checked:"
         )
         tokens = [{key: token[key] for key in _TOKEN_KEYS} for token in report["worst"]]

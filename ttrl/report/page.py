@@ -1,12 +1,15 @@
-"""report.html of a run: what happened, in words, curves and examples; one file that needs nothing else.
+"""report.html of a run: what happened, in words, curves and examples; one file that needs nothing
+else.
 
-It is written again after each iteration and by `ttrl report RUN`. It loads nothing from anywhere (a content security policy in
-the page forbids it), has no scripts, follows the reader's light or dark setting and fits a phone. The HTML is in report.html and
-parts.html beside this file, and is filled in with what the modules here compute. What a model wrote is untrusted: the templates
-escape all of it, and control characters become visible symbols.
+It is written again after each iteration and by `ttrl report RUN`. It loads nothing from anywhere (a
+content security policy in the page forbids it), has no scripts, follows the reader's light or dark
+setting and fits a phone. The HTML is in report.html and parts.html beside this file, and is filled
+in with what the modules here compute. What a model wrote is untrusted: the templates escape all of
+it, and control characters become visible symbols.
 
-A report must not slow down its run: files are read only as far as they are shown, what was read is kept until the file changes,
-curves of long runs are thinned out, and the table shows a selection of many iterations.
+A report must not slow down its run: files are read only as far as they are shown, what was read is
+kept until the file changes, curves of long runs are thinned out, and the table shows a selection of
+many iterations.
 """
 
 import base64
@@ -37,7 +40,14 @@ FILE_NAME = "report.html"
 MAX_TABLE_ROWS = 120
 MAX_PICTURE = 2**20
 """Bytes of a picture of a study."""
-_STUDY_PICTURES = ("steps.png", "noise.png", "study.png", "position.png", "tokens.png", "kernel.png")
+_STUDY_PICTURES = (
+    "steps.png",
+    "noise.png",
+    "study.png",
+    "position.png",
+    "tokens.png",
+    "kernel.png",
+)
 _PNG = b"\x89PNG"
 _HERE = Path(__file__).parent
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
@@ -54,7 +64,8 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
 
     rows: those of metrics.jsonl, where the caller has them anyway.
 
-    Raises RunFolderError for a folder that is not a run or whose metrics are damaged, StorageError when it cannot be written.
+    Raises RunFolderError for a folder that is not a run or whose metrics are damaged, StorageError
+    when it cannot be written.
     """
     run = read_run(Path(run_folder), rows)
     html = template("report.html").render(
@@ -86,13 +97,18 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
 
 
 def visible(html: str) -> str:
-    """Return the page with control characters as their visible symbols, and lone surrogates as question marks."""
-    shown = _CONTROL.sub(lambda match: chr(0x2421 if match[0] == "\x7f" else 0x2400 + ord(match[0])), html)
+    """Return the page with control characters as their visible symbols, and lone surrogates as
+    question marks.
+    """
+    shown = _CONTROL.sub(
+        lambda match: chr(0x2421 if match[0] == "\x7f" else 0x2400 + ord(match[0])), html
+    )
     return shown.encode("utf-8", "replace").decode("utf-8")
 
 
 def leave_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> Path:
-    """Write the report of a run under way, which no page may end: what goes wrong is logged. Return its path.
+    """Write the report of a run under way, which no page may end: what goes wrong is logged. Return
+    its path.
 
     Raises StorageError alone: there is no room for the run's own files either.
     """
@@ -115,7 +131,8 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
 
     path = run.iteration_folder(there[-1]) / "packed.safetensors"
     try:
-        tensors, samples, header = load_packed(path)  # mapped into memory: only the row that is drawn is read and checked
+        # Mapped into memory: only the row that is drawn is read and checked.
+        tensors, samples, header = load_packed(path)
         columns: dict[str, Any] = {**tensors, **header}
         packed = PackedTensors(samples=samples, **columns)
         if packed.num_rows == 0:
@@ -126,38 +143,64 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
     except TtrlError as error:
         logger.warning("the report has no picture of a packed row: %s", error)
         return {"error": str(error)}
-    return {"rows": packed.num_rows, "iteration": there[-1], "picture": Markup(picture), "error": ""}
+    return {
+        "rows": packed.num_rows,
+        "iteration": there[-1],
+        "picture": Markup(picture),
+        "error": "",
+    }
 
 
 def _studies(run: RunData) -> list[tuple[str, list[str]]]:
-    """Return (title, pictures as data: addresses) of what `ttrl study` left in the run's folder and in its newest iteration."""
+    """Return (title, pictures as data: addresses) of what `ttrl study` left in the run's folder and
+    in its newest iteration.
+    """
     folders = [("every step", run.folder / "study")]
-    folders += [(f"the step of iteration {n}", run.iteration_folder(n) / "study") for n in run.numbers_with("study")[-1:]]
+    folders += [
+        (f"the step of iteration {n}", run.iteration_folder(n) / "study")
+        for n in run.numbers_with("study")[-1:]
+    ]
     found = []
     for title, folder in folders:
         pictures = []
         for path in (folder / name for name in _STUDY_PICTURES):
-            if path.is_file() and path.stat().st_size <= MAX_PICTURE and (data := path.read_bytes()).startswith(_PNG):
+            if (
+                path.is_file()
+                and path.stat().st_size <= MAX_PICTURE
+                and (data := path.read_bytes()).startswith(_PNG)
+            ):
                 pictures.append("data:image/png;base64," + base64.b64encode(data).decode("ascii"))
         found += [(title, pictures)] if pictures else []
     return found
 
 
 def _table(run: RunData) -> dict[str, Any]:
-    count, newest = len(run.rows), MAX_TABLE_ROWS // 2
-    shown, left_out = list(range(count)), ""
+    count = len(run.rows)
+    newest = MAX_TABLE_ROWS // 2
+    shown = list(range(count))
+    left_out = ""
     if count > MAX_TABLE_ROWS:
         shown = [*spread(count - newest, MAX_TABLE_ROWS - newest), *range(count - newest, count)]
-        left_out = f"{len(shown)} of {count} iterations: some of the older ones, the newest {newest}."
+        left_out = (
+            f"{len(shown)} of {count} iterations: some of the older ones, the newest {newest}."
+        )
     iterations = [run.iterations[place] for place in shown]
-    return {"iterations": iterations, "columns": words.table_columns(run, shown), "left_out": left_out}
+    return {
+        "iterations": iterations,
+        "columns": words.table_columns(run, shown),
+        "left_out": left_out,
+    }
 
 
 def _settings(run: RunData) -> list[tuple[str, str]]:
-    history = {f"from iteration {line.get('iteration')}": line.get("changes") for line in run.config_history}
+    history = {
+        f"from iteration {line.get('iteration')}": line.get("changes")
+        for line in run.config_history
+    }
     files = {
         "Config (config.yaml)": run.config,
-        "Settings that were changed when the run was continued: before, after (config_history.jsonl)": history,
+        "Settings that were changed when the run was continued: before, after "
+        "(config_history.jsonl)": history,
         "Environment (environment.json)": run.environment,
     }
     return [

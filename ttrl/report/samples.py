@@ -1,8 +1,9 @@
 """Samples of rollout and validation files for the report, without reading what is not shown.
 
-A line of rollouts.jsonl may be 50 kB of token ids and log-probabilities: parsing all of them took longer than the whole report.
-So the file is split into lines, the bytes tell which of them show a finding, and only those that are shown are parsed. What was
-read is kept until the file changes, so that a report that is written after each iteration reads only new files.
+A line of rollouts.jsonl may be 50 kB of token ids and log-probabilities: parsing all of them took
+longer than the whole report. So the file is split into lines, the bytes tell which of them show a
+finding, and only those that are shown are parsed. What was read is kept until the file changes, so
+that a report that is written after each iteration reads only new files.
 """
 
 import contextlib
@@ -29,15 +30,19 @@ MAX_TOKENS = 300
 """Shown of one sample: a page with twenty samples then stays below two megabytes."""
 TRAINER_FILE = "trainer_logprobs.safetensors"
 _FULL_COLOUR = 2.0
-"""The advantage from which the colour is full: a group's have a standard deviation of 1, so colours mean the same everywhere."""
+"""The advantage from which the colour is full: a group's have a standard deviation of 1, so colours
+mean the same everywhere.
+"""
 
 
 _texts: dict[Path, Callable[[int], str]] = {}
 
 
 def token_text_of(run: RunData, number: int) -> Callable[[int], str] | None:
-    """Return `run_token_text`, read once in a process: all checkpoints of a run have the same tokenizer, and reading a large one
-    takes longer than the report. None where there is none that can be read."""
+    """Return `run_token_text`, read once in a process: all checkpoints of a run have the same
+    tokenizer, and reading a large one takes longer than the report. None where there is none that
+    can be read.
+    """
     if run.folder not in _texts:
         try:
             text = run_token_text(run, number)
@@ -78,9 +83,12 @@ class TokenFacts:
     version: int | None = None
 
     def span(self, place: int, text: Callable[[int], str]) -> TokenSpan:
-        """Return the token shaded by advantage (blue up, orange down) and underlined by how far sampler and trainer are apart
-        (classes d1 to d3: above 0.001, 0.01, 0.1 nats); its title says all of it in numbers."""
-        parts, css = [f"#{place} id {self.token_id}"], []
+        """Return the token shaded by advantage (blue up, orange down) and underlined by how far
+        sampler and trainer are apart (classes d1 to d3: above 0.001, 0.01, 0.1 nats); its title
+        says all of it in numbers.
+        """
+        parts = [f"#{place} id {self.token_id}"]
+        css = []
         if self.advantage is not None:
             parts.append(f"advantage {self.advantage:.3g}")
             if step := min(4, math.ceil(4 * abs(self.advantage) / _FULL_COLOUR)):
@@ -100,7 +108,9 @@ class TokenFacts:
 
 
 class TokenTable:
-    """The generated tokens of one iteration's samples, with what the pack and the trainer say about them."""
+    """The generated tokens of one iteration's samples, with what the pack and the trainer say about
+    them.
+    """
 
     def __init__(self, run: RunData, number: int) -> None:
         self._samples: dict[tuple[str, int], list[int]] = {}
@@ -118,8 +128,15 @@ class TokenTable:
             self._trainer = trainer if trainer.shape == self._tensors["labels"].shape else None
 
     def spans(self, sample: Sample) -> Shown[TokenSpan] | None:
-        """Return the answer as coloured tokens; None where text says as much: no tokenizer, no ids, several turns."""
-        if self._text is None or sample.turns or not sample.token_ids or (tokens := self._facts(sample)) is None:
+        """Return the answer as coloured tokens; None where text says as much: no tokenizer, no ids,
+        several turns.
+        """
+        if (
+            self._text is None
+            or sample.turns
+            or not sample.token_ids
+            or (tokens := self._facts(sample)) is None
+        ):
             return None
         if all(token.sampler is None and token.advantage is None for token in tokens):
             return None
@@ -127,13 +144,20 @@ class TokenTable:
         return Shown(shown, len(tokens) - len(shown))
 
     def _facts(self, sample: Sample) -> list[TokenFacts] | None:
-        """Return all generated tokens; None without ids. Untrained ones have an id and the sampler's logprob alone."""
+        """Return all generated tokens; None without ids. Untrained ones have an id and the
+        sampler's logprob alone.
+        """
         ids = sample.token_ids
         if ids is None or (sample.logprobs is not None and len(sample.logprobs) != len(ids)):
             return None
-        known = [None] * len(ids) if sample.logprobs is None else [_number(value) for value in sample.logprobs]
+        known = (
+            [None] * len(ids)
+            if sample.logprobs is None
+            else [_number(value) for value in sample.logprobs]
+        )
         trained = self._trained(sample)
-        # The pack holds the same tokens in the same order, or, where it was truncated, the first of them.
+        # The pack holds the same tokens in the same order, or, where it was truncated, the first of
+        # them.
         if [one.token_id for one in trained] != ids[: len(trained)]:
             trained = []
         rest = zip(ids[len(trained) :], known[len(trained) :], strict=True)
@@ -144,13 +168,23 @@ class TokenTable:
         for number in self._samples.get((sample.task_id, sample.sample), []):
             row = self._table[number].row
             labels = self._tensors["labels"][row]
-            places = ((self._tensors["sample_ids"][row] == number) & (labels != IGNORE_LABEL)).nonzero().flatten()
+            places = (
+                ((self._tensors["sample_ids"][row] == number) & (labels != IGNORE_LABEL))
+                .nonzero()
+                .flatten()
+            )
             names = ("labels", "logprobs", "advantages", "weights_version")
             columns = [self._tensors[name][row][places].tolist() for name in names]
-            trainer = self._trainer[row][places].tolist() if self._trainer is not None else [math.nan] * len(places)
+            trainer = (
+                self._trainer[row][places].tolist()
+                if self._trainer is not None
+                else [math.nan] * len(places)
+            )
             found += [
                 TokenFacts(token, _number(sampler), _number(own), advantage, version)
-                for (token, sampler, advantage, version), own in zip(zip(*columns, strict=True), trainer, strict=True)
+                for (token, sampler, advantage, version), own in zip(
+                    zip(*columns, strict=True), trainer, strict=True
+                )
             ]
         return found
 
@@ -164,8 +198,14 @@ _REWARD = re.compile(rb'"reward": (-?[0-9.eE+-]+|null)')
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Choose `most` of `count` places at even distances, the first one included: by place, never by how good they look."""
-    return [index * count // most for index in range(min(count, most))] if count > most else list(range(count))
+    """Choose `most` of `count` places at even distances, the first one included: by place, never by
+    how good they look.
+    """
+    return (
+        [index * count // most for index in range(min(count, most))]
+        if count > most
+        else list(range(count))
+    )
 
 
 def sample_lines(path: Path) -> Sequence[bytes]:
@@ -199,7 +239,9 @@ def parsed(line: bytes) -> Sample | None:
 def some_samples(path: Path, most: int, stamp: tuple[int, int]) -> list[Sample]:
     """Return at most `most` samples of the file, at even distances. stamp: that of the file."""
     lines = sample_lines(path)
-    return [sample for index in spread(len(lines), most) if (sample := parsed(lines[index])) is not None]
+    return [
+        sample for index in spread(len(lines), most) if (sample := parsed(lines[index])) is not None
+    ]
 
 
 def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample, Sample]]:
@@ -207,10 +249,16 @@ def before_and_after(before: Path, after: Path, most: int) -> list[tuple[Sample,
     lines = sample_lines(after)
     pairs = []
     for sample in some_samples(before, most, stamp_of(before)):
-        mark = b'"task_id": ' + json.dumps(sample.task_id, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        mark = b'"task_id": ' + json.dumps(sample.task_id, ensure_ascii=False).encode(
+            "utf-8", "surrogatepass"
+        )
         escaped = b'"task_id": ' + json.dumps(sample.task_id).encode()
         line = next((line for line in lines if mark in line[:2000] or escaped in line[:2000]), None)
-        if line is not None and (later := parsed(line)) is not None and later.task_id == sample.task_id:
+        if (
+            line is not None
+            and (later := parsed(line)) is not None
+            and later.task_id == sample.task_id
+        ):
             pairs.append((sample, later))
     return pairs
 
@@ -221,7 +269,8 @@ def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) 
     lines = sample_lines(path)
     rewards = [_reward(line) for line in lines]
     known = [reward for reward in rewards if reward is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    low = min(known, default=0.0)
+    high = max(known, default=0.0)
     tests: dict[str, Callable[[int], bool]] = {
         "wrong": lambda i: rewards[i] == low,
         "right": lambda i: rewards[i] == high,
@@ -239,7 +288,11 @@ def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) 
             match = re.search(rb'"text": "(?:[^"\\]|\\.)*"', line)
             texts.setdefault(match[0] if match else b"", []).append(i)
         chosen = max(texts.values(), key=len, default=[])
-    return [sample for index in spread(len(chosen), most) if (sample := parsed(lines[chosen[index]])) is not None]
+    return [
+        sample
+        for index in spread(len(chosen), most)
+        if (sample := parsed(lines[chosen[index]])) is not None
+    ]
 
 
 def _reward(line: bytes) -> float | None:

@@ -31,7 +31,8 @@ class PackView:
     def write_html(self, path: str | os.PathLike[str] | None = None) -> Path:
         """Write the page atomically, by default as packed.html beside the pack; return its path.
 
-        Raises PackError for so many rows that browsers could not open it, StorageError when it cannot be written.
+        Raises PackError for so many rows that browsers could not open it, StorageError when it
+        cannot be written.
         """
         from ttrl.data.pictures.page import packed_rows_html
 
@@ -40,15 +41,22 @@ class PackView:
         return path
 
     def write_png(self, path: str | os.PathLike[str]) -> Path:
-        """Write a picture of all the rows. Raises UserError where matplotlib is not installed, StorageError."""
+        """Write a picture of all the rows. Raises UserError where matplotlib is not installed,
+        StorageError.
+        """
         from ttrl.data.pictures.plot import plot_packed_tensors
         from ttrl.system.files import atomic_file
 
         try:
             with atomic_file(path) as temporary:
-                plot_packed_tensors(self.packed, temporary, self.rows, self.token_text, title=self.title)
+                plot_packed_tensors(
+                    self.packed, temporary, self.rows, self.token_text, title=self.title
+                )
         except ImportError as error:
-            raise UserError(f"{path}: pictures need matplotlib ({error}); pip install matplotlib, or leave out --png") from error
+            raise UserError(
+                f"{path}: pictures need matplotlib ({error}); pip install matplotlib, or leave "
+                "out --png"
+            ) from error
         return Path(path)
 
     def text(self, width: int) -> str:
@@ -65,25 +73,35 @@ def open_pack(
 ) -> PackView:
     """Find a pack and read it.
 
-    run: a run folder, or a .safetensors file. iteration: which one of the run; without it, the newest that has a pack. rows:
-    "0-7", "3", "0-3,8"; without it, the first FIRST_ROWS. tokenizer: a folder with tokenizer.json; without it, the run's own.
+    run: a run folder, or a .safetensors file. iteration: which one of the run; without it, the
+    newest that has a pack. rows: "0-7", "3", "0-3,8"; without it, the first FIRST_ROWS. tokenizer:
+    a folder with tokenizer.json; without it, the run's own.
 
-    Raises RunFolderError for a run, iteration or pack that is not there, PackError for a pack that cannot be read, UserError for
-    rows that do not exist.
+    Raises RunFolderError for a run, iteration or pack that is not there, PackError for a pack that
+    cannot be read, UserError for rows that do not exist.
     """
     run = Path(run)
     if run.suffix == ".safetensors" or run.is_file():
         if iteration is not None:
-            raise UserError(f"{run} is one pack; give the run folder to choose an iteration ({iteration}) of it")
-        path, title = run, run.name
+            raise UserError(
+                f"{run} is one pack; give the run folder to choose an iteration ({iteration}) of it"
+            )
+        path = run
+        title = run.name
         folder = run.absolute().parent
-        if folder.parent.name == "iterations" and folder.name.isdecimal():  # it lies in a run, whose tokenizer it was made with
-            run, iteration = folder.parent.parent, int(folder.name)
+        # It lies in a run, whose tokenizer it was made with.
+        if folder.parent.name == "iterations" and folder.name.isdecimal():
+            run = folder.parent.parent
+            iteration = int(folder.name)
     else:
         path, iteration = _find(run, iteration)
         title = f"{run.absolute().name}, iteration {iteration}"
     packed = PackedTensors.load(path)
-    chosen = list(range(min(FIRST_ROWS, packed.num_rows))) if rows is None else _numbers(rows, packed.num_rows)
+    chosen = (
+        list(range(min(FIRST_ROWS, packed.num_rows)))
+        if rows is None
+        else _numbers(rows, packed.num_rows)
+    )
     token_text: Callable[[int], str] | None = None
     if tokenizer is not None:
         token_text = folder_token_text(Path(tokenizer))
@@ -95,17 +113,29 @@ def open_pack(
 def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
     """Find the pack of an iteration; return it with its number."""
     data = read_run(run)  # for what it says about folders that are not runs
-    there = sorted(int(path.name) for path in (run / "iterations").glob("[0-9]*") if path.name.isdecimal() and path.is_dir())
+    there = sorted(
+        int(path.name)
+        for path in (run / "iterations").glob("[0-9]*")
+        if path.name.isdecimal() and path.is_dir()
+    )
     packs = [number for number in there if (data.iteration_folder(number) / FILE_NAME).is_file()]
     has = f"packs: {spans(packs)}" if packs else "no iteration of it has a pack so far"
     if iteration is None:
         if not packs:
-            raise RunFolderError(f"{run}: there is no {FILE_NAME} in any of its iterations; the pack phase writes it")
+            raise RunFolderError(
+                f"{run}: there is no {FILE_NAME} in any of its iterations; the pack phase writes it"
+            )
         iteration = packs[-1]
     elif iteration not in there:
-        raise RunFolderError(f"{run} has no iteration {iteration}; iterations: {spans(there) or 'none'}; {has}")
+        raise RunFolderError(
+            f"{run} has no iteration {iteration}; iterations: {spans(there) or 'none'}; {has}"
+        )
     elif iteration not in packs:
-        why = "it is the model before training" if iteration == 0 else "not packed yet, or none of its groups had a signal"
+        why = (
+            "it is the model before training"
+            if iteration == 0
+            else "not packed yet, or none of its groups had a signal"
+        )
         raise RunFolderError(f"{run}: iteration {iteration} has no {FILE_NAME} ({why}); {has}")
     return data.iteration_folder(iteration) / FILE_NAME, iteration
 
@@ -117,9 +147,11 @@ def _numbers(text: str, count: int) -> list[int]:
         match = re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", part)
         if match is None:
             raise UserError(
-                f"--rows {text!r}: {part.strip()!r} is neither a row nor a range of rows; give such as 3, or 0-7, or 0-3,8"
+                f"--rows {text!r}: {part.strip()!r} is neither a row nor a range of rows; give "
+                "such as 3, or 0-7, or 0-3,8"
             )
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if last < first or last >= count:
             rows = f"rows 0 to {count - 1}" if count > 1 else "row 0 alone"
             raise UserError(f"--rows {text}: {part.strip()} is not there; this pack has {rows}")

@@ -1,7 +1,8 @@
-"""The report's sentences and figures: what happened, the tiles, the table, and columns that are made of several metrics.
+"""The report's sentences and figures: what happened, the tiles, the table, and columns that are
+made of several metrics.
 
-Every sentence is computed from the metrics and says no more than they show: a rise that lies within the noise is called that.
-What stands out is said by `ttrl.monitoring.findings`.
+Every sentence is computed from the metrics and says no more than they show: a rise that lies within
+the noise is called that. What stands out is said by `ttrl.monitoring.findings`.
 """
 
 import math
@@ -39,8 +40,10 @@ def _value(value: float, is_share: bool) -> str:
 
 def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
     """Say how the value moved, judged against the noise of the counts where they are known."""
-    start, end = number(first, path) or 0.0, number(last, path) or 0.0
-    before, after = interval(first, path), interval(last, path)
+    start = number(first, path) or 0.0
+    end = number(last, path) or 0.0
+    before = interval(first, path)
+    after = interval(last, path)
     if before is not None and after is not None:
         noise = math.hypot(before[1] - before[0], after[1] - after[0]) / 2
         if abs(end - start) <= noise:
@@ -51,7 +54,9 @@ def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
 
 
 def summary(run: RunData) -> str:
-    """Say in one or two sentences what changed: from what to what, in how many iterations, in how much time."""
+    """Say in one or two sentences what changed: from what to what, in how many iterations, in how
+    much time.
+    """
     count = len(run.trained)
     if not run.rows:
         return "No iteration is finished yet."
@@ -61,22 +66,30 @@ def summary(run: RunData) -> str:
     seconds = total_seconds(run)
     time = f", {duration(seconds)} in all" if seconds else ""
     metric = held_out_metric(run)
-    is_share, how = False, None
+    is_share = False
+    how = None
     if metric is not None and (ends := _ends(run, metric.path)) is not None:
-        path, name, is_share = metric.path, _whose(run, metric.label), metric.is_share
+        path = metric.path
+        name = _whose(run, metric.label)
+        is_share = metric.is_share
         how = held_out_sampling(run)
     elif (ends := _ends(run, "reward")) is not None:
-        path, name = "reward", "The training reward"
+        path = "reward"
+        name = "The training reward"
     else:
         return f"{within}{time}; too few measurements to compare start and end."
     first, last = ends
-    start, end = number(first, path) or 0.0, number(last, path) or 0.0
+    start = number(first, path) or 0.0
+    end = number(last, path) or 0.0
     span = interval(last, path)
-    more = [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"] if span else []
+    more = (
+        [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"] if span else []
+    )
     more += [how] if how else []
     bounds = f" ({'; '.join(more)})" if more else ""
     return (
-        f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to {_value(end, is_share)}{bounds} in {within}{time}."
+        f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to "
+        f"{_value(end, is_share)}{bounds} in {within}{time}."
         + _best(run, path, end, is_share)
         + (_other_shares(run, ends) if path == "validation_reward" else "")
     )
@@ -86,7 +99,9 @@ def _other_shares(run: RunData, ends: tuple[dict[str, Any], dict[str, Any]]) -> 
     """Say how other held-out metrics went where the headline is the reward, which may rise while
     nothing is solved."""
     found = []
-    for path in sorted({name for row in ends for name in flat(row) if name.startswith("validation.")}):
+    for path in sorted(
+        {name for row in ends for name in flat(row) if name.startswith("validation.")}
+    ):
         values = [value for value in run.column(path) if value is not None]
         before, after = (number(row, path) for row in ends)
         if before is not None and after is not None and all(0 <= value <= 1 for value in values):
@@ -95,12 +110,20 @@ def _other_shares(run: RunData, ends: tuple[dict[str, Any], dict[str, Any]]) -> 
 
 
 def _whose(run: RunData, label: str) -> str:
-    return f"{label[:1].upper()}{label[1:]} on the trained tasks" if is_overfit(run) else f"Held-out {label}"
+    return (
+        f"{label[:1].upper()}{label[1:]} on the trained tasks"
+        if is_overfit(run)
+        else f"Held-out {label}"
+    )
 
 
 def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
     """Name the best iteration when it was clearly better than the last one."""
-    known = [(value, iteration) for value, iteration in zip(run.column(path), run.iterations, strict=True) if value is not None]
+    known = [
+        (value, iteration)
+        for value, iteration in zip(run.column(path), run.iterations, strict=True)
+        if value is not None
+    ]
     best, iteration = max(known, key=lambda pair: pair[0])
     scale = max(abs(best), abs(end), 1e-12)
     if best - end <= 0.02 * scale:
@@ -119,13 +142,19 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
         found.append(("Iterations", str(len(run.trained))))
     if seconds := total_seconds(run):
         found.append(("Time", duration(seconds)))
-    totals = sorted(value for row in run.trained if (value := number(row, "seconds.total")) is not None)
+    totals = sorted(
+        value for row in run.trained if (value := number(row, "seconds.total")) is not None
+    )
     if totals:
         found.append(("Typical iteration", duration(totals[len(totals) // 2])))
     tokens = sum(number(row, "completion_tokens") or 0.0 for row in run.rows)
     if tokens:
-        found.append(("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million"))
-    if spent := max((value for value in run.column("flops.cumulated") if value is not None), default=0.0):
+        found.append(
+            ("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million")
+        )
+    if spent := max(
+        (value for value in run.column("flops.cumulated") if value is not None), default=0.0
+    ):
         found.append(("FLOPs", si_spaced(spent)))
     return found
 
@@ -142,48 +171,88 @@ def failed_shares(run: RunData) -> list[float | None]:
 
 
 def dead_shares(run: RunData) -> list[float | None]:
-    """Return the share of each iteration in which nothing was sampled and nothing trained; None where it was not measured."""
-    return [None if share is None else max(0.0, min(1.0, share)) for share in ratios(run, "dead_seconds", "seconds.total")]
+    """Return the share of each iteration in which nothing was sampled and nothing trained; None
+    where it was not measured.
+    """
+    return [
+        None if share is None else max(0.0, min(1.0, share))
+        for share in ratios(run, "dead_seconds", "seconds.total")
+    ]
 
 
 def utilisation(run: RunData) -> list[float | None]:
-    """Return FLOPs of training over what the machine could have computed in the whole iteration, per row."""
-    exact, rough = ratios(run, "train.seconds", "seconds.total"), ratios(run, "seconds.train", "seconds.total")  # older rows
+    """Return FLOPs of training over what the machine could have computed in the whole iteration,
+    per row.
+    """
+    # Older rows.
+    exact = ratios(run, "train.seconds", "seconds.total")
+    rough = ratios(run, "seconds.train", "seconds.total")
     parts = [one if one is not None else other for one, other in zip(exact, rough, strict=True)]
     shares = zip(run.column("train.peak_share"), parts, strict=True)
-    return [min(1.0, share * part) if share is not None and part is not None else None for share, part in shares]
+    return [
+        min(1.0, share * part) if share is not None and part is not None else None
+        for share, part in shares
+    ]
 
 
 def allocation(run: RunData) -> str:
     """Say what the newest measurement of the gradient's noise advises; "" where there is none."""
     for row in reversed(run.trained):
-        prompts, samples, gain = (number(row, f"gradient_noise.{name}") for name in ("best_prompts", "best_samples", "gain"))
+        prompts, samples, gain = (
+            number(row, f"gradient_noise.{name}")
+            for name in ("best_prompts", "best_samples", "gain")
+        )
         if prompts is not None and samples is not None and gain is not None:
             if gain < 1.1:
-                return "The batch is divided well: no other number of samples would lower its noise by a tenth for the same cost."
+                return (
+                    "The batch is divided well: no other number of samples would lower its noise "
+                    "by a tenth for the same cost."
+                )
             return (
-                f"For the cost of a step in tokens, {prompts:.0f} prompts with {samples:.0f} samples each (of those that have a "
+                f"For the cost of a step in tokens, {prompts:.0f} prompts with {samples:.0f} "
+                "samples each (of those that have a "
                 f"signal) would have 1/{gain:.1f} of its noise."
             )
     return ""
 
 
 def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[str]]]:
-    """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the run recorded."""
+    """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the
+    run recorded.
+    """
     wanted = [
-        ("reward", "reward"), ("held-out reward", "validation_reward"), ("held-out exact", "validation.exact"),
-        ("held-out samples", "validation_samples"), ("groups", "groups.total"), ("groups kept", "groups.kept"),
-        ("samples", "samples"), ("failed", "failed"), ("prompt tokens", "prompt_tokens"),
-        ("completion tokens", "completion_tokens"), ("tokens/s", "tokens_per_second"), ("loss", "train.loss"),
-        ("KL", "train.kl"), ("entropy", "train.entropy"), ("gradient norm", "train.grad_norm"),
-        ("noise scale", "gradient_noise.scale"), ("clipped above", "train.clip_fraction_high"),
-        ("clipped below", "train.clip_fraction_low"), ("learning rate", "train.lr"), ("steps", "train.steps"),
-        ("|Δ logprob| mean", "sampler_trainer.mean"), ("|Δ logprob| p99.9", "sampler_trainer.p999"),
-        ("ESS", "sampler_trainer.ess"), ("canary |Δ|", "sync.canary_max_difference"), ("dead, s", "dead_seconds"),
-        ("CPU, sampling", "machine.sample.cpu"), ("CPU, training", "machine.train.cpu"),
-        ("GPU, sampling", "machine.sample.gpu_busy"), ("GPU, training", "machine.train.gpu_busy"),
-        ("watts, sampling", "machine.sample.watts"), ("watts, training", "machine.train.watts"),
-    ]  # fmt: skip
+        ("reward", "reward"),
+        ("held-out reward", "validation_reward"),
+        ("held-out exact", "validation.exact"),
+        ("held-out samples", "validation_samples"),
+        ("groups", "groups.total"),
+        ("groups kept", "groups.kept"),
+        ("samples", "samples"),
+        ("failed", "failed"),
+        ("prompt tokens", "prompt_tokens"),
+        ("completion tokens", "completion_tokens"),
+        ("tokens/s", "tokens_per_second"),
+        ("loss", "train.loss"),
+        ("KL", "train.kl"),
+        ("entropy", "train.entropy"),
+        ("gradient norm", "train.grad_norm"),
+        ("noise scale", "gradient_noise.scale"),
+        ("clipped above", "train.clip_fraction_high"),
+        ("clipped below", "train.clip_fraction_low"),
+        ("learning rate", "train.lr"),
+        ("steps", "train.steps"),
+        ("|Δ logprob| mean", "sampler_trainer.mean"),
+        ("|Δ logprob| p99.9", "sampler_trainer.p999"),
+        ("ESS", "sampler_trainer.ess"),
+        ("canary |Δ|", "sync.canary_max_difference"),
+        ("dead, s", "dead_seconds"),
+        ("CPU, sampling", "machine.sample.cpu"),
+        ("CPU, training", "machine.train.cpu"),
+        ("GPU, sampling", "machine.sample.gpu_busy"),
+        ("GPU, training", "machine.train.gpu_busy"),
+        ("watts, sampling", "machine.sample.watts"),
+        ("watts, training", "machine.train.watts"),
+    ]
     columns = [(name, run.column(path)) for name, path in wanted]
     phases = phase_columns(run)
     columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]
@@ -211,8 +280,8 @@ def is_overfit(run: RunData) -> bool:
 
 
 def report_text(run_folder: Path, width: int = 100) -> str:
-    """Return the summary, the main figures and what stands out, wrapped to `width` columns. Raises RunFolderError as
-    `read_run`."""
+    """Return the summary, the main figures and what stands out, wrapped to `width` columns. Raises
+    RunFolderError as `read_run`."""
     run = read_run(Path(run_folder))
     width = max(40, min(width, 120))
     lines = textwrap.wrap(summary(run), width)
@@ -225,8 +294,15 @@ def report_text(run_folder: Path, width: int = 100) -> str:
     if found:
         lines += ["", "What stands out:"]
         for finding in found:
-            lines += textwrap.wrap(finding.title, width, initial_indent=f"{_MARKS[finding.severity]} ", subsequent_indent="   ")
-            lines += textwrap.wrap(finding.advice, width, initial_indent="   ", subsequent_indent="   ")
+            lines += textwrap.wrap(
+                finding.title,
+                width,
+                initial_indent=f"{_MARKS[finding.severity]} ",
+                subsequent_indent="   ",
+            )
+            lines += textwrap.wrap(
+                finding.advice, width, initial_indent="   ", subsequent_indent="   "
+            )
     elif run.trained:
         lines += ["", "Nothing stands out."]
     return "\n".join(lines)

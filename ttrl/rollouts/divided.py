@@ -1,8 +1,10 @@
-"""Sampling that is divided among workers: `get_divided_results` returns what `get_task_results` would, for one process less.
+"""Sampling that is divided among workers: `get_divided_results` returns what `get_task_results`
+would, for one process less.
 
-Each worker has some of the servers, for itself (worker.py). Tasks are handed out as workers have room for them, and groups are
-taken as they come. A worker that is gone, or whose servers are all gone, has its unfinished tasks given to others, and is asked
-again when it is back. A group counts when it comes from the worker that has its task now, so none counts twice.
+Each worker has some of the servers, for itself (worker.py). Tasks are handed out as workers have
+room for them, and groups are taken as they come. A worker that is gone, or whose servers are all
+gone, has its unfinished tasks given to others, and is asked again when it is back. A group counts
+when it comes from the worker that has its task now, so none counts twice.
 """
 
 import asyncio
@@ -31,18 +33,26 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 MOST_DEATHS = 5
-"""Of workers that had a task when they died; then it counts as failed, as it may be what kills them."""
+"""Of workers that had a task when they died; then it counts as failed, as it may be what kills
+them.
+"""
 _SUSPECT = 2
-"""After so many deaths a worker has no more than one such task at a time, which is then blamed alone."""
+"""After so many deaths a worker has no more than one such task at a time, which is then blamed
+alone.
+"""
 _PAUSE = 1.0
 """Seconds before a worker that is gone is asked again."""
 _NEW_SECONDS = 30.0
-"""For which a worker that was asked anew does not count as one that works, where all others are gone."""
+"""For which a worker that was asked anew does not count as one that works, where all others are
+gone.
+"""
 _CLOSE_SECONDS = 5.0
 
 
 class Worker(Protocol):
-    """A process that samples. Its methods raise ServerDiedError where it is gone, or does not know the call."""
+    """A process that samples. Its methods raise ServerDiedError where it is gone, or does not know
+    the call.
+    """
 
     name: str
 
@@ -62,10 +72,12 @@ async def get_divided_results(
     settings: SamplingSettings,
     on_task_done: Callable[[TaskResult], None] | None = None,
 ) -> TaskResults:
-    """Sample and grade tasks as `get_task_results` does with `settings`; results come back in the order of the tasks.
+    """Sample and grade tasks as `get_task_results` does with `settings`; results come back in the
+    order of the tasks.
 
-    workers: each with its servers, in place of those of `settings`, which must have neither token budget nor callbacks that
-    belong to this process. `settings.max_downtime`: seconds to wait for any worker to be back, when all of them are gone.
+    workers: each with its servers, in place of those of `settings`, which must have neither token
+    budget nor callbacks that belong to this process. `settings.max_downtime`: seconds to wait for
+    any worker to be back, when all of them are gone.
 
     Raises ServerDiedError where none is, UserError for what is wrong with the settings.
     """
@@ -79,7 +91,8 @@ class _Share:
     """One worker's part."""
 
     def __init__(self, worker: Worker, settings: SamplingSettings) -> None:
-        self.worker, self.settings = worker, settings
+        self.worker = worker
+        self.settings = settings
         self.jobs: dict[int, Job] = {}
         """What it has to do, by position."""
         self.opened = math.inf
@@ -98,9 +111,16 @@ class _Call:
         settings: SamplingSettings,
         on_task_done: Callable[[TaskResult], None] | None,
     ) -> None:
-        self._name, self._settings, self._on_task_done = uuid.uuid4().hex, settings, on_task_done
+        self._name = uuid.uuid4().hex
+        self._settings = settings
+        self._on_task_done = on_task_done
         self._shares = [
-            _Share(worker, dataclasses.replace(settings, client=client, pbar=False, requests_log=_log_of(settings, number)))
+            _Share(
+                worker,
+                dataclasses.replace(
+                    settings, client=client, pbar=False, requests_log=_log_of(settings, number)
+                ),
+            )
             for number, (worker, client) in enumerate(workers)
         ]
         self._pending, self._suspects = deque(_jobs(tasks, settings.n)), deque[Job]()
@@ -115,7 +135,10 @@ class _Call:
 
     async def run(self) -> TaskResults:
         began = time.monotonic()
-        drivers = [asyncio.create_task(self._drive(share), name=share.worker.name) for share in self._shares]
+        drivers = [
+            asyncio.create_task(self._drive(share), name=share.worker.name)
+            for share in self._shares
+        ]
         over = asyncio.create_task(self._over.wait())
         try:
             await asyncio.wait([over, *drivers], return_when=asyncio.FIRST_COMPLETED)
@@ -153,19 +176,27 @@ class _Call:
                 await self._turns(share)
                 if self._over.is_set():
                     return
-                why, died = f"{share.worker.name}: none of its servers answers", False
+                why = f"{share.worker.name}: none of its servers answers"
+                died = False
             except ServerDiedError as error:
-                why, died = str(error).split("\n", 1)[0], True
-            had, share.opened = self._take_back(share, died), math.inf
+                why = str(error).split("\n", 1)[0]
+                died = True
+            had = self._take_back(share, died)
+            share.opened = math.inf
             if had:
                 logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
             elif not share.is_missed:
-                logger.warning("%s; its %d servers stand idle meanwhile", why, len(share.settings.clients))
+                logger.warning(
+                    "%s; its %d servers stand idle meanwhile", why, len(share.settings.clients)
+                )
             share.is_missed = True
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
             if not works and now - self._heard > self._settings.max_downtime:
-                raise ServerDiedError(f"no sampling worker has been at work for {now - self._heard:.0f} s; the last words: {why}")
+                raise ServerDiedError(
+                    f"no sampling worker has been at work for {now - self._heard:.0f} s; the "
+                    f"last words: {why}"
+                )
             await asyncio.sleep(_PAUSE)
 
     async def _turns(self, share: _Share) -> None:
@@ -206,12 +237,15 @@ class _Call:
         """Return how many tasks wait again that a worker had."""
         if died:
             self._deaths.update(self._suspects_of(share) or list(share.jobs))
-        jobs, share.jobs = share.jobs, {}
+        jobs = share.jobs
+        share.jobs = {}
         for position, job in reversed(jobs.items()):
             if self._deaths[position] >= MOST_DEATHS:
                 self._count(self._failed(job))
             else:
-                (self._suspects if self._deaths[position] >= _SUSPECT else self._pending).appendleft(job)
+                (
+                    self._suspects if self._deaths[position] >= _SUSPECT else self._pending
+                ).appendleft(job)
         return len(jobs)
 
     def _suspects_of(self, share: _Share) -> list[int]:
@@ -219,23 +253,33 @@ class _Call:
 
     def _failed(self, job: Job) -> TaskOutcome:
         why = f"ServerDiedError: {MOST_DEATHS} sampling workers died while they had this task"
-        task, version = job.task, self._settings.weights_version
+        task = job.task
+        version = self._settings.weights_version
         messages = [dict(message) for message in task.messages]
         samples = [
             Sample(task_id=task.id, sample=k, messages=messages, weights_version=version, error=why)
             for k in range(self._settings.n)
         ]
-        return TaskOutcome(job.position, TaskResult(task_id=task.id, messages=messages, samples=samples), TaskUsage(), None)
+        return TaskOutcome(
+            job.position,
+            TaskResult(task_id=task.id, messages=messages, samples=samples),
+            TaskUsage(),
+            None,
+        )
 
 
 def _log_of(settings: SamplingSettings, number: int) -> Path | None:
-    """Return a worker's own log of requests: what several machines append to one file of a network file system may be lost."""
+    """Return a worker's own log of requests: what several machines append to one file of a network
+    file system may be lost.
+    """
     path = None if settings.requests_log is None else Path(settings.requests_log)
     return None if path is None else path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:
-    """Return the tasks with the numbers that tell equal ones apart: they may go to different workers."""
+    """Return the tasks with the numbers that tell equal ones apart: they may go to different
+    workers.
+    """
     times: Counter[str] = Counter()
     jobs = []
     for position, task in enumerate(tasks):
@@ -245,13 +289,19 @@ def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:
     return jobs
 
 
-def divided_servers(endpoints: Sequence[Endpoint], places: Sequence[str | None]) -> list[list[Endpoint]]:
-    """Return each worker's servers, about as many for each: those of its own machine first. places: the workers' machines."""
+def divided_servers(
+    endpoints: Sequence[Endpoint], places: Sequence[str | None]
+) -> list[list[Endpoint]]:
+    """Return each worker's servers, about as many for each: those of its own machine first. places:
+    the workers' machines.
+    """
     most = -(-len(endpoints) // len(places))
     left = sorted(endpoints, key=lambda endpoint: endpoint.base_url)
     shares: list[list[Endpoint]] = []
     for place in places:
-        near = [endpoint for endpoint in left if urlsplit(endpoint.base_url).hostname == place][:most]
+        near = [endpoint for endpoint in left if urlsplit(endpoint.base_url).hostname == place][
+            :most
+        ]
         left = [endpoint for endpoint in left if endpoint not in near]
         shares.append(near)
     for endpoint in left:

@@ -16,33 +16,43 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceEarlyStop:
-    """An `on_chunk` that ends a completion when the moving mean of its logprobs falls below a threshold, or is NaN.
+    """An `on_chunk` that ends a completion when the moving mean of its logprobs falls below a
+    threshold, or is NaN.
 
         await get_task_results(tasks, client, model, on_chunk=InferenceEarlyStop())
 
-    The mean m of a choice starts at 0 and becomes alpha·m + (1 − alpha)·logprob with each token (natural logarithms). One object
-    serves any number of streams and choices at once, each with a mean of its own. A choice that is ended has `stopped_early` True
-    and the finish_reason "stopped_early".
+    The mean m of a choice starts at 0 and becomes alpha·m + (1 − alpha)·logprob with each token
+    (natural logarithms). One object serves any number of streams and choices at once, each with a
+    mean of its own. A choice that is ended has `stopped_early` True and the finish_reason
+    "stopped_early".
 
     alpha: between 0 and 1, both excluded; 0.992 looks back over some 125 tokens.
     threshold: below 0. With the defaults, 21 tokens of logprob −20 end a completion, or 173 of −4.
 
-    Tokens without a logprob are passed over; the first is reported by a warning, and `num_unknown` counts them. Raises UserError
-    for values out of range.
+    Tokens without a logprob are passed over; the first is reported by a warning, and `num_unknown`
+    counts them. Raises UserError for values out of range.
     """
 
     def __init__(self, alpha: float = 0.992, threshold: float = -3.0) -> None:
         if not is_number(alpha) or not 0 < alpha < 1:
-            raise UserError(f"alpha is {alpha!r}; give a number between 0 and 1, such as 0.992: the weight of the mean so far")
+            raise UserError(
+                f"alpha is {alpha!r}; give a number between 0 and 1, such as 0.992: the weight "
+                "of the mean so far"
+            )
         if not is_number(threshold) or threshold >= 0:
-            raise UserError(f"threshold is {threshold!r}; give a finite number below 0, such as -3.0: a mean logprob")
+            raise UserError(
+                f"threshold is {threshold!r}; give a finite number below 0, such as -3.0: a mean "
+                "logprob"
+            )
         self.alpha, self.threshold = float(alpha), float(threshold)
         self.num_unknown = 0
         """Tokens (chunks, where a server sends no logprobs at all) without a logprob."""
         self.num_stopped = 0
         """Choices that were ended."""
         self._streams: dict[int, dict[int, float]] = {}
-        """The means of choices, by the id of their completion, with which they go: openai's completions have no hash."""
+        """The means of choices, by the id of their completion, with which they go: openai's
+        completions have no hash.
+        """
 
     @property
     def cache_key(self) -> str:
@@ -53,7 +63,9 @@ class InferenceEarlyStop:
         return self.cache_key
 
     def __call__(self, chunk: Any, completion: Any) -> None:
-        """Read one chunk of `completion`. Raises StopIteration after marking the choices that are to end."""
+        """Read one chunk of `completion`. Raises StopIteration after marking the choices that are
+        to end.
+        """
         if isinstance(chunk, dict):  # of a stream of plain JSON
             chunk = ChatCompletionChunk.construct(**chunk)
         stopped = False
@@ -77,8 +89,10 @@ class InferenceEarlyStop:
         return self._means(completion).get(index, 0.0)
 
     def ends_at(self, logprobs: Sequence[float]) -> int | None:
-        """Return after how many tokens a completion with these log-probabilities would have been ended; None: not at all. To
-        choose alpha and threshold by an earlier run's samples; NaN is a token without one."""
+        """Return after how many tokens a completion with these log-probabilities would have been
+        ended; None: not at all. To choose alpha and threshold by an earlier run's samples; NaN is a
+        token without one.
+        """
         mean = 0.0
         for count, logprob in enumerate(logprobs, 1):
             if logprob == logprob:
@@ -88,14 +102,17 @@ class InferenceEarlyStop:
         return None
 
     def _mean_after(self, mean: float, entries: Any) -> float:
-        alpha, rest, threshold = self.alpha, 1.0 - self.alpha, self.threshold
+        alpha = self.alpha
+        rest = 1.0 - self.alpha
+        threshold = self.threshold
         for entry in entries:
             logprob = entry.logprob
             if logprob is None or UNKNOWN_LOGPROB * 1.01 < logprob <= UNKNOWN_LOGPROB:
                 self._count_unknown(1)
                 continue
             mean = alpha * mean + rest * logprob
-            if mean < threshold or mean != mean:  # a later token of the same chunk must not lift it again
+            # A later token of the same chunk must not lift it again.
+            if mean < threshold or mean != mean:
                 break
         return mean
 
@@ -115,5 +132,8 @@ class InferenceEarlyStop:
 
     def _count_unknown(self, count: int) -> None:
         if not self.num_unknown:
-            logger.warning("early stop: the server sends tokens without logprobs; they are passed over (num_unknown counts them)")
+            logger.warning(
+                "early stop: the server sends tokens without logprobs; they are passed over "
+                "(num_unknown counts them)"
+            )
         self.num_unknown += count

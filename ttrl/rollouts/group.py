@@ -1,8 +1,10 @@
-"""One task from its messages to its graded group: cache, requests, continuations, grades; nothing of it can cost another task.
+"""One task from its messages to its graded group: cache, requests, continuations, grades; nothing
+of it can cost another task.
 
-A sample number is asked for until it is there: from the cache, else from a server, in requests of neighbouring numbers. Where a
-server returns fewer choices than were asked for (many know no n), the missing ones are asked for again. Every answer becomes a
-Sample as soon as it is there, is put into the cache and graded, once.
+A sample number is asked for until it is there: from the cache, else from a server, in requests of
+neighbouring numbers. Where a server returns fewer choices than were asked for (many know no n), the
+missing ones are asked for again. Every answer becomes a Sample as soon as it is there, is put into
+the cache and graded, once.
 """
 
 import asyncio
@@ -39,21 +41,31 @@ class Group:
     """The samples of one task while they are made."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self.ledger, self.s, self.job, self.messages = ledger, ledger.s, ledger.job, ledger.messages
+        self.ledger = ledger
+        self.s = ledger.s
+        self.job = ledger.job
+        self.messages = ledger.messages
         self.usage = ledger.usage
         version = self.s.settings.weights_version
         if self.job.kept is not None:
             self.samples = [dataclasses.replace(sample) for sample in self.job.kept.samples]
             for sample in self.samples:
                 if not sample.token_ids and sample.reward is None:
-                    sample.weights_version = version  # nothing of it was sampled by the policy of then
+                    # Nothing of it was sampled by the policy of then.
+                    sample.weights_version = version
         else:
-            numbers, task_id = range(self.s.n), self.job.task.id
-            self.samples = [Sample(task_id=task_id, sample=k, messages=self.messages, weights_version=version) for k in numbers]
+            numbers = range(self.s.n)
+            task_id = self.job.task.id
+            self.samples = [
+                Sample(task_id=task_id, sample=k, messages=self.messages, weights_version=version)
+                for k in numbers
+            ]
         self.size = Size.of(self.messages, 1, self.s.request.max_tokens)
 
     async def run(self) -> TaskOutcome:
-        """Bring every sample to its end: graded, failed, or cut off by the budget. Raises nothing but CancelledError."""
+        """Bring every sample to its end: graded, failed, or cut off by the budget. Raises nothing
+        but CancelledError.
+        """
         async with asyncio.TaskGroup() as work:
             if self.job.task.rollout is not None:
                 for sample in self.samples:
@@ -63,7 +75,9 @@ class Group:
                 for sample in begun:
                     work.create_task(self._continue(sample))
                 missing = []
-                for sample, answer in zip(fresh, await self.ledger.from_cache(fresh, self.job.digest), strict=True):
+                for sample, answer in zip(
+                    fresh, await self.ledger.from_cache(fresh, self.job.digest), strict=True
+                ):
                     if answer is None:
                         missing.append(sample)
                     else:
@@ -72,11 +86,14 @@ class Group:
                     work.create_task(self._request(part))
         if self.job.task.group_grader is not None:
             await self._grade_together()
-        return await self._handed_on(TaskResult(task_id=self.job.task.id, messages=self.messages, samples=self.samples))
+        return await self._handed_on(
+            TaskResult(task_id=self.job.task.id, messages=self.messages, samples=self.samples)
+        )
 
     async def _handed_on(self, result: TaskResult) -> TaskOutcome:
         """Show the finished group to the caller's `transform` and `on_task_done`."""
-        settings, transformed = self.s.settings, None
+        settings = self.s.settings
+        transformed = None
         if settings.transform is not None:
             transformed, error = await self.s.transform_thread.call(settings.transform, result)
             if error is not None:
@@ -90,7 +107,9 @@ class Group:
         return TaskOutcome(self.job.position, result, self.usage, transformed)
 
     def _left_to_do(self) -> tuple[list[Sample], list[Sample]]:
-        """Return the samples that have tokens already and those that have none, without those that an earlier call finished."""
+        """Return the samples that have tokens already and those that have none, without those that
+        an earlier call finished.
+        """
         begun: list[Sample] = []
         fresh: list[Sample] = []
         for sample in self.samples:
@@ -106,7 +125,9 @@ class Group:
     # Requests
 
     async def _request(self, samples: list[Sample]) -> None:
-        """Ask for these samples, whose numbers are consecutive, and again for those that a server left out."""
+        """Ask for these samples, whose numbers are consecutive, and again for those that a server
+        left out.
+        """
         attempt = ChatAttempt(
             request=self.s.first_request,
             messages=self.messages,
@@ -137,7 +158,8 @@ class Group:
 
     async def _continue(self, sample: Sample) -> None:
         """Go on where the budget of an earlier call cut this sample off."""
-        had, most = len(sample.token_ids or ()), self.s.request.max_tokens
+        had = len(sample.token_ids or ())
+        most = self.s.request.max_tokens
         limits = [] if most is None else [most - had]
         if self.s.budget is not None and self.s.budget.per_sample is not None:
             limits.append(self.s.budget.per_sample)
@@ -164,23 +186,36 @@ class Group:
 
     # Samples
 
-    async def _finish(self, sample: Sample, answer: Answer, *, cached: bool = False, had: int = 0) -> None:
-        """Fill in one sample, keep it in the cache, and grade it; or leave it open where the budget cut it off."""
-        place, s = sample.where, self.s
+    async def _finish(
+        self, sample: Sample, answer: Answer, *, cached: bool = False, had: int = 0
+    ) -> None:
+        """Fill in one sample, keep it in the cache, and grade it; or leave it open where the budget
+        cut it off.
+        """
+        place = sample.where
+        s = self.s
         sample.cached = cached
         new = 0 if cached else (answer.completion_tokens or 0) - had
         self.usage.new_completion += new
         self.usage.completion += answer.completion_tokens or 0
-        self.usage.prompt = max(self.usage.prompt, answer.prompt_tokens or len(answer.prompt_token_ids or ()))
+        self.usage.prompt = max(
+            self.usage.prompt, answer.prompt_tokens or len(answer.prompt_token_ids or ())
+        )
         try:
             if had:
                 extend(sample, answer, s.settings.weights_version)
                 sample.logprob_tokens = None  # of the first part alone
             else:
-                # One sample of each call is checked token by token against its ids, as all come from the same server.
+                # One sample of each call is checked token by token against its ids, as all come
+                # from the same server.
                 first = self.job.position == 0 and sample.sample == 0
                 read_choice(
-                    sample, answer, place, token_ids=s.settings.token_ids, logprobs=s.request.wants_logprobs, strings=first
+                    sample,
+                    answer,
+                    place,
+                    token_ids=s.settings.token_ids,
+                    logprobs=s.request.wants_logprobs,
+                    strings=first,
                 )
             if self._is_cut_off(sample, new):
                 self._leave_open(sample)
@@ -189,13 +224,16 @@ class Group:
                 await self.ledger.keep(sample, answer, self.job.digest, s.cache_body(self.messages))
             if self.job.task.grader is not None:
                 graded = await s.graders.grade(self.job.task, openai_choice(answer), place)
-                sample.reward, sample.metrics = graded.reward, graded.metrics
+                sample.reward = graded.reward
+                sample.metrics = graded.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
             sample.error = writable(type_and_message(error))
         self.ledger.done(sample)
 
     async def _grade_together(self) -> None:
-        """Grade the samples that have not failed with each other, unless some are to be continued first."""
+        """Grade the samples that have not failed with each other, unless some are to be continued
+        first.
+        """
         if any(is_unfinished(sample) for sample in self.samples):
             return
         waiting = [sample for sample in self.samples if self.ledger.waits(sample)]
@@ -205,7 +243,8 @@ class Group:
 
     def _is_cut_off(self, sample: Sample, new: int) -> bool:
         """Return whether the budget ended it, not the model or max_tokens."""
-        budget, most = self.s.budget, self.s.request.max_tokens
+        budget = self.s.budget
+        most = self.s.request.max_tokens
         if budget is None:
             return False
         if sample.finish_reason in (None, "unfinished"):
@@ -226,24 +265,31 @@ class Group:
 
 
 async def grade_together(task: Task, samples: Sequence[Sample], graders: Graders) -> None:
-    """Grade those of a task's samples that have not failed with each other, once; add that to their rewards and metrics."""
+    """Grade those of a task's samples that have not failed with each other, once; add that to their
+    rewards and metrics.
+    """
     ready = [sample for sample in samples if sample.error is None]
     grades: Sequence[Grade | GraderError] = []
     try:
         if ready:
-            grades = await graders.grade_group(task, [choice_of_sample(sample) for sample in ready], f"task {task.id!r}")
+            grades = await graders.grade_group(
+                task, [choice_of_sample(sample) for sample in ready], f"task {task.id!r}"
+            )
     except Exception as error:  # noqa: BLE001 - one bad group never costs another
         grades = [GraderError(str(error))] * len(ready)
     for sample, grade in zip(ready, grades, strict=True):
         if isinstance(grade, GraderError):
-            sample.error, sample.reward = writable(type_and_message(grade)), None
+            sample.error = writable(type_and_message(grade))
+            sample.reward = None
         else:
             sample.reward = grade.reward + (sample.reward or 0.0)
             sample.metrics = {**sample.metrics, **grade.metrics}
 
 
 def _neighbours(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
-    """Cut samples into runs of consecutive numbers of at most `most` each: a request's seeds and keys are consecutive."""
+    """Cut samples into runs of consecutive numbers of at most `most` each: a request's seeds and
+    keys are consecutive.
+    """
     parts: list[list[Sample]] = []
     for sample in samples:
         if parts and len(parts[-1]) < most and parts[-1][-1].sample + 1 == sample.sample:

@@ -1,4 +1,6 @@
-"""The books of one task while it is sampled: its tokens, its lines in the logs, its entries in the cache."""
+"""The books of one task while it is sampled: its tokens, its lines in the logs, its entries in the
+cache.
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -22,70 +24,122 @@ class Ledger:
     """What the samples of one task share, and where each of them is counted and logged."""
 
     def __init__(self, sampling: Sampling, job: SamplingJob) -> None:
-        self.s, self.job = sampling, job
+        self.s = sampling
+        self.job = job
         self.messages: list[dict[str, Any]] = [dict(message) for message in job.task.messages]
         self.usage = TaskUsage()
 
     async def send(
-        self, attempt: Attempt, samples: Sequence[Sample], size: Size, *, digest: str | None = None, ticket: int | None = None
+        self,
+        attempt: Attempt,
+        samples: Sequence[Sample],
+        size: Size,
+        *,
+        digest: str | None = None,
+        ticket: int | None = None,
     ) -> list[Answer | None]:
-        """Make the request for these samples, as `Servers.send` does; count and log it, however it ends."""
-        loop, retries = asyncio.get_running_loop(), self.s.request.max_retries
+        """Make the request for these samples, as `Servers.send` does; count and log it, however it
+        ends.
+        """
+        loop = asyncio.get_running_loop()
+        retries = self.s.request.max_retries
         began = loop.time()
         try:
             answers = await self.s.servers.send(
                 attempt, size=size, max_retries=retries, affinity=self.job.position, ticket=ticket
             )
         except Exception as error:
-            self.log(samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, error=error)
+            self.log(
+                samples,
+                base_url=attempt.base_url,
+                digest=digest,
+                seconds=loop.time() - began,
+                error=error,
+            )
             raise
         facts: dict[str, Any] = {}
         if got := [answer for answer in answers if answer is not None]:
-            prompt, cached = got[0].prompt_tokens, got[0].cached_tokens
+            prompt = got[0].prompt_tokens
+            cached = got[0].cached_tokens
             self.usage.new_prompt += prompt or 0
             self.usage.prefix_cached += max(answer.cached_tokens or 0 for answer in got)
             self.s.progress.add_tokens(0, prompt or 0)
             completion = sum(answer.completion_tokens or 0 for answer in got)
-            facts = {"prompt_tokens": prompt, "cached_prompt_tokens": cached, "completion_tokens": completion}
-        self.log(samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, **facts)
+            facts = {
+                "prompt_tokens": prompt,
+                "cached_prompt_tokens": cached,
+                "completion_tokens": completion,
+            }
+        self.log(
+            samples, base_url=attempt.base_url, digest=digest, seconds=loop.time() - began, **facts
+        )
         return answers
 
-    def watch(self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]) -> OnChunk | None:
-        """Return what shows the answers of a request in the samples' files while they come; None where there are no files."""
-        logs, first = self.s.sample_logs, self.job.first
-        return None if logs is None else LiveAnswers(logs, samples, [first + sample.sample for sample in samples], messages)
+    def watch(
+        self, samples: Sequence[Sample], messages: Sequence[Mapping[str, Any]]
+    ) -> OnChunk | None:
+        """Return what shows the answers of a request in the samples' files while they come; None
+        where there are no files.
+        """
+        logs = self.s.sample_logs
+        first = self.job.first
+        return (
+            None
+            if logs is None
+            else LiveAnswers(logs, samples, [first + sample.sample for sample in samples], messages)
+        )
 
-    async def from_cache(self, samples: Sequence[Sample], digest: str | None) -> list[Answer | None]:
+    async def from_cache(
+        self, samples: Sequence[Sample], digest: str | None
+    ) -> list[Answer | None]:
         """Look the samples of a request up in the cache; hits are logged."""
         cache = self.s.cache
         if cache is None or digest is None:
             return [None] * len(samples)
         keys = [sample_key(digest, self.job.first + sample.sample) for sample in samples]
         answers = await asyncio.gather(*map(cache.get, keys))
-        if found := [sample for sample, answer in zip(samples, answers, strict=True) if answer is not None]:
+        if found := [
+            sample for sample, answer in zip(samples, answers, strict=True) if answer is not None
+        ]:
             self.log(found, base_url=cache.describe(), hit=True, digest=digest)
         return list(answers)
 
     def log(
-        self, samples: Sequence[Sample], *, base_url: str, hit: bool = False, digest: str | None = None, **facts: Any
+        self,
+        samples: Sequence[Sample],
+        *,
+        base_url: str,
+        hit: bool = False,
+        digest: str | None = None,
+        **facts: Any,
     ) -> None:
         """Append a line to the requests log. digest: of the request, by default the task's."""
         if self.s.requests_log is not None and self.job.digest is not None:
             numbers = [self.job.first + sample.sample for sample in samples]
-            model, digest = self.s.request.model, digest or self.job.digest
-            self.s.requests_log.append(base_url=base_url, model=model, digest=digest, samples=numbers, hit=hit, **facts)
+            model = self.s.request.model
+            digest = digest or self.job.digest
+            self.s.requests_log.append(
+                base_url=base_url, model=model, digest=digest, samples=numbers, hit=hit, **facts
+            )
 
     async def keep(self, sample: Sample, answer: Answer, digest: str, body: dict[str, Any]) -> None:
-        """Put an answer into the cache, unless `on_chunk` ended it, which no key can describe. (Continued samples are not kept:
-        they may have tokens of several policies.)"""
+        """Put an answer into the cache, unless `on_chunk` ended it, which no key can describe.
+        (Continued samples are not kept: they may have tokens of several policies.)"""
         cache = self.s.cache
-        own_end = sample.finish_reason != "stopped_early" or getattr(self.s.settings.on_chunk, "cache_key", None) is not None
+        own_end = (
+            sample.finish_reason != "stopped_early"
+            or getattr(self.s.settings.on_chunk, "cache_key", None) is not None
+        )
         if cache is not None and sample.finish_reason not in NOT_TO_KEEP and own_end:
             await cache.put(sample_key(digest, self.job.first + sample.sample), answer, body)
 
     def waits(self, sample: Sample) -> bool:
         """Tell whether a sample is there and has to wait for its group, with which it is graded."""
-        return self.job.task.group_grader is not None and sample.error is None and sample.finish_reason != "unfinished"
+        return (
+            self.job.task.group_grader is not None
+            and sample.error is None
+            and sample.finish_reason != "unfinished"
+        )
 
     def done(self, sample: Sample) -> None:
         """Count and log a sample that is finished; one that waits for its group, later."""

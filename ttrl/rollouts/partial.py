@@ -1,19 +1,23 @@
-"""Partial rollouts: completions that a token budget cut off, continued exactly where they were, from their token ids.
+"""Partial rollouts: completions that a token budget cut off, continued exactly where they were,
+from their token ids.
 
-The server is given prompt and completion so far as ids, so nothing is tokenized again, and every further token is drawn from
-the distribution that it would have had without the cut (under the weights of today: `Sample.token_versions` says which token came
-from which). Sampling parameters travel along; what a continuation cannot keep exactly is refused before anything is sent:
+The server is given prompt and completion so far as ids, so nothing is tokenized again, and every
+further token is drawn from the distribution that it would have had without the cut (under the
+weights of today: `Sample.token_versions` says which token came from which). Sampling parameters
+travel along; what a continuation cannot keep exactly is refused before anything is sent:
 
-- presence and frequency penalties, bad_words and n-gram detection look at generated tokens alone, and what was generated before
-  is prompt now. (repetition_penalty looks at both, so it stays as it is; min_tokens and max_tokens are counted down.)
-- structured outputs, tools, thinking budgets and parsers have a state that would begin anew; top_logprobs of the part before are
-  not kept with a sample.
+- presence and frequency penalties, bad_words and n-gram detection look at generated tokens alone,
+  and what was generated before is prompt now. (repetition_penalty looks at both, so it stays as it
+  is; min_tokens and max_tokens are counted down.)
+- structured outputs, tools, thinking budgets and parsers have a state that would begin anew;
+  top_logprobs of the part before are not kept with a sample.
 
-A seed is replaced by one made of it, the sample's number, its prompt and its tokens so far: with the same one, the continuation
-would repeat the random numbers of the beginning. So the same cuts give the same tokens, but other cuts give others.
+A seed is replaced by one made of it, the sample's number, its prompt and its tokens so far: with
+the same one, the continuation would repeat the random numbers of the beginning. So the same cuts
+give the same tokens, but other cuts give others.
 
-Stop strings are looked for over the border too, and the completion is cut behind the token that completes one, as the server
-would have done. How the text is made exact is told in detokenize.py.
+Stop strings are looked for over the border too, and the completion is cut behind the token that
+completes one, as the server would have done. How the text is made exact is told in detokenize.py.
 """
 
 import dataclasses
@@ -33,21 +37,62 @@ from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import EXPERTS, Answer, encoded
 
 BRIDGE = 16
-"""Tokens that are asked for at first where the kept part ends within a character: behind it, stop strings and text are exact."""
+"""Tokens that are asked for at first where the kept part ends within a character: behind it, stop
+strings and text are exact.
+"""
 
-# Sampling parameters that /chat/completions and /completions understand alike, and that look at single positions.
-# fmt: off
-_SAME = frozenset([
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias", "allowed_token_ids", "stop", "stop_token_ids",
-    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "length_penalty",
-    "priority", "user", "cache_salt", "return_tokens_as_token_ids", "vllm_xargs",
-])
+# Sampling parameters that /chat/completions and /completions understand alike, and that look at
+# single positions. fmt: off
+_SAME = frozenset(
+    [
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "logit_bias",
+        "allowed_token_ids",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "length_penalty",
+        "priority",
+        "user",
+        "cache_salt",
+        "return_tokens_as_token_ids",
+        "vllm_xargs",
+    ]
+)
 # They made the prompt, which is there as ids; or they are set anew for each continuation.
-_DONE = frozenset([
-    "model", "messages", "prompt", "n", "stream", "stream_options", "stream_interval", "return_token_ids", "logprobs",
-    "max_tokens", "max_completion_tokens", "min_tokens", "seed", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "add_special_tokens", "truncate_prompt_tokens", "documents", "reasoning_effort", EXPERTS,
-])
+_DONE = frozenset(
+    [
+        "model",
+        "messages",
+        "prompt",
+        "n",
+        "stream",
+        "stream_options",
+        "stream_interval",
+        "return_token_ids",
+        "logprobs",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "seed",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "add_special_tokens",
+        "truncate_prompt_tokens",
+        "documents",
+        "reasoning_effort",
+        EXPERTS,
+    ]
+)
 # fmt: on
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,),
@@ -74,13 +119,16 @@ _WHY = {
     "response_format": "a grammar would begin anew",
     "structured_outputs": "a grammar would begin anew",
     "thinking_token_budget": "it would be counted anew",
-    "repetition_detection": "it looks at generated tokens, and those before the cut are prompt then",
+    "repetition_detection": (
+        "it looks at generated tokens, and those before the cut are prompt then"
+    ),
 }
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """How many completion tokens a call may sample before what is unfinished is left for a later one.
+    """How many completion tokens a call may sample before what is unfinished is left for a later
+    one.
 
     Raises UserError for numbers that are none, and where both are None.
     """
@@ -88,14 +136,24 @@ class TokenBudget:
     per_sample: int | None = None
     """New tokens of each completion in one call."""
     total: int | None = None
-    """New tokens of the whole call. When they have come, all streams are ended, so a few more may have been sampled."""
+    """New tokens of the whole call. When they have come, all streams are ended, so a few more may
+    have been sampled.
+    """
 
     def __post_init__(self) -> None:
         for name, value in (("per_sample", self.per_sample), ("total", self.total)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UserError(f"token budget: {name} is {value!r}; give a number of tokens of at least 1, or None")
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
+                raise UserError(
+                    f"token budget: {name} is {value!r}; give a number of tokens of at least 1, "
+                    "or None"
+                )
         if self.per_sample is None and self.total is None:
-            raise UserError("token budget: neither per_sample nor total is given; give one of them, or no budget (None)")
+            raise UserError(
+                "token budget: neither per_sample nor total is given; give one of them, or no "
+                "budget (None)"
+            )
 
     @classmethod
     def of(cls, budget: "int | TokenBudget | None") -> "TokenBudget | None":
@@ -103,7 +161,10 @@ class TokenBudget:
         if budget is None or isinstance(budget, TokenBudget):
             return budget
         if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
-            raise UserError(f"token_budget is {budget!r}; give a number of tokens of at least 1, a TokenBudget, or None")
+            raise UserError(
+                f"token_budget is {budget!r}; give a number of tokens of at least 1, a "
+                "TokenBudget, or None"
+            )
         return cls(total=budget)
 
 
@@ -114,13 +175,21 @@ def check_continuable(request: ChatRequest) -> None:
         if value is None or name in _SAME or name in _DONE or value in _NEUTRAL.get(name, ()):
             continue
         why = _WHY.get(name, "nothing is known of how it would go on")
-        raise UserError(f"params[{name!r}] is {value!r}, and completions cut off by a token budget cannot go on with it: {why}")
+        raise UserError(
+            f"params[{name!r}] is {value!r}, and completions cut off by a token budget cannot go "
+            f"on with it: {why}"
+        )
     if parameters.get("min_tokens") and parameters.get("stop"):
-        raise UserError("params: min_tokens together with stop strings cannot be continued exactly; leave one out")
+        raise UserError(
+            "params: min_tokens together with stop strings cannot be continued exactly; leave "
+            "one out"
+        )
 
 
 def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
-    """Return what a completion without any token is asked for with: a budget may leave it less than `max_tokens`."""
+    """Return what a completion without any token is asked for with: a budget may leave it less than
+    `max_tokens`.
+    """
     most = None if budget is None else budget.per_sample
     if most is None or (request.max_tokens is not None and request.max_tokens <= most):
         return request
@@ -132,36 +201,57 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
 
 @dataclass(kw_only=True)
 class ContinueAttempt(Attempt):
-    """A request to go on with a completion that was cut off: its answer is the whole of it, as if it had never been.
+    """A request to go on with a completion that was cut off: its answer is the whole of it, as if
+    it had never been.
 
-    Its finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise what the server says. `sample` is
-    not touched. Raises UserError (see check_continuable), TokenizationError for a sample that cannot be continued, RequestError.
+    Its finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise
+    what the server says. `sample` is not touched. Raises UserError (see check_continuable),
+    TokenizationError for a sample that cannot be continued, RequestError.
     """
 
     request: ChatRequest
     sample: Sample
     max_tokens: int | None
-    """Of new tokens, at most; None for as many as `request.max_tokens` and the model's context leave."""
+    """Of new tokens, at most; None for as many as `request.max_tokens` and the model's context
+    leave.
+    """
     number: int | None = None
     """Tells samples of equal tasks apart where there is a seed; None for the sample's own."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
-        request, sample = self.request, self.sample
+        request = self.request
+        sample = self.sample
         check_continuable(request)
         place = sample.where
         if not sample.prompt_token_ids or not sample.token_ids:
-            raise TokenizationError(f"{place}: it has no token ids, so it cannot be continued; sample with token_ids=True")
-        if request.wants_logprobs and (sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)):
-            raise TokenizationError(f"{place}: it was sampled without logprobs, and they are asked for now; ask as before")
+            raise TokenizationError(
+                f"{place}: it has no token ids, so it cannot be continued; sample with "
+                "token_ids=True"
+            )
+        if request.wants_logprobs and (
+            sample.logprobs is None or len(sample.logprobs) != len(sample.token_ids)
+        ):
+            raise TokenizationError(
+                f"{place}: it was sampled without logprobs, and they are asked for now; ask as "
+                "before"
+            )
         going = _Continued(self, transport, place)
         context = await going.tokenizer.context()
         limits = [request.max_tokens] if request.max_tokens is not None else []
         limits += [context - len(sample.prompt_token_ids)] if context is not None else []
         if not limits and self.max_tokens is None:
-            raise UserError("params: give max_tokens, as the server does not say how long a completion can be")
+            raise UserError(
+                "params: give max_tokens, as the server does not say how long a completion can be"
+            )
         had = len(sample.token_ids)
-        limit = min(limits) if limits else len(sample.prompt_token_ids) + had + (self.max_tokens or 0) + 1
-        await going.run(limit, limit if self.max_tokens is None else min(limit, had + self.max_tokens))
+        limit = (
+            min(limits)
+            if limits
+            else len(sample.prompt_token_ids) + had + (self.max_tokens or 0) + 1
+        )
+        await going.run(
+            limit, limit if self.max_tokens is None else min(limit, had + self.max_tokens)
+        )
         return [going.answer()]
 
 
@@ -169,35 +259,53 @@ class _Continued:
     """A completion while it goes on."""
 
     def __init__(self, attempt: ContinueAttempt, transport: Transport, place: str) -> None:
-        self.attempt, self.transport, self.place = attempt, transport, place
-        self.request, sample = attempt.request, attempt.sample
+        self.attempt = attempt
+        self.transport = transport
+        self.place = place
+        self.request = attempt.request
+        sample = attempt.sample
         self.prompt: list[int] = list(sample.prompt_token_ids or ())
-        self.ids, self.text = list(sample.token_ids or ()), sample.text
+        self.ids = list(sample.token_ids or ())
+        self.text = sample.text
         # A sample keeps no token strings: people read them in the text, and programs have the ids.
-        self.entries = [entry("", value) for value in sample.logprobs or ()] if self.request.wants_logprobs else []
+        self.entries = (
+            [entry("", value) for value in sample.logprobs or ()]
+            if self.request.wants_logprobs
+            else []
+        )
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last: Piece | None = None
         self.cached_tokens: int | None = None
-        self.parameters = {name: value for name, value in self.request.cache_body([]).items() if value is not None}
+        self.parameters = {
+            name: value for name, value in self.request.cache_body([]).items() if value is not None
+        }
         stop = self.parameters.get("stop") or []
         self.stops: list[str] = [stop] if isinstance(stop, str) else [one for one in stop if one]
         self.skip_special = bool(self.parameters.get("skip_special_tokens", True))
         self.tokenizer = ServerTokenizer.of(transport, self.request.model)
 
     async def run(self, limit: int, stop_at: int) -> None:
-        """Ask until the completion has ended or has `stop_at` tokens; `limit` is where it would have ended anyway."""
+        """Ask until the completion has ended or has `stop_at` tokens; `limit` is where it would
+        have ended anyway.
+        """
         if len(self.ids) >= limit:
             self.finish_reason = "length"
         while self.finish_reason is None and len(self.ids) < stop_at and not self.attempt.is_cut:
             exact = await self._put_text_right()
             asked = stop_at - len(self.ids) if exact else min(stop_at - len(self.ids), BRIDGE)
             piece = await self._go_on(asked, exact)
-            if self.finish_reason == "length" and len(self.ids) < limit and len(piece.token_ids) >= asked:
+            if (
+                self.finish_reason == "length"
+                and len(self.ids) < limit
+                and len(piece.token_ids) >= asked
+            ):
                 self.finish_reason = None  # the budget's end, not the completion's
 
     async def _go_on(self, max_tokens: int, exact: bool) -> Piece:
-        """Make one request. Without `exact`, the text that comes back is of no use, nor are stop strings found in it."""
+        """Make one request. Without `exact`, the text that comes back is of no use, nor are stop
+        strings found in it.
+        """
         piece = await ask(
             self.transport,
             self._body(max_tokens, with_stop=exact),
@@ -207,17 +315,24 @@ class _Continued:
         )
         if self.request.wants_logprobs and len(piece.logprobs) != len(piece.token_ids):
             raise RequestError(
-                f"{self.transport.base_url}: {len(piece.token_ids)} token ids but {len(piece.logprobs)} logprobs", "malformed"
+                f"{self.transport.base_url}: {len(piece.token_ids)} token ids but "
+                f"{len(piece.logprobs)} logprobs",
+                "malformed",
             )
-        had, before = len(self.ids), self.text
+        had = len(self.ids)
+        before = self.text
         self.last = piece
-        self.cached_tokens = piece.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        self.cached_tokens = (
+            piece.cached_tokens if self.cached_tokens is None else self.cached_tokens
+        )
         self.ids += piece.token_ids
         self.entries += [entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
-        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        self.finish_reason = piece.finish_reason
+        self.stop_reason = piece.stop_reason
         if exact:
             self.text += piece.text
-        if not exact or (self.stops and piece.finish_reason is None):  # the end of a cut stream might have become a stop string
+        # The end of a cut stream might have become a stop string.
+        if not exact or (self.stops and piece.finish_reason is None):
             self.text = await self._shown(self._ids_of_text(), self.text)
         if self.stops:
             await self._stop_over_the_border(had, before)
@@ -227,14 +342,22 @@ class _Continued:
         body = {name: value for name, value in self.parameters.items() if name in _SAME}
         if not with_stop:
             body.pop("stop", None)
-        body |= {"model": self.request.model, "prompt": [*self.prompt, *self.ids], "max_tokens": max_tokens}
+        body |= {
+            "model": self.request.model,
+            "prompt": [*self.prompt, *self.ids],
+            "max_tokens": max_tokens,
+        }
         body |= {"return_token_ids": True, "add_special_tokens": False}
         if self.request.wants_logprobs:
             body["logprobs"] = 0
         if self.parameters.get("min_tokens"):
-            body["min_tokens"] = min(max(0, self.parameters["min_tokens"] - len(self.ids)), max_tokens)
+            body["min_tokens"] = min(
+                max(0, self.parameters["min_tokens"] - len(self.ids)), max_tokens
+            )
         if self.parameters.get("seed") is not None:
-            number = self.attempt.sample.sample if self.attempt.number is None else self.attempt.number
+            number = (
+                self.attempt.sample.sample if self.attempt.number is None else self.attempt.number
+            )
             made_of = f"{self.parameters['seed']}/{number}/{self.prompt}/{self.ids}"
             body["seed"] = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:7], "big")
         return body
@@ -243,7 +366,9 @@ class _Continued:
 
     async def _put_text_right(self) -> bool:
         """Bring the text up to the ids; False where they end within a character."""
-        text = await self.tokenizer.text(self.prompt, self.ids, self.text, skip_special=self.skip_special, place=self.place)
+        text = await self.tokenizer.text(
+            self.prompt, self.ids, self.text, skip_special=self.skip_special, place=self.place
+        )
         if not text.endswith(INCOMPLETE):
             self.text = text
             return True
@@ -251,15 +376,22 @@ class _Continued:
         return False
 
     async def _shown(self, ids: list[int], begins: str) -> str:
-        return await self.tokenizer.shown(self.prompt, ids, begins, skip_special=self.skip_special, place=self.place)
+        return await self.tokenizer.shown(
+            self.prompt, ids, begins, skip_special=self.skip_special, place=self.place
+        )
 
     def _ids_of_text(self) -> list[int]:
         """Return the ids without the token that ended it, which is no part of the text."""
         by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return self.ids[:-1] if by_token and not self.parameters.get("include_stop_str_in_output") else self.ids
+        return (
+            self.ids[:-1]
+            if by_token and not self.parameters.get("include_stop_str_in_output")
+            else self.ids
+        )
 
     async def _stop_over_the_border(self, had: int, before: str) -> None:
-        """End the completion where a stop string is complete that the server could not see, as a part of it was prompt.
+        """End the completion where a stop string is complete that the server could not see, as a
+        part of it was prompt.
 
         had, before: tokens and text before the last request.
         """
@@ -278,7 +410,8 @@ class _Continued:
             count += 1
         self.ids, self.entries = self.ids[:count], self.entries[:count]
         self.text = text[: end if include else begin]
-        self.finish_reason, self.stop_reason = "stop", string
+        self.finish_reason = "stop"
+        self.stop_reason = string
 
     def answer(self) -> Answer:
         """Return the completion as it stands."""
@@ -300,15 +433,19 @@ class _Continued:
             model=last.model,
             prompt_token_ids=self.prompt,
             prompt_tokens=len(self.prompt),
-            cached_tokens=None if self.cached_tokens is None else min(self.cached_tokens, len(self.prompt)),
+            cached_tokens=None
+            if self.cached_tokens is None
+            else min(self.cached_tokens, len(self.prompt)),
             completion_tokens=len(self.ids),
         )
 
 
 def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
-    """Fill a continued answer into its sample: tokens that it had keep their version, the new ones get `weights_version`.
+    """Fill a continued answer into its sample: tokens that it had keep their version, the new ones
+    get `weights_version`.
 
-    `sample.weights_version` becomes that of the last token. Raises as read_choice does; the sample is untouched then.
+    `sample.weights_version` becomes that of the last token. Raises as read_choice does; the sample
+    is untouched then.
     """
     had = len(sample.token_ids or ())
     versions = sample.token_versions or [sample.weights_version] * had
@@ -317,18 +454,28 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
     read_choice(read, answer, place, token_ids=True, logprobs=sample.logprobs is not None)
     ids = read.token_ids or []
     if ids[:had] != sample.token_ids or read.prompt_token_ids != sample.prompt_token_ids:
-        raise TokenizationError(f"{place}: the continued completion does not begin with the {had} tokens that were kept")
-    sample.text, sample.token_ids, sample.logprobs = read.text, ids, read.logprobs
-    sample.prefix_cached, sample.routed_experts = read.prefix_cached, None  # text completions bring none
+        raise TokenizationError(
+            f"{place}: the continued completion does not begin with the {had} tokens that were kept"
+        )
+    sample.text = read.text
+    sample.token_ids = ids
+    sample.logprobs = read.logprobs
+    # Text completions bring none.
+    sample.prefix_cached = read.prefix_cached
+    sample.routed_experts = None
     sample.finish_reason = "unfinished" if read.finish_reason is None else read.finish_reason
     versions = versions + [weights_version] * (len(ids) - had)
     if len(ids) > had:
         sample.weights_version = weights_version
-    sample.token_versions = versions if any(version != sample.weights_version for version in versions) else None
+    sample.token_versions = (
+        versions if any(version != sample.weights_version for version in versions) else None
+    )
 
 
 def _first_stop(text: str, stops: list[str], searched: int) -> tuple[int, int, str] | None:
-    """Return (begin, end, string) of the stop string that is complete first, behind the text that was searched before."""
+    """Return (begin, end, string) of the stop string that is complete first, behind the text that
+    was searched before.
+    """
     found = []
     for number, string in enumerate(stops):
         begin = text.find(string, max(0, searched - len(string) + 1))

@@ -1,11 +1,14 @@
-"""One sample of a task with a `rollout`: the model is asked as often as the coroutine wants, and all replies become one Sample.
+"""One sample of a task with a `rollout`: the model is asked as often as the coroutine wants, and
+all replies become one Sample.
 
-Each reply is a request of its own, with cache, retries, admission, counts and logs as any other. A conversation that is under way
-goes before those that are not begun yet, so that the server's prefix cache still has it. What goes wrong costs this sample alone:
-an exception of the rollout (RolloutError), one of its steps that takes too long, a server that fails for good (RequestError).
+Each reply is a request of its own, with cache, retries, admission, counts and logs as any other. A
+conversation that is under way goes before those that are not begun yet, so that the server's prefix
+cache still has it. What goes wrong costs this sample alone: an exception of the rollout
+(RolloutError), one of its steps that takes too long, a server that fails for good (RequestError).
 
-A reply continues an earlier one where the prompt that the server made begins with exactly that one's prompt and generated ids;
-else it is another sequence (`Turn.continues`). Nothing is tokenized here, and no log-probability is guessed.
+A reply continues an earlier one where the prompt that the server made begins with exactly that
+one's prompt and generated ids; else it is another sequence (`Turn.continues`). Nothing is tokenized
+here, and no log-probability is guessed.
 """
 
 import asyncio
@@ -19,7 +22,15 @@ from typing import Any
 
 from openai.types.chat.chat_completion import Choice
 
-from ttrl.errors import GraderError, RequestError, RolloutError, RolloutLimitError, ServerError, TokenizationError, describe
+from ttrl.errors import (
+    GraderError,
+    RequestError,
+    RolloutError,
+    RolloutLimitError,
+    ServerError,
+    TokenizationError,
+    describe,
+)
 from ttrl.messages import part_that_is_no_text, request_messages, without_nulls
 from ttrl.records import PROMPT, Sample, Turn, raw_prompt
 from ttrl.rollouts.cache.completions import request_digest
@@ -52,20 +63,25 @@ class _Reply:
     @functools.cached_property
     def ids(self) -> list[int] | None:
         """Prompt and generated tokens."""
-        prompt, generated = self.read.prompt_token_ids, self.read.token_ids
+        prompt = self.read.prompt_token_ids
+        generated = self.read.token_ids
         return None if prompt is None or generated is None else prompt + generated
 
 
 @dataclasses.dataclass(kw_only=True)
 class _FittingAttempt(ChatAttempt):
-    """Asks for a shorter reply where the conversation leaves too little room in the model's context for `max_tokens`."""
+    """Asks for a shorter reply where the conversation leaves too little room in the model's context
+    for `max_tokens`.
+    """
 
     place: str
     """Names the sample in errors."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
         is_chat = raw_prompt(self.messages) is None
-        return await (super().sample_from(transport) if is_chat else sample_after_prompt(self, transport))
+        return await (
+            super().sample_from(transport) if is_chat else sample_after_prompt(self, transport)
+        )
 
     async def __call__(self, transport: Transport) -> list[Answer | None]:
         try:
@@ -74,10 +90,14 @@ class _FittingAttempt(ChatAttempt):
             room = await room_left(error, transport, self.request, self.messages)
             if room is None:
                 raise
-            if room < 1 or (self.request.max_tokens is not None and room >= self.request.max_tokens):
+            if room < 1 or (
+                self.request.max_tokens is not None and room >= self.request.max_tokens
+            ):
                 full = f"{self.place}: the conversation fills the model's context: {error}"
                 raise RolloutLimitError(full, "context") from None
-        self.request = dataclasses.replace(self.request, parameters={**self.request.parameters, **self.request.limited(room)})
+        self.request = dataclasses.replace(
+            self.request, parameters={**self.request.parameters, **self.request.limited(room)}
+        )
         return await super().__call__(transport)
 
 
@@ -85,7 +105,9 @@ class Play:
     """The rollout of one sample, while it goes on."""
 
     def __init__(self, ledger: Ledger, sample: Sample) -> None:
-        self.ledger, self.sample, self.s = ledger, sample, ledger.s
+        self.ledger = ledger
+        self.sample = sample
+        self.s = ledger.s
         self.task = ledger.job.task
         self.place = sample.where
         self._replies: list[_Reply | None] = []
@@ -97,8 +119,11 @@ class Play:
         self._is_over = False
 
     async def run(self) -> None:
-        """Run the rollout from its first request to the grade. Raises nothing but CancelledError."""
-        sample, ended_by = self.sample, None
+        """Run the rollout from its first request to the grade. Raises nothing but
+        CancelledError.
+        """
+        sample = self.sample
+        ended_by = None
         try:
             try:
                 output = await self._played()
@@ -106,13 +131,15 @@ class Play:
                 has_grader = self.task.grader is not None or self.task.group_grader is not None
                 if not has_grader or not any(self._replies):
                     raise
-                output, ended_by = None, _ENDED_BY.get(limit.limit, "length")
+                output = None
+                ended_by = _ENDED_BY.get(limit.limit, "length")
             finally:
                 self._fill()
             sample.finish_reason = ended_by or sample.finish_reason
             if output is not None or self.task.grader is not None or self.task.group_grader is None:
                 grade = await self._grade(output)
-                sample.reward, sample.metrics = grade.reward, grade.metrics
+                sample.reward = grade.reward
+                sample.metrics = grade.metrics
         except Exception as error:  # noqa: BLE001 - one bad sample never costs another
             sample.error = writable(type_and_message(error))
             if not isinstance(error, GraderError):
@@ -122,17 +149,31 @@ class Play:
     # The coroutine
 
     async def _played(self) -> Any:
-        """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything else."""
-        sample, params = self.sample, self.s.request.parameters
-        chat = Chat(self.ask, self.ledger.messages, sample.task_id, sample.sample, params=params, count_time=self._count_time)
-        seconds, total = self.task.limits.seconds, self.task.limits.total_seconds
+        """Return what the rollout returned. Raises what `chat` raised, RolloutError for everything
+        else.
+        """
+        sample = self.sample
+        params = self.s.request.parameters
+        chat = Chat(
+            self.ask,
+            self.ledger.messages,
+            sample.task_id,
+            sample.sample,
+            params=params,
+            count_time=self._count_time,
+        )
+        seconds = self.task.limits.seconds
+        total = self.task.limits.total_seconds
         whole = asyncio.timeout(total)
         assert self.task.rollout is not None
         try:
             async with whole, asyncio.timeout(seconds) as self._clock:
                 coroutine = self.task.rollout(chat)
                 if not inspect.isawaitable(coroutine):
-                    raise RolloutError(f"{self.place}: the rollout is no coroutine function; write it as async def rollout(chat)")
+                    raise RolloutError(
+                        f"{self.place}: the rollout is no coroutine function; write it as async "
+                        "def rollout(chat)"
+                    )
                 output = await coroutine
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -141,11 +182,14 @@ class Play:
             raise self._raised(error) from None
         except TimeoutError as error:
             if whole.expired():
-                raise RolloutLimitError(f"{self.place}: the rollout has had its {total:g} s", "seconds") from None
+                raise RolloutLimitError(
+                    f"{self.place}: the rollout has had its {total:g} s", "seconds"
+                ) from None
             if self._clock is None or not self._clock.expired():
                 raise self._raised(error) from None
             raise RolloutError(
-                f"{self.place}: the rollout worked for more than {seconds:g} s between two requests; make it faster, or raise "
+                f"{self.place}: the rollout worked for more than {seconds:g} s between two "
+                "requests; make it faster, or raise "
                 "limits=RolloutLimits(seconds=…)"
             ) from None
         except (KeyboardInterrupt, GeneratorExit):
@@ -157,17 +201,24 @@ class Play:
             for task in self._waiting - {asyncio.current_task()}:
                 task.cancel()  # requests that the rollout left behind
         if not any(self._replies):
-            raise RolloutError(f"{self.place}: the rollout ended without a reply of the model; ask it with await chat(…)")
+            raise RolloutError(
+                f"{self.place}: the rollout ended without a reply of the model; ask it with "
+                "await chat(…)"
+            )
         return output
 
     def _raised(self, error: BaseException) -> Exception:
-        """Return our own errors as they are, out of exception groups too; others as a RolloutError with their traceback."""
+        """Return our own errors as they are, out of exception groups too; others as a RolloutError
+        with their traceback.
+        """
         first = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         if isinstance(first, GraderError | RolloutError | ServerError | TokenizationError):
             return first
-        return RolloutError(f"{self.place}: the rollout raised {describe(error)}\n{own_traceback(error, __file__)}")
+        return RolloutError(
+            f"{self.place}: the rollout raised {describe(error)}\n{own_traceback(error, __file__)}"
+        )
 
     # The grade
 
@@ -176,9 +227,14 @@ class Play:
         if output is not None:
             return Grade.of(output, self.place, who="rollout")
         if self.task.grader is None:
-            raise GraderError(f"{self.place}: the rollout returned no reward, and the task has no grader; give one of them")
+            raise GraderError(
+                f"{self.place}: the rollout returned no reward, and the task has no grader; give "
+                "one of them"
+            )
         last = next(reply for reply in reversed(self._replies) if reply is not None)
-        choice = with_messages(openai_choice(last.answer), [*last.messages, last.message], self.sample)
+        choice = with_messages(
+            openai_choice(last.answer), [*last.messages, last.message], self.sample
+        )
         return await self.s.graders.grade(self.task, choice, self.place)
 
     # Requests
@@ -194,7 +250,8 @@ class Play:
         try:
             self._check_limits()
         except RolloutError:
-            await asyncio.sleep(0)  # a rollout that catches it and asks again, for ever, must not hold up all others
+            # A rollout that catches it and asks again, for ever, must not hold up all others.
+            await asyncio.sleep(0)
             raise
         number = len(self._replies)
         self._replies.append(None)
@@ -215,15 +272,27 @@ class Play:
         finally:
             self._waiting.discard(waiting)
             self._count_time(not self._waiting)
-        usage, tokens = self.ledger.usage, answer.completion_tokens or 0
+        usage = self.ledger.usage
+        tokens = answer.completion_tokens or 0
         self._generated += tokens
         usage.completion += tokens
         usage.new_completion += 0 if cached else tokens
-        read = Sample(task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached)
+        read = Sample(
+            task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached
+        )
         read.weights_version = self.s.settings.weights_version
         # Checked token by token, as a single answer is; of text completions vLLM sends no bytes.
-        first = self.ledger.job.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
-        read_choice(read, answer, self.place, token_ids=self.s.settings.token_ids, logprobs=request.wants_logprobs, strings=first)
+        first = (
+            self.ledger.job.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
+        )
+        read_choice(
+            read,
+            answer,
+            self.place,
+            token_ids=self.s.settings.token_ids,
+            logprobs=request.wants_logprobs,
+            strings=first,
+        )
         if not cached and digest is not None:
             await self.ledger.keep(read, answer, digest, self.s.cache_body(sent, request))
         choice = openai_choice(answer)
@@ -232,12 +301,19 @@ class Play:
         self._replies[number] = reply
         known = answer.prompt_tokens or len(answer.prompt_token_ids or ())
         choice.prompt_token_ids = read.prompt_token_ids  # type: ignore[attr-defined]  # vLLM's; it stands there in text completions
-        choice.usage = {"prompt_tokens": known, "completion_tokens": tokens, "total_tokens": known + tokens}  # type: ignore[attr-defined]
-        return choice, copy.deepcopy(reply.message)  # a copy, as messages are the rollout's to change
+        choice.usage = {
+            "prompt_tokens": known,
+            "completion_tokens": tokens,
+            "total_tokens": known + tokens,
+        }  # type: ignore[attr-defined]
+        # A copy, as messages are the rollout's to change.
+        return choice, copy.deepcopy(reply.message)
 
     def _check_over(self) -> None:
         if self._is_over:
-            raise RolloutError(f"{self.place}: the rollout is over; await all requests before it returns")
+            raise RolloutError(
+                f"{self.place}: the rollout is over; await all requests before it returns"
+            )
 
     def _check_messages(self, messages: list[dict[str, Any]]) -> None:
         """Raise RolloutError for parts that are no text, and for a prompt among chat messages."""
@@ -248,23 +324,36 @@ class Play:
                     where = f"{self.place}: message {number}"
                     raise RolloutError(f"{where} holds {found}; the policy is trained on text")
             return
-        content, settings = messages[0].get("content"), self.s.settings
+        content = messages[0].get("content")
+        settings = self.s.settings
         if len(messages) > 1 or not (isinstance(content, str) or is_ids(content)) or not content:
-            raise RolloutError(f"{self.place}: a message of role {PROMPT!r} stands alone, and is a text or a list of token ids")
+            raise RolloutError(
+                f"{self.place}: a message of role {PROMPT!r} stands alone, and is a text or a "
+                "list of token ids"
+            )
         if not settings.token_ids or settings.on_chunk is not None:
-            raise RolloutError(f"{self.place}: a prompt without a chat needs token_ids=True, and no on_chunk")
+            raise RolloutError(
+                f"{self.place}: a prompt without a chat needs token_ids=True, and no on_chunk"
+            )
 
     def _check_limits(self) -> None:
         self._check_over()
         limits = self.task.limits
         if len(self._replies) >= limits.turns:
-            raise RolloutLimitError(f"{self.place}: the rollout has had its {limits.turns} turns", "turns")
+            raise RolloutLimitError(
+                f"{self.place}: the rollout has had its {limits.turns} turns", "turns"
+            )
         if limits.tokens is not None and self._generated >= limits.tokens:
-            raise RolloutLimitError(f"{self.place}: the rollout has had its {limits.tokens} tokens", "tokens")
+            raise RolloutLimitError(
+                f"{self.place}: the rollout has had its {limits.tokens} tokens", "tokens"
+            )
 
     def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:
         """Return what this reply is asked for with."""
-        parameters = {**self.s.request.parameters, **{name: value for name, value in own.items() if value is not None}}
+        parameters = {
+            **self.s.request.parameters,
+            **{name: value for name, value in own.items() if value is not None},
+        }
         most = [limit for limit in (max_tokens, self.s.request.max_tokens) if limit is not None][:1]
         if self.task.limits.tokens is not None:
             most.append(self.task.limits.tokens - self._generated)
@@ -273,14 +362,18 @@ class Play:
         return dataclasses.replace(self.s.request, parameters=parameters)
 
     def _count_time(self, counts: bool) -> None:
-        """Start the rollout's own time anew with each reply, and stop it while the model is asked."""
+        """Start the rollout's own time anew with each reply, and stop it while the model is
+        asked.
+        """
         if self._clock is not None and not self._is_over and not self._clock.expired():
             now = asyncio.get_running_loop().time()
             self._clock.reschedule(now + self.task.limits.seconds if counts else None)
 
-    def _digest(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> str | None:
-        """A first request as it would be without a rollout has the digest of that; all others are of this task and turn alone, so
-        that no two of them share an answer."""
+    def _digest(
+        self, request: ChatRequest, messages: list[dict[str, Any]], number: int
+    ) -> str | None:
+        """A first request as it would be without a rollout has the digest of that; all others are
+        of this task and turn alone, so that no two of them share an answer."""
         task = self.ledger.job.digest
         if task is None:
             return None
@@ -288,9 +381,14 @@ class Play:
         same = number == 0 and body == self.s.cache_body(self.ledger.messages)
         return task if same else request_digest({"task": task, "turn": number}, body)
 
-    async def _answer(self, request: ChatRequest, messages: list[dict[str, Any]], number: int) -> tuple[Answer, str | None, bool]:
-        """Return a reply from the cache, else from a server: (answer, digest, whether it was cached)."""
-        job, digest = self.ledger.job, self._digest(request, messages, number)
+    async def _answer(
+        self, request: ChatRequest, messages: list[dict[str, Any]], number: int
+    ) -> tuple[Answer, str | None, bool]:
+        """Return a reply from the cache, else from a server: (answer, digest, whether it was
+        cached).
+        """
+        job = self.ledger.job
+        digest = self._digest(request, messages, number)
         if (found := (await self.ledger.from_cache([self.sample], digest))[0]) is not None:
             return found, digest, True
         place = job.first + self.sample.sample
@@ -298,14 +396,18 @@ class Play:
         attempt = _FittingAttempt(
             request=request,
             messages=messages,
-            seed_offset=place if same else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big"),
+            seed_offset=place
+            if same
+            else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big"),
             on_chunk=self.s.settings.on_chunk,
             watch=self.ledger.watch([self.sample], messages),
             count=self.s.count_tokens,
             place=self.place,
         )
         size = Size.of(messages, 1, request.max_tokens)
-        answer = (await self.ledger.send(attempt, [self.sample], size, digest=digest, ticket=self._ticket))[0]
+        answer = (
+            await self.ledger.send(attempt, [self.sample], size, digest=digest, ticket=self._ticket)
+        )[0]
         assert answer is not None
         return answer, digest, False
 
@@ -313,39 +415,59 @@ class Play:
 
     def _fill(self) -> None:
         """Fill the replies that came into the sample, as its turns."""
-        sample, replies = self.sample, [reply for reply in self._replies if reply is not None]
-        sample.turns = [_turn(replies, number, self.ledger.messages) for number in range(len(replies))]
+        sample = self.sample
+        replies = [reply for reply in self._replies if reply is not None]
+        sample.turns = [
+            _turn(replies, number, self.ledger.messages) for number in range(len(replies))
+        ]
         if not replies:
             return
-        first, usage = replies[0].answer, self.ledger.usage
+        first = replies[0].answer
+        usage = self.ledger.usage
         usage.prompt = max(usage.prompt, first.prompt_tokens or len(first.prompt_token_ids or ()))
         reads = [reply.read for reply in replies]
         last = reads[-1]
-        sample.text, sample.opening, sample.finish_reason = last.text, last.opening, last.finish_reason
+        sample.text = last.text
+        sample.opening = last.opening
+        sample.finish_reason = last.finish_reason
         sample.cached = all(read.cached for read in reads)
         if self.s.settings.token_ids:
             sample.prompt_token_ids = list(reads[0].prompt_token_ids or ())
             sample.token_ids = [token for read in reads for token in read.token_ids or ()]
         if any(read.logprobs is not None for read in reads):
             sample.logprobs = [logprob for read in reads for logprob in read.logprobs or ()]
-        if all(len(read.logprob_tokens or ()) == len(read.logprobs or ()) for read in reads) and sample.logprobs:
+        if (
+            all(len(read.logprob_tokens or ()) == len(read.logprobs or ()) for read in reads)
+            and sample.logprobs
+        ):
             sample.logprob_tokens = [token for read in reads for token in read.logprob_tokens or ()]
 
 
 def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -> Turn:
     reply = replies[number]
-    read, messages = reply.read, reply.messages
-    follows = next((k for k in range(number - 1, -1, -1) if _begins(messages, [*replies[k].messages, replies[k].message])), None)
+    read = reply.read
+    messages = reply.messages
+    follows = next(
+        (
+            k
+            for k in range(number - 1, -1, -1)
+            if _begins(messages, [*replies[k].messages, replies[k].message])
+        ),
+        None,
+    )
     if follows is not None:
         known = len(replies[follows].messages) + 1
     else:
         follows, known = (-1, len(given)) if _begins(messages, given) else (None, 0)
-    prompt, continues, shown = read.prompt_token_ids, None, 0
+    prompt = read.prompt_token_ids
+    continues = None
+    shown = 0
     if prompt is not None:
         for k in range(number - 1, -1, -1):
             ids = replies[k].ids
             if ids is not None and _begins(prompt, ids):
-                continues, shown = k, len(ids)
+                continues = k
+                shown = len(ids)
                 break
     return Turn(
         messages=messages[known:],
@@ -364,8 +486,14 @@ def _turn(replies: Sequence[_Reply], number: int, given: list[dict[str, Any]]) -
 
 
 def _begins(whole: list[Any], part: list[Any]) -> bool:
-    """Return whether `whole` begins with `part`. The ends are compared first, where conversations usually part."""
-    return len(part) <= len(whole) and (not part or whole[len(part) - 1] == part[-1]) and whole[: len(part)] == part
+    """Return whether `whole` begins with `part`. The ends are compared first, where conversations
+    usually part.
+    """
+    return (
+        len(part) <= len(whole)
+        and (not part or whole[len(part) - 1] == part[-1])
+        and whole[: len(part)] == part
+    )
 
 
 def _sent_back(choice: Choice) -> dict[str, Any]:

@@ -1,8 +1,10 @@
-"""The progress line of sampling: one line that moves, in a terminal or a notebook, and one summary when it is over.
+"""The progress line of sampling: one line that moves, in a terminal or a notebook, and one summary
+when it is over.
 
-Silent where nobody watches (a log file, a pipe, a pbar that was turned off). In a terminal tqdm places the line, so that several
-at once and other bars do not overwrite each other; in a notebook it is one output of plain text that is updated in place, which
-needs no ipywidgets and is kept in the saved notebook.
+Silent where nobody watches (a log file, a pipe, a pbar that was turned off). In a terminal tqdm
+places the line, so that several at once and other bars do not overwrite each other; in a notebook
+it is one output of plain text that is updated in place, which needs no ipywidgets and is kept in
+the saved notebook.
 """
 
 import asyncio
@@ -40,7 +42,8 @@ class Prices(NamedTuple):
         pair = tuple(value) if isinstance(value, tuple | list) else ()
         if len(pair) != 2 or not all(is_number(price) and price >= 0 for price in pair):
             raise UserError(
-                f"prices is {value!r}; give (input, output), two finite numbers of at least 0: dollars per million prompt tokens "
+                f"prices is {value!r}; give (input, output), two finite numbers of at least 0: "
+                "dollars per million prompt tokens "
                 "and per million completion tokens"
             )
         return cls(float(pair[0]), float(pair[1]))
@@ -51,7 +54,8 @@ class Prices(NamedTuple):
 
 
 class Progress:
-    """Counts samples and tokens as they come, and shows them. A context manager, so that the line is closed on Ctrl-C too.
+    """Counts samples and tokens as they come, and shows them. A context manager, so that the line
+    is closed on Ctrl-C too.
 
     total: how many samples will come; None where nobody knows (there is no ETA then).
     screen: where to show them; None for nowhere.
@@ -60,8 +64,16 @@ class Progress:
     Belongs to one thread.
     """
 
-    def __init__(self, total: int | None, description: str, screen: "Screen | None", prices: Prices | None = None) -> None:
-        self._total, self._description, self._prices = total, description, prices
+    def __init__(
+        self,
+        total: int | None,
+        description: str,
+        screen: "Screen | None",
+        prices: Prices | None = None,
+    ) -> None:
+        self._total = total
+        self._description = description
+        self._prices = prices
         self._screen = screen
         self._start = time.monotonic()
         self._next_draw = self._start
@@ -86,15 +98,21 @@ class Progress:
             self._screen = None
 
     def add_tokens(self, completion: int, prompt: int = 0) -> None:
-        """Count new tokens of a server as they come (fewer, where they were lost with their stream); not those from a cache."""
+        """Count new tokens of a server as they come (fewer, where they were lost with their
+        stream); not those from a cache.
+        """
         self._tokens += completion
         self._prompt_tokens += prompt
         self._draw_if_due()
 
-    def keep_moving(self, tokens_in_flight: Callable[[int], float], pause: float = 0.5) -> Callable[[], None]:
-        """Show also what answers that come whole have got at the server by now, until the function that is returned is called.
+    def keep_moving(
+        self, tokens_in_flight: Callable[[int], float], pause: float = 0.5
+    ) -> Callable[[], None]:
+        """Show also what answers that come whole have got at the server by now, until the function
+        that is returned is called.
 
-        tokens_in_flight: given the tokens of the answers that have come. pause: seconds between two looks.
+        tokens_in_flight: given the tokens of the answers that have come. pause: seconds between two
+            looks.
         """
         if self._screen is None:
             return lambda: None
@@ -125,13 +143,17 @@ class Progress:
             self._unfinished += 1
         else:
             self._failed += 1
-        if (length := len(sample.token_ids or sample.logprobs or ())) and sample.finish_reason != "unfinished":
+        if (
+            length := len(sample.token_ids or sample.logprobs or ())
+        ) and sample.finish_reason != "unfinished":
             self._lengths += length
             self._measured += 1
         self._draw_if_due()
 
     def line(self, width: int, now: float | None = None) -> str:
-        """Return the moving line in at most `width` columns: what matters most comes first, what has no room is left out."""
+        """Return the moving line in at most `width` columns: what matters most comes first, what
+        has no room is left out.
+        """
         now = time.monotonic() if now is None else now
         elapsed = now - self._start
         counted = f"{self._done}/{self._total}" if self._total is not None else f"{self._done}"
@@ -140,9 +162,20 @@ class Progress:
         if self._total is not None and self._done < self._total:
             clock += "<" + (_clock(elapsed / new * (self._total - self._done)) if new else "?")
         failed = [f"{self._failed} failed"] if self._failed else []
-        parts = [*self._reward(), *failed, f"{si(self._rate(now))} tok/s", *self._spend(), *self._metric_means()]
-        parts += [f"{si(self._tokens + self._in_flight)} tokens", *self._length(), *self._other_counts()]
-        # Given room in the order in which they are shown; a long part does not keep short ones out behind it.
+        parts = [
+            *self._reward(),
+            *failed,
+            f"{si(self._rate(now))} tok/s",
+            *self._spend(),
+            *self._metric_means(),
+        ]
+        parts += [
+            f"{si(self._tokens + self._in_flight)} tokens",
+            *self._length(),
+            *self._other_counts(),
+        ]
+        # Given room in the order in which they are shown; a long part does not keep short ones out
+        # behind it.
         head = f"{self._description} {counted}"
         room = width - disp_len(head) - disp_len(clock) - 1
         shown = []
@@ -160,11 +193,23 @@ class Progress:
     def summary(self) -> str:
         """Return one line for the end: everything, whatever its width."""
         seconds = max(time.monotonic() - self._start, 1e-9)
-        count = f"{self._done} of {self._total}" if self._total not in (None, self._done) else f"{self._done}"
+        count = (
+            f"{self._done} of {self._total}"
+            if self._total not in (None, self._done)
+            else f"{self._done}"
+        )
         parts = [f"{count} samples in {_clock(seconds) if seconds >= 60 else f'{seconds:.1f} s'}"]
-        parts += [*self._reward(), *self._metric_means(), *([f"{self._failed} failed"] if self._failed else [])]
+        parts += [
+            *self._reward(),
+            *self._metric_means(),
+            *([f"{self._failed} failed"] if self._failed else []),
+        ]
         parts += self._other_counts()
-        parts += [f"{si(self._tokens)} new tokens ({si(self._tokens / seconds)} tok/s)", *self._length(), *self._spend()]
+        parts += [
+            f"{si(self._tokens)} new tokens ({si(self._tokens / seconds)} tok/s)",
+            *self._length(),
+            *self._spend(),
+        ]
         return f"{self._description}: {', '.join(parts)}"
 
     # Parts
@@ -180,13 +225,22 @@ class Progress:
         if self._prices is None:
             return []
         dollars = self._prices.spend(self._prompt_tokens, self._tokens)
-        return [f"${dollars:.2f}" if dollars >= 1 or dollars <= 0 else f"${dollars:.2g}" if dollars >= 1e-4 else "<$0.0001"]
+        return [
+            f"${dollars:.2f}"
+            if dollars >= 1 or dollars <= 0
+            else f"${dollars:.2g}"
+            if dollars >= 1e-4
+            else "<$0.0001"
+        ]
 
     def _length(self) -> list[str]:
         return [f"{self._lengths / self._measured:.0f} tok/sample"] if self._measured else []
 
     def _metric_means(self) -> list[str]:
-        return [f"{one_line(name, _LONGEST_NAME)} {_mean(total, count)}" for name, (total, count) in self._metrics.items()]
+        return [
+            f"{one_line(name, _LONGEST_NAME)} {_mean(total, count)}"
+            for name, (total, count) in self._metrics.items()
+        ]
 
     def _rate(self, now: float) -> float:
         """Return tokens per second over the last RATE_WINDOW seconds."""
@@ -208,10 +262,18 @@ class _Terminal:
 
     def __init__(self) -> None:
         # mininterval: we say when to draw; bar_format: the line is ours as a whole.
-        self._bar: Any = tqdm(bar_format="{desc}", file=sys.stderr, dynamic_ncols=True, leave=False, mininterval=math.inf)
+        self._bar: Any = tqdm(
+            bar_format="{desc}",
+            file=sys.stderr,
+            dynamic_ncols=True,
+            leave=False,
+            mininterval=math.inf,
+        )
 
     def width(self) -> int:
-        """Return the columns; one is left free, because a full line makes some terminals go to the next."""
+        """Return the columns; one is left free, because a full line makes some terminals go to the
+        next.
+        """
         try:
             columns = os.get_terminal_size(sys.stderr.fileno()).columns
         except (OSError, ValueError):
@@ -252,7 +314,9 @@ Screen: TypeAlias = _Terminal | _Notebook
 
 
 def screen() -> Screen | None:
-    """Return where somebody watches, or None: a moving line in a log file would be thousands of lines."""
+    """Return where somebody watches, or None: a moving line in a log file would be thousands of
+    lines.
+    """
     ipython = sys.modules.get("IPython")  # a notebook has loaded it; nobody else is made to
     shell = ipython.get_ipython() if ipython is not None else None
     if getattr(shell, "kernel", None) is not None:

@@ -1,4 +1,6 @@
-"""A line per request to a server, as JSON lines: what was asked of whom, what it cost, and how it ended."""
+"""A line per request to a server, as JSON lines: what was asked of whom, what it cost, and how it
+ended.
+"""
 
 import json
 import logging
@@ -19,12 +21,15 @@ MAX_ERROR_LENGTH = 2000
 
 
 class RequestsLog:
-    """Appends to one file; safe from several threads and tasks. Lines are written whole, so several processes may share it.
+    """Appends to one file; safe from several threads and tasks. Lines are written whole, so several
+    processes may share it.
 
-    A line that cannot be written costs that line: it is reported once, and nothing is raised into a rollout.
+    A line that cannot be written costs that line: it is reported once, and nothing is raised into a
+    rollout.
     """
 
-    _lock = threading.Lock()  # one for all: validation and rollouts write to one file, through logs of their own
+    # One for all: validation and rollouts write to one file, through logs of their own.
+    _lock = threading.Lock()
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -50,9 +55,12 @@ class RequestsLog:
     ) -> None:
         """Append a line.
 
-        base_url: the server's; credentials in it are taken out. digest: the request's (`request_digest`), as in the cache.
-        samples: the numbers of the samples that were asked for. hit: whether the cache served them, and no request was made.
-        tokens: as the server counted them, for all samples together; None where it did not say. seconds: from start to end.
+        base_url: the server's; credentials in it are taken out. digest: the request's
+            (`request_digest`), as in the cache.
+        samples: the numbers of the samples that were asked for. hit: whether the cache served them,
+            and no request was made.
+        tokens: as the server counted them, for all samples together; None where it did not say.
+            seconds: from start to end.
         """
         if isinstance(error, BaseException):
             error = f"{type(error).__name__}: {error}"
@@ -75,14 +83,21 @@ class RequestsLog:
         except OSError as failure:
             if not self._reported:
                 self._reported = True
-                log.warning("requests log %s cannot be written: %s. The run goes on without it.", self.path, failure)
+                log.warning(
+                    "requests log %s cannot be written: %s. The run goes on without it.",
+                    self.path,
+                    failure,
+                )
 
     def _write(self, row: dict[str, Any]) -> None:
-        if not self._whole:  # a killed process may have left half a line, which must not end up in the middle of the file
+        # A killed process may have left half a line, which must not end up in the middle of the
+        # file.
+        if not self._whole:
             append_jsonl(self.path, row)
             self._whole = True
             return
-        # In one piece, and nothing looked at: what `append_jsonl` would take for half a line may be one that another is writing.
+        # In one piece, and nothing looked at: what `append_jsonl` would take for half a line may be
+        # one that another is writing.
         line = (json.dumps(row, allow_nan=False) + "\n").encode("ascii")
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:

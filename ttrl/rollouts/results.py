@@ -1,4 +1,6 @@
-"""What sampling returns: the graded groups in the order of their tasks, what they add up to, and what went wrong how often."""
+"""What sampling returns: the graded groups in the order of their tasks, what they add up to, and
+what went wrong how often.
+"""
 
 import dataclasses
 from collections import Counter
@@ -25,7 +27,9 @@ class TaskUsage:
     """The prompt once, however many samples it has; of rollouts, the first one's."""
     completion: int = 0
     new_prompt: int = 0
-    """Of every request that was sent, so what a provider charges for; nothing for samples that came from the cache."""
+    """Of every request that was sent, so what a provider charges for; nothing for samples that came
+    from the cache.
+    """
     new_completion: int = 0
     prefix_cached: int = 0
     """Of `new_prompt`, what the server's prefix cache knew already."""
@@ -33,13 +37,17 @@ class TaskUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutStats:
-    """Counts and means. Means are over graded samples, and None where there is nothing to average."""
+    """Counts and means. Means are over graded samples, and None where there is nothing to
+    average.
+    """
 
     num_tasks: int
     num_samples: int
     num_graded: int
     num_failed: int
-    """Samples with an error instead of a reward; num_graded + num_failed + num_unfinished = num_samples."""
+    """Samples with an error instead of a reward; num_graded + num_failed + num_unfinished =
+    num_samples.
+    """
     num_unfinished: int
     """Samples that a token budget cut off; they can be continued."""
     num_cached: int
@@ -47,8 +55,10 @@ class RolloutStats:
     num_turns: int
     """Replies of the model in samples of rollouts."""
     num_breaks: int
-    """Of these, those whose prompt does not continue an earlier turn token by token, first ones left out: they are trained as
-    sequences of their own, whose prompt is computed once more. 0 where the server gave no ids, by which it could be told."""
+    """Of these, those whose prompt does not continue an earlier turn token by token, first ones
+    left out: they are trained as sequences of their own, whose prompt is computed once more. 0
+    where the server gave no ids, by which it could be told.
+    """
     mean_reward: float | None
     metrics: dict[str, float]
     """Each metric's mean over the graded samples that have it."""
@@ -59,7 +69,9 @@ class RolloutStats:
     """Over the samples that the server completed, graded or not."""
     new_prompt_tokens: int
     new_completion_tokens: int
-    """Tokens that were sent and sampled now: without those from the cache, and without what earlier calls had sampled."""
+    """Tokens that were sent and sampled now: without those from the cache, and without what earlier
+    calls had sampled.
+    """
     prefix_cached_tokens: int
     """Of the new prompt tokens, those that the server's own prefix cache served."""
     spend: float | None
@@ -72,7 +84,8 @@ class RolloutStats:
     tokens_per_second: float | None
     """new_completion_tokens / seconds; None where all came from the cache."""
     partial_metrics: dict[str, int] = field(default_factory=dict)
-    """How many samples have a metric that some graded samples lack: its mean is over those alone."""
+    """How many samples have a metric that some graded samples lack: its mean is over those alone.
+    """
     grading_seconds: float | None = None
     """That grades took, added up over samples; many run at once, and while others are sampled."""
 
@@ -92,10 +105,19 @@ class RolloutStats:
             parts.append(f"{self.seconds:.1f} s")
         if self.mean_reward is not None:
             parts.append(f"mean reward {self.mean_reward:.3f}")
-        parts += [f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()]
+        parts += [
+            f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()
+        ]
         if self.mean_completion_tokens is not None:
-            speed = f", {si(self.tokens_per_second)} tokens/s" if self.tokens_per_second is not None else ""
-            parts.append(f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per sample{speed})")
+            speed = (
+                f", {si(self.tokens_per_second)} tokens/s"
+                if self.tokens_per_second is not None
+                else ""
+            )
+            parts.append(
+                f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per "
+                f"sample{speed})"
+            )
         if self.spend is not None:
             parts.append(f"${self.spend:.4g}")
         for count, what in (
@@ -123,7 +145,8 @@ _COLUMNS = ("task_id", "sample", "reward", "error", "finish_reason", "tokens", "
 class TaskResults(Sequence[TaskResult]):
     """The result of each task, in the order of the tasks that were given; a sequence of TaskResult.
 
-    `transformed` holds what `transform` returned for each of them, or the exception that it raised; None without a transform.
+    `transformed` holds what `transform` returned for each of them, or the exception that it raised;
+    None without a transform.
     """
 
     def __init__(
@@ -137,9 +160,12 @@ class TaskResults(Sequence[TaskResult]):
         other_failures: Mapping[str, int] | None = None,
         prices: Prices | None = None,
     ) -> None:
-        """`usage`: each task's tokens, which the samples alone do not tell (servers without ids; what was new)."""
+        """`usage`: each task's tokens, which the samples alone do not tell (servers without ids;
+        what was new).
+        """
         self._results = list(results)
-        self._seconds, self._grading_seconds = seconds, grading_seconds
+        self._seconds = seconds
+        self._grading_seconds = grading_seconds
         self._usage = list(usage) if usage is not None else [None] * len(self._results)
         self._prices = prices
         self._other_failures = dict(other_failures or {})
@@ -154,7 +180,9 @@ class TaskResults(Sequence[TaskResult]):
         rows = []
         for result in self._results:
             for sample in result.samples:
-                row: dict[str, Any] = {name: getattr(sample, name) for name in _COLUMNS if name != "tokens"}
+                row: dict[str, Any] = {
+                    name: getattr(sample, name) for name in _COLUMNS if name != "tokens"
+                }
                 row["tokens"] = None if sample.token_ids is None else len(sample.token_ids)
                 rows.append(row | {"metrics": sample.scores})
         return data_frame(rows, columns=_COLUMNS)
@@ -176,7 +204,8 @@ class TaskResults(Sequence[TaskResult]):
     def from_samples(cls, samples: Iterable[Sample]) -> "TaskResults":
         """Rebuild results from the samples of a rollouts.jsonl, in its order.
 
-        A group ends where the task id changes or the numbers of its samples start again (the same task twice in a row).
+        A group ends where the task id changes or the numbers of its samples start again (the same
+        task twice in a row).
         """
         groups: list[list[Sample]] = []
         for sample in samples:
@@ -184,7 +213,9 @@ class TaskResults(Sequence[TaskResult]):
             if last is None or sample.task_id != last.task_id or sample.sample <= last.sample:
                 groups.append([])
             groups[-1].append(sample)
-        return cls(TaskResult(task_id=g[0].task_id, messages=g[0].messages, samples=g) for g in groups)
+        return cls(
+            TaskResult(task_id=g[0].task_id, messages=g[0].messages, samples=g) for g in groups
+        )
 
     @property
     def samples(self) -> list[Sample]:
@@ -205,7 +236,9 @@ class TaskResults(Sequence[TaskResult]):
 
     @property
     def stats(self) -> RolloutStats:
-        """Counted anew at each access, so that it follows changes of the samples (about a microsecond per sample)."""
+        """Counted anew at each access, so that it follows changes of the samples (about a
+        microsecond per sample).
+        """
         samples = self.samples
         graded = [sample for sample in samples if sample.reward is not None]
         rewards = [reward for result in self._results for reward in result.rewards]
@@ -214,13 +247,25 @@ class TaskResults(Sequence[TaskResult]):
             for name, value in sample.scores.items():
                 metrics.setdefault(name, []).append(value)
         unfinished = [sample for sample in samples if is_unfinished(sample)]
-        reasons = Counter(reason(sample) for sample in samples if sample.reward is None and not is_unfinished(sample))
+        reasons = Counter(
+            reason(sample)
+            for sample in samples
+            if sample.reward is None and not is_unfinished(sample)
+        )
         reasons.update(self._other_failures)
-        usage = [known or _usage(result) for result, known in zip(self._results, self._usage, strict=True)]
-        cut_off = [sample for sample in samples if sample.finish_reason is None or is_unfinished(sample)]
+        usage = [
+            known or _usage(result)
+            for result, known in zip(self._results, self._usage, strict=True)
+        ]
+        cut_off = [
+            sample for sample in samples if sample.finish_reason is None or is_unfinished(sample)
+        ]
         completed = len(samples) - len(cut_off)
-        completed_tokens = sum(u.completion for u in usage) - sum(len(sample.token_ids or ()) for sample in cut_off)
-        new_prompt, new_completion = sum(u.new_prompt for u in usage), sum(u.new_completion for u in usage)
+        completed_tokens = sum(u.completion for u in usage) - sum(
+            len(sample.token_ids or ()) for sample in cut_off
+        )
+        new_prompt = sum(u.new_prompt for u in usage)
+        new_completion = sum(u.new_completion for u in usage)
         return RolloutStats(
             num_tasks=len(self._results),
             num_samples=len(samples),
@@ -237,7 +282,9 @@ class TaskResults(Sequence[TaskResult]):
             ),
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
             metrics={name: sum(values) / len(values) for name, values in metrics.items()},
-            partial_metrics={name: len(values) for name, values in metrics.items() if len(values) < len(graded)},
+            partial_metrics={
+                name: len(values) for name, values in metrics.items() if len(values) < len(graded)
+            },
             prompt_tokens=sum(u.prompt for u in usage),
             completion_tokens=sum(u.completion for u in usage),
             mean_completion_tokens=completed_tokens / completed if completed else None,
@@ -245,58 +292,92 @@ class TaskResults(Sequence[TaskResult]):
             new_completion_tokens=new_completion,
             prefix_cached_tokens=sum(u.prefix_cached for u in usage),
             spend=None if self._prices is None else self._prices.spend(new_prompt, new_completion),
-            finish_reasons=dict(Counter(s.finish_reason for s in samples if s.finish_reason is not None).most_common()),
+            finish_reasons=dict(
+                Counter(
+                    s.finish_reason for s in samples if s.finish_reason is not None
+                ).most_common()
+            ),
             exceptions=dict(reasons.most_common()),
             seconds=self._seconds,
-            tokens_per_second=new_completion / self._seconds if new_completion and self._seconds else None,
+            tokens_per_second=new_completion / self._seconds
+            if new_completion and self._seconds
+            else None,
             grading_seconds=self._grading_seconds,
         )
 
     @property
     def unfinished(self) -> list[TaskResult]:
-        """The groups with samples that a token budget cut off, for the `unfinished` of a later call."""
+        """The groups with samples that a token budget cut off, for the `unfinished` of a later
+        call.
+        """
         return [result for result in self._results if any(map(is_unfinished, result.samples))]
 
     def raise_if_all_failed(self) -> None:
         """Raise where no sample has a reward.
 
-        Raises GraderError when all samples failed in their graders, RolloutError when all did there or in their rollouts,
-        ServerError otherwise; with the commonest reason in full.
+        Raises GraderError when all samples failed in their graders, RolloutError when all did there
+        or in their rollouts, ServerError otherwise; with the commonest reason in full.
         """
         samples = self.samples
-        if not samples or any(sample.reward is not None or is_unfinished(sample) for sample in samples):
+        if not samples or any(
+            sample.reward is not None or is_unfinished(sample) for sample in samples
+        ):
             return
         commonest, count = Counter(map(reason, samples)).most_common(1)[0]
-        in_full = next(sample.error or commonest for sample in samples if reason(sample) == commonest)
+        in_full = next(
+            sample.error or commonest for sample in samples if reason(sample) == commonest
+        )
         kinds = {(sample.error or "").split(":", 1)[0] for sample in samples}
         kind: type[TtrlError] = ServerError
         if kinds <= {"GraderError", "RolloutError", "RolloutLimitError"}:
             kind = GraderError if kinds == {"GraderError"} else RolloutError
-        raise kind(f"all {len(samples)} samples of {len(self)} tasks failed, {count} of them with: {in_full}")
+        raise kind(
+            f"all {len(samples)} samples of {len(self)} tasks failed, {count} of them with: "
+            f"{in_full}"
+        )
 
 
 def reason(sample: Sample) -> str:
-    """Return the first line of a failed sample's error without its place, so that equal failures count as one."""
-    line = (sample.error or "no reward and no reason").split("\n", 1)[0].replace(f"{sample.where}: ", "", 1)
+    """Return the first line of a failed sample's error without its place, so that equal failures
+    count as one.
+    """
+    line = (
+        (sample.error or "no reward and no reason")
+        .split("\n", 1)[0]
+        .replace(f"{sample.where}: ", "", 1)
+    )
     return line if len(line) <= 200 else line[:199] + "…"
 
 
 def is_unfinished(sample: Sample) -> bool:
-    """Return True for a sample that a token budget cut off: it has neither reward nor error, and can be continued."""
+    """Return True for a sample that a token budget cut off: it has neither reward nor error, and
+    can be continued.
+    """
     return sample.finish_reason == "unfinished" and sample.error is None
 
 
 def _usage(result: TaskResult) -> TaskUsage:
     """Return what the samples tell: everything is new unless it comes from the cache."""
     prompt = max((len(sample.prompt_token_ids or ()) for sample in result.samples), default=0)
-    counts = [(len(sample.token_ids or sample.logprobs or ()), sample.cached) for sample in result.samples if not sample.turns]
+    counts = [
+        (len(sample.token_ids or sample.logprobs or ()), sample.cached)
+        for sample in result.samples
+        if not sample.turns
+    ]
     sent = prompt if any(count for count, cached in counts if not cached) else 0
     for sample in result.samples:
         lengths: list[int] = []  # of each turn's prompt and reply
         for turn in sample.turns or ():
-            asked = len(turn.prompt_token_ids or ()) + (0 if turn.continues is None else lengths[turn.continues])
+            asked = len(turn.prompt_token_ids or ()) + (
+                0 if turn.continues is None else lengths[turn.continues]
+            )
             lengths.append(asked + turn.num_tokens)
             counts.append((turn.num_tokens, turn.cached))
             sent += 0 if turn.cached else asked
     new = sum(count for count, cached in counts if not cached)
-    return TaskUsage(prompt=prompt, completion=sum(count for count, _ in counts), new_prompt=sent, new_completion=new)
+    return TaskUsage(
+        prompt=prompt,
+        completion=sum(count for count, _ in counts),
+        new_prompt=sent,
+        new_completion=new,
+    )

@@ -1,4 +1,5 @@
-"""One readable text file per sample: what was asked, what was answered, what became of it. For people; nothing reads it back.
+"""One readable text file per sample: what was asked, what was answered, what became of it. For
+people; nothing reads it back.
 
 While an answer comes in a stream, it can be read in its file (`tail -F`), about a second behind.
 """
@@ -31,9 +32,11 @@ LIVE_SECONDS = 1.0
 
 
 class SampleLogs:
-    """Writes `FOLDER/TASK-ID_SAMPLE.txt` for every sample, each whole or not at all; an older file of that name is replaced.
+    """Writes `FOLDER/TASK-ID_SAMPLE.txt` for every sample, each whole or not at all; an older file
+    of that name is replaced.
 
-    A log that cannot be written costs no sample: the first failure is a warning, `num_failed` counts them.
+    A log that cannot be written costs no sample: the first failure is a warning, `num_failed`
+    counts them.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -45,7 +48,8 @@ class SampleLogs:
     def write(self, sample: Sample, *, number: int | None = None) -> Path:
         """Write one sample and return its file (which does not exist where writing failed).
 
-        number: in the file's name; by default the sample's own. Equal tasks of one call number their samples one after another.
+        number: in the file's name; by default the sample's own. Equal tasks of one call number
+            their samples one after another.
         """
         path = self.path_of(sample, number)
         self.live.pop(path, None)
@@ -54,7 +58,10 @@ class SampleLogs:
         return path
 
     def path_of(self, sample: Sample, number: int | None = None) -> Path:
-        return self.folder / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
+        return (
+            self.folder
+            / f"{file_name(sample.task_id)}_{sample.sample if number is None else number:03d}.txt"
+        )
 
     @contextlib.contextmanager
     def failures_counted(self, path: Path) -> Iterator[None]:
@@ -64,7 +71,8 @@ class SampleLogs:
         except OSError as error:
             if not self.num_failed:
                 logger.warning(
-                    "sample logs: could not write %s: %s; sampling goes on without the logs that cannot be written",
+                    "sample logs: could not write %s: %s; sampling goes on without the logs that "
+                    "cannot be written",
                     path,
                     error.__cause__ or error,
                 )
@@ -78,10 +86,18 @@ class LiveAnswers:
     """
 
     def __init__(
-        self, logs: SampleLogs, samples: Sequence[Sample], numbers: Sequence[int], messages: Sequence[Mapping[str, Any]]
+        self,
+        logs: SampleLogs,
+        samples: Sequence[Sample],
+        numbers: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
     ) -> None:
-        self._logs, self._messages = logs, messages
-        self._samples = [(sample, logs.path_of(sample, number)) for sample, number in zip(samples, numbers, strict=True)]
+        self._logs = logs
+        self._messages = messages
+        self._samples = [
+            (sample, logs.path_of(sample, number))
+            for sample, number in zip(samples, numbers, strict=True)
+        ]
         self._completion: LiveCompletion | None = None
         self._shown: dict[int, int] = {}
         """Characters of each choice that its file has."""
@@ -91,7 +107,8 @@ class LiveAnswers:
         """Write what has come since the last look."""
         now = time.monotonic()
         if completion is not self._completion:  # the first one, or the request is made again
-            self._completion, self._shown = completion, {}
+            self._completion = completion
+            self._shown = {}
         elif now < self._due:
             return
         self._due = now + LIVE_SECONDS
@@ -101,14 +118,24 @@ class LiveAnswers:
     def _show(self, choice: LiveChoice) -> None:
         if choice.index >= len(self._samples):
             return
-        (sample, path), shown, logs = self._samples[choice.index], self._shown.get(choice.index), self._logs
+        (sample, path), shown, logs = (
+            self._samples[choice.index],
+            self._shown.get(choice.index),
+            self._logs,
+        )
         thought = choice.message.reasoning or choice.message.reasoning_content
         text = "\n\n".join(part for part in (thought, choice.message.content) if part)
         if shown is None:
             logs.live[path] = self
-            head = f"task    {' '.join(sample.task_id.split())}\nsample  {sample.sample}\nbeing sampled"
-            new = "\n\n".join([head, *_messages(self._messages), f"{_title('answer so far')}\n{text}"])
-        elif logs.live.get(path) is self:  # a later request of the sample may have begun, or the sample has ended
+            head = (
+                f"task    {' '.join(sample.task_id.split())}\nsample  {sample.sample}\nbeing "
+                "sampled"
+            )
+            new = "\n\n".join(
+                [head, *_messages(self._messages), f"{_title('answer so far')}\n{text}"]
+            )
+        # A later request of the sample may have begun, or the sample has ended.
+        elif logs.live.get(path) is self:
             new = text[shown:]
         else:
             return
@@ -120,8 +147,8 @@ class LiveAnswers:
 
 
 def file_name(task_id: str) -> str:
-    """Return a name that any file system takes. Ids that had to be changed carry a digest, so that no two of them get the same
-    name."""
+    """Return a name that any file system takes. Ids that had to be changed carry a digest, so that
+    no two of them get the same name."""
     clean = re.sub(r"[^A-Za-z0-9.-]+", "_", task_id).strip("._-")[:_LONGEST_NAME]
     # Lower case, because some file systems do not tell a from A; the digest does.
     if clean and clean == task_id and clean == clean.lower():
@@ -151,12 +178,20 @@ def _turns(sample: Sample) -> list[str]:
     for number, turn in enumerate(sample.turns or ()):
         if number and turn.follows != number - 1:
             parts.append(
-                _title(f"turn {number}: another conversation" if turn.follows is None else f"turn {number}: goes on elsewhere")
+                _title(
+                    f"turn {number}: another conversation"
+                    if turn.follows is None
+                    else f"turn {number}: goes on elsewhere"
+                )
             )
         messages += turn.messages
         parts += _messages(messages)
         about = [turn.finish_reason or "no finish reason", f"{turn.num_tokens} tokens"]
-        about += ["a new sequence"] if number and turn.continues is None and turn.prompt_token_ids is not None else []
+        about += (
+            ["a new sequence"]
+            if number and turn.continues is None and turn.prompt_token_ids is not None
+            else []
+        )
         for name in ("reasoning", "reasoning_content"):
             if isinstance(thought := turn.reply.get(name), str):
                 parts.append(f"{_title(f'turn {number}: {name}')}\n{thought}")
@@ -180,7 +215,12 @@ def _head(sample: Sample) -> str:
     known = [logprob for logprob in sample.logprobs or () if not math.isnan(logprob)]
     if known:
         unknown = len(sample.logprobs or ()) - len(known)
-        rows.append(("mean logprob", f"{sum(known) / len(known):.4f}" + (f" ({unknown} unknown)" if unknown else "")))
+        rows.append(
+            (
+                "mean logprob",
+                f"{sum(known) / len(known):.4f}" + (f" ({unknown} unknown)" if unknown else ""),
+            )
+        )
     if sample.cached:
         rows.append(("from the cache", "yes"))
     width = max(len(name) for name, _ in rows)
@@ -191,7 +231,9 @@ def _versions(sample: Sample) -> str:
     """Return "3", or "2 (120 tokens), 3 (45 tokens)" where it was continued."""
     if not sample.token_versions:
         return str(sample.weights_version)
-    return ", ".join(f"{version} ({count} tokens)" for version, count in Counter(sample.token_versions).items())
+    return ", ".join(
+        f"{version} ({count} tokens)" for version, count in Counter(sample.token_versions).items()
+    )
 
 
 def _title(text: str) -> str:
@@ -215,7 +257,9 @@ def _message(message: Mapping[str, Any]) -> str:
 
 
 def _part(part: Any) -> str:
-    """Return one part of a message that is a list: text as it is, everything else by its kind and address."""
+    """Return one part of a message that is a list: text as it is, everything else by its kind and
+    address.
+    """
     if not isinstance(part, Mapping):
         return str(part)
     if isinstance(text := part.get("text"), str):
@@ -224,7 +268,10 @@ def _part(part: Any) -> str:
     inner = part.get(kind)
     url = inner.get("url") if isinstance(inner, Mapping) else inner
     if isinstance(url, str):
-        return f"[{kind}: {url if len(url) <= _LONGEST_URL else f'{url[:60]}… ({len(url)} characters)'}]"
+        return (
+            f"[{kind}: "
+            f"{url if len(url) <= _LONGEST_URL else f'{url[:60]}… ({len(url)} characters)'}]"
+        )
     text = json.dumps(part, ensure_ascii=False, default=str)
     return f"[{text if len(text) <= _LONGEST_URL else f'{text[:60]}… ({len(text)} characters)'}]"
 
@@ -233,4 +280,6 @@ def _tool_call(call: Any) -> str:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return f"[tool call {json.dumps(call, ensure_ascii=False, default=str)}]"
-    return f"[tool call {call.get('id', '')}] {function.get('name')}({function.get('arguments', '')})"
+    return (
+        f"[tool call {call.get('id', '')}] {function.get('name')}({function.get('arguments', '')})"
+    )

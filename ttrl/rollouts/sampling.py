@@ -34,7 +34,9 @@ class SamplingJob:
     position: int
     task: Task
     first: int
-    """The number of its first sample, for cache keys and seeds: equal tasks of one call must not share samples."""
+    """The number of its first sample, for cache keys and seeds: equal tasks of one call must not
+    share samples.
+    """
     digest: str | None
     """Of its request, for cache keys and the requests log; None where there is neither."""
     kept: TaskResult | None
@@ -42,11 +44,14 @@ class SamplingJob:
 
 
 class Sampling:
-    """One call of `get_task_results`. Raises UserError for everything that can be known to be wrong before a request is made."""
+    """One call of `get_task_results`. Raises UserError for everything that can be known to be wrong
+    before a request is made.
+    """
 
     def __init__(self, settings: SamplingSettings, total: int | None) -> None:
         """total: the number of tasks; None where it is not known."""
-        self.settings, self.n = settings, settings.n
+        self.settings = settings
+        self.n = settings.n
         self.request = ChatRequest.of(
             settings.model,
             n=settings.n,
@@ -59,7 +64,8 @@ class Sampling:
         self._check_budget()
         self.first_request = first_part(self.request, self.budget)
         """What samples without a token are asked for with."""
-        # vLLM refuses n > 1 where sampling is greedy; and a choice of many that is ended early would be sampled on.
+        # vLLM refuses n > 1 where sampling is greedy; and a choice of many that is ended early
+        # would be sampled on.
         alone = settings.on_chunk is not None or self.request.parameters.get("temperature") == 0
         self.samples_per_request = settings.samples_per_request or (1 if alone else self.n)
         self.sampled = 0
@@ -71,19 +77,32 @@ class Sampling:
         self.cache = Cache.of(settings.cache)
         self.prices = None if settings.prices is None else Prices.of(settings.prices)
         self._transports = [transport_for(client) for client in settings.clients]
-        self._identity = answer_identity(self._transports, settings.weights_digest, has_cache=self.cache is not None)
+        self._identity = answer_identity(
+            self._transports, settings.weights_digest, has_cache=self.cache is not None
+        )
         self.servers = Servers(
             self._transports,
             concurrency=settings.concurrency,
             max_downtime=settings.max_downtime,
-            lengths=_known_lengths(settings.model, [transport.base_url for transport in self._transports]),
+            lengths=_known_lengths(
+                settings.model, [transport.base_url for transport in self._transports]
+            ),
         )
-        self.graders = Graders(isolated=bool(settings.isolated), timeout=settings.grader_timeout, memory=settings.grader_memory)
+        self.graders = Graders(
+            isolated=bool(settings.isolated),
+            timeout=settings.grader_timeout,
+            memory=settings.grader_memory,
+        )
         self.transform_thread = Threads(1)
-        self.requests_log = None if settings.requests_log is None else RequestsLog(settings.requests_log)
+        self.requests_log = (
+            None if settings.requests_log is None else RequestsLog(settings.requests_log)
+        )
         self.sample_logs = None if settings.log_dir is None else SampleLogs(settings.log_dir)
         self.progress = Progress(
-            None if total is None else total * self.n, settings.description, screen() if settings.pbar else None, self.prices
+            None if total is None else total * self.n,
+            settings.description,
+            screen() if settings.pbar else None,
+            self.prices,
         )
 
     def _check_budget(self) -> None:
@@ -91,18 +110,27 @@ class Sampling:
             return
         check_continuable(self.request)
         if not all(isinstance(result, TaskResult) for result in self.kept):
-            raise UserError("unfinished holds something else than TaskResult; give the `unfinished` of an earlier call")
+            raise UserError(
+                "unfinished holds something else than TaskResult; give the `unfinished` of an "
+                "earlier call"
+            )
         if wrong := [result for result in self.kept if len(result.samples) != self.n]:
             raise UserError(
-                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n is {self.n}; give the n of the "
+                f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n "
+                f"is {self.n}; give the n of the "
                 "call that began them"
             )
         if not self.settings.token_ids:
-            raise UserError("token_budget and unfinished need token ids: completions are continued from them; set token_ids=True")
+            raise UserError(
+                "token_budget and unfinished need token ids: completions are continued from "
+                "them; set token_ids=True"
+            )
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Keep servers, graders and progress line running within, and close the connections at the end."""
+        """Keep servers, graders and progress line running within, and close the connections at the
+        end.
+        """
         async with contextlib.AsyncExitStack() as stack:
             for transport in self._transports:
                 stack.push_async_callback(transport.close)
@@ -110,7 +138,8 @@ class Sampling:
             for part in (self.graders, self.progress, self.transform_thread):
                 stack.enter_context(part)
             listeners = (self.settings.on_chunk, self.cut, self.sample_logs)
-            if all(one is None for one in listeners):  # else answers are streamed, and counted as they come
+            # Else answers are streamed, and counted as they come.
+            if all(one is None for one in listeners):
                 stack.callback(self.progress.keep_moving(self.servers.tokens_in_flight))
             yield
 
@@ -120,13 +149,16 @@ class Sampling:
         """Return the task. Raises TaskError for one that this call cannot sample."""
         if task.rollout is not None and (self.budget is not None or self.kept):
             raise TaskError(
-                f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and continued later; leave "
+                f"task {task.id!r} has a rollout, which cannot be cut off by a token budget and "
+                "continued later; leave "
                 "token_budget and unfinished out, or give the task no rollout"
             )
         return task
 
     def jobs(self, tasks: Iterable[Task]) -> Iterator[SamplingJob]:
-        """Yield the tasks with what an earlier call sampled of them, and with the numbers that tell equal ones apart."""
+        """Yield the tasks with what an earlier call sampled of them, and with the numbers that tell
+        equal ones apart.
+        """
         times: Counter[str] = Counter()
         tasks = iter(tasks)
         begun = list(itertools.islice(tasks, len(self.kept)))
@@ -140,17 +172,22 @@ class Sampling:
             yield SamplingJob(position, task, first, digest, kept)
 
     def digest(self, task: Task) -> str | None:
-        """Return what names a task's request, for seeds, cache keys and logs; None where there is none of these."""
+        """Return what names a task's request, for seeds, cache keys and logs; None where there is
+        none of these.
+        """
         logged = self.requests_log is not None or self.sample_logs is not None
         numbered = logged or self.cache is not None or self.request.seed is not None
         return request_digest(self._identity, self.cache_body(task.messages)) if numbered else None
 
     def _check_begun(self, tasks: Sequence[Task]) -> None:
-        """Check all of `unfinished` before the first request: a mistake must cost no samples, and none may be left out."""
+        """Check all of `unfinished` before the first request: a mistake must cost no samples, and
+        none may be left out.
+        """
         for position, (kept, task) in enumerate(zip(self.kept, tasks, strict=False)):
             if (kept.task_id, kept.messages) != (task.id, task.messages):
                 raise UserError(
-                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is task {task.id!r}; "
+                    f"unfinished[{position}] is of task {kept.task_id!r}, tasks[{position}] is "
+                    f"task {task.id!r}; "
                     "the tasks of `unfinished` come first, in the same order"
                 )
         if len(tasks) < len(self.kept):
@@ -159,9 +196,13 @@ class Sampling:
                 "the tasks of `unfinished` come first, in the same order"
             )
 
-    def cache_body(self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None) -> dict[str, Any]:
-        """Return what an answer depends on: the request (by default the call's), and what may end it early, where that has a
-        name (an `on_chunk` with a `cache_key`, such as InferenceEarlyStop)."""
+    def cache_body(
+        self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
+    ) -> dict[str, Any]:
+        """Return what an answer depends on: the request (by default the call's), and what may end
+        it early, where that has a name (an `on_chunk` with a `cache_key`, such as
+        InferenceEarlyStop).
+        """
         body = (request or self.request).cache_body(messages)
         ended_by = getattr(self.settings.on_chunk, "cache_key", None)
         return body if ended_by is None else {**body, "on_chunk": ended_by}
@@ -169,10 +210,16 @@ class Sampling:
     # Counts
 
     def count_tokens(self, tokens: int) -> None:
-        """Count completion tokens as they come from a server (fewer, where a stream broke that is asked for again)."""
+        """Count completion tokens as they come from a server (fewer, where a stream broke that is
+        asked for again).
+        """
         self.sampled += tokens
         self.progress.add_tokens(tokens)
-        if self.cut is not None and self.budget is not None and self.sampled >= (self.budget.total or 0):
+        if (
+            self.cut is not None
+            and self.budget is not None
+            and self.sampled >= (self.budget.total or 0)
+        ):
             self.cut.set()
 
     @property
@@ -192,7 +239,9 @@ _lengths: dict[Any, Lengths] = {}
 
 
 def _known_lengths(model: str, base_urls: Sequence[str]) -> Lengths:
-    """Return what earlier calls of this process saw of the same model: iterations are alike, so the first wave is no guess."""
+    """Return what earlier calls of this process saw of the same model: iterations are alike, so the
+    first wave is no guess.
+    """
     key = (model, *base_urls)
     known = _lengths.pop(key, None) or Lengths()
     _lengths[key] = known  # the newest stands last

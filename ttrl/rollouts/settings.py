@@ -21,7 +21,9 @@ CacheLike: TypeAlias = "Cache | str | os.PathLike[str] | Sequence[str | os.PathL
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """The arguments of `get_task_results`, which explains them, without its tasks. Raises UserError for values out of range."""
+    """The arguments of `get_task_results`, which explains them, without its tasks. Raises UserError
+    for values out of range.
+    """
 
     client: Client
     model: str
@@ -52,7 +54,9 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         if not self.clients:
-            raise UserError("client is an empty list; give at least one AsyncOpenAI client or base URL")
+            raise UserError(
+                "client is an empty list; give at least one AsyncOpenAI client or base URL"
+            )
         for name, argument in (
             ("transform", "a TaskResult"),
             ("on_task_done", "a TaskResult"),
@@ -61,12 +65,18 @@ class SamplingSettings:
             if (function := getattr(self, name)) is not None and not callable(function):
                 raise UserError(f"{name} is {function!r}; give a function of {argument}")
         if (most := self.samples_per_request) is not None and (type(most) is not int or most < 1):
-            raise UserError(f"samples_per_request is {most!r}; give a number of at least 1, or None")
+            raise UserError(
+                f"samples_per_request is {most!r}; give a number of at least 1, or None"
+            )
 
     @property
     def clients(self) -> list[Any]:
         """One per server."""
-        return list(self.client) if isinstance(self.client, Sequence) and not isinstance(self.client, str) else [self.client]
+        return (
+            list(self.client)
+            if isinstance(self.client, Sequence) and not isinstance(self.client, str)
+            else [self.client]
+        )
 
     @property
     def description(self) -> str:

@@ -1,4 +1,6 @@
-"""One chat completion, from the cache or from a server, with retries: for scripts that want no tasks and no graders."""
+"""One chat completion, from the cache or from a server, with retries: for scripts that want no
+tasks and no graders.
+"""
 
 import os
 import time
@@ -45,42 +47,76 @@ async def get_chat_completion(
 ) -> ChatCompletion:
     """Sample one chat completion.
 
-    client: an AsyncOpenAI client, or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken from OPENAI_API_KEY).
-    params: sampling parameters of the OpenAI API or of vLLM. Logprobs are asked for unless it says {"logprobs": False}.
+    client: an AsyncOpenAI client, or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken
+        from OPENAI_API_KEY).
+    params: sampling parameters of the OpenAI API or of vLLM. Logprobs are asked for unless it says
+        {"logprobs": False}.
     token_ids: asks for the server's own token ids (vLLM's return_token_ids).
     sample: which of the samples of this prompt; the cache keeps each, and a seed is raised by it.
-    cache: where completions are kept and looked for: a folder, "memory://", "s3://…", …, a list of them, or a Cache.
-    weights_digest: names the weights that the server serves; needed with a cache and a server on this machine.
-    on_chunk: `on_chunk(chunk, completion)` sees every chunk; StopIteration ends the completion, with the finish_reason
-        "stopped_early" (which no cache keeps). Not called for a completion from the cache.
-    max_retries: on broken connections, timeouts, stalled streams, 408, 429 and 5xx, with pauses of 0.5, 1, 2 … s.
+    cache: where completions are kept and looked for: a folder, "memory://", "s3://…", …, a list of
+        them, or a Cache.
+    weights_digest: names the weights that the server serves; needed with a cache and a server on
+        this machine.
+    on_chunk: `on_chunk(chunk, completion)` sees every chunk; StopIteration ends the completion,
+        with the finish_reason "stopped_early" (which no cache keeps). Not called for a completion
+        from the cache.
+    max_retries: on broken connections, timeouts, stalled streams, 408, 429 and 5xx, with pauses of
+        0.5, 1, 2 … s.
     stall_timeout: seconds without a byte after which a stream counts as broken.
     requests_log: a jsonl file to which one line is appended.
     log_path: a file for the conversation as readable text.
 
-    Raises UserError for arguments that are wrong, RequestError with the server's own words when all attempts have failed.
+    Raises UserError for arguments that are wrong, RequestError with the server's own words when all
+    attempts have failed.
     """
-    request = ChatRequest.of(model, params=params, token_ids=token_ids, max_retries=max_retries, stall_timeout=stall_timeout)
+    request = ChatRequest.of(
+        model,
+        params=params,
+        token_ids=token_ids,
+        max_retries=max_retries,
+        stall_timeout=stall_timeout,
+    )
     if isinstance(client, list | tuple):
         raise UserError("client is a list; get_chat_completion asks one server")
     if not isinstance(sample, int) or isinstance(sample, bool) or sample < 0:
         raise UserError(f"sample is {sample!r}; give a whole number of at least 0")
     if on_chunk is not None and not callable(on_chunk):
         raise UserError(f"on_chunk is {on_chunk!r}; give a function of (chunk, completion)")
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise UserError(f"messages is {messages!r}; give a list such as [{{'role': 'user', 'content': '…'}}]")
-    transport, store = transport_for(client), Cache.of(cache)
+    if (
+        isinstance(messages, str | bytes | Mapping)
+        or not isinstance(messages, Sequence)
+        or not messages
+    ):
+        raise UserError(
+            f"messages is {messages!r}; give a list such as [{{'role': 'user', 'content': '…'}}]"
+        )
+    transport = transport_for(client)
+    store = Cache.of(cache)
     asked = request_messages(plain(messages, "messages"))
     identity = answer_identity([transport], weights_digest, has_cache=store is not None)
     digest = request_digest(identity, request.cache_body(asked))
-    key, log = sample_key(digest, sample), None if requests_log is None else RequestsLog(requests_log)
-    facts: dict[str, Any] = {"base_url": transport.base_url, "model": model, "digest": digest, "samples": [sample]}
-    read = Sample(task_id=digest[:12] if log_path is None else Path(log_path).stem, sample=sample, messages=asked)
-    began, answer = time.monotonic(), None if store is None else await store.get(key)
+    key = sample_key(digest, sample)
+    log = None if requests_log is None else RequestsLog(requests_log)
+    facts: dict[str, Any] = {
+        "base_url": transport.base_url,
+        "model": model,
+        "digest": digest,
+        "samples": [sample],
+    }
+    read = Sample(
+        task_id=digest[:12] if log_path is None else Path(log_path).stem,
+        sample=sample,
+        messages=asked,
+    )
+    began = time.monotonic()
+    answer = None if store is None else await store.get(key)
     try:
         hit = answer is not None
         if answer is None:
-            answer = await _asked(transport, ChatAttempt(request=request, messages=asked, seed_offset=sample, on_chunk=on_chunk))
+            answer = await _asked(
+                transport,
+                ChatAttempt(request=request, messages=asked, seed_offset=sample, on_chunk=on_chunk),
+            )
     except Exception as error:
         if log is not None:
             log.append(**facts, hit=False, seconds=time.monotonic() - began, error=error)
@@ -88,10 +124,20 @@ async def get_chat_completion(
     finally:
         await transport.close()
     if log is not None:
-        facts |= {"prompt_tokens": answer.prompt_tokens, "cached_prompt_tokens": answer.cached_tokens}
-        log.append(**facts, completion_tokens=answer.completion_tokens, hit=hit, seconds=time.monotonic() - began)
+        facts |= {
+            "prompt_tokens": answer.prompt_tokens,
+            "cached_prompt_tokens": answer.cached_tokens,
+        }
+        log.append(
+            **facts,
+            completion_tokens=answer.completion_tokens,
+            hit=hit,
+            seconds=time.monotonic() - began,
+        )
     # Checks ids and logprobs against each other, so that nothing wrong is returned or cached.
-    read_choice(read, answer, transport.base_url, token_ids=token_ids, logprobs=request.wants_logprobs)
+    read_choice(
+        read, answer, transport.base_url, token_ids=token_ids, logprobs=request.wants_logprobs
+    )
     if store is not None and not hit and read.finish_reason not in NOT_TO_KEEP | {STOPPED_EARLY}:
         await store.put(key, answer, request.cache_body(asked))
     if log_path is not None:

@@ -1,9 +1,12 @@
-"""Samples and grades tasks: `get_task_results` for a list of them, `iter_task_results` for any number.
+"""Samples and grades tasks: `get_task_results` for a list of them, `iter_task_results` for any
+number.
 
-A failure is data, not an end: a failed request, a bad completion, a grader or a transform that raises costs what it concerns and
-nothing else. It is kept with its reason (`Sample.error`), counted (`TaskResults.stats`) and logged in one line at the end.
+A failure is data, not an end: a failed request, a bad completion, a grader or a transform that
+raises costs what it concerns and nothing else. It is kept with its reason (`Sample.error`), counted
+(`TaskResults.stats`) and logged in one line at the end.
 
-The way of a task is in `ttrl.rollouts.group`; admission, balance and retries in `servers`; what is sent in `client.attempts`.
+The way of a task is in `ttrl.rollouts.group`; admission, balance and retries in `servers`; what is
+sent in `client.attempts`.
 """
 
 import asyncio
@@ -11,7 +14,16 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeAlias
 
 from ttrl.errors import TaskError
@@ -33,7 +45,9 @@ logger = logging.getLogger(__name__)
 Transform: TypeAlias = Callable[[TaskResult], Any] | Callable[[TaskResult], Awaitable[Any]]
 
 LIVE_SAMPLES = 16384
-"""Samples of tasks that are begun and not yet handed over, where the server decides how many requests are in flight."""
+"""Samples of tasks that are begun and not yet handed over, where the server decides how many
+requests are in flight.
+"""
 
 
 async def get_task_results(
@@ -66,53 +80,72 @@ async def get_task_results(
     log_dir: str | os.PathLike[str] | None = None,
     requests_log: str | os.PathLike[str] | None = None,
 ) -> TaskResults:
-    """Sample `n` completions of every task and grade them; results come back in the order of the tasks.
+    """Sample `n` completions of every task and grade them; results come back in the order of the
+    tasks.
 
-    A task with a `rollout` has its coroutine run `n` times instead; each of its requests is made as it is told here for one.
+    A task with a `rollout` has its coroutine run `n` times instead; each of its requests is made as
+    it is told here for one.
 
-    client: an AsyncOpenAI client or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken from OPENAI_API_KEY), or a list
-        of them, all of which must serve the same model: requests are spread over them and moved away from one that fails.
-    params: sampling parameters of the OpenAI API (temperature, max_tokens, stop, …) or of vLLM (top_k, min_p, …), and
-        `extra_body`. Logprobs are asked for unless it says {"logprobs": False}.
-    token_ids: asks for the server's own token ids (vLLM's return_token_ids) and fails samples that come without. False for
-        servers that do not know the option: their samples have no ids.
+    client: an AsyncOpenAI client or a base URL ("http://127.0.0.1:8000/v1"; the key is then taken
+        from OPENAI_API_KEY), or a list of them, all of which must serve the same model: requests
+        are spread over them and moved away from one that fails.
+    params: sampling parameters of the OpenAI API (temperature, max_tokens, stop, …) or of vLLM
+        (top_k, min_p, …), and `extra_body`. Logprobs are asked for unless it says {"logprobs":
+        False}.
+    token_ids: asks for the server's own token ids (vLLM's return_token_ids) and fails samples that
+        come without. False for servers that do not know the option: their samples have no ids.
 
-    cache: where completions are kept and looked for: a folder, "memory://", "s3://…", "gs://…", "az://…", a list of them, or a
-        Cache. Every sample number has an entry of its own, so `n` may be raised later. Graders always run.
-    weights_digest: names the weights that the server serves, for the cache; needed with a cache and a server on this machine.
-    weights_version: what the samples are marked with: the iteration whose checkpoint the server serves.
+    cache: where completions are kept and looked for: a folder, "memory://", "s3://…", "gs://…",
+        "az://…", a list of them, or a Cache. Every sample number has an entry of its own, so `n`
+        may be raised later. Graders always run.
+    weights_digest: names the weights that the server serves, for the cache; needed with a cache and
+        a server on this machine.
+    weights_version: what the samples are marked with: the iteration whose checkpoint the server
+        serves.
 
-    concurrency: requests in flight at once, or a semaphore shared with other calls; None: as many as keep the server's KV cache
-        full (its /metrics say how large it is), or as an unknown server bears.
-    samples_per_request: how many of a task's samples one request asks for; None: all, or one where `on_chunk` may end them and
-        where sampling is greedy. All of them go to the same server, whose prefix cache serves the prompt.
-    max_retries: of a request, on broken connections, timeouts, stalled streams, 408, 429 and 5xx, with pauses of 0.5, 1, 2 … s.
+    concurrency: requests in flight at once, or a semaphore shared with other calls; None: as many
+        as keep the server's KV cache full (its /metrics say how large it is), or as an unknown
+        server bears.
+    samples_per_request: how many of a task's samples one request asks for; None: all, or one where
+        `on_chunk` may end them and where sampling is greedy. All of them go to the same server,
+        whose prefix cache serves the prompt.
+    max_retries: of a request, on broken connections, timeouts, stalled streams, 408, 429 and 5xx,
+        with pauses of 0.5, 1, 2 … s.
     max_downtime: seconds for which requests wait when no server answers (a restart costs no retry).
     stall_timeout: seconds without a byte after which a stream counts as broken.
 
-    on_chunk: `on_chunk(chunk, completion)` sees every chunk, so that completions are streamed; StopIteration ends the choices of
-        that chunk (finish_reason "stopped_early"). See InferenceEarlyStop. Not called for completions from the cache.
-    isolated: graders run in processes of their own, which are ended when a grade takes longer than `grader_timeout` seconds or
-        more than `grader_memory` bytes; they do not see keys and tokens of our environment, and async ones run one per process.
-        Otherwise sync graders run in up to 16 threads at once: they must be safe to call so.
-    transform: called with each result as soon as its task is finished, if sync one at a time in a thread; what it returns, or the
-        exception that it raised, stands in `TaskResults.transformed`.
+    on_chunk: `on_chunk(chunk, completion)` sees every chunk, so that completions are streamed;
+        StopIteration ends the choices of that chunk (finish_reason "stopped_early"). See
+        InferenceEarlyStop. Not called for completions from the cache.
+    isolated: graders run in processes of their own, which are ended when a grade takes longer than
+        `grader_timeout` seconds or more than `grader_memory` bytes; they do not see keys and tokens
+        of our environment, and async ones run one per process. Otherwise sync graders run in up to
+        16 threads at once: they must be safe to call so.
+    transform: called with each result as soon as its task is finished, if sync one at a time in a
+        thread; what it returns, or the exception that it raised, stands in
+        `TaskResults.transformed`.
     on_task_done: called on the event loop after each task.
 
-    token_budget: new completion tokens of this call, or a TokenBudget. What it cuts off is kept (`TaskResults.unfinished`), and
-        goes on, exactly where it was, in a later call that is given it as `unfinished`. Needs a vLLM server.
+    token_budget: new completion tokens of this call, or a TokenBudget. What it cuts off is kept
+        (`TaskResults.unfinished`), and goes on, exactly where it was, in a later call that is given
+        it as `unfinished`. Needs a vLLM server.
     unfinished: groups to continue, for the first tasks of `tasks`, in their order.
 
     prices: dollars per million prompt and completion tokens. Only what is new is counted.
     pbar: a progress bar in terminals and notebooks; a string is its description, as is `pbar_desc`.
-    log_dir: a folder for one readable text file per sample, in which answers can be read while they come (they are streamed).
+    log_dir: a folder for one readable text file per sample, in which answers can be read while they
+        come (they are streamed).
     requests_log: a jsonl file to which one line per request is appended.
 
-    Raises TaskError or UserError before anything is sent if the arguments are wrong; afterwards failures are kept with their
-    samples (see `TaskResults.raise_if_all_failed`). On cancellation, such as Ctrl-C, all requests are ended first, and
-    the CancelledError carries what was finished as `results` (a TaskResults).
+    Raises TaskError or UserError before anything is sent if the arguments are wrong; afterwards
+    failures are kept with their samples (see `TaskResults.raise_if_all_failed`). On cancellation,
+    such as Ctrl-C, all requests are ended first, and the CancelledError carries what was finished
+    as `results` (a TaskResults).
     """
-    settings = SamplingSettings(**{name: value for name, value in locals().items() if name != "tasks"})  # the arguments
+    # The arguments.
+    settings = SamplingSettings(
+        **{name: value for name, value in locals().items() if name != "tasks"}
+    )
     checked = checked_tasks(tasks)
     sampling = Sampling(settings, len(checked))
     for task in checked:
@@ -135,24 +168,34 @@ async def get_task_results(
     return results
 
 
-async def iter_task_results(tasks: Iterable[Task], client: Client, model: str, **arguments: Any) -> AsyncIterator[TaskResult]:
-    """Sample any number of tasks as `get_task_results` does: yields each result as soon as it is finished, and keeps none.
+async def iter_task_results(
+    tasks: Iterable[Task], client: Client, model: str, **arguments: Any
+) -> AsyncIterator[TaskResult]:
+    """Sample any number of tasks as `get_task_results` does: yields each result as soon as it is
+    finished, and keeps none.
 
-    Tasks are taken from the iterable as they are needed: it may be a generator without end. What was said of the arguments and
-    errors there holds here too, except that a wrong task is found when its turn comes. Leaving the loop ends all requests
-    (`contextlib.aclosing` does so at once). What `transform` returns is lost; use `on_task_done`, or the loop's body.
+    Tasks are taken from the iterable as they are needed: it may be a generator without end. What
+    was said of the arguments and errors there holds here too, except that a wrong task is found
+    when its turn comes. Leaving the loop ends all requests (`contextlib.aclosing` does so at once).
+    What `transform` returns is lost; use `on_task_done`, or the loop's body.
     """
     settings = SamplingSettings(client=client, model=model, **arguments)
     sampling = Sampling(settings, len(tasks) if isinstance(tasks, Sequence) else None)
-    async with contextlib.aclosing(_outcomes(sampling, checked_one_by_one(tasks), left=[])) as stream:
+    async with contextlib.aclosing(
+        _outcomes(sampling, checked_one_by_one(tasks), left=[])
+    ) as stream:
         async for outcome in stream:
             yield outcome.result
 
 
-async def _outcomes(sampling: Sampling, tasks: Iterable[Task], *, left: list[TaskOutcome]) -> AsyncGenerator[TaskOutcome, None]:
-    """Yield every task's outcome as soon as it is finished; `left` gets those that are finished when it is closed early.
+async def _outcomes(
+    sampling: Sampling, tasks: Iterable[Task], *, left: list[TaskOutcome]
+) -> AsyncGenerator[TaskOutcome, None]:
+    """Yield every task's outcome as soon as it is finished; `left` gets those that are finished
+    when it is closed early.
 
-    Fewer tasks are begun and not yet handed over than would fill memory; more than can be in flight, so that no server waits.
+    Fewer tasks are begun and not yet handed over than would fill memory; more than can be in
+    flight, so that no server waits.
     """
     concurrency = sampling.settings.concurrency
     live = 4 * concurrency if isinstance(concurrency, int) else max(256, LIVE_SAMPLES // sampling.n)
@@ -163,13 +206,20 @@ async def _outcomes(sampling: Sampling, tasks: Iterable[Task], *, left: list[Tas
         jobs = sampling.jobs(tasks)
         try:
             while True:
-                while finished.empty() and len(running) < live and (job := next(jobs, None)) is not None:
-                    task = asyncio.create_task(Group(Ledger(sampling, job)).run(), name=f"task {job.task.id}")
+                while (
+                    finished.empty()
+                    and len(running) < live
+                    and (job := next(jobs, None)) is not None
+                ):
+                    task = asyncio.create_task(
+                        Group(Ledger(sampling, job)).run(), name=f"task {job.task.id}"
+                    )
                     task.add_done_callback(finished.put_nowait)
                     running.add(task)
                     begun += 1
                     if begun % 64 == 0:
-                        await asyncio.sleep(0)  # a generator of a million tasks must not hold up the first ones
+                        # A generator of a million tasks must not hold up the first ones.
+                        await asyncio.sleep(0)
                 if not running:
                     return
                 task = await finished.get()
@@ -179,25 +229,35 @@ async def _outcomes(sampling: Sampling, tasks: Iterable[Task], *, left: list[Tas
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-            left += [task.result() for task in running if not task.cancelled() and task.exception() is None]
+            left += [
+                task.result()
+                for task in running
+                if not task.cancelled() and task.exception() is None
+            ]
 
 
 def _collected(sampling: Sampling, outcomes: Iterable[TaskOutcome], start: float) -> TaskResults:
-    """Return the outcomes in the order of their tasks. start: of the call, on the monotonic clock."""
+    """Return the outcomes in the order of their tasks. start: of the call, on the monotonic
+    clock.
+    """
     ordered = sorted(outcomes, key=lambda outcome: outcome.position)
     return TaskResults(
         [outcome.result for outcome in ordered],
         seconds=time.monotonic() - start,
         grading_seconds=sampling.graders.seconds,
         usage=[outcome.usage for outcome in ordered],
-        transformed=None if sampling.settings.transform is None else [outcome.transformed for outcome in ordered],
+        transformed=None
+        if sampling.settings.transform is None
+        else [outcome.transformed for outcome in ordered],
         other_failures=sampling.other_failures,
         prices=sampling.prices,
     )
 
 
 def checked_tasks(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks as a list. Raises TaskError for an empty one, and for what is no Task or cannot be written to a file."""
+    """Return the tasks as a list. Raises TaskError for an empty one, and for what is no Task or
+    cannot be written to a file.
+    """
     checked = list(checked_one_by_one(tasks))
     if not checked:
         raise TaskError("tasks is empty; give at least one Task")
@@ -207,9 +267,13 @@ def checked_tasks(tasks: Iterable[Task]) -> list[Task]:
 def checked_one_by_one(tasks: Iterable[Task]) -> Iterator[Task]:
     """Yield the tasks, each checked when its turn comes."""
     if isinstance(tasks, Task) or not isinstance(tasks, Iterable):
-        raise TaskError(f"tasks is a {type(tasks).__name__}; give Tasks, in a list or any other iterable")
+        raise TaskError(
+            f"tasks is a {type(tasks).__name__}; give Tasks, in a list or any other iterable"
+        )
     for number, task in enumerate(tasks):
         if not isinstance(task, Task):
-            raise TaskError(f"tasks[{number}] is a {type(task).__name__}; give Task(messages, grader)")
+            raise TaskError(
+                f"tasks[{number}] is a {type(task).__name__}; give Task(messages, grader)"
+            )
         task.as_json()  # it raises now, not when hours of rollouts are to be written
         yield task

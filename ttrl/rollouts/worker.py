@@ -1,7 +1,9 @@
-"""The worker's side of sampling that is divided: the runner in a process near some of the servers, given tasks a few at a time.
+"""The worker's side of sampling that is divided: the runner in a process near some of the servers,
+given tasks a few at a time.
 
-A call of `get_task_results` has all of its tasks from the beginning; here they come as this worker's servers have room for more,
-so that no worker has many left when the others are done. The other side, which divides them, is divided.py.
+A call of `get_task_results` has all of its tasks from the beginning; here they come as this
+worker's servers have room for more, so that no worker has many left when the others are done. The
+other side, which divides them, is divided.py.
 """
 
 import asyncio
@@ -30,19 +32,25 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 PATIENCE = 2.0
-"""Seconds after which a turn ends in which nothing happens: tasks that another worker left may be waiting by then."""
+"""Seconds after which a turn ends in which nothing happens: tasks that another worker left may be
+waiting by then.
+"""
 AWAY_SECONDS = 8.0
-"""Without an answer of any of its servers, after which a worker leaves its tasks to others; a runner of its own fails them after
-10 s, where they have never answered, or later."""
+"""Without an answer of any of its servers, after which a worker leaves its tasks to others; a
+runner of its own fails them after 10 s, where they have never answered, or later."""
 GATHER_SECONDS = (0.5, 0.2)
-"""For which finished groups wait for others to travel with, as each turn costs the lead some CPU: while there are more tasks to
-come, and when there are none."""
+"""For which finished groups wait for others to travel with, as each turn costs the lead some CPU:
+while there are more tasks to come, and when there are none."""
 _LOOK_SECONDS = 0.02
 _TASKS_AHEAD = 2
-"""Waiting for each server, besides what it works on: what it gets while the next ones are being asked for."""
+"""Waiting for each server, besides what it works on: what it gets while the next ones are being
+asked for.
+"""
 
 Tokenize: TypeAlias = Callable[[TaskResult], tuple[list[TokenizedResult], dict[str, int]]]
-"""Makes `Prepared.sequences` and `Prepared.counts`; what it raises (TokenizationError) is raised again where rows are packed."""
+"""Makes `Prepared.sequences` and `Prepared.counts`; what it raises (TokenizationError) is raised
+again where rows are packed.
+"""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,9 @@ class Job:
 
 @dataclass(frozen=True)
 class FlatGroup:
-    """A finished group whose long lists are a few arrays, which travel between processes without being looked at."""
+    """A finished group whose long lists are a few arrays, which travel between processes without
+    being looked at.
+    """
 
     position: int
     usage: TaskUsage
@@ -71,23 +81,36 @@ class FlatGroup:
     @classmethod
     def of(cls, outcome: TaskOutcome, prepared: Prepared) -> "FlatGroup":
         """Return the group with its lists taken out."""
-        result, arrays, lengths = outcome.result, {}, {}
+        result = outcome.result
+        arrays = {}
+        lengths = {}
         nothing: dict[str, Any] = dict.fromkeys(_LISTS)
         bare = [dataclasses.replace(sample, messages=[], **nothing) for sample in result.samples]
         for name, dtype in _LISTS.items():
             values: list[list[Any] | None] = [getattr(sample, name) for sample in result.samples]
             if name == "prompt_token_ids":  # mostly the same for all
-                values = [None if known is None else [] if known == values[0] and k else known for k, known in enumerate(values)]
+                values = [
+                    None if known is None else [] if known == values[0] and k else known
+                    for k, known in enumerate(values)
+                ]
             lengths[name] = [-1 if value is None else len(value) for value in values]
-            arrays[name] = np.array([number for value in values for number in value or ()], dtype=dtype)
-        group = TaskResult(task_id=result.task_id, messages=result.messages, samples=bare, prepared=prepared)
+            arrays[name] = np.array(
+                [number for value in values for number in value or ()], dtype=dtype
+            )
+        group = TaskResult(
+            task_id=result.task_id, messages=result.messages, samples=bare, prepared=prepared
+        )
         return cls(outcome.position, outcome.usage, group, arrays, lengths)
 
     def outcome(self) -> TaskOutcome:
-        """Return the group as it was. Nothing of it refers to the memory in which it came, which others may be waiting for."""
-        samples, messages = self.result.samples, self.result.messages
+        """Return the group as it was. Nothing of it refers to the memory in which it came, which
+        others may be waiting for.
+        """
+        samples = self.result.samples
+        messages = self.result.messages
         for name in _LISTS:
-            begin, values = 0, self.arrays[name].tolist()
+            begin = 0
+            values = self.arrays[name].tolist()
             for sample, length in zip(samples, self.lengths[name], strict=True):
                 setattr(sample, name, None if length < 0 else values[begin : begin + length])
                 begin += max(0, length)
@@ -96,16 +119,24 @@ class FlatGroup:
             if sample.prompt_token_ids == []:
                 sample.prompt_token_ids = samples[0].prompt_token_ids
         if self.result.prepared is not None and self.result.prepared.sequences is not None:
-            self.result.prepared.sequences = [_copied(sequence) for sequence in self.result.prepared.sequences]
+            self.result.prepared.sequences = [
+                _copied(sequence) for sequence in self.result.prepared.sequences
+            ]
         return TaskOutcome(self.position, self.result, self.usage, None)
 
 
 _LISTS = {"prompt_token_ids": np.int32, "token_ids": np.int32, "logprobs": np.float64}
-"""The fields of a Sample that are as long as it is. 64 bits, as rewards may be shaped by log-probabilities."""
+"""The fields of a Sample that are as long as it is. 64 bits, as rewards may be shaped by
+log-probabilities.
+"""
 
 
 def _copied(sequence: TokenizedResult) -> TokenizedResult:
-    arrays: dict[str, Any] = {name: value.copy() for name, value in vars(sequence).items() if isinstance(value, np.ndarray)}
+    arrays: dict[str, Any] = {
+        name: value.copy()
+        for name, value in vars(sequence).items()
+        if isinstance(value, np.ndarray)
+    }
     return dataclasses.replace(sequence, **arrays)
 
 
@@ -123,13 +154,17 @@ class Turn:
 
 
 class _Watched(Ledger):
-    """Tells when the first request of a task is made: until then it is not seen among those that wait."""
+    """Tells when the first request of a task is made: until then it is not seen among those that
+    wait.
+    """
 
     def __init__(self, sampling: Sampling, job: SamplingJob, young: set[int]) -> None:
         super().__init__(sampling, job)
         self._young = young
 
-    async def send(self, attempt: Attempt, samples: Sequence[Sample], *rest: Any, **more: Any) -> list[Answer | None]:
+    async def send(
+        self, attempt: Attempt, samples: Sequence[Sample], *rest: Any, **more: Any
+    ) -> list[Answer | None]:
         self._young.discard(self.job.position)
         return await super().send(attempt, samples, *rest, **more)
 
@@ -139,7 +174,8 @@ class WorkerCall:
 
     def __init__(self, settings: SamplingSettings, tokenize: Tokenize | None = None) -> None:
         """settings: for this worker's servers. Raises UserError for what is wrong with them."""
-        self._sampling, self._tokenize = Sampling(settings, None), tokenize
+        self._sampling = Sampling(settings, None)
+        self._tokenize = tokenize
         self._running: set[asyncio.Task[TaskOutcome]] = set()
         self._finished: list[TaskOutcome] = []
         self._fault: BaseException | None = None
@@ -154,12 +190,15 @@ class WorkerCall:
         await self._ends.enter_async_context(self._sampling.running())
 
     async def turn(self, jobs: Iterable[Job], *, more: bool, patience: float = PATIENCE) -> Turn:
-        """Take tasks on; return a little after some are finished, or when there is room for more and there are `more`."""
+        """Take tasks on; return a little after some are finished, or when there is room for more
+        and there are `more`.
+        """
         for job in jobs:
             self._begin(job)
         loop = asyncio.get_running_loop()
         now = loop.time()
-        deadline, gathered = now + patience, now + GATHER_SECONDS[not more]
+        deadline = now + patience
+        gathered = now + GATHER_SECONDS[not more]
         while not (self._fault or (more and 2 * self._wanted() >= self._ahead) or now >= deadline):
             if self._finished and now >= gathered:
                 break
@@ -170,7 +209,8 @@ class WorkerCall:
             now = loop.time()
         if self._fault is not None:
             raise self._fault
-        finished, self._finished = self._finished, []
+        finished = self._finished
+        self._finished = []
         groups = [FlatGroup.of(outcome, self._prepared(outcome.result)) for outcome in finished]
         return Turn(groups, self._wanted(), grading_seconds=self._sampling.graders.seconds)
 
@@ -180,7 +220,8 @@ class WorkerCall:
         await self._ends.aclose()
 
     async def _drop(self) -> None:
-        running, self._running = self._running, set()
+        running = self._running
+        self._running = set()
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
@@ -195,9 +236,13 @@ class WorkerCall:
 
     def _begin(self, job: Job) -> None:
         sampling = self._sampling
-        one = SamplingJob(job.position, sampling.check(job.task), job.first, sampling.digest(job.task), None)
+        one = SamplingJob(
+            job.position, sampling.check(job.task), job.first, sampling.digest(job.task), None
+        )
         self._young.add(job.position)
-        task = asyncio.create_task(Group(_Watched(sampling, one, self._young)).run(), name=f"task {job.task.id}")
+        task = asyncio.create_task(
+            Group(_Watched(sampling, one, self._young)).run(), name=f"task {job.task.id}"
+        )
         self._running.add(task)
         task.add_done_callback(self._done)
 

@@ -1,8 +1,9 @@
-"""What changed in a run's config since it began: shown as a difference, refused unless it is allowed, and remembered.
+"""What changed in a run's config since it began: shown as a difference, refused unless it is
+allowed, and remembered.
 
-Settings are compared one by one, those inside `training`, `server` and `sampling` too, under names such as `training.lr`.
-config_history.jsonl has a line for each start that changed something: when, the first iteration that it holds for, and each
-setting's value before and after.
+Settings are compared one by one, those inside `training`, `server` and `sampling` too, under names
+such as `training.lr`. config_history.jsonl has a line for each start that changed something: when,
+the first iteration that it holds for, and each setting's value before and after.
 """
 
 import os
@@ -21,19 +22,25 @@ ALLOW_VARIABLE = "TTRL_ALLOW_CHANGES"
 HISTORY_FILE = "config_history.jsonl"
 ALL = "all"
 
-# On resume; everything else would make another run of it. (seq_len and share decide where samples lie, not what they weigh, and a
-# row that turns out to be too short for them must not be the end of a run.)
+# On resume; everything else would make another run of it. (seq_len and share decide where samples
+# lie, not what they weigh, and a row that turns out to be too short for them must not be the end of
+# a run.)
 MAY_CHANGE = {
-    "run", "iterations", "stop_at", "validate_every", "keep_checkpoints", "keep_best", "requests_log", "sample_files",
-    "keep_every", "save_every", "mirror", "cache", "seq_len", "too_long", "share", "placement", "weight_sync", "weight_check",
-    "servers", "joined_servers", "adapters", "trainer", "trainer_memory", "trainer_restarts",
-    "cluster", "join_timeout", "start_timeout", "training.collective_timeout", "training.sampler_rows",
-    "loggers", "drift", "drift_limits", "server.gpu_memory_utilization", "server.max_num_seqs",
-    "server.max_num_batched_tokens", "server.enable_nccl_comm_suspend", "training.activation_offloading",
-    "sampling_workers", "rdzv_endpoint", "joined_key_file", "joined_run",  # the last three are gone
+    "run", "iterations", "stop_at", "validate_every", "keep_checkpoints", "keep_best",
+    "requests_log", "sample_files", "keep_every", "save_every", "mirror", "cache", "seq_len",
+    "too_long", "share", "placement", "weight_sync", "weight_check", "servers", "joined_servers",
+    "adapters", "trainer", "trainer_memory", "trainer_restarts", "cluster", "join_timeout",
+    "start_timeout", "training.collective_timeout", "training.sampler_rows", "loggers", "drift",
+    "drift_limits", "server.gpu_memory_utilization", "server.max_num_seqs",
+    "server.max_num_batched_tokens", "server.enable_nccl_comm_suspend",
+    "training.activation_offloading", "sampling_workers", "rdzv_endpoint", "joined_key_file",
+    "joined_run",  # the last three are gone
 }  # fmt: skip
-# What another machine brings along by itself. It changes no more than the rounding of sums, so it is said, not refused.
-MAY_CHANGE_WITH_A_NOTE = {"num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit"}
+# What another machine brings along by itself. It changes no more than the rounding of sums, so it
+# is said, not refused.
+MAY_CHANGE_WITH_A_NOTE = {
+    "num_threads": "sums are rounded otherwise, so results are no longer the same bit for bit"
+}
 _NESTED = ("training", "server", "sampling")
 _MISSING = "not set"
 
@@ -50,8 +57,11 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return (before, now) of each setting that differs, by name; `_MISSING` where it was not there."""
-    old, new = flat(before), flat(now)
+    """Return (before, now) of each setting that differs, by name; `_MISSING` where it was not
+    there.
+    """
+    old = flat(before)
+    new = flat(now)
     names = sorted(old.keys() | new.keys())
     pairs = {name: (old.get(name, _MISSING), new.get(name, _MISSING)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
@@ -61,7 +71,10 @@ def as_diff(changed: Mapping[str, tuple[Any, Any]]) -> str:
     """Return two lines per setting, as in a patch."""
     lines = []
     for name, pair in changed.items():
-        lines += [f"  {sign} {name}: {_shown(without_secrets(value, name))}" for sign, value in zip("-+", pair, strict=True)]
+        lines += [
+            f"  {sign} {name}: {_shown(without_secrets(value, name))}"
+            for sign, value in zip("-+", pair, strict=True)
+        ]
     return "\n".join(lines)
 
 
@@ -73,21 +86,32 @@ def _shown(value: Any) -> str:
 
 
 def allowed_names(allow: Sequence[str]) -> list[str]:
-    """Return what the caller and the environment allow: TTRL_ALLOW_CHANGES=lr,seed for scripts without an option."""
+    """Return what the caller and the environment allow: TTRL_ALLOW_CHANGES=lr,seed for scripts
+    without an option.
+    """
     words = os.environ.get(ALLOW_VARIABLE, "").replace(",", " ").split()
     return [*allow, *words]
 
 
-def check_changes(changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path) -> list[str]:
-    """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", "lr" where that is clear, or "all".
-    Raises RunFolderError with the difference where a change is not allowed."""
+def check_changes(
+    changed: Mapping[str, tuple[Any, Any]], allow: Sequence[str], where: Path
+) -> list[str]:
+    """Return notes on changes that are allowed anyway. `allow`: names such as "training.lr", "lr"
+    where that is clear, or "all". Raises RunFolderError with the difference where a change is not
+    allowed.
+    """
     free = MAY_CHANGE | MAY_CHANGE_WITH_A_NOTE.keys()
-    refused = {name: pair for name, pair in changed.items() if name not in free and not _is_allowed(name, allow)}
+    refused = {
+        name: pair
+        for name, pair in changed.items()
+        if name not in free and not _is_allowed(name, allow)
+    }
     if refused:
         names = ",".join(refused)
         raise RunFolderError(
             f"{where} was started with another config:\n{as_diff(refused)}\n"
-            f"Choose another run folder, or put the settings back; or go on with them from here on: train(..., allow_changes="
+            "Choose another run folder, or put the settings back; or go on with them from here "
+            "on: train(..., allow_changes="
             f"{sorted(refused)}), or start the command with {ALLOW_VARIABLE}={names} (or =all)"
         )
     return [
@@ -102,7 +126,9 @@ def _is_allowed(name: str, allow: Sequence[str]) -> bool:
 
 
 def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteration: int) -> None:
-    """Append to config_history.jsonl, unless a start that was killed right afterwards has said the same."""
+    """Append to config_history.jsonl, unless a start that was killed right afterwards has said the
+    same.
+    """
     told = {name: list(pair) for name, pair in changed.items() if name != "run"}
     if not told:
         return
@@ -113,7 +139,9 @@ def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteratio
 
 
 def history(run: Path) -> list[dict[str, Any]]:
-    """Read config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises RunFolderError."""
+    """Read config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises
+    RunFolderError.
+    """
     try:
         return read_jsonl(run / HISTORY_FILE)
     except ValueError as error:

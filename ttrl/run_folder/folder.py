@@ -1,8 +1,8 @@
 """The run folder: an iteration is a folder, and a phase is done when its marker is there.
 
-That one rule gives resume, inspection and replay. A marker (done/PHASE.json) is written last and durably; it holds the digests
-of the phase's files and what the phase has to say (seconds, counts), so that metrics can be put together from the markers, even
-after a crash.
+That one rule gives resume, inspection and replay. A marker (done/PHASE.json) is written last and
+durably; it holds the digests of the phase's files and what the phase has to say (seconds, counts),
+so that metrics can be put together from the markers, even after a crash.
 """
 
 import json
@@ -41,15 +41,24 @@ def check_run_folder(path: Path) -> None:
     """Raise RunFolderError where `path` is not a run folder, with the names of those next to it."""
     if (path / "metrics.jsonl").is_file() or (path / "iterations").is_dir():
         return
-    there = sorted({found.parent.name for name in ("metrics.jsonl", "iterations") for found in path.parent.glob(f"*/{name}")})
+    there = sorted(
+        {
+            found.parent.name
+            for name in ("metrics.jsonl", "iterations")
+            for found in path.parent.glob(f"*/{name}")
+        }
+    )
     others = f"; there are: {', '.join(there)}" if there else ""
     what = "has neither metrics.jsonl nor iterations/" if path.exists() else "does not exist"
-    raise RunFolderError(f"{path} is not a run folder: it {what}; give the folder of a run, such as runs/NAME{others}")
+    raise RunFolderError(
+        f"{path} is not a run folder: it {what}; give the folder of a run, such as "
+        f"runs/NAME{others}"
+    )
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds, as `yaml.safe_load` does, with libyaml's parser where there is one: a config takes a
-    tenth of the time. Raises OSError, UnicodeDecodeError, yaml.YAMLError."""
+    """Return what a YAML file holds, as `yaml.safe_load` does, with libyaml's parser where there is
+    one: a config takes a tenth of the time. Raises OSError, UnicodeDecodeError, yaml.YAMLError."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(path.read_text(encoding="utf-8"))
     try:
         return loader.get_single_data()
@@ -67,39 +76,66 @@ def _as_read(value: Any) -> Any:
 class IterationFolder:
     """iterations/0007 and its markers."""
 
-    def __init__(self, path: Path, number: int, lock: RunLock | None = None, marked: Callable[[], None] = lambda: None) -> None:
-        self.path, self.number, self._lock, self._marked = path, number, lock or RunLock(path.parent.parent), marked
+    def __init__(
+        self,
+        path: Path,
+        number: int,
+        lock: RunLock | None = None,
+        marked: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self.number, self._lock, self._marked = (
+            path,
+            number,
+            lock or RunLock(path.parent.parent),
+            marked,
+        )
 
     def marker(self, phase: str) -> dict[str, Any] | None:
-        """Return what a finished phase left behind; None where it is not done. Raises RunFolderError for a damaged marker."""
+        """Return what a finished phase left behind; None where it is not done. Raises
+        RunFolderError for a damaged marker.
+        """
         content = self._marker(phase)
         return None if content is None else content["facts"]
 
     def finished(self, phase: str) -> float | None:
-        """Return when a phase was done, as `time.time`; None where it is not. Raises RunFolderError for a damaged marker."""
+        """Return when a phase was done, as `time.time`; None where it is not. Raises RunFolderError
+        for a damaged marker.
+        """
         content = self._marker(phase)
         return None if content is None else float(content["finished"])
 
     def verify(self, phase: str) -> None:
-        """Raise RunFolderError where a file of a finished phase is gone, or not what that phase wrote."""
+        """Raise RunFolderError where a file of a finished phase is gone, or not what that phase
+        wrote.
+        """
         for name, expected in self.files(phase).items():
             path = self.path / name
             if not path.is_file() or digest(path) != expected:
                 what = "was changed after it was written" if path.exists() else "is gone"
-                raise RunFolderError(f"{path} {what}; put it back, or remove {self._path(phase)} to run that phase again")
+                raise RunFolderError(
+                    f"{path} {what}; put it back, or remove {self._path(phase)} to run that "
+                    "phase again"
+                )
 
     def files(self, phase: str) -> dict[str, str]:
-        """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done. Raises RunFolderError."""
+        """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done.
+        Raises RunFolderError.
+        """
         if (content := self._marker(phase)) is None:
             return {}
-        later = self.files("save") if phase == "train" else {}  # of a policy that was not written when it was trained
+        # Of a policy that was not written when it was trained.
+        later = self.files("save") if phase == "train" else {}
         files: dict[str, str] = content["files"]
         return files | later
 
     def weights(self, phase: str) -> dict[str, str]:
         """Return those of `files` that are the weights of the policy that the phase made."""
         files = self.files(phase).items()
-        return {name: sha for name, sha in files if name.startswith("checkpoint/") and name.endswith(".safetensors")}
+        return {
+            name: sha
+            for name, sha in files
+            if name.startswith("checkpoint/") and name.endswith(".safetensors")
+        }
 
     def _path(self, phase: str) -> Path:
         return self.path / "done" / f"{phase}.json"
@@ -114,30 +150,57 @@ class IterationFolder:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
-                f"{path} is damaged ({type(error).__name__}: {error}); remove it to run the phase again"
+                f"{path} is damaged ({type(error).__name__}: {error}); remove it to run the "
+                "phase again"
             ) from error
         return content
 
     def mark(
-        self, phase: str, files: Sequence[str], facts: dict[str, Any], known: Mapping[str, str] | None = None
+        self,
+        phase: str,
+        files: Sequence[str],
+        facts: dict[str, Any],
+        known: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Say durably that a phase is done, once: a marker is never replaced. `files` are names of files and folders of this
-        iteration that it wrote; `known` are digests, by name, that were computed while files were written, so that these are not
-        read again. Raises RunFolderError where another process has taken the run over, or there is a marker; StorageError."""
+        """Say durably that a phase is done, once: a marker is never replaced. `files` are names of
+        files and folders of this iteration that it wrote; `known` are digests, by name, that were
+        computed while files were written, so that these are not read again. Raises RunFolderError
+        where another process has taken the run over, or there is a marker; StorageError.
+        """
         known = known or {}
         tops = [self.path / name for name in files]
-        paths = [path for top in tops for path in (sorted(top.rglob("*")) if top.is_dir() else [top]) if path.is_file()]
+        paths = [
+            path
+            for top in tops
+            for path in (sorted(top.rglob("*")) if top.is_dir() else [top])
+            if path.is_file()
+        ]
         names = [str(path.relative_to(self.path)) for path in paths]
-        with ThreadPoolExecutor(4) as threads:  # a sharded state, an adapter: nothing else runs meanwhile
-            digests = dict(zip(names, threads.map(lambda name: known.get(name) or digest(self.path / name), names), strict=True))
+        # A sharded state, an adapter: nothing else runs meanwhile.
+        with ThreadPoolExecutor(4) as threads:
+            digests = dict(
+                zip(
+                    names,
+                    threads.map(lambda name: known.get(name) or digest(self.path / name), names),
+                    strict=True,
+                )
+            )
         owner = {"epoch": epoch} if (epoch := self._lock.epoch) else {}
-        content = {"phase": phase, "finished": time.time(), **owner, "facts": facts, "files": digests}
+        content = {
+            "phase": phase,
+            "finished": time.time(),
+            **owner,
+            "facts": facts,
+            "files": digests,
+        }
         self._lock.create(self._path(phase), json_text(content))
         self._marked()
         return facts
 
     def unmark(self, phase: str) -> None:
-        """Take a marker away, so that its phase can be done again. Raises RunFolderError as `mark`."""
+        """Take a marker away, so that its phase can be done again. Raises RunFolderError as
+        `mark`.
+        """
         self._lock.check()
         self._path(phase).unlink(missing_ok=True)
 
@@ -145,27 +208,39 @@ class IterationFolder:
 class RunFolder:
     """A run on disk. Use `locked` while anything is written."""
 
-    def __init__(self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
+    ) -> None:
         self.path = Path(path).absolute()
         self.lock = RunLock(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
-        """Whether a finished iteration made a policy, and wrote it, where that stays so: threads ask while another one marks."""
+        """Whether a finished iteration made a policy, and wrote it, where that stays so: threads
+        ask while another one marks.
+        """
         self.held: set[int] = set()
-        """Iterations whose policy a trainer of this process holds, though its files are still being written."""
+        """Iterations whose policy a trainer of this process holds, though its files are still being
+        written.
+        """
         self.on_mark: Callable[[], None] = lambda: None
         """Called after each marker, by the thread that wrote it."""
 
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
-        return IterationFolder(self.path / "iterations" / f"{number:04d}", number, self.lock, lambda: self.on_mark())
+        return IterationFolder(
+            self.path / "iterations" / f"{number:04d}", number, self.lock, lambda: self.on_mark()
+        )
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
-        """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming the owner where another
-        process works on it. take_over: also from a silent owner on another machine."""
+        """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming
+        the owner where another process works on it. take_over: also from a silent owner on another
+        machine.
+        """
         return self.lock.held(take_over=take_over)
 
     def config(self) -> dict[str, Any]:
-        """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError for a damaged one."""
+        """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError
+        for a damaged one.
+        """
         path = self.path / "config.yaml"
         try:
             values = read_yaml(path)
@@ -178,30 +253,45 @@ class RunFolder:
         return values
 
     def begun(self) -> bool:
-        """Tell whether anything was sampled. Until then nothing depends on the settings and tasks of an earlier start."""
-        return any(any(self.path.glob(f"iterations/*/{what}")) for what in ("done/*.json", "*.jsonl"))
+        """Tell whether anything was sampled. Until then nothing depends on the settings and tasks
+        of an earlier start.
+        """
+        return any(
+            any(self.path.glob(f"iterations/*/{what}")) for what in ("done/*.json", "*.jsonl")
+        )
 
     def forget_refused_start(self) -> None:
-        """Remove the settings and tasks of starts that sampled nothing, such as one that was refused."""
+        """Remove the settings and tasks of starts that sampled nothing, such as one that was
+        refused.
+        """
         if not self.begun():
             for name in ("config.yaml", HISTORY_FILE, "tasks.json"):
                 (self.path / name).unlink(missing_ok=True)
 
     def remember_config(
-        self, config: dict[str, Any], defaults: Mapping[str, Any] | None = None, allow: Sequence[str] = ()
+        self,
+        config: dict[str, Any],
+        defaults: Mapping[str, Any] | None = None,
+        allow: Sequence[str] = (),
     ) -> list[str]:
-        """Write config.yaml, or compare with the one that is there; return notes on what changed, which is also appended to
-        config_history.jsonl. Raises RunFolderError with the differences where one is not allowed.
+        """Write config.yaml, or compare with the one that is there; return notes on what changed,
+        which is also appended to config_history.jsonl. Raises RunFolderError with the differences
+        where one is not allowed.
 
-        defaults: of settings that may be younger than the run folder; what its config.yaml does not name was that then.
+        defaults: of settings that may be younger than the run folder; what its config.yaml does not
+            name was that then.
         allow: names of settings that may differ, see `ttrl.run_folder.config_changes`.
         """
         path = self.path / "config.yaml"
         config = _as_read(config)  # it is compared as it will be read
         notes = []
         if before := self.config():
-            if before.get("validation_temperature", ...) is None and config.get("validation_temperature") is not None:
-                before["validation_temperature"] = before.get("temperature")  # what an unset one meant until it became greedy
+            if (
+                before.get("validation_temperature", ...) is None
+                and config.get("validation_temperature") is not None
+            ):
+                # What an unset one meant until it became greedy.
+                before["validation_temperature"] = before.get("temperature")
             changed = changes(_as_read(defaults or {}) | before, config)
             notes = check_changes(changed, allow, self.path)
             remember_changes(self.path, changed, self.first_unfinished())
@@ -213,35 +303,55 @@ class RunFolder:
         return max((row["iteration"] for row in self.metrics()), default=-1) + 1
 
     def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
-        """Write tasks.json (for each list of tasks its count and digest), or compare with the one that is there: the order of
-        training and every held-out number mean something only for these tasks. Raises RunFolderError."""
+        """Write tasks.json (for each list of tasks its count and digest), or compare with the one
+        that is there: the order of training and every held-out number mean something only for these
+        tasks. Raises RunFolderError.
+        """
         path = self.path / "tasks.json"
         if path.exists():
             try:
                 before = json.loads(path.read_text(encoding="utf-8"))
             except ValueError as error:
-                raise RunFolderError(f"{path} is damaged ({error}); remove it if the tasks are the same as before") from error
+                raise RunFolderError(
+                    f"{path} is damaged ({error}); remove it if the tasks are the same as before"
+                ) from error
             changed = [name for name in tasks if before.get(name) != tasks[name]]
             if changed:
-                counts = ", ".join(f"{n}: {before.get(n, {}).get('count')} before, {tasks[n]['count']} now" for n in changed)
+                counts = ", ".join(
+                    f"{n}: {before.get(n, {}).get('count')} before, {tasks[n]['count']} now"
+                    for n in changed
+                )
                 raise RunFolderError(
-                    f"{self.path} was started with other tasks ({counts}; ids and messages are compared). Choose another run "
-                    f"folder, or remove {path} to go on with the new ones: numbers before and after cannot be compared then"
+                    f"{self.path} was started with other tasks ({counts}; ids and messages are "
+                    "compared). Choose another run "
+                    f"folder, or remove {path} to go on with the new ones: numbers before and "
+                    "after cannot be compared then"
                 )
         write_json(path, tasks)
 
     def clean(self) -> None:
-        """Remove what a killed process left half written or of no use; not in replays, which others may work on."""
+        """Remove what a killed process left half written or of no use; not in replays, which others
+        may work on.
+        """
         for place in self.path.iterdir():
-            if place.name.startswith(TEMPORARY_PREFIX) or (place.is_dir() and place.name != "replays"):
+            if place.name.startswith(TEMPORARY_PREFIX) or (
+                place.is_dir() and place.name != "replays"
+            ):
                 remove_leftovers(place)
         for partial in self.path.glob("iterations/*/rollouts.partial.jsonl"):
-            if (partial.parent / "done" / "rollouts.json").exists():  # killed between the marker and its removal
+            # Killed between the marker and its removal.
+            if (partial.parent / "done" / "rollouts.json").exists():
                 partial.unlink()
 
     def policy_version(self, number: int) -> int:
-        """Return the iteration whose checkpoint is the policy after iteration `number`: an earlier one if nothing was trained."""
-        while number > 0 and number not in self.held and not (self.iteration(number).marker("train") or {}).get("trained"):
+        """Return the iteration whose checkpoint is the policy after iteration `number`: an earlier
+        one if nothing was trained.
+        """
+        while (
+            number > 0
+            and number not in self.held
+            and not (self.iteration(number).marker("train") or {}).get("trained")
+        ):
             number -= 1
         return number
 
@@ -250,10 +360,13 @@ class RunFolder:
         return self.iteration(self.policy_version(number)).path / "checkpoint"
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
-        """Return the weights version that sampled iteration `number`, if it is older than what training starts from, and is
-        there."""
+        """Return the weights version that sampled iteration `number`, if it is older than what
+        training starts from, and is there."""
         version = self.policy_version(sampled_by)
-        if version == self.policy_version(number - 1) or not (self.checkpoint(version) / "config.json").is_file():
+        if (
+            version == self.policy_version(number - 1)
+            or not (self.checkpoint(version) / "config.json").is_file()
+        ):
             return None
         return version
 
@@ -263,34 +376,48 @@ class RunFolder:
         return self.iteration(version).path / "state" if version else None
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the rows of metrics.jsonl, one per iteration, ascending. Raises RunFolderError for a damaged file."""
+        """Return the rows of metrics.jsonl, one per iteration, ascending. Raises RunFolderError for
+        a damaged file.
+        """
         try:
             rows = read_jsonl(self.path / "metrics.jsonl", key="iteration")
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
-                f"{error}; remove metrics.jsonl: starting the run again writes it anew from the markers"
+                f"{error}; remove metrics.jsonl: starting the run again writes it anew from the "
+                "markers"
             ) from error
         return sorted(rows, key=lambda row: row["iteration"])
 
     def written_until(self, newest: int) -> list[int]:
-        """Return the iterations up to `newest` that made a policy and wrote it, newest first, and 0."""
+        """Return the iterations up to `newest` that made a policy and wrote it, newest first, and
+        0.
+        """
         for number in range(1, newest + 1):
-            if number not in self._written and (marker := self.iteration(number).marker("train")) is not None:
+            if (
+                number not in self._written
+                and (marker := self.iteration(number).marker("train")) is not None
+            ):
                 trained = bool(marker.get("trained"))
-                written = marker.get("saved", True) or self.iteration(number).marker("save") is not None
+                written = (
+                    marker.get("saved", True) or self.iteration(number).marker("save") is not None
+                )
                 if written or not trained:  # otherwise it may still be written
                     self._written[number] = trained
-        return [number for number in range(newest, -1, -1) if number == 0 or self._written.get(number)]
+        return [
+            number for number in range(newest, -1, -1) if number == 0 or self._written.get(number)
+        ]
 
     def written_version(self, number: int) -> int:
-        """Return the newest iteration up to `number` whose policy and state were written: that of `policy_version`, or, with
-        `save_every`, one before it, from which that is trained again."""
+        """Return the newest iteration up to `number` whose policy and state were written: that of
+        `policy_version`, or, with `save_every`, one before it, from which that is trained again."""
         return self.written_until(number)[0]
 
-    def remove(self, newest: int, checkpoints: Collection[int], states: Collection[int]) -> list[int]:
-        """Remove checkpoints and states of iterations up to `newest`, except those of the iterations that are given; markers
-        stay, and so does the newest policy in any case. Return the numbers of the iterations that lost something. Raises
-        StorageError."""
+    def remove(
+        self, newest: int, checkpoints: Collection[int], states: Collection[int]
+    ) -> list[int]:
+        """Remove checkpoints and states of iterations up to `newest`, except those of the
+        iterations that are given; markers stay, and so does the newest policy in any case. Return
+        the numbers of the iterations that lost something. Raises StorageError."""
         removed = []
         for number in self.written_until(newest)[1:]:
             folder = self.iteration(number).path
@@ -301,17 +428,25 @@ class RunFolder:
         return sorted(set(removed))
 
     def throw_away(self, first: int) -> list[int]:
-        """Remove the iterations from `first` on, and their lines in metrics.jsonl; return their numbers. Raises StorageError."""
+        """Remove the iterations from `first` on, and their lines in metrics.jsonl; return their
+        numbers. Raises StorageError.
+        """
         rows = self.metrics()
         if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
             write_jsonl(self.path / "metrics.jsonl", kept)
-        paths = [path for path in (self.path / "iterations").glob("[0-9]*") if path.name.isdigit() and int(path.name) >= first]
+        paths = [
+            path
+            for path in (self.path / "iterations").glob("[0-9]*")
+            if path.name.isdigit() and int(path.name) >= first
+        ]
         for path in sorted(paths, key=lambda path: -int(path.name)):
             remove_folder(path)
         self._written = {}
         return [int(path.name) for path in paths]
 
     def prune(self, newest: int, keep: int, best: int | None) -> list[int]:
-        """Keep the checkpoints and states of the `keep` newest policies, and the best checkpoint. As `remove`."""
+        """Keep the checkpoints and states of the `keep` newest policies, and the best checkpoint.
+        As `remove`.
+        """
         last = self.written_until(newest)[:keep]
         return self.remove(newest, last if best is None else [*last, best], last)

@@ -1,18 +1,23 @@
 """One process per run folder: a lock with an owner, on this machine and on a shared file system.
 
-Two things say that a folder is taken. `lock` is locked with flock: the kernel frees it when its process dies, however it dies, so
-on one machine nothing more is needed. `owner.json` names the process (host, pid, user, since when, command), and its time of
-change moves every few seconds as long as the process lives: the heartbeat, for file systems whose flock does not reach other
-machines, or that have none. A run's mirror has an owner.json of the same kind (`Claim`; `ttrl.run_folder.mirror`).
+Two things say that a folder is taken. `lock` is locked with flock: the kernel frees it when its
+process dies, however it dies, so on one machine nothing more is needed. `owner.json` names the
+process (host, pid, user, since when, command), and its time of change moves every few seconds as
+long as the process lives: the heartbeat, for file systems whose flock does not reach other
+machines, or that have none. A run's mirror has an owner.json of the same kind (`Claim`;
+`ttrl.run_folder.mirror`).
 
-Two that start in the same moment, and an owner that was taken for dead and goes on, are kept apart by owners/EPOCH, a folder that
-each owner makes (which only one can) with a number above all before it. In it an owner writes what is to be seen under a name
-that others use too, markers above all, and then links or renames it. Whoever takes over removes the folders of those before
-first, and with them whatever they had not given its name: a marker of theirs was there before the new owner began, or never will
-be. That takes no clock and no second look, and holds wherever mkdir, rmdir and link are the file server's doing.
+Two that start in the same moment, and an owner that was taken for dead and goes on, are kept apart
+by owners/EPOCH, a folder that each owner makes (which only one can) with a number above all before
+it. In it an owner writes what is to be seen under a name that others use too, markers above all,
+and then links or renames it. Whoever takes over removes the folders of those before first, and with
+them whatever they had not given its name: a marker of theirs was there before the new owner began,
+or never will be. That takes no clock and no second look, and holds wherever mkdir, rmdir and link
+are the file server's doing.
 
-Nothing goes by the name of a machine, which a pod that is started again has in common with the one that may live on. Only on a
-disk of this machine is an owner from before its last start known to be gone.
+Nothing goes by the name of a machine, which a pod that is started again has in common with the one
+that may live on. Only on a disk of this machine is an owner from before its last start known to be
+gone.
 """
 
 import contextlib
@@ -49,10 +54,25 @@ LOCK_FILES = frozenset({"lock", OWNER_FILE, _OWNERS})
 HEARTBEAT_SECONDS = 5.0
 TAKE_OVER_VARIABLE = "TTRL_TAKE_OVER"
 _WATCHED_BEATS = 3.2
-"""How long another machine's owner is watched for a heartbeat before it is taken for silent, in beats."""
+"""How long another machine's owner is watched for a heartbeat before it is taken for silent, in
+beats.
+"""
 _UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
-_ONE_MACHINE = {"ext2", "ext3", "ext4", "xfs", "jfs", "btrfs", "zfs", "f2fs", "bcachefs", "tmpfs", "ramfs", "overlay"}
+_ONE_MACHINE = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "jfs",
+    "btrfs",
+    "zfs",
+    "f2fs",
+    "bcachefs",
+    "tmpfs",
+    "ramfs",
+    "overlay",
+}
 _ONE_MACHINE |= {"fuse.fuse-overlayfs", "vfat", "exfat", "ntfs3", "fuseblk"}
 """File systems that no other machine writes to at the same time."""
 _MOUNTS = Path("/proc/self/mountinfo")
@@ -73,15 +93,23 @@ def _pid_namespace() -> str:
 
 
 def _only_here(folder: Path) -> bool:
-    """Tell whether a folder is on a file system of this machine alone; False where that is unknown."""
+    """Tell whether a folder is on a file system of this machine alone; False where that is
+    unknown.
+    """
     real = os.path.realpath(folder)
     kinds: dict[str, str] = {}
-    with contextlib.suppress(OSError), open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file:
+    with (
+        contextlib.suppress(OSError),
+        open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file,
+    ):
         for line in file:
             mount, _, kind = line.partition(" - ")
-            place = re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), mount.split(" ")[4])
+            place = re.sub(
+                r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), mount.split(" ")[4]
+            )
             if os.path.commonpath([place, real]) == place:
-                kinds[place] = kind.split(" ")[0]  # a later one covers an earlier one of the same place
+                # A later one covers an earlier one of the same place.
+                kinds[place] = kind.split(" ")[0]
     return bool(kinds) and kinds[max(kinds, key=len)] in _ONE_MACHINE
 
 
@@ -138,7 +166,9 @@ def _value(option: str, value: str) -> str:
 
 
 def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:
-    """Return the content of an owner.json; None where there is none, or a damaged one, which names nobody."""
+    """Return the content of an owner.json; None where there is none, or a damaged one, which names
+    nobody.
+    """
     with contextlib.suppress(ValueError):
         owner = None if data is None else json.loads(data)
         return owner if isinstance(owner, dict) else None
@@ -147,8 +177,15 @@ def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:
 
 def in_words(owner: dict[str, Any]) -> str:
     """Return who an owner is, for messages; {} is one who has left."""
-    known = {name: harmless(str(owner.get(name, "unknown"))) for name in ("pid", "host", "user", "started", "command")}
-    return "pid {pid} on {host}, user {user}, since {started}: {command}".format(**known) if owner else "which has ended since"
+    known = {
+        name: harmless(str(owner.get(name, "unknown")))
+        for name in ("pid", "host", "user", "started", "command")
+    }
+    return (
+        "pid {pid} on {host}, user {user}, since {started}: {command}".format(**known)
+        if owner
+        else "which has ended since"
+    )
 
 
 def _same_boot(owner: dict[str, Any]) -> bool:
@@ -158,18 +195,21 @@ def _same_boot(owner: dict[str, Any]) -> bool:
 class Claim(ABC):
     """This process's name in an owner.json, and the heartbeat that shows others that it lives.
 
-    what: the run folder or mirror that it is for, in messages. Subclasses say how the file is read and written.
+    what: the run folder or mirror that it is for, in messages. Subclasses say how the file is read
+        and written.
     """
 
     def __init__(self, what: object, beat_seconds: float) -> None:
-        self._what, self._beat_seconds = what, beat_seconds
+        self._what = what
+        self._beat_seconds = beat_seconds
         self.owner = describe_process()
         self.epoch = 0
         """Which owner this is, once it has signed: a number above that of every owner before."""
         self.lost_to: dict[str, Any] | None = None
         """Who has taken over; {} where that process has ended since."""
         self.discarded = False
-        """Whether this process removed what it owns: then nothing is left to own or to take over."""
+        """Whether this process removed what it owns: then nothing is left to own or to take over.
+        """
 
     @abstractmethod
     def read(self) -> dict[str, Any] | None:
@@ -189,7 +229,9 @@ class Claim(ABC):
 
     @abstractmethod
     def other(self) -> dict[str, Any] | None:
-        """Return the process that has signed since; {} where it has left again, None where nobody has."""
+        """Return the process that has signed since; {} where it has left again, None where nobody
+        has.
+        """
 
     @abstractmethod
     def leave(self) -> None:
@@ -197,19 +239,30 @@ class Claim(ABC):
 
     @contextlib.contextmanager
     def held(
-        self, *, take_over: bool, is_dead: Callable[[dict[str, Any]], bool] = lambda _: False, trusted: str = ""
+        self,
+        *,
+        take_over: bool,
+        is_dead: Callable[[dict[str, Any]], bool] = lambda _: False,
+        trusted: str = "",
     ) -> Iterator[None]:
-        """Sign, beat until the block ends, and leave. Raises RunFolderError where another process is alive, or may be.
+        """Sign, beat until the block ends, and leave. Raises RunFolderError where another process
+        is alive, or may be.
 
-        take_over: also from an owner on another machine that gives no sign of life; it may only be cut off.
-        is_dead: tells of owners that a lock of the kernel would name as alive if they were. trusted: the run folder whose
-        owners are taken over from without `take_over`: this process holds it, so they are dead.
+        take_over: also from an owner on another machine that gives no sign of life; it may only be
+            cut off.
+        is_dead: tells of owners that a lock of the kernel would name as alive if they were.
+        trusted: the run folder whose owners are taken over from without `take_over`: this process
+            holds it, so they are dead.
         """
         if (owner := self.read()) is not None and not is_dead(owner):
-            self._judge(owner, take_over=take_over or (trusted != "" and owner.get("folder") == trusted))
+            self._judge(
+                owner, take_over=take_over or (trusted != "" and owner.get("folder") == trusted)
+            )
         self.sign()
         ended = threading.Event()
-        beating = threading.Thread(target=self._beat_until, args=(ended,), name="run owner", daemon=True)
+        beating = threading.Thread(
+            target=self._beat_until, args=(ended,), name="run owner", daemon=True
+        )
         beating.start()
         try:
             yield
@@ -221,18 +274,26 @@ class Claim(ABC):
                     self.leave()
 
     def is_ours(self) -> bool:
-        """Tell whether nobody else has taken over; once somebody has, that stays so. What cannot be read names nobody else."""
+        """Tell whether nobody else has taken over; once somebody has, that stays so. What cannot be
+        read names nobody else.
+        """
         if self.discarded:
             return True
         if self.lost_to is None and (other := self.other()) is not None:
             self.lost_to = other
-            logger.error("%s was taken over by another process (%s); no more is written there", self._what, in_words(other))
+            logger.error(
+                "%s was taken over by another process (%s); no more is written there",
+                self._what,
+                in_words(other),
+            )
         return self.lost_to is None
 
     def in_use_by(self, owner: dict[str, Any] | None) -> RunFolderInUseError:
         """Return what is said where `owner` is alive."""
         who = "an unknown owner" if owner is None else in_words(owner)
-        return RunFolderInUseError(f"{self._what} is in use by another process ({who}); wait for it, or stop it")
+        return RunFolderInUseError(
+            f"{self._what} is in use by another process ({who}); wait for it, or stop it"
+        )
 
     def _judge(self, owner: dict[str, Any], *, take_over: bool) -> None:
         """Raise RunFolderError where `owner` is alive, or where nobody can tell."""
@@ -240,19 +301,24 @@ class Claim(ABC):
             if process_id(owner.get("pid", 0)) == (owner.get("pid"), owner.get("process_start")):
                 raise self.in_use_by(owner)
             return
-        logger.warning("%s has an owner on another machine; watching for a sign of life", self._what)
+        logger.warning(
+            "%s has an owner on another machine; watching for a sign of life", self._what
+        )
         if self._pulse_moves():
             raise self.in_use_by(owner)
         if not take_over:
             raise RunFolderError(
-                f"{self._what} belongs to a process on another machine ({in_words(owner)}), which gives no sign of life; if it "
-                f"is gone, take the run over: train(..., take_over=True), or start the command with {TAKE_OVER_VARIABLE}=1"
+                f"{self._what} belongs to a process on another machine ({in_words(owner)}), "
+                "which gives no sign of life; if it "
+                "is gone, take the run over: train(..., take_over=True), or start the command "
+                f"with {TAKE_OVER_VARIABLE}=1"
             )
         logger.warning("%s is taken over from %s", self._what, in_words(owner))
 
     def _pulse_moves(self) -> bool:
         seen = self.pulse()
-        for _ in range(round(8 * _WATCHED_BEATS)):  # looks, not seconds: where all stood still for a while, the owner did, too
+        # Looks, not seconds: where all stood still for a while, the owner did, too.
+        for _ in range(round(8 * _WATCHED_BEATS)):
             time.sleep(self._beat_seconds / 8)
             if (now := self.pulse()) != seen:
                 return now is not None  # None: it has just ended
@@ -275,7 +341,8 @@ class _FolderClaim(Claim):
         super().__init__(folder, beat_seconds)
         self._path, self._owners = folder / OWNER_FILE, folder / _OWNERS
         self._renaming = threading.Lock()
-        self._before = self._epochs()  # of whoever comes after that, nobody has said that it is dead
+        # Of whoever comes after that, nobody has said that it is dead.
+        self._before = self._epochs()
 
     @property
     def place(self) -> Path:
@@ -294,7 +361,8 @@ class _FolderClaim(Claim):
             again(self.place.mkdir)
             for epoch in self._before:
                 _remove(self._owners / str(epoch))
-            if max(self._epochs(), default=0) != self.epoch:  # above all, one that has just taken another number (`lift`)
+            # Above all, one that has just taken another number (`lift`).
+            if max(self._epochs(), default=0) != self.epoch:
                 raise FileNotFoundError
             self._show()
         except (FileExistsError, FileNotFoundError):
@@ -305,21 +373,29 @@ class _FolderClaim(Claim):
             if isinstance(error, StorageError):
                 raise
             way_out = "make room, or look at the permissions, and start the same command again"
-            raise StorageError(error.errno or 0, f"could not write {self.place}: {error.strerror}; {way_out}") from error
+            raise StorageError(
+                error.errno or 0, f"could not write {self.place}: {error.strerror}; {way_out}"
+            ) from error
 
     def _show(self) -> None:
-        """Put our name into owner.json, unless somebody has taken over: then the folder that it comes from is gone."""
+        """Put our name into owner.json, unless somebody has taken over: then the folder that it
+        comes from is gone.
+        """
         write_text(self.place / OWNER_FILE, json_text(self.owner), durable=False)
         os.replace(self.place / OWNER_FILE, self._path)
 
     def _epochs(self) -> list[int]:
         try:
-            return [int(name) for name in again(lambda: os.listdir(self._owners)) if name.isdecimal()]
+            return [
+                int(name) for name in again(lambda: os.listdir(self._owners)) if name.isdecimal()
+            ]
         except FileNotFoundError:
             return []
 
     def lift(self, epoch: int) -> None:
-        """Go on as a later owner, where the run's mirror knows of more of them. Raises RunFolderError where we are none."""
+        """Go on as a later owner, where the run's mirror knows of more of them. Raises
+        RunFolderError where we are none.
+        """
         with self._renaming:
             try:
                 os.rename(self.place, self._owners / str(max(epoch, self.epoch)))
@@ -333,9 +409,12 @@ class _FolderClaim(Claim):
         os.utime(self._path)
 
     def pulse(self) -> int | None:
-        """Return the file's time of change. Only its own clock counts, so clocks that differ do no harm."""
+        """Return the file's time of change. Only its own clock counts, so clocks that differ do no
+        harm.
+        """
         try:
-            with open(self._path, "rb") as file:  # opened anew each time: that is what makes NFS look at the server's
+            # Opened anew each time: that is what makes NFS look at the server's.
+            with open(self._path, "rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns
         except OSError:
             return None
@@ -345,7 +424,8 @@ class _FolderClaim(Claim):
         with self._renaming:
             if not self._has_place():
                 return owner or {}
-        return None if owner is None or owner.get("token") == self.owner["token"] else owner  # of an older ttrl
+        # Of an older ttrl.
+        return None if owner is None or owner.get("token") == self.owner["token"] else owner
 
     def _has_place(self) -> bool:
         try:
@@ -361,7 +441,9 @@ class _FolderClaim(Claim):
 
 
 def _remove(place: Path) -> None:
-    """Remove the folder of an earlier owner, which may be writing in it. Only what the file server says counts, not a look."""
+    """Remove the folder of an earlier owner, which may be writing in it. Only what the file server
+    says counts, not a look.
+    """
     for _ in range(100):
         try:
             with contextlib.suppress(FileNotFoundError):
@@ -371,36 +453,52 @@ def _remove(place: Path) -> None:
         except FileNotFoundError:
             return
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY, errno.ESTALE, errno.EIO):
+            if error.errno not in (
+                errno.ENOTEMPTY,
+                errno.EEXIST,
+                errno.EBUSY,
+                errno.ESTALE,
+                errno.EIO,
+            ):
                 raise
             time.sleep(0.02)
         else:
             return
-    raise RunFolderError(f"{place} of an earlier owner cannot be removed: something goes on writing there; stop it")
+    raise RunFolderError(
+        f"{place} of an earlier owner cannot be removed: something goes on writing there; stop it"
+    )
 
 
 class RunLock:
     """The lock of one folder. Use `held`."""
 
     def __init__(self, folder: Path, beat_seconds: float = HEARTBEAT_SECONDS) -> None:
-        self._folder, self._beat_seconds = folder, beat_seconds
+        self._folder = folder
+        self._beat_seconds = beat_seconds
         self._claim: _FolderClaim | None = None
         self.token = ""
         """A random name of this run folder, while it is held."""
 
     @contextlib.contextmanager
     def held(self, *, take_over: bool = False) -> Iterator[None]:
-        """Hold the folder. Raises RunFolderError naming the owner where another process has it. take_over: see `Claim.held`."""
+        """Hold the folder. Raises RunFolderError naming the owner where another process has it.
+        take_over: see `Claim.held`.
+        """
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = os.fdopen(os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), "r+")
         except OSError as error:
-            raise RunFolderError(f"{self._folder} cannot be a run folder: {error.strerror}; choose another one") from error
+            raise RunFolderError(
+                f"{self._folder} cannot be a run folder: {error.strerror}; choose another one"
+            ) from error
         with file:
             claim = _FolderClaim(self._folder, self._beat_seconds)
             locks = self._flock(file, claim)
-            alone = locks and _only_here(self._folder)  # but for clients of an NFS server that runs here: those beat
-            with claim.held(take_over=take_over or alone, is_dead=lambda owner: locks and _same_boot(owner)):
+            # But for clients of an NFS server that runs here: those beat.
+            alone = locks and _only_here(self._folder)
+            with claim.held(
+                take_over=take_over or alone, is_dead=lambda owner: locks and _same_boot(owner)
+            ):
                 self._claim, self.token = claim, _token_in(file)
                 try:
                     yield
@@ -420,12 +518,16 @@ class RunLock:
         return 0 if self._claim is None else self._claim.epoch
 
     def lift(self, epoch: int) -> None:
-        """Be at least this owner, by number. Raises RunFolderError where another process has taken the folder over."""
+        """Be at least this owner, by number. Raises RunFolderError where another process has taken
+        the folder over.
+        """
         if self._claim is not None:
             self._claim.lift(epoch)
 
     def create(self, path: Path, text: str) -> None:
-        """Make a marker. Raises RunFolderError where another process has taken over, or has made it; StorageError."""
+        """Make a marker. Raises RunFolderError where another process has taken over, or has made
+        it; StorageError.
+        """
         claim = self._claim
         self.check()
         try:
@@ -435,16 +537,22 @@ class RunLock:
             raise
         if not made:
             raise RunFolderError(
-                f"{path} is there already: another process has finished this phase meanwhile, or it was done twice; this one "
-                "stops here. Start the same command again to go on from there, or remove that file first to run the phase again"
+                f"{path} is there already: another process has finished this phase meanwhile, or "
+                "it was done twice; this one "
+                "stops here. Start the same command again to go on from there, or remove that "
+                "file first to run the phase again"
             )
 
     def check(self) -> None:
-        """Raise RunFolderError where another process has taken the folder over. Harmless where it was never locked."""
+        """Raise RunFolderError where another process has taken the folder over. Harmless where it
+        was never locked.
+        """
         if self._claim is not None and not self._claim.is_ours():
             raise RunFolderError(
-                f"{self._folder} was taken over by another process ({in_words(self._claim.lost_to or {})}); this one stops here, "
-                "and what it had begun is not marked as finished. Start the same command again to go on from where that one ended"
+                f"{self._folder} was taken over by another process "
+                f"({in_words(self._claim.lost_to or {})}); this one stops here, "
+                "and what it had begun is not marked as finished. Start the same command again "
+                "to go on from where that one ended"
             )
 
     def _flock(self, file: IO[str], claim: _FolderClaim) -> bool:
@@ -455,8 +563,13 @@ class RunLock:
             raise claim.in_use_by(claim.read()) from None
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
-                raise RunFolderError(f"{self._folder} cannot be locked: {error.strerror}; choose another run folder") from error
-            logger.warning("%s: the file system has no locks; the heartbeat in owner.json has to do", self._folder)
+                raise RunFolderError(
+                    f"{self._folder} cannot be locked: {error.strerror}; choose another run folder"
+                ) from error
+            logger.warning(
+                "%s: the file system has no locks; the heartbeat in owner.json has to do",
+                self._folder,
+            )
             return False
         return True
 

@@ -1,4 +1,6 @@
-"""The line of metrics.jsonl of an iteration, put together from what its phases left in their markers."""
+"""The line of metrics.jsonl of an iteration, put together from what its phases left in their
+markers.
+"""
 
 import json
 from collections.abc import Callable
@@ -11,16 +13,49 @@ from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.files import write_json
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
-FLOPS_PARTS = ("prefill", "decode", "validation", "training", "recomputation", "prepass", "reference")
-"""What an iteration's FLOPs are spent on; "total" and, over the run, "cumulated" stand beside them."""
+FLOPS_PARTS = (
+    "prefill",
+    "decode",
+    "validation",
+    "training",
+    "recomputation",
+    "prepass",
+    "reference",
+)
+"""What an iteration's FLOPs are spent on; "total" and, over the run, "cumulated" stand beside them.
+"""
 TOO_LONG_WORDS = {"too_long": "too long", "truncated": "cut off", "extended": "in longer rows"}
 """What `PackedTensors.dropped` counts of samples that are longer than a row, for people."""
 _AVERAGED = (
-    *("loss", "policy_loss", "value_loss", "kl", "kl_share", "entropy", "grad_norm", "ess", "peak_share", "tokens_per_second"),
-    *("clip_fraction_low", "clip_fraction_high", "dual_clip_fraction", "correction", "capped_fraction", "value_error"),
+    *(
+        "loss",
+        "policy_loss",
+        "value_loss",
+        "kl",
+        "kl_share",
+        "entropy",
+        "grad_norm",
+        "ess",
+        "peak_share",
+        "tokens_per_second",
+    ),
+    *(
+        "clip_fraction_low",
+        "clip_fraction_high",
+        "dual_clip_fraction",
+        "correction",
+        "capped_fraction",
+        "value_error",
+    ),
     *("matmul_peak", "kl_coefficient"),
 )
-_COLUMNS = {"rollouts": "sample", "prepare": "prepare", "pack": "pack", "train": "train", "validate": "validate"}
+_COLUMNS = {
+    "rollouts": "sample",
+    "prepare": "prepare",
+    "pack": "pack",
+    "train": "train",
+    "validate": "validate",
+}
 
 
 def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
@@ -28,24 +63,54 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
     done = {phase: marker for phase, marker in markers.items() if marker is not None}
     seconds = {_COLUMNS[phase]: marker["seconds"] for phase, marker in done.items()}
     seconds["sync"] = sum(marker.get("sync_seconds", 0.0) for marker in done.values())
-    row: dict[str, Any] = {"iteration": iteration.number, "seconds": seconds | {"total": sum(seconds.values())}}
+    row: dict[str, Any] = {
+        "iteration": iteration.number,
+        "seconds": seconds | {"total": sum(seconds.values())},
+    }
     if "rollouts" in done:
         stats = done["rollouts"]["stats"]
         row |= {"reward": stats["mean_reward"], "metrics": stats["metrics"]}
         row |= {"partial_metrics": partial} if (partial := stats.get("partial_metrics")) else {}
-        row |= {"samples": stats["num_samples"], "failed": stats["num_failed"], "finish_reasons": stats["finish_reasons"]}
-        row |= {name: stats[name] for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")}
-        row |= {"grading_seconds": stats["grading_seconds"]} if stats.get("grading_seconds") is not None else {}
-        names = ("new_completion_tokens", "staleness", "unfinished", "dropped_groups", "extra_tasks")
+        row |= {
+            "samples": stats["num_samples"],
+            "failed": stats["num_failed"],
+            "finish_reasons": stats["finish_reasons"],
+        }
+        row |= {
+            name: stats[name]
+            for name in ("prompt_tokens", "completion_tokens", "tokens_per_second")
+        }
+        row |= (
+            {"grading_seconds": stats["grading_seconds"]}
+            if stats.get("grading_seconds") is not None
+            else {}
+        )
+        names = (
+            "new_completion_tokens",
+            "staleness",
+            "unfinished",
+            "dropped_groups",
+            "extra_tasks",
+        )
         row |= {name: done["rollouts"][name] for name in names if name in done["rollouts"]}
         if curriculum := done["rollouts"].get("curriculum"):
-            row["curriculum"] = {name: one for name, one in curriculum.items() if name not in ("turns", "level_scores")}
+            row["curriculum"] = {
+                name: one
+                for name, one in curriculum.items()
+                if name not in ("turns", "level_scores")
+            }
     if "pack" in done:
         row |= {"groups": done["pack"]["groups"]}
         row |= {"rollouts": done["pack"]["rollouts"]} if "rollouts" in done["pack"] else {}
-        row |= {"pack": {k: v for k, v in done["pack"].items() if k not in ("groups", "rollouts", "seconds")}}
+        row |= {
+            "pack": {
+                k: v for k, v in done["pack"].items() if k not in ("groups", "rollouts", "seconds")
+            }
+        }
     if "train" in done:
-        row |= {"trained": done["train"]["trained"]} | _training_summary(done["train"].get("steps", []))
+        row |= {"trained": done["train"]["trained"]} | _training_summary(
+            done["train"].get("steps", [])
+        )
         if "train" in row and (noise := recent_noise(_recent_steps(iteration))):
             row["gradient_noise"] = noise
         if "train" in row and _same_weights(iteration):
@@ -54,8 +119,16 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
         stats = done["validate"]["stats"]
         row |= {"validation_reward": stats["mean_reward"], "validation": stats["metrics"]}
         row |= {"validation_samples": stats["num_graded"], "validation_failed": stats["num_failed"]}
-        row |= {"validation_partial_metrics": partial} if (partial := stats.get("partial_metrics")) else {}
-        row |= {f"validation_{name}": done["validate"][name] for name in ("sampling", "intervals") if name in done["validate"]}
+        row |= (
+            {"validation_partial_metrics": partial}
+            if (partial := stats.get("partial_metrics"))
+            else {}
+        )
+        row |= {
+            f"validation_{name}": done["validate"][name]
+            for name in ("sampling", "intervals")
+            if name in done["validate"]
+        }
     if parts := _flops(done):
         row["flops"] = parts | {"total": sum(parts.values())}
     if (speed := _server_speed(iteration, done)) is not None:
@@ -68,12 +141,16 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
 def _server_speed(iteration: IterationFolder, done: dict[str, dict[str, Any]]) -> float | None:
     """Return the servers' FLOPs per second while they sampled; None where it is not known.
 
-    Beside an iteration's samples they may have written the held-out ones of the policy before: the phase that ended last has
-    counted both.
+    Beside an iteration's samples they may have written the held-out ones of the policy before: the
+    phase that ended last has counted both.
     """
-    marker, ended = done.get("rollouts"), iteration.finished("rollouts")
-    before = IterationFolder(iteration.path.parent / f"{iteration.number - 1:04d}", iteration.number - 1)
-    held_out, last = before.marker("validate"), before.finished("validate")
+    marker = done.get("rollouts")
+    ended = iteration.finished("rollouts")
+    before = IterationFolder(
+        iteration.path.parent / f"{iteration.number - 1:04d}", iteration.number - 1
+    )
+    held_out = before.marker("validate")
+    last = before.finished("validate")
     if held_out and ended and last and last - held_out["seconds"] < ended < last:
         marker = held_out
     speed: float | None = (marker or {}).get("flops", {}).get("per_second")
@@ -81,13 +158,17 @@ def _server_speed(iteration: IterationFolder, done: dict[str, dict[str, Any]]) -
 
 
 def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return means over the optimizer steps of an iteration, and the comparison of sampler and trainer."""
+    """Return means over the optimizer steps of an iteration, and the comparison of sampler and
+    trainer.
+    """
     if not steps:
         return {}
     train: dict[str, Any] = {}
     for name in _AVERAGED:
         # Steps that were skipped have no loss; some have no KL yet.
-        values = [step[name] for step in steps if step.get(name) is not None and "skipped" not in step]
+        values = [
+            step[name] for step in steps if step.get(name) is not None and "skipped" not in step
+        ]
         train |= {name: sum(values) / len(values)} if values else {}
     train |= {"lr": steps[-1]["lr"], "steps": len(steps), "global_step": steps[-1]["global_step"]}
     counts = ("flops", "seconds", "padding_tokens", "logical_tokens")
@@ -99,23 +180,33 @@ def _training_summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
     if isinstance(compared, dict):  # the tokens themselves stay in train.jsonl
         compared = {name: value for name, value in compared.items() if name != "worst"}
         if isinstance(own := compared.get("own_weights"), dict):
-            compared["own_weights"] = {name: value for name, value in own.items() if name != "worst"}
+            compared["own_weights"] = {
+                name: value for name, value in own.items() if name != "worst"
+            }
     return {"train": train, "sampler_trainer": compared}
 
 
 def _flops(done: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Return what the phases computed: to read and to write the rollouts, for held-out samples, and in training, by part."""
+    """Return what the phases computed: to read and to write the rollouts, for held-out samples, and
+    in training, by part.
+    """
     sampled, held_out = (done.get(phase, {}).get("flops", {}) for phase in ("rollouts", "validate"))
     parts = {name: sampled[name] for name in ("prefill", "decode") if name in sampled}
     parts |= {"validation": held_out["prefill"] + held_out["decode"]} if held_out else {}
-    return parts | _added_up("flops_by_part", sum, done.get("train", {}).get("steps", [])).get("flops_by_part", {})
+    return parts | _added_up("flops_by_part", sum, done.get("train", {}).get("steps", [])).get(
+        "flops_by_part", {}
+    )
 
 
 def _recent_steps(iteration: IterationFolder) -> list[dict[str, Any]]:
-    """Return the lines of the last optimizer steps, as many as are averaged, of this iteration and those before it."""
+    """Return the lines of the last optimizer steps, as many as are averaged, of this iteration and
+    those before it.
+    """
     steps: list[dict[str, Any]] = []
     for number in range(iteration.number, 0, -1):
-        marker = IterationFolder(iteration.path.parent / f"{number:04d}", number).marker("train") or {}
+        marker = (
+            IterationFolder(iteration.path.parent / f"{number:04d}", number).marker("train") or {}
+        )
         steps = [*marker.get("steps", []), *steps]
         if len(steps) >= WINDOW:
             break
@@ -132,7 +223,9 @@ def _same_weights(iteration: IterationFolder) -> bool:
     return False
 
 
-def _added_up(name: str, how: Callable[[list[float]], float], steps: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+def _added_up(
+    name: str, how: Callable[[list[float]], float], steps: list[dict[str, Any]]
+) -> dict[str, dict[str, float]]:
     """Return a mapping that steps have, over all of them; nothing where none has it."""
     parts = [step[name] for step in steps if isinstance(step.get(name), dict)]
     keys = dict.fromkeys(key for part in parts for key in part)
@@ -157,7 +250,9 @@ STATE_FILE = "loggers.json"
 
 
 def forget_rows(folder: Path, first: int) -> None:
-    """Make loggers log the rows of the iterations from `first` on again, which are done again. Raises StorageError."""
+    """Make loggers log the rows of the iterations from `first` on again, which are done again.
+    Raises StorageError.
+    """
     state = folder / "logs" / STATE_FILE
     if seen := read_seen(state):
         write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
@@ -166,6 +261,9 @@ def forget_rows(folder: Path, first: int) -> None:
 def read_seen(state: Path) -> dict[str, int]:
     """Return the last iteration that each logger was given."""
     try:
-        return {str(name): int(last) for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()}
+        return {
+            str(name): int(last)
+            for name, last in json.loads(state.read_text(encoding="utf-8"))["seen"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

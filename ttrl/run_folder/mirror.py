@@ -1,13 +1,15 @@
 """A copy of the run folder in an object store, made while the run goes on, phase by phase.
 
-What a finished phase wrote is uploaded first, its marker last: whatever has a marker there is there as a whole. Checkpoints and
-states that the rules of pruning no longer keep are removed there too, once everything newer is safe. It happens in the
-background, with new tries after growing pauses. A store that is slow, full or gone stops no run but one all of whose servers
-fetch adapters from it (`Mirror.publish`): it is said once, and at its end the run waits for the store, for a while, and says how
-far behind the copy is then.
+What a finished phase wrote is uploaded first, its marker last: whatever has a marker there is there
+as a whole. Checkpoints and states that the rules of pruning no longer keep are removed there too,
+once everything newer is safe. It happens in the background, with new tries after growing pauses. A
+store that is slow, full or gone stops no run but one all of whose servers fetch adapters from it
+(`Mirror.publish`): it is said once, and at its end the run waits for the store, for a while, and
+says how far behind the copy is then.
 
-A machine that has nothing of the run takes from the store what is needed to go on (`ttrl.run_folder.mirror_resume`). owner.json
-in the store keeps two machines from going on at the same time, as the run folder's own does on one (`ttrl.run_folder.lock`).
+A machine that has nothing of the run takes from the store what is needed to go on
+(`ttrl.run_folder.mirror_resume`). owner.json in the store keeps two machines from going on at the
+same time, as the run folder's own does on one (`ttrl.run_folder.lock`).
 """
 
 import contextlib
@@ -36,7 +38,13 @@ from ttrl.system.object_store import redact
 
 logger = logging.getLogger(__name__)
 
-_OF_PHASES = {"rollouts.jsonl", "unfinished.jsonl", "packed.safetensors", "train.jsonl", "validation.jsonl"}
+_OF_PHASES = {
+    "rollouts.jsonl",
+    "unfinished.jsonl",
+    "packed.safetensors",
+    "train.jsonl",
+    "validation.jsonl",
+}
 _OF_PHASES |= {"trainer_logprobs.safetensors", "weights.json"}
 _NOT_MIRRORED = LOCK_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
 _PATIENT_TRIES = 8  # a minute where a store refuses at once, more where it does not answer
@@ -48,12 +56,15 @@ LOG_BYTES = 2**20
 
 
 class _MirrorClaim(Claim):
-    """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a machine that slept meanwhile. It is
-    written only over what was last read or written here, so that of two that take over at once one finds the other."""
+    """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a
+    machine that slept meanwhile. It is written only over what was last read or written here, so
+    that of two that take over at once one finds the other.
+    """
 
     def __init__(self, store: MirrorStore, lock: RunLock) -> None:
         super().__init__(store.shown, store.beat_seconds)
-        self._store, self._lock = store, lock
+        self._store = store
+        self._lock = lock
         self._tag: Tag | None = None
         """Of the record that was looked at, or is ours."""
         self._epoch_there = 0
@@ -77,14 +88,18 @@ class _MirrorClaim(Claim):
         self._put({"beat": number})
 
     def _put(self, more: dict[str, Any]) -> bool:
-        """Write our record over the one that we know; return whether it is there. Raises OSError."""
+        """Write our record over the one that we know; return whether it is there. Raises
+        OSError.
+        """
         content = json.dumps(self.owner | more).encode()
         if (tag := self._store.swap(OWNER_FILE, content, self._tag)) is None:
             data, there = self._store.read_tagged(OWNER_FILE)
             if data is not None and (parse_owner(data) or {}).get("token") != self.owner["token"]:
                 return False
             # Removed by hand; or ours: the answer to an earlier try was lost.
-            if (tag := there if data == content else self._store.swap(OWNER_FILE, content, there)) is None:
+            if (
+                tag := there if data == content else self._store.swap(OWNER_FILE, content, there)
+            ) is None:
                 return False
         self._tag = tag
         return True
@@ -98,7 +113,9 @@ class _MirrorClaim(Claim):
 
 
 def epoch_of(data: bytes | str | None) -> int:
-    """Return the epoch that a marker or an owner's record names; 0 where it names none, as those of an older ttrl."""
+    """Return the epoch that a marker or an owner's record names; 0 where it names none, as those of
+    an older ttrl.
+    """
     epoch = (parse_owner(data) or {}).get("epoch")
     return epoch if isinstance(epoch, int) else 0
 
@@ -107,25 +124,33 @@ class Mirror:
     """Follows one run folder, which this process holds. Use `following`, with `claim` held."""
 
     def __init__(self, store: MirrorStore, folder: RunFolder, config: TrainConfig) -> None:
-        self.store, self._folder, self._config = store, folder, config
+        self.store = store
+        self._folder = folder
+        self._config = config
         self.claim = _MirrorClaim(store, folder.lock)
         self._remote: set[str] = set()
         """Keys that are known to be there."""
         self._is_listed = False
         self._uploaded: dict[str, Any] = {}
-        """What of each file was uploaded by this process: the digest that its marker gives, or size and time of change."""
+        """What of each file was uploaded by this process: the digest that its marker gives, or size
+        and time of change.
+        """
         self._locks: dict[str, threading.Lock] = {}
         self._publishing = threading.Lock()
         self._published: tuple[list[Any], dict[Path, tuple[int, str]]] = ([], {})
-        """Files, sizes and times of what was stored last before its phase was finished, and its digests."""
+        """Files, sizes and times of what was stored last before its phase was finished, and its
+        digests.
+        """
         self._wake, self._ended = threading.Event(), threading.Event()
         self._problem: str | None = None
         self._behind: set[str] = set()
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Upload in the background until the block ends, and then what is left; after an error, for one try. What goes wrong is
-        said and never raised, but for one thing: once another machine has taken over, no further phase can be finished here."""
+        """Upload in the background until the block ends, and then what is left; after an error, for
+        one try. What goes wrong is said and never raised, but for one thing: once another machine
+        has taken over, no further phase can be finished here.
+        """
         before = self._folder.on_mark
         self._folder.on_mark = self._marked
         follower = threading.Thread(target=self._follow, name="mirror", daemon=True)
@@ -145,41 +170,61 @@ class Mirror:
     def status(self) -> str | None:
         """Return what is wrong, in words; None where the copy is complete."""
         other = self.claim.lost_to
-        why = self._problem if other is None else f"another process has taken over: {in_words(other)}"
+        why = (
+            self._problem if other is None else f"another process has taken over: {in_words(other)}"
+        )
         if not self._behind and why is None:
             return None
-        behind = f"{len(self._behind)} finished phases are not there yet" if self._behind else "everything is there"
+        behind = (
+            f"{len(self._behind)} finished phases are not there yet"
+            if self._behind
+            else "everything is there"
+        )
         return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
-        """Take iteration `number`'s checkpoint from the mirror if it is not here; warn where that fails."""
+        """Take iteration `number`'s checkpoint from the mirror if it is not here; warn where that
+        fails.
+        """
         if self._folder.iteration(number).path.joinpath("checkpoint").exists():
             return
         try:
             fetch_folder(self.store, self._folder, number, "checkpoint")
         except (OSError, RunFolderError) as error:
-            logger.warning("the best checkpoint, of iteration %d, is not in %s: %s", number, self._folder.path, error)
+            logger.warning(
+                "the best checkpoint, of iteration %d, is not in %s: %s",
+                number,
+                self._folder.path,
+                error,
+            )
 
     def publish(self, folder: Path) -> dict[str, tuple[int, str]]:
-        """Store the files of a folder of the run now, not when its phase is finished; return their sizes and SHA-256 by key. May
-        be called by several threads. Raises OSError after some tries."""
+        """Store the files of a folder of the run now, not when its phase is finished; return their
+        sizes and SHA-256 by key. May be called by several threads. Raises OSError after some tries.
+        """
         with self._publishing:
             if not self.store.patiently(self.claim.is_ours, _PATIENT_TRIES):
                 raise OSError(f"another process has taken the run over in {self.store.shown}")
             stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
             now = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
             if self._published[0] != now:
-                self._published = now, {path: (stat.st_size, digest(path)) for path, stat in stats.items()}
+                self._published = (
+                    now,
+                    {path: (stat.st_size, digest(path)) for path, stat in stats.items()},
+                )
             found = {self._key(path): told for path, told in self._published[1].items()}
             for path, (_, sha256) in self._published[1].items():
-                self.store.patiently(functools.partial(self._upload, self._key(path), path, sha256), _PATIENT_TRIES)
+                self.store.patiently(
+                    functools.partial(self._upload, self._key(path), path, sha256), _PATIENT_TRIES
+                )
         return found
 
     def _marked(self) -> None:
         self._wake.set()
         if (other := self.claim.lost_to) is not None:
             raise RunFolderError(
-                f"{self._folder.path}: another process has taken over in the mirror {self.store.shown} ({in_words(other)}); this "
+                f"{self._folder.path}: another process has taken over in the mirror "
+                f"{self.store.shown} ({in_words(other)}); this "
                 "one stops here"
             )
 
@@ -189,7 +234,8 @@ class Mirror:
         failures = 0
         while not self._ended.is_set():
             if failures:
-                self._ended.wait(self.store.pause_before(failures))  # whatever is finished meanwhile
+                # Whatever is finished meanwhile.
+                self._ended.wait(self.store.pause_before(failures))
             else:
                 self._wake.wait()
             if self._ended.is_set():
@@ -198,7 +244,8 @@ class Mirror:
             failures = 0 if self._try_pass() else failures + 1
 
     def _last_passes(self, patience: float) -> None:
-        deadline, failures = time.monotonic() + patience, 0
+        deadline = time.monotonic() + patience
+        failures = 0
         while not self._try_pass():
             failures += 1
             pause = self.store.pause_before(failures)
@@ -209,13 +256,18 @@ class Mirror:
             logger.warning("%s; the run folder %s has everything", status, self._folder.path)
 
     def _try_pass(self) -> bool:
-        """Bring the copy up to date, where this process may still write it; return False where something failed."""
+        """Bring the copy up to date, where this process may still write it; return False where
+        something failed.
+        """
         try:
             if self.claim.is_ours():
                 self._pass()
-        except (OSError, ValueError, KeyError, TypeError, RunFolderError) as error:  # a damaged marker is one of these
+        # A damaged marker is one of these.
+        except (OSError, ValueError, KeyError, TypeError, RunFolderError) as error:
             if self._problem is None:
-                logger.warning("the mirror is behind: %s; the run goes on, and so do new tries", error)
+                logger.warning(
+                    "the mirror is behind: %s; the run goes on, and so do new tries", error
+                )
             self._problem = str(error)
             return False
         if self._problem is not None and self.claim.lost_to is None:
@@ -228,7 +280,8 @@ class Mirror:
         if not self._is_listed:
             self._remote.update(self.store.keys())
             self._is_listed = True
-        # Before the markers are looked at: what metrics.jsonl says of an iteration is then backed by the markers that follow.
+        # Before the markers are looked at: what metrics.jsonl says of an iteration is then backed
+        # by the markers that follow.
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
         newest = rows[-1]["iteration"] if rows else -1
@@ -244,7 +297,11 @@ class Mirror:
             self._upload(self._key(path), data, hashlib.sha256(data).hexdigest())
         self._upload_logs()
         if kept is not None:
-            unwanted = [key for key in tuple(self._remote) if self._is_pruned(key, newest, kept.checkpoints, kept.states)]
+            unwanted = [
+                key
+                for key in tuple(self._remote)
+                if self._is_pruned(key, newest, kept.checkpoints, kept.states)
+            ]
             if unwanted:
                 with self._publishing:
                     self.store.remove(unwanted)
@@ -253,7 +310,9 @@ class Mirror:
                         self._uploaded.pop(key, None)
 
     def _pending(self) -> list[tuple[str, Path]]:
-        """Return the markers that are not there yet, in the order in which their phases were finished."""
+        """Return the markers that are not there yet, in the order in which their phases were
+        finished.
+        """
         found = []
         for path in self._folder.path.glob("iterations/*/done/[!.]*.json"):
             key = self._key(path)
@@ -274,8 +333,8 @@ class Mirror:
         self._create(self._key(marker), marker.read_bytes())
 
     def _create(self, key: str, content: bytes) -> None:
-        """Upload a marker, where there is none, or one that an earlier owner, which went on after it was taken over, left since
-        then. Raises RunFolderError for any other."""
+        """Upload a marker, where there is none, or one that an earlier owner, which went on after
+        it was taken over, left since then. Raises RunFolderError for any other."""
         if not self.claim.is_ours():
             return
         if self.store.swap(key, content, None) is None:
@@ -284,14 +343,17 @@ class Mirror:
                 if there is not None and epoch_of(there) >= epoch_of(content):
                     epochs = f"of epoch {epoch_of(there)}, and here of {epoch_of(content)}"
                     raise RunFolderError(
-                        f"{self.store.shown} has another {key} ({epochs}): the run had two owners; remove the one not to be kept"
+                        f"{self.store.shown} has another {key} ({epochs}): the run had two "
+                        "owners; remove the one not to be kept"
                     )
                 if self.store.swap(key, content, tag) is None:
                     raise OSError(f"{self.store.shown}: {key} changes while it is written")
         self._remote.add(key)
 
     def _upload_logs(self) -> None:
-        """Upload the ends of the logs below this machine's name: all that is left of one that vanishes."""
+        """Upload the ends of the logs below this machine's name: all that is left of one that
+        vanishes.
+        """
         for path in sorted(self._folder.path.glob("logs/*.log")):
             try:
                 with open(path, "rb") as file:
@@ -300,10 +362,15 @@ class Mirror:
                     end = file.read(LOG_BYTES)
             except OSError:
                 continue
-            self._upload(f"logs/{self.claim.owner['host']}/{path.name}", end, (status.st_size, status.st_mtime_ns))
+            self._upload(
+                f"logs/{self.claim.owner['host']}/{path.name}",
+                end,
+                (status.st_size, status.st_mtime_ns),
+            )
 
     def _upload(self, key: str, content: Path | bytes, identity: object) -> None:
-        with self._locks.setdefault(key, threading.Lock()):  # what is published is just being followed, too
+        # What is published is just being followed, too.
+        with self._locks.setdefault(key, threading.Lock()):
             if self._uploaded.get(key) != identity:
                 self.store.write(key, content)
                 self._uploaded[key] = identity
@@ -311,37 +378,59 @@ class Mirror:
 
     @staticmethod
     def _unmarked_files(folder: Path) -> list[Path]:
-        """Return the files right in `folder` that no phase's marker will name; nothing else that lies there, such as keys."""
+        """Return the files right in `folder` that no phase's marker will name; nothing else that
+        lies there, such as keys.
+        """
         return sorted(
             path
             for path in folder.iterdir()
-            if path.is_file() and path.name not in _NOT_MIRRORED and path.suffix in MIRRORED_SUFFIXES and path.name[0] != "."
+            if path.is_file()
+            and path.name not in _NOT_MIRRORED
+            and path.suffix in MIRRORED_SUFFIXES
+            and path.name[0] != "."
         )
 
     @staticmethod
-    def _is_pruned(key: str, newest: int, checkpoints: frozenset[int], states: frozenset[int]) -> bool:
+    def _is_pruned(
+        key: str, newest: int, checkpoints: frozenset[int], states: frozenset[int]
+    ) -> bool:
         parts = key.split("/")
-        if len(parts) < 4 or parts[0] != "iterations" or not parts[1].isdigit() or parts[2] not in _PRUNED:
+        if (
+            len(parts) < 4
+            or parts[0] != "iterations"
+            or not parts[1].isdigit()
+            or parts[2] not in _PRUNED
+        ):
             return False
         number = int(parts[1])
-        return number <= newest and number not in (checkpoints if parts[2] == "checkpoint" else states)
+        return number <= newest and number not in (
+            checkpoints if parts[2] == "checkpoint" else states
+        )
 
     def _key(self, path: Path) -> str:
         return path.relative_to(self._folder.path).as_posix()
 
 
 def with_local_run(config: TrainConfig) -> TrainConfig:
-    """Return a config whose run is a folder: where it was an address, runs/NAME of the current folder, with the address as its
-    mirror. Raises ConfigError, also for addresses of it and of the cache that carry credentials."""
+    """Return a config whose run is a folder: where it was an address, runs/NAME of the current
+    folder, with the address as its mirror. Raises ConfigError, also for addresses of it and of the
+    cache that carry credentials.
+    """
     if "://" in config.run:
         if config.mirror is not None:
-            raise ConfigError("TrainConfig", ["run is an address, so mirror must not be given as well; give one of them"])
+            raise ConfigError(
+                "TrainConfig",
+                ["run is an address, so mirror must not be given as well; give one of them"],
+            )
         name = config.run.partition("?")[0].rstrip("/").rpartition("/")[2]
         config = dataclasses.replace(config, run=str(Path("runs", name)), mirror=config.run)
-    addresses = {"mirror": config.mirror} | {f"cache[{number}]": address for number, address in enumerate(config.cache)}
+    addresses = {"mirror": config.mirror} | {
+        f"cache[{number}]": address for number, address in enumerate(config.cache)
+    }
     # They would stand in config.yaml, and in the mirror.
     problems = [
-        f"{name} {redact(address)!r} carries credentials; give them in the environment only, see docs/cache.md"
+        f"{name} {redact(address)!r} carries credentials; give them in the environment only, see "
+        "docs/cache.md"
         for name, address in addresses.items()
         if address is not None and redact(address) != address
     ]
@@ -359,12 +448,13 @@ def mirrored(
     redo: int | None = None,
     store_class: type[MirrorStore] = MirrorStore,
 ) -> Iterator[Mirror | None]:
-    """Mirror a run whose folder this process holds: take from the mirror what is missing here, then follow the folder until the
-    end of the block. Yields None where the run has no mirror. redo: the iteration from which on both are to be thrown away before
-    that (`ttrl.run_folder.redo`).
+    """Mirror a run whose folder this process holds: take from the mirror what is missing here, then
+    follow the folder until the end of the block. Yields None where the run has no mirror. redo: the
+    iteration from which on both are to be thrown away before that (`ttrl.run_folder.redo`).
 
-    Raises UserError for an address that cannot be one, RunFolderError where the mirror is of another run or somebody else goes on
-    with this one, StorageError where it cannot be read at the start: what is in it can then not be told.
+    Raises UserError for an address that cannot be one, RunFolderError where the mirror is of
+    another run or somebody else goes on with this one, StorageError where it cannot be read at the
+    start: what is in it can then not be told.
     """
     if config.mirror is None:
         if redo is not None:
@@ -383,7 +473,8 @@ def mirrored(
         except OSError as error:
             raise StorageError(
                 error.errno or 0,
-                f"{error}; put it right (credentials come from the environment), or go on without: leave `mirror` out",
+                f"{error}; put it right (credentials come from the environment), or go on "
+                "without: leave `mirror` out",
             ) from error
         with mirror.following():
             yield mirror

@@ -1,14 +1,17 @@
-"""What a machine takes from a run's mirror before it goes on: of another machine's work, only what the next iterations need.
+"""What a machine takes from a run's mirror before it goes on: of another machine's work, only what
+the next iterations need.
 
-No two markers are alike (they hold times), so two copies of a run are told apart by them: of the markers here and there, one set
-must be the beginning of the other. Where the mirror is ahead, this is taken:
+No two markers are alike (they hold times), so two copies of a run are told apart by them: of the
+markers here and there, one set must be the beginning of the other. Where the mirror is ahead, this
+is taken:
 
     all markers, and the files right in the run folder
     checkpoint and state of the newest policy, and of the one before where they are there
     everything else of the last two iterations, and of those since that policy
 
-Everything else stays only in the mirror. Where the newest policy's checkpoint is not there as a whole (it was pruned here before
-it could be uploaded, or the run ended in between), the run goes on from the newest that is.
+Everything else stays only in the mirror. Where the newest policy's checkpoint is not there as a
+whole (it was pruned here before it could be uploaded, or the run ended in between), the run goes on
+from the newest that is.
 """
 
 import contextlib
@@ -60,13 +63,19 @@ class Marker:
 
 
 def take_from(store: MirrorStore, folder: RunFolder) -> None:
-    """Bring the run folder, which this process holds, to where the mirror is, if that is further. Raises RunFolderError where
-    the two are copies of different runs, or where the mirror holds nothing to go on from; OSError, StorageError."""
+    """Bring the run folder, which this process holds, to where the mirror is, if that is further.
+    Raises RunFolderError where the two are copies of different runs, or where the mirror holds
+    nothing to go on from; OSError, StorageError.
+    """
     sizes = store.patiently(store.keys)
-    here = {_key(path, folder): path.read_text(encoding="utf-8") for path in folder.path.glob("iterations/*/done/[!.]*.json")}
+    here = {
+        _key(path, folder): path.read_text(encoding="utf-8")
+        for path in folder.path.glob("iterations/*/done/[!.]*.json")
+    }
     keys = {key for key in sizes if key.startswith("iterations/") and "/done/" in key}
     ahead = bool(keys - here.keys())
-    # Where there is nothing to take, the newest of both tells enough: after a difference, everything differs.
+    # Where there is nothing to take, the newest of both tells enough: after a difference,
+    # everything differs.
     read = keys if ahead else sorted(keys, key=lambda key: _finished(key, here[key]))[-1:]
     with ThreadPoolExecutor(_READERS) as pool:
         there = dict(zip(read, pool.map(lambda key: _read_marker(store, key), read), strict=True))
@@ -77,7 +86,11 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
     missing = [marker for marker in markers if marker.key not in here]
     logger.warning("%s: taking %d finished phases from %s", folder.path, len(missing), store.shown)
     if dropped:  # first of all: a copy must always be the beginning of what follows
-        logger.warning("%s: the last %d phases there are not whole and are done again", store.shown, len(dropped))
+        logger.warning(
+            "%s: the last %d phases there are not whole and are done again",
+            store.shown,
+            len(dropped),
+        )
         store.remove([marker.key for marker in dropped])
     for key, sha in _wanted(markers, sizes).items():
         _fetch(store, folder.path / key, key, sizes[key], sha)
@@ -90,17 +103,30 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
-    """Take one more folder of an iteration as a whole. Raises OSError where it is not all there, RunFolderError."""
+    """Take one more folder of an iteration as a whole. Raises OSError where it is not all there,
+    RunFolderError.
+    """
     iteration = folder.iteration(number)
-    files = {k: sha for phase in ("prepare", "train") for k, sha in iteration.files(phase).items() if k.startswith(f"{name}/")}
+    files = {
+        k: sha
+        for phase in ("prepare", "train")
+        for k, sha in iteration.files(phase).items()
+        if k.startswith(f"{name}/")
+    }
     sizes = store.patiently(store.keys)
     keys = {file: _key(iteration.path / file, folder) for file in files}
     missing = [key for key in keys.values() if key not in sizes]
     if missing or not files:
-        raise OSError(f"{store.shown} has no {missing[0] if missing else _key(iteration.path / name, folder)}")
-    with atomic_folder(iteration.path / name, sum(sizes[key] for key in keys.values())) as temporary:
+        raise OSError(
+            f"{store.shown} has no {missing[0] if missing else _key(iteration.path / name, folder)}"
+        )
+    with atomic_folder(
+        iteration.path / name, sum(sizes[key] for key in keys.values())
+    ) as temporary:
         for file, sha in files.items():
-            _fetch(store, temporary / file.removeprefix(f"{name}/"), keys[file], sizes[keys[file]], sha)
+            _fetch(
+                store, temporary / file.removeprefix(f"{name}/"), keys[file], sizes[keys[file]], sha
+            )
 
 
 def _key(path: Path, folder: RunFolder) -> str:
@@ -111,7 +137,9 @@ def _finished(key: str, text: str) -> float:
     try:
         return float(json.loads(text)["finished"])
     except (ValueError, KeyError, TypeError) as error:
-        raise RunFolderError(f"the marker {key} is damaged; remove it to do that phase again") from error
+        raise RunFolderError(
+            f"the marker {key} is damaged; remove it to do that phase again"
+        ) from error
 
 
 def _read_marker(store: MirrorStore, key: str) -> Marker:
@@ -123,44 +151,68 @@ def _read_marker(store: MirrorStore, key: str) -> Marker:
         assert isinstance(content["facts"], dict) and isinstance(content["files"], dict)
         return Marker(int(number), file.removesuffix(".json"), key, text, content)
     except (ValueError, KeyError, TypeError, AssertionError) as error:
-        raise RunFolderError(f"{store.shown}: the marker {key} is damaged; remove it to do that phase again") from error
+        raise RunFolderError(
+            f"{store.shown}: the marker {key} is damaged; remove it to do that phase again"
+        ) from error
 
 
 def _check_same_run(
-    store: MirrorStore, folder: RunFolder, here: dict[str, str], there: dict[str, Marker], keys: set[str]
+    store: MirrorStore,
+    folder: RunFolder,
+    here: dict[str, str],
+    there: dict[str, Marker],
+    keys: set[str],
 ) -> None:
-    """Raise RunFolderError where neither copy is the beginning of the other. keys: all markers there; `there`: those read."""
+    """Raise RunFolderError where neither copy is the beginning of the other. keys: all markers
+    there; `there`: those read.
+    """
     different = sorted(key for key in here.keys() & there.keys() if here[key] != there[key].text)
-    only_here, only_there = here.keys() - keys, keys - here.keys()
+    only_here = here.keys() - keys
+    only_there = keys - here.keys()
     if different or (only_here and only_there):
         first = min(different or [*only_here, *only_there])
         raise RunFolderError(
-            f"{folder.path} and its mirror {store.shown} went different ways (the first difference: {first}). To go on from the "
+            f"{folder.path} and its mirror {store.shown} went different ways (the first "
+            f"difference: {first}). To go on from the "
             "mirror, move the folder away; to go on from the folder, give another `mirror`"
         )
 
 
-def _usable(store: MirrorStore, markers: list[Marker], sizes: dict[str, int]) -> tuple[list[Marker], list[Marker]]:
+def _usable(
+    store: MirrorStore, markers: list[Marker], sizes: dict[str, int]
+) -> tuple[list[Marker], list[Marker]]:
     """Return the markers up to the newest policy that is there as a whole, and those after it."""
-    policies = sorted((marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration)
+    policies = sorted(
+        (marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration
+    )
     whole = next((marker for marker in policies if all(key in sizes for key in marker.files)), None)
     if whole is None:
         raise RunFolderError(
-            f"{store.shown} has markers of a run, but no policy that is there as a whole, so nothing to go on from; give another "
+            f"{store.shown} has markers of a run, but no policy that is there as a whole, so "
+            "nothing to go on from; give another "
             "`mirror`, or empty it"
         )
-    lost = min((marker.iteration for marker in policies if marker.iteration > whole.iteration), default=None)
+    lost = min(
+        (marker.iteration for marker in policies if marker.iteration > whole.iteration),
+        default=None,
+    )
     if lost is None:
         return markers, []
     # What came before the training that is lost stays: it was sampled from policies up to `whole`.
-    kept = [m for m in markers if m.iteration < lost or (m.iteration == lost and m.phase in ("rollouts", "pack"))]
+    kept = [
+        m
+        for m in markers
+        if m.iteration < lost or (m.iteration == lost and m.phase in ("rollouts", "pack"))
+    ]
     return kept, [marker for marker in markers if marker not in kept]
 
 
 def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
     """Return the digests by key of what is to be taken."""
     last = max(marker.iteration for marker in markers)
-    policies = sorted((marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration)
+    policies = sorted(
+        (marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration
+    )
     wanted: dict[str, str] = {}
     for marker in policies[:2]:
         if all(key in sizes for key in marker.files):
@@ -169,13 +221,17 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
     for marker in markers:
         if marker.iteration > first:
             for key, sha in marker.files.items():
-                if key in sizes and not key.removeprefix(f"{marker.folder}/").startswith(_POLICY_FOLDERS):
+                if key in sizes and not key.removeprefix(f"{marker.folder}/").startswith(
+                    _POLICY_FOLDERS
+                ):
                     wanted[key] = sha
     return wanted
 
 
 def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
-    """Take the lines of iterations whose policy is there; the rest is put together from the markers."""
+    """Take the lines of iterations whose policy is there; the rest is put together from the
+    markers.
+    """
     data = store.patiently(lambda: store.read("metrics.jsonl"))
     newest = max(marker.iteration for marker in markers if marker.phase in ("prepare", "train"))
     kept = []
@@ -188,11 +244,16 @@ def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) 
 
 
 def _fetch(store: MirrorStore, target: Path, key: str, size: int, sha: str | None) -> None:
-    """Take one file, unless it is here already. Raises RunFolderError where it is not what its marker says."""
+    """Take one file, unless it is here already. Raises RunFolderError where it is not what its
+    marker says.
+    """
     if sha is not None and target.is_file() and digest(target) == sha:
         return
     make_folders(target.parent)
     store.patiently(lambda: store.fetch(key, size, target))
     if sha is not None and digest(target) != sha:
         target.unlink()
-        raise RunFolderError(f"{store.shown}: {key} is not what its phase wrote; remove it there to go on from an older policy")
+        raise RunFolderError(
+            f"{store.shown}: {key} is not what its phase wrote; remove it there to go on from an "
+            "older policy"
+        )

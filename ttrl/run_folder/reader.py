@@ -1,7 +1,8 @@
-"""What a report says, read from a run folder: metrics by iteration, example conversations, words for numbers.
+"""What a report says, read from a run folder: metrics by iteration, example conversations, words
+for numbers.
 
-Everything may be missing: a run that stopped in its first iteration, one of an older version, a pruned file. Missing is None or
-an empty list here, and left out on the page.
+Everything may be missing: a run that stopped in its first iteration, one of an older version, a
+pruned file. Missing is None or an empty list here, and left out on the page.
 """
 
 import copy
@@ -33,7 +34,9 @@ class RunData:
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     config_history: list[dict[str, Any]] = field(default_factory=list)
-    """Changed settings (`ttrl.run_folder.config_changes`): {"iteration": the first, "time", "changes": {name: [before, now]}}."""
+    """Changed settings (`ttrl.run_folder.config_changes`): {"iteration": the first, "time",
+    "changes": {name: [before, now]}}.
+    """
 
     @property
     def iterations(self) -> list[int]:
@@ -50,7 +53,9 @@ class RunData:
         return [_flat(row) for row in self.rows]
 
     def column(self, path: str) -> list[float | None]:
-        """Return one value per row: column("train.entropy"); None where it is missing or not a finite number."""
+        """Return one value per row: column("train.entropy"); None where it is missing or not a
+        finite number.
+        """
         return [row.get(path) for row in self.flat]
 
     def iteration_folder(self, iteration: int) -> Path:
@@ -66,13 +71,17 @@ class RunData:
 
 
 _FILES: dict[tuple[Path, str], set[int]] = {}
-"""Iterations that had a file when a report looked, so that a long run is not searched again: reported files are never removed."""
+"""Iterations that had a file when a report looked, so that a long run is not searched again:
+reported files are never removed.
+"""
 _FLAT: dict[int, tuple[dict[str, Any], dict[str, float]]] = {}
 """By identity of the row, which is held here, so that no other can have it."""
 
 
 def _flat(row: dict[str, Any]) -> dict[str, float]:
-    """Return the row's numbers by dotted names. A run gives the same rows to each of its reports."""
+    """Return the row's numbers by dotted names. A run gives the same rows to each of its
+    reports.
+    """
     known = _FLAT.get(id(row))
     if known is not None and known[0] is row:
         return known[1]
@@ -92,16 +101,26 @@ def number(row: dict[str, Any], path: str) -> float | None:
 
 
 def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
-    """Read a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError for damaged metrics, or another folder."""
+    """Read a run folder; `rows` of metrics.jsonl may be given. Raises RunFolderError for damaged
+    metrics, or another folder.
+    """
     check_run_folder(folder)
     metrics = folder / "metrics.jsonl"
     try:
         lines = read_jsonl(metrics) if rows is None else list(rows)
     except ValueError as error:
-        raise RunFolderError(f"{error}; remove that line, or move the file away: it is only read for reports") from error
-    known = {row["iteration"]: row for row in lines if isinstance(row, dict) and isinstance(row.get("iteration"), int)}
+        raise RunFolderError(
+            f"{error}; remove that line, or move the file away: it is only read for reports"
+        ) from error
+    known = {
+        row["iteration"]: row
+        for row in lines
+        if isinstance(row, dict) and isinstance(row.get("iteration"), int)
+    }
     ordered = [known[key] for key in sorted(known)]
-    config, environment = (read_mapping(folder / name) for name in ("config.yaml", "environment.json"))
+    config, environment = (
+        read_mapping(folder / name) for name in ("config.yaml", "environment.json")
+    )
     return RunData(folder, ordered, config, environment, _lines(folder / HISTORY_FILE))
 
 
@@ -123,7 +142,9 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
-    """Parse a file once as long as it stays what it is: YAML takes longer to parse than the rest of a run folder to look at."""
+    """Parse a file once as long as it stays what it is: YAML takes longer to parse than the rest of
+    a run folder to look at.
+    """
     value = read_yaml(path)
     return value if isinstance(value, dict) else {}
 
@@ -134,11 +155,13 @@ def interval(row: dict[str, Any], metric: str) -> tuple[float, float] | None:
     if isinstance(known, dict):
         name = "reward" if metric == "validation_reward" else metric.removeprefix("validation.")
         return (known[name][0], known[name][1]) if name in known else None
-    share, count = number(row, metric), number(row, "validation_samples")
+    share = number(row, metric)
+    count = number(row, "validation_samples")
     if share is None or count is None or count < 1 or not 0 <= share <= 1:
         return None
     right = round(share * count)
-    return wilson(right, count) if abs(share * count - right) <= 1e-6 * count else None  # partial credit
+    # Partial credit.
+    return wilson(right, count) if abs(share * count - right) <= 1e-6 * count else None
 
 
 @dataclass(frozen=True)
@@ -153,16 +176,21 @@ class Metric:
 
 
 def held_out_text(row: dict[str, Any], name: str) -> str:
-    """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606; greedy, 64 tasks)"."""
+    """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606;
+    greedy, 64 tasks)".
+    """
     path = "validation_reward" if name == "reward" else f"validation.{name}"
-    span, how = interval(row, path), _sampling(row, name)
+    span = interval(row, path)
+    how = _sampling(row, name)
     more = [] if span is None else [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
     more += [how] if how else []
     return f"{number(row, path):.3f}" + (f" ({'; '.join(more)})" if more else "")
 
 
 def held_out_sampling(run: RunData) -> str | None:
-    """Say how the newest held-out samples were drawn: "greedy, 64 tasks"; None for runs that did not note it."""
+    """Say how the newest held-out samples were drawn: "greedy, 64 tasks"; None for runs that did
+    not note it.
+    """
     metric = held_out_metric(run)
     name = "reward" if metric is None else metric.path.removeprefix("validation.")
     known = [how for row in run.rows if (how := _sampling(row, name)) is not None]
@@ -172,7 +200,8 @@ def held_out_sampling(run: RunData) -> str | None:
 def _sampling(row: dict[str, Any], name: str) -> str | None:
     """Say how a row's held-out samples were drawn, how many have no grade, and how many have the
     metric if not all do: "greedy, 64 tasks, 3 samples failed, exact of 12 samples"."""
-    how, failed = row.get("validation_sampling"), row.get("validation_failed")
+    how = row.get("validation_sampling")
+    failed = row.get("validation_failed")
     if not isinstance(how, str):
         return None
     parts = [how]
@@ -185,9 +214,18 @@ def _sampling(row: dict[str, Any], name: str) -> str | None:
 
 
 def held_out_metric(run: RunData) -> Metric | None:
-    """Return what the run's config calls its validation metric, else exact match, else the held-out reward; None without any."""
-    names = [name for name in (run.config.get("validation_metric"), "exact") if isinstance(name, str) and name != "reward"]
-    for path, label in [*((f"validation.{name}", name) for name in names), ("validation_reward", "reward")]:
+    """Return what the run's config calls its validation metric, else exact match, else the held-out
+    reward; None without any.
+    """
+    names = [
+        name
+        for name in (run.config.get("validation_metric"), "exact")
+        if isinstance(name, str) and name != "reward"
+    ]
+    for path, label in [
+        *((f"validation.{name}", name) for name in names),
+        ("validation_reward", "reward"),
+    ]:
         values = [value for value in run.column(path) if value is not None]
         if values:
             is_share = label != "reward" and all(0 <= value <= 1 for value in values)
@@ -206,10 +244,14 @@ def phase_columns(run: RunData) -> dict[str, list[float | None]]:
 
 
 def total_seconds(run: RunData) -> float:
-    """Return the seconds of all rows together; phases that overlap count once, where the total of an iteration is known."""
+    """Return the seconds of all rows together; phases that overlap count once, where the total of
+    an iteration is known.
+    """
     phases = zip(*(run.column(f"seconds.{phase}") for phase in PHASES), strict=True)
     totals = zip(run.column("seconds.total"), phases, strict=True)
-    return sum(sum(value or 0.0 for value in known) if total is None else total for total, known in totals)
+    return sum(
+        sum(value or 0.0 for value in known) if total is None else total for total, known in totals
+    )
 
 
 def model_name(run: RunData) -> str:

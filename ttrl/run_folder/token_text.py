@@ -12,8 +12,8 @@ FILE_NAME = "tokenizer.json"
 
 
 def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
-    """Return what turns token ids into text, by a tokenizer.json of a checkpoint (the iteration's own first, but all are the
-    same) or of the configured model; None without one."""
+    """Return what turns token ids into text, by a tokenizer.json of a checkpoint (the iteration's
+    own first, but all are the same) or of the configured model; None without one."""
     folders = [run.iteration_folder(iteration) / "checkpoint"]
     folders += sorted((run.folder / "iterations").glob("*/checkpoint"), reverse=True)
     if model := model_name(run):
@@ -23,7 +23,9 @@ def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
 
 
 def folder_token_text(folder: Path) -> Callable[[int], str]:
-    """Return the same for one model folder, or for a tokenizer.json. Raises ModelFolderError where it cannot be read."""
+    """Return the same for one model folder, or for a tokenizer.json. Raises ModelFolderError where
+    it cannot be read.
+    """
     from tokenizers import Tokenizer
 
     path = folder / FILE_NAME if folder.is_dir() else folder
@@ -31,7 +33,8 @@ def folder_token_text(folder: Path) -> Callable[[int], str]:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for everything
         raise ModelFolderError(
-            f"{path}: no tokenizer can be read from it ({error}); give a folder with a tokenizer.json"
+            f"{path}: no tokenizer can be read from it ({error}); give a folder with a "
+            "tokenizer.json"
         ) from None
     return functools.cache(functools.partial(_text, tokenizer))
 
@@ -46,16 +49,22 @@ def _text(tokenizer: Any, token: int) -> str:
         if all(letter in letters for letter in piece):
             data = bytes(letters[letter] for letter in piece)
             return "".join(
-                f"⟨{ord(c) - 0xDC00:02X}⟩" if 0xDC80 <= ord(c) < 0xDD00 else c for c in data.decode("utf-8", "surrogateescape")
+                f"⟨{ord(c) - 0xDC00:02X}⟩" if 0xDC80 <= ord(c) < 0xDD00 else c
+                for c in data.decode("utf-8", "surrogateescape")
             )
-    if piece.startswith("▁") and not text.startswith(" "):  # decoders leave out the space before the first word of a text
+    # Decoders leave out the space before the first word of a text.
+    if piece.startswith("▁") and not text.startswith(" "):
         return " " + text
     return text
 
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """Return the bytes by the letters that byte-level tokenizers write for them, in the order that GPT-2 gave them."""
+    """Return the bytes by the letters that byte-level tokenizers write for them, in the order that
+    GPT-2 gave them.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }

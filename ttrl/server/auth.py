@@ -1,18 +1,22 @@
-"""ASGI middleware for a vLLM server: ask for the API key on every path, and refuse requests for weights that it does not have.
+"""ASGI middleware for a vLLM server: ask for the API key on every path, and refuse requests for
+weights that it does not have.
 
-vLLM's own key guards only some paths: the development endpoints, which weight sync needs, run any method of the worker for any
-local user, and /metrics, /tokenize and /invocations are open as well. vLLM loads this class in its own process through
-`--middleware` and adds it last, so that it runs first. It imports next to nothing: neither torch nor the rest of ttrl.
+vLLM's own key guards only some paths: the development endpoints, which weight sync needs, run any
+method of the worker for any local user, and /metrics, /tokenize and /invocations are open as well.
+vLLM loads this class in its own process through `--middleware` and adds it last, so that it runs
+first. It imports next to nothing: neither torch nor the rest of ttrl.
 
-The fence. A client that was told that a server has certain weights says so in each request (header X-TTRL-Weights). A server
-answers such requests while it is open to those weights: from the proof of a sync until the next sync begins, or until the server
-is restarted. So a server that died during the rollouts and came back with other weights answers 503, which clients treat as a
-server that is down, until it is synced. If it is closed during an answer, that is not sent, or is cut short: a part of it may
-come from other weights. Requests without the header pass. The state is a file, since vLLM may have several API servers; it is
-removed before each start.
+The fence. A client that was told that a server has certain weights says so in each request (header
+X-TTRL-Weights). A server answers such requests while it is open to those weights: from the proof of
+a sync until the next sync begins, or until the server is restarted. So a server that died during
+the rollouts and came back with other weights answers 503, which clients treat as a server that is
+down, until it is synced. If it is closed during an answer, that is not sent, or is cut short: a
+part of it may come from other weights. Requests without the header pass. The state is a file, since
+vLLM may have several API servers; it is removed before each start.
 
-Who joins a server asks for a proof, an HMAC of a number of its own, before it sends it anything, and never sends the key itself
-but one that is derived from it for this server: whoever takes a server's address learns at most that, which opens no other one.
+Who joins a server asks for a proof, an HMAC of a number of its own, before it sends it anything,
+and never sends the key itself but one that is derived from it for this server: whoever takes a
+server's address learns at most that, which opens no other one.
 """
 
 import contextlib
@@ -28,15 +32,18 @@ OPEN_PATHS = frozenset({"/health"})
 """Says only "up", and is asked by monitors that do not have the key."""
 FENCE_VARIABLE = "TTRL_WEIGHTS_FILE"
 FENCE_PATH = "/ttrl/weights"
-"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, if it is known};
-POST, with the header, opens it to those; DELETE closes it."""
+"""GET returns {"weights": those it is open to, or null, "chat_template": its digest, if it is
+known}; POST, with the header, opens it to those; DELETE closes it."""
 FENCE_HEADER = "X-TTRL-Weights"
 NAME_VARIABLE = "TTRL_SERVER_NAME"
 TEMPLATE_VARIABLE = "TTRL_CHAT_TEMPLATE"
 """SHA-256 of the chat template with which the server writes prompts."""
 PROOF_PATH = "/ttrl/proof"
-"""GET ?NUMBER, without a key: {"name": the server's, "proof": derived(key, "proof", NUMBER, name)}."""
-_WITHOUT_V1 = frozenset({"/models", "/chat/completions", "/completions", "/embeddings", "/responses"})
+"""GET ?NUMBER, without a key: {"name": the server's, "proof": derived(key, "proof", NUMBER, name)}.
+"""
+_WITHOUT_V1 = frozenset(
+    {"/models", "/chat/completions", "/completions", "/embeddings", "/responses"}
+)
 _FENCE_HEADER = FENCE_HEADER.lower().encode()
 
 Scope = MutableMapping[str, Any]
@@ -50,18 +57,23 @@ def derived(key: str, *words: str) -> str:
 
 
 class RequireKey:
-    """Answers 401 to every request without `Authorization: Bearer KEY`, where KEY is the environment variable VLLM_API_KEY or
-    derived from it for this server.
+    """Answers 401 to every request without `Authorization: Bearer KEY`, where KEY is the
+    environment variable VLLM_API_KEY or derived from it for this server.
 
-    Raises RuntimeError if there is no key: a server that was meant to be closed must not start open.
+    Raises RuntimeError if there is no key: a server that was meant to be closed must not start
+    open.
     """
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         key = os.environ.get(KEY_VARIABLE)
         if not key:
-            raise RuntimeError(f"{KEY_VARIABLE} is not set: this server would be open to every local user")
+            raise RuntimeError(
+                f"{KEY_VARIABLE} is not set: this server would be open to every local user"
+            )
         self._app, self._key, self._name = app, key, os.environ.get(NAME_VARIABLE, "")
-        self._digests = [hashlib.sha256(one.encode()).digest() for one in (key, derived(key, "key", self._name))]
+        self._digests = [
+            hashlib.sha256(one.encode()).digest() for one in (key, derived(key, "key", self._name))
+        ]
         self._fence = os.environ.get(FENCE_VARIABLE)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,16 +81,30 @@ class RequireKey:
             return await self._app(scope, receive, send)
         if scope.get("path") == PROOF_PATH and scope["type"] == "http":
             number = scope.get("query_string", b"").decode("latin-1")
-            return await answer(send, 200, {"name": self._name, "proof": derived(self._key, "proof", number, self._name)})
+            return await answer(
+                send,
+                200,
+                {"name": self._name, "proof": derived(self._key, "proof", number, self._name)},
+            )
         if not self._has_key(scope):
             if scope["type"] == "websocket":
-                return await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
-            places = "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from TTRL_SERVER_KEY"
+                return await send(
+                    {"type": "websocket.close", "code": 1008, "reason": "Unauthorized"}
+                )
+            places = (
+                "OpenAI's clients and ttrl take it from OPENAI_API_KEY, a run from TTRL_SERVER_KEY"
+            )
             message = f"Unauthorized: this server wants its key; {places}"
             return await answer(send, 401, _error(message, 401), (b"www-authenticate", b"Bearer"))
         if scope.get("path") in _WITHOUT_V1:
-            return await answer(send, 404, _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404))
-        wanted = next((value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None)
+            return await answer(
+                send,
+                404,
+                _error(f"there is no {scope['path']} here: the server's address ends in /v1", 404),
+            )
+        wanted = next(
+            (value for name, value in scope["headers"] if name.lower() == _FENCE_HEADER), None
+        )
         if scope.get("path") == FENCE_PATH and scope["type"] == "http":
             return await self._set_fence(scope["method"], wanted, send)
         if wanted is None:
@@ -86,19 +112,28 @@ class RequireKey:
         opened = self._opened()
         if wanted != (has := self._open_to()):
             if scope["type"] == "websocket":
-                return await send({"type": "websocket.close", "code": 1013, "reason": "other weights"})
-            message = f"this server has other weights ({_text(has)}) than the request is for ({_text(wanted)}); sync it first"
+                return await send(
+                    {"type": "websocket.close", "code": 1013, "reason": "other weights"}
+                )
+            message = (
+                f"this server has other weights ({_text(has)}) than the request is for "
+                f"({_text(wanted)}); sync it first"
+            )
             return await answer(send, 503, _error(message, 503, "other_weights"))
 
         async def send_while_open(message: MutableMapping[str, Any]) -> None:
             if self._opened() != opened:
-                raise RuntimeError("the weights were changed while this request ran; its answer is not sent")
+                raise RuntimeError(
+                    "the weights were changed while this request ran; its answer is not sent"
+                )
             await send(message)
 
         await self._app(scope, receive, send_while_open)
 
     def _opened(self) -> tuple[int, int] | None:
-        """Return what changes whenever the fence does; cheaper than reading it, as this runs for each part of a stream."""
+        """Return what changes whenever the fence does; cheaper than reading it, as this runs for
+        each part of a stream.
+        """
         try:
             found = os.stat(self._fence or os.devnull)
         except OSError:
@@ -114,7 +149,11 @@ class RequireKey:
 
     async def _set_fence(self, method: str, wanted: bytes | None, send: Send) -> None:
         if self._fence is None:
-            return await answer(send, 501, {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"})
+            return await answer(
+                send,
+                501,
+                {"error": f"{FENCE_VARIABLE} is not set: nobody can say which weights these are"},
+            )
         if method == "POST" and wanted:
             temporary = f"{self._fence}.{os.getpid()}"
             with open(temporary, "wb") as file:
@@ -135,12 +174,19 @@ class RequireKey:
         for place, (name, value) in enumerate(scope["headers"]):
             if name.lower() == b"authorization":
                 scheme, _, given = value.partition(b" ")
-                # Digests have one length, and comparing them takes the same time whatever was given.
+                # Digests have one length, and comparing them takes the same time whatever was
+                # given.
                 found = hashlib.sha256(given).digest()
-                if scheme.lower() != b"bearer" or not any([hmac.compare_digest(found, right) for right in self._digests]):
+                if scheme.lower() != b"bearer" or not any(
+                    [hmac.compare_digest(found, right) for right in self._digests]
+                ):
                     return False
                 rest = scope["headers"]  # vLLM compares with the key itself
-                scope["headers"] = [*rest[:place], (name, b"Bearer " + self._key.encode()), *rest[place + 1 :]]
+                scope["headers"] = [
+                    *rest[:place],
+                    (name, b"Bearer " + self._key.encode()),
+                    *rest[place + 1 :],
+                ]
                 return True
         return False
 
@@ -154,6 +200,14 @@ def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict
     return {"error": {"message": message, "type": kind, "code": code}}
 
 
-async def answer(send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json"), *headers]})
+async def answer(
+    send: Send, status: int, body: dict[str, Any], *headers: tuple[bytes, bytes]
+) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(b"content-type", b"application/json"), *headers],
+        }
+    )
     await send({"type": "http.response.body", "body": json.dumps(body).encode()})

@@ -37,7 +37,8 @@ def read_chat_template(given: str) -> str:
 
     Raises UserError for a file that cannot be read, and for what is no template of messages.
     """
-    text, place = given, "chat_template"
+    text = given
+    place = "chat_template"
     if not any(mark in given for mark in _JINJA):
         place = f"chat_template {given}"
         try:

@@ -1,6 +1,8 @@
-"""Talk to a vLLM server, whoever started it: one base URL, one key, and the weights that it is believed to have.
+"""Talk to a vLLM server, whoever started it: one base URL, one key, and the weights that it is
+believed to have.
 
-`ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that was started elsewhere (`ttrl serve`, on another host).
+`ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that was started elsewhere
+(`ttrl serve`, on another host).
 """
 
 import hmac
@@ -34,7 +36,8 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 class ServerConnection:
-    """One vLLM server behind `ttrl.server.auth.RequireKey`: what there is to know about it, and requests to it.
+    """One vLLM server behind `ttrl.server.auth.RequireKey`: what there is to know about it, and
+    requests to it.
 
     served_model_name: what its model is called.
     dtype: what it computes in: "float32", "bfloat16", "float16" or "auto".
@@ -51,9 +54,12 @@ class ServerConnection:
         return False
 
     def __init__(self, *, served_model_name: str, dtype: str, api_key: str) -> None:
-        self.served_model_name, self.dtype, self.api_key = served_model_name, dtype, api_key
+        self.served_model_name = served_model_name
+        self.dtype = dtype
+        self.api_key = api_key
         self.policy_folder: str | os.PathLike[str] | None = None
-        """The checkpoint whose policy it computes with; None: the model that it was started with."""
+        """The checkpoint whose policy it computes with; None: the model that it was started with.
+        """
         self.version: str | None = None
         """The version that `open_to` was last called with."""
         # Not through a proxy: the address is this machine's own, or one in the user's own network.
@@ -75,32 +81,51 @@ class ServerConnection:
 
     @property
     def model_name(self) -> str:
-        """The model that requests for the policy name: the served model, or the adapter next to it."""
+        """The model that requests for the policy name: the served model, or the adapter next
+        to it.
+        """
         return ADAPTER_NAME if self.has_adapter else self.served_model_name
 
     @property
     def has_adapter(self) -> bool:
         """Whether the policy is an adapter next to the model that it was started with."""
-        return self.serves_adapters and self.policy_folder is not None and Path(self.policy_folder, ADAPTER_FOLDER).is_dir()
+        return (
+            self.serves_adapters
+            and self.policy_folder is not None
+            and Path(self.policy_folder, ADAPTER_FOLDER).is_dir()
+        )
 
     def endpoint(self, version: str | None = None) -> Endpoint:
-        """Return where `get_task_results` asks this server. Requests are for the weights of `version`, by default those of the
-        last `open_to`: the server refuses them when it has others."""
+        """Return where `get_task_results` asks this server. Requests are for the weights of
+        `version`, by default those of the last `open_to`: the server refuses them when it has
+        others.
+        """
         version = self.version if version is None else version
-        return Endpoint(self.base_url, self.api_key, {} if version is None else {FENCE_HEADER: version})
+        return Endpoint(
+            self.base_url, self.api_key, {} if version is None else {FENCE_HEADER: version}
+        )
 
     def request(
-        self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float = 300.0,
+        headers: dict[str, str] | None = None,
     ) -> Any:
-        """Send one request with the key to `path` ("/v1/models"); returns the JSON answer, or text if it is not JSON.
+        """Send one request with the key to `path` ("/v1/models"); returns the JSON answer, or text
+        if it is not JSON.
 
-        Raises ServerDiedError when the server is gone, ServerError for any other answer than success.
+        Raises ServerDiedError when the server is gone, ServerError for any other answer than
+        success.
         """
         try:
             status, text = self._http(method, path, body, timeout, headers=headers)
         except OSError as error:
             self.check()
-            raise ServerError(f"{method} {path}: the server at {self.base_url} did not answer: {error}") from error
+            raise ServerError(
+                f"{method} {path}: the server at {self.base_url} did not answer: {error}"
+            ) from error
         if status != 200:
             self.check()
             raise ServerError(f"{method} {path}: the server answered {status}: {text[:2000]}")
@@ -110,63 +135,85 @@ class ServerConnection:
             return text
 
     def nearer(self, checkpoint: Path) -> Path:
-        """Return where its workers read a checkpoint's weights: in the checkpoint, or in a folder of their machine's memory to
-        which somebody brings them."""
+        """Return where its workers read a checkpoint's weights: in the checkpoint, or in a folder
+        of their machine's memory to which somebody brings them."""
         return checkpoint
 
     def adapter(self, checkpoint: Path) -> Path:
-        """Return where it reads a checkpoint's adapter: in the checkpoint, unless it is brought there. Raises ServerError."""
+        """Return where it reads a checkpoint's adapter: in the checkpoint, unless it is brought
+        there. Raises ServerError.
+        """
         return checkpoint / ADAPTER_FOLDER
 
     def base_problem(self) -> str | None:
-        """Return what is wrong with the base that it keeps under adapters, where somebody else chose it. Raises ServerError."""
+        """Return what is wrong with the base that it keeps under adapters, where somebody else
+        chose it. Raises ServerError.
+        """
         return None
 
     def leave(self) -> None:
         """Forget what was brought `nearer`; a sync that is over does so, whatever came of it."""
 
     def close_to_all(self) -> None:
-        """Refuse requests that name weights from now on. Call it before weights are changed. Raises ServerError."""
+        """Refuse requests that name weights from now on. Call it before weights are changed. Raises
+        ServerError.
+        """
         self.version = None
         self.request("DELETE", FENCE_PATH)
 
     def open_to(self, version: str) -> None:
-        """Answer requests for weights of this name from now on. Call it after a sync was proven. Raises ServerError."""
+        """Answer requests for weights of this name from now on. Call it after a sync was proven.
+        Raises ServerError.
+        """
         self.request("POST", FENCE_PATH, headers={FENCE_HEADER: version})
         self.version = version
 
     def open_version(self) -> str | None:
-        """Return which weights it answers for; None: for none, as after any start. Raises ServerError."""
+        """Return which weights it answers for; None: for none, as after any start. Raises
+        ServerError.
+        """
         version: str | None = self.request("GET", FENCE_PATH, timeout=10.0)["weights"]
         return version
 
     def check_chat_template(self, model: Path) -> None:
-        """Raise WeightSyncError where the server writes prompts with another chat template than that of `model`.
+        """Raise WeightSyncError where the server writes prompts with another chat template than
+        that of `model`.
 
         An older server does not say which it has.
         """
         digest = self.request("GET", FENCE_PATH, timeout=10.0).get("chat_template")
         if digest not in (None, template_digest(model)):
             raise WeightSyncError(
-                f"the server at {self.base_url} has another chat template than the run's model; start it with "
-                "`ttrl serve` and that model, or with the run's chat_template as --chat-template FILE"
+                f"the server at {self.base_url} has another chat template than the run's model; "
+                "start it with "
+                "`ttrl serve` and that model, or with the run's chat_template as --chat-template "
+                "FILE"
             )
 
     def weights_digest(self) -> str:
-        """Return a name for what this server computes with now, its weights and their dtype, for the cache of
-        `get_task_results`."""
+        """Return a name for what this server computes with now, its weights and their dtype, for
+        the cache of `get_task_results`."""
         if self.policy_folder is None:
             raise ServerError(f"nobody knows what {self.base_url} computes with; sync it first")
         return f"{weights_digest(self.policy_folder)}/{self.dtype}"
 
     def _http(
-        self, method: str, path: str, body: Any, timeout: float, *, with_key: bool = True, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        timeout: float,
+        *,
+        with_key: bool = True,
+        headers: dict[str, str] | None = None,
     ) -> tuple[int, str]:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if with_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        data, deadline = None if body is None else json.dumps(body).encode(), time.monotonic() + timeout
-        request = urllib.request.Request(f"{self.root_url}{path}", data=data, headers=headers, method=method)  # noqa: S310
+        data = None if body is None else json.dumps(body).encode()
+        deadline = time.monotonic() + timeout
+        url = f"{self.root_url}{path}"
+        request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310
         try:
             with self._opener.open(request, timeout=timeout) as answer:
                 found = bytearray()
@@ -184,63 +231,86 @@ class ServerConnection:
                 return error.code, error.read(2**20).decode(errors="replace")
         except urllib.error.URLError as error:
             raise error.reason if isinstance(error.reason, OSError) else error from None
-        except http.client.HTTPException as error:  # it died in the middle of an answer, or does not speak HTTP
+        # It died in the middle of an answer, or does not speak HTTP.
+        except http.client.HTTPException as error:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 class JoinedServer(ServerConnection):
-    """A server that was started elsewhere; its key comes from a file or the environment, never from a config.
+    """A server that was started elsewhere; its key comes from a file or the environment, never from
+    a config.
 
-    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it. api_key: what it must prove to know before it is asked anything;
-    it is told one that is derived from it, for this server alone.
+    root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it. api_key: what it must prove to know
+    before it is asked anything; it is told one that is derived from it, for this server alone.
     """
 
     def __init__(self, root_url: str, *, served_model_name: str, dtype: str, api_key: str) -> None:
         super().__init__(served_model_name=served_model_name, dtype=dtype, api_key="")
-        self._root_url, self._key = root_url.rstrip("/").removesuffix("/v1"), api_key
+        self._root_url = root_url.rstrip("/").removesuffix("/v1")
+        self._key = api_key
 
     @property
     def root_url(self) -> str:
         return self._root_url
 
     def request(
-        self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float = 300.0,
+        headers: dict[str, str] | None = None,
     ) -> Any:
-        """Send a request, as `ServerConnection.request`, once it has proven that it knows the key."""
+        """Send a request, as `ServerConnection.request`, once it has proven that it knows the
+        key.
+        """
         if not self.api_key:
             self.check()
         return super().request(method, path, body, timeout, headers)
 
     def check(self) -> None:
-        """Raise ServerDiedError if it does not answer, its engine is dead, or it does not know the key; it may be back later."""
+        """Raise ServerDiedError if it does not answer, its engine is dead, or it does not know the
+        key; it may be back later.
+        """
         problem: str | None = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
-            problem = f"its engine is dead (/health answers {status})" if status >= 500 else self._prove()
+            problem = (
+                f"its engine is dead (/health answers {status})" if status >= 500 else self._prove()
+            )
         except TimeoutError:
             problem = "it does not answer within 10 s"
         except OSError as error:
             problem = f"it cannot be reached ({error})"
         if problem is not None:
-            raise ServerDiedError(f"the server at {self.base_url}: {problem}; the log is on the host that started it")
+            raise ServerDiedError(
+                f"the server at {self.base_url}: {problem}; the log is on the host that started it"
+            )
 
     def close_to_all(self) -> None:
         if self.serves_adapters and self.open_version() is None:
-            self.policy_folder = None  # it was perhaps started anew since, and has no adapter any more
+            # It was perhaps started anew since, and has no adapter any more.
+            self.policy_folder = None
         super().close_to_all()
 
     def _prove(self) -> str | None:
-        """Have it prove that it knows the key, for a number that was never used; return what is wrong, or None."""
+        """Have it prove that it knows the key, for a number that was never used; return what is
+        wrong, or None.
+        """
         number = secrets.token_hex(16)
         _, text = self._http("GET", f"{PROOF_PATH}?{number}", None, 10.0, with_key=False)
         try:
             answer = json.loads(text)
-            name, proof = str(answer["name"]), str(answer["proof"])
+            name = str(answer["name"])
+            proof = str(answer["proof"])
         except (ValueError, KeyError, TypeError):
             name = proof = ""
-        if not hmac.compare_digest(proof.encode(), derived(self._key, "proof", number, name).encode()):
+        if not hmac.compare_digest(
+            proof.encode(), derived(self._key, "proof", number, name).encode()
+        ):
             return (
-                "it does not prove that it knows the key: it has another one, or was not started by this version's `ttrl serve`"
+                "it does not prove that it knows the key: it has another one, or was not started "
+                "by this version's `ttrl serve`"
             )
         self.api_key = derived(self._key, "key", name)
         return None

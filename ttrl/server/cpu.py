@@ -1,4 +1,6 @@
-"""A vLLM server on a CPU: whether there is one, and how much memory, how many cores and how large steps it gets."""
+"""A vLLM server on a CPU: whether there is one, and how much memory, how many cores and how large
+steps it gets.
+"""
 
 import json
 import os
@@ -13,10 +15,13 @@ CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 HEAP_VARIABLES = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 """Keep the heap from returning its pages after each step."""
 SHORT_WAITS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
-"""OpenMP's threads look a thousand times (microseconds) whether there is work, then sleep: what libgomp does by itself where
-threads outnumber cores. Those that spin for longer hold up all others when a core is busy with something else; those that sleep
-at once are woken for each of a step's thousand products. 135M parameters, 64 sequences, two cores, tokens/s: 173 with threads
-that sleep, 241 with these, 251 with 20,000 looks; beside another busy process 145, 154 and 87. A training step: 8.1 s and 6.3."""
+"""OpenMP's threads look a thousand times (microseconds) whether there is work, then sleep: what
+libgomp does by itself where threads outnumber cores. Those that spin for longer hold up all others
+when a core is busy with something else; those that sleep at once are woken for each of a step's
+thousand products. 135M parameters, 64 sequences, two cores, tokens/s: 173 with threads that sleep,
+241 with these, 251 with 20,000 looks; beside another busy process 145, 154 and 87. A training step:
+8.1 s and 6.3.
+"""
 _GIB = 2**30
 _SMALL_LOGITS = 64 * 2**20  # bytes, in float32, for each of the sequences of a step
 _SMALL_BATCH = {"max-num-seqs": 512, "max-num-batched-tokens": 8192}
@@ -29,7 +34,9 @@ _RECURRENT = (
 """Fields of config.json that only models with recurrent layers have."""
 
 
-def cpu_arguments(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, Any]:
+def cpu_arguments(
+    model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()
+) -> dict[str, Any]:
     """Return arguments for a server on a CPU: those of `cpu_batch`, and no prefix cache for models
     with recurrent layers, whose states vLLM 0.32 cannot keep there, or where chosen experts are
     returned (`ttrl.vllm_worker.routing`)."""
@@ -43,7 +50,9 @@ def cpu_arguments(model: str | os.PathLike[str] | Mapping[str, Any], given: Iter
 
 
 def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a model's config.json; nothing for a model on the hub, or a damaged file, which others say."""
+    """Return a model's config.json; nothing for a model on the hub, or a damaged file, which others
+    say.
+    """
     if isinstance(model, Mapping):
         return model
     try:
@@ -53,23 +62,31 @@ def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, A
     return config if isinstance(config, Mapping) else {}
 
 
-def cpu_batch(model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()) -> dict[str, int]:
-    """Return arguments for a server on a CPU, from a model's folder or config.json: small models take larger steps than vLLM's
-    (128 sequences, 2048 tokens), as a step costs milliseconds whatever is in it. Empty for other models, whose logits would take
-    gigabytes, without a config.json, and if the arguments `given` include one of these: vLLM refuses steps of fewer tokens than
-    sequences, or, without chunked prefill, than the longest sequence."""
-    if not {"max-num-seqs", "max-num-batched-tokens", "enable-chunked-prefill"}.isdisjoint(n.replace("_", "-") for n in given):
+def cpu_batch(
+    model: str | os.PathLike[str] | Mapping[str, Any], given: Iterable[str] = ()
+) -> dict[str, int]:
+    """Return arguments for a server on a CPU, from a model's folder or config.json: small models
+    take larger steps than vLLM's (128 sequences, 2048 tokens), as a step costs milliseconds
+    whatever is in it. Empty for other models, whose logits would take gigabytes, without a
+    config.json, and if the arguments `given` include one of these: vLLM refuses steps of fewer
+    tokens than sequences, or, without chunked prefill, than the longest sequence.
+    """
+    if not {"max-num-seqs", "max-num-batched-tokens", "enable-chunked-prefill"}.isdisjoint(
+        n.replace("_", "-") for n in given
+    ):
         return {}
     config = _config(model)
     vocabulary, width = (config.get(name) for name in ("vocab_size", "hidden_size"))
     if not isinstance(vocabulary, int) or not isinstance(width, int) or width > 1024:
         return {}
-    return dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}
+    return (
+        dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}
+    )
 
 
 def is_cpu_build() -> bool:
-    """Tell whether the installed vLLM is built for CPUs. Reads package metadata: importing vLLM takes seconds, and loads
-    torch."""
+    """Tell whether the installed vLLM is built for CPUs. Reads package metadata: importing vLLM
+    takes seconds, and loads torch."""
     for package in ("vllm-cpu", "vllm"):
         try:
             version = metadata.version(package)
@@ -80,19 +97,25 @@ def is_cpu_build() -> bool:
 
 
 def cpu_cache_bytes() -> float:
-    """Return the size of a server's KV cache on a CPU, unless its arguments say otherwise: what the environment says, or what the
-    free memory now allows, 1 to 4 GiB."""
+    """Return the size of a server's KV cache on a CPU, unless its arguments say otherwise: what the
+    environment says, or what the free memory now allows, 1 to 4 GiB."""
     if given := os.environ.get(CPU_CACHE_VARIABLE):
         return float(given) * _GIB
     return float(max(1, min(4, psutil.virtual_memory().available // _GIB // 8))) * _GIB
 
 
 def thread_variables(servers: int = 1) -> dict[str, str]:
-    """Return OpenMP's variables for each of several servers on this machine's CPU: its share of the cores, by SHORT_WAITS."""
+    """Return OpenMP's variables for each of several servers on this machine's CPU: its share of the
+    cores, by SHORT_WAITS.
+    """
     return {"OMP_NUM_THREADS": str(max(1, usable_cores() // servers))} | SHORT_WAITS
 
 
 def usable_cores() -> int:
     """Return how many physical cores this process may run on."""
     physical = psutil.cpu_count(logical=False) or 1
-    return min(physical, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else physical
+    return (
+        min(physical, len(os.sched_getaffinity(0)))
+        if hasattr(os, "sched_getaffinity")
+        else physical
+    )

@@ -1,4 +1,6 @@
-"""Check that a model folder is complete, before a server or a trainer is started and the answer hides in a long log."""
+"""Check that a model folder is complete, before a server or a trainer is started and the answer
+hides in a long log.
+"""
 
 import hashlib
 import json
@@ -23,7 +25,13 @@ from ttrl.system.weight_files import check_tied_head
 
 _HUB_SECONDS = 3.0
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "tekken.json",
+)
 _COMPUTED_WITH = (".safetensors", ".bin", ".json", ".model", ".jinja", ".txt", ".py")
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _LONGEST_HEADER = 100_000_000  # of a safetensors file, by its definition
@@ -31,11 +39,12 @@ _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = True) -> Path | None:
-    """Check that `path` holds config, weights, tokenizer and, unless told otherwise, a chat template.
+    """Check that `path` holds config, weights, tokenizer and, unless told otherwise, a chat
+    template.
 
-    Returns the folder, or None for a name such as "org/name" that does not exist locally and is left to the hub. An adapter alone
-    (see `merge_adapter`) has the weights of its base. With tied embeddings, an output head in the
-    files must equal them.
+    Returns the folder, or None for a name such as "org/name" that does not exist locally and is
+    left to the hub. An adapter alone (see `merge_adapter`) has the weights of its base. With tied
+    embeddings, an output head in the files must equal them.
     Raises ModelFolderError that lists everything that is missing and says what to do.
     """
     folder = Path(path)
@@ -43,18 +52,27 @@ def check_model_folder(path: str | os.PathLike[str], *, chat_template: bool = Tr
         if isinstance(path, str) and _HUB_NAME.fullmatch(path) and not path.startswith("."):
             return None
         raise ModelFolderError(
-            f"model folder {folder} does not exist; give the path of a Hugging Face model folder, a name that `ttrl models` "
+            f"model folder {folder} does not exist; give the path of a Hugging Face model "
+            "folder, a name that `ttrl models` "
             "lists, or a hub name"
         )
     if not folder.is_dir():
-        raise ModelFolderError(f"model folder {folder} is a file; give the folder that holds config.json and the weights")
+        raise ModelFolderError(
+            f"model folder {folder} is a file; give the folder that holds config.json and the "
+            "weights"
+        )
     base = base_of_adapter(folder)
     weights = _weight_problems(folder)
     if weights and base is not None:
-        weights = [f"its weights are an adapter to {base}: {problem}" for problem in _weight_problems(base)]
+        weights = [
+            f"its weights are an adapter to {base}: {problem}" for problem in _weight_problems(base)
+        ]
     problems = [*_config_problems(folder), *weights, *_tokenizer_problems(folder, chat_template)]
     if problems:
-        raise ModelFolderError(f"model folder {folder} is incomplete:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        raise ModelFolderError(
+            f"model folder {folder} is incomplete:\n"
+            + "\n".join(f"  - {problem}" for problem in problems)
+        )
     if has_tied_head(_read_json(folder / "config.json")):
         has_own = not _weight_problems(folder)
         check_tied_head(weight_files(folder if base is None or has_own else base))
@@ -71,7 +89,9 @@ def check_model(model: str, *, chat_template: bool = True) -> None:
 
 
 def _check_hub(model: str) -> None:
-    """Raise ModelFolderError where the hub says no, or cannot be reached; a slow answer is no answer."""
+    """Raise ModelFolderError where the hub says no, or cannot be reached; a slow answer is no
+    answer.
+    """
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     try:
@@ -84,30 +104,44 @@ def _check_hub(model: str) -> None:
             if "Connect" in type(error).__name__:
                 why = "the hub cannot be reached (no network?)"
             raise ModelFolderError(
-                f"model {model!r} is neither a folder here nor in the hub's cache, and {why}; give a model folder, or a name "
+                f"model {model!r} is neither a folder here nor in the hub's cache, and {why}; "
+                "give a model folder, or a name "
                 "that `ttrl models` lists"
             ) from error
 
 
 def base_of_adapter(folder: Path) -> Path | None:
-    """Return the base that the adapter in a checkpoint of ours belongs to; None where there is no adapter."""
+    """Return the base that the adapter in a checkpoint of ours belongs to; None where there is no
+    adapter.
+    """
     base = (_read_json(folder / ADAPTER_FOLDER / ADAPTER_SETTINGS) or {}).get("lora_base")
     return None if base is None else Path(base)
 
 
 def merge_adapter(folder: Path, base: Path | None = None) -> None:
-    """Write the merged weights into a checkpoint that holds an adapter alone, for whoever needs them whole; harmless anywhere
-    else. A run whose servers are given adapters leaves it at those. In a process of its own: it loads torch.
+    """Write the merged weights into a checkpoint that holds an adapter alone, for whoever needs
+    them whole; harmless anywhere else. A run whose servers are given adapters leaves it at those.
+    In a process of its own: it loads torch.
 
-    base: where the adapter's base is now, if not where it was. Raises ModelFolderError where the base is gone, or the disk full.
+    base: where the adapter's base is now, if not where it was. Raises ModelFolderError where the
+        base is gone, or the disk full.
     """
     if base_of_adapter(folder) is None or not _weight_problems(folder):
         return
     note(f"{folder} holds an adapter alone; merging it into its base")
-    command = [sys.executable, "-m", "ttrl.training.merge", str(folder), *([] if base is None else ["--base", str(base)])]
+    command = [
+        sys.executable,
+        "-m",
+        "ttrl.training.merge",
+        str(folder),
+        *([] if base is None else ["--base", str(base)]),
+    ]
     done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     if done.returncode:
-        raise ModelFolderError(f"{folder}: the adapter could not be merged into its base: {done.stderr.strip()[-2000:]}")
+        raise ModelFolderError(
+            f"{folder}: the adapter could not be merged into its base: "
+            f"{done.stderr.strip()[-2000:]}"
+        )
 
 
 def local_folder(model: str, *, chat_template: bool = True) -> Path:
@@ -134,7 +168,9 @@ def local_folder(model: str, *, chat_template: bool = True) -> Path:
 
 
 def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
-    """Return a file of a model other than its weights, from its folder or from the hub; None where it cannot be had."""
+    """Return a file of a model other than its weights, from its folder or from the hub; None where
+    it cannot be had.
+    """
     if Path(model).exists() or not _HUB_NAME.fullmatch(str(model)):
         path = Path(model, name)
         return path if path.is_file() else None
@@ -143,7 +179,9 @@ def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
 
     offline = hub_is_out_of_reach()
     try:
-        return Path(hf_hub_download(str(model), name, local_files_only=offline, etag_timeout=_HUB_SECONDS))
+        return Path(
+            hf_hub_download(str(model), name, local_files_only=offline, etag_timeout=_HUB_SECONDS)
+        )
     except (HfHubHTTPError, HFValidationError, OSError):
         return None
 
@@ -152,23 +190,27 @@ NO_HUB = "this machine does not know its name (no network?), and it is not in th
 
 
 def hub_is_out_of_reach() -> bool:
-    """Return whether the hub's name is not known here, so that asking it would only cost half a minute of attempts. Behind a
-    proxy, the proxy knows."""
+    """Return whether the hub's name is not known here, so that asking it would only cost half a
+    minute of attempts. Behind a proxy, the proxy knows."""
     if urllib.request.getproxies():
         return False
     try:
-        socket.getaddrinfo(urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname, 443)
+        socket.getaddrinfo(
+            urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname, 443
+        )
     except OSError:
         return True
     return False
 
 
 def weights_digest(path: str | os.PathLike[str]) -> str:
-    """Return a name that changes with anything a model folder computes: SHA-256 over its files' names and contents.
+    """Return a name that changes with anything a model folder computes: SHA-256 over its files'
+    names and contents.
 
-    Weights, config, tokenizer and chat template count, of an adapter alone itself and its base; canary, logs, documents, and an
-    adapter that is already merged do not. A name on the hub stands for itself: hub revisions are not looked up. Reads every
-    weight file once (about a second per GB). Raises ModelFolderError.
+    Weights, config, tokenizer and chat template count, of an adapter alone itself and its base;
+    canary, logs, documents, and an adapter that is already merged do not. A name on the hub stands
+    for itself: hub revisions are not looked up. Reads every weight file once (about a second per
+    GB). Raises ModelFolderError.
     """
     folder = check_model_folder(path, chat_template=False)
     if folder is None:
@@ -187,12 +229,18 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Tell whether the folder's tokenizer has a chat template, in any of the places where transformers looks."""
-    if (folder / "chat_template.jinja").is_file() or any((folder / "additional_chat_templates").glob("*.jinja")):
+    """Tell whether the folder's tokenizer has a chat template, in any of the places where
+    transformers looks.
+    """
+    if (folder / "chat_template.jinja").is_file() or any(
+        (folder / "additional_chat_templates").glob("*.jinja")
+    ):
         return True
     return any(
         isinstance(content, dict) and bool(content.get("chat_template"))
-        for content in (_read_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json"))
+        for content in (
+            _read_json(folder / name) for name in ("tokenizer_config.json", "chat_template.json")
+        )
     )
 
 
@@ -209,9 +257,13 @@ def _config_problems(folder: Path) -> list[str]:
         return ["config.json is missing; copy it from the model that the weights belong to"]
     config = _read_json(folder / "config.json")
     if not isinstance(config, dict):
-        return ["config.json is not valid JSON; copy it again from the model that the weights belong to"]
+        return [
+            "config.json is not valid JSON; copy it again from the model that the weights belong to"
+        ]
     if not config.get("model_type"):
-        return ['config.json has no "model_type", so neither transformers nor vLLM knows what to build']
+        return [
+            'config.json has no "model_type", so neither transformers nor vLLM knows what to build'
+        ]
     return []
 
 
@@ -219,25 +271,49 @@ def _weight_problems(folder: Path) -> list[str]:
     for name in _INDEX_FILES:
         index = _read_json(folder / name)
         if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-            missing = sorted({shard for shard in index["weight_map"].values() if not (folder / shard).is_file()})
-            return [f"{name} names {len(missing)} weight files that are missing: {', '.join(missing[:5])}"] if missing else []
+            missing = sorted(
+                {shard for shard in index["weight_map"].values() if not (folder / shard).is_file()}
+            )
+            return (
+                [
+                    f"{name} names {len(missing)} weight files that are missing: "
+                    f"{', '.join(missing[:5])}"
+                ]
+                if missing
+                else []
+            )
         if (folder / name).is_file():
             return [f"{name} cannot be read; copy the model again"]
-    if any(file.stat().st_size for pattern in ("*.safetensors", "pytorch_model*.bin") for file in folder.glob(pattern)):
+    if any(
+        file.stat().st_size
+        for pattern in ("*.safetensors", "pytorch_model*.bin")
+        for file in folder.glob(pattern)
+    ):
         return []
-    return ["no weights: neither *.safetensors nor pytorch_model*.bin; save the model with save_pretrained(folder)"]
+    return [
+        "no weights: neither *.safetensors nor pytorch_model*.bin; save the model with "
+        "save_pretrained(folder)"
+    ]
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that are a model's weights: those that its index names, or all."""
+    """Return the safetensors files that are a model's weights: those that its index names, or
+    all.
+    """
     index = _read_json(folder / _INDEX_FILES[0])
-    named = set(index["weight_map"].values()) if isinstance(index, dict) and isinstance(index.get("weight_map"), dict) else None
-    return sorted(file for file in folder.glob("*.safetensors") if named is None or file.name in named)
+    named = (
+        set(index["weight_map"].values())
+        if isinstance(index, dict) and isinstance(index.get("weight_map"), dict)
+        else None
+    )
+    return sorted(
+        file for file in folder.glob("*.safetensors") if named is None or file.name in named
+    )
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """Return the dtype of most numbers in a model's weight files, under config.json's name for it; None if it has no such files
-    that can be read. A config.json can say another one."""
+    """Return the dtype of most numbers in a model's weight files, under config.json's name for it;
+    None if it has no such files that can be read. A config.json can say another one."""
     counts: Counter[str] = Counter()
     for path in weight_files(folder):
         try:
@@ -255,10 +331,14 @@ def stored_dtype(folder: Path) -> str | None:
 def _tokenizer_problems(folder: Path, chat_template: bool) -> list[str]:
     problems = []
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        problems.append("no tokenizer files (tokenizer.json or the like); save it with tokenizer.save_pretrained(folder)")
+        problems.append(
+            "no tokenizer files (tokenizer.json or the like); save it with "
+            "tokenizer.save_pretrained(folder)"
+        )
     if chat_template and not has_chat_template(folder):
         problems.append(
-            "no chat template: neither chat_template.jinja nor chat_template in tokenizer_config.json; tasks are chat messages, "
+            "no chat template: neither chat_template.jinja nor chat_template in "
+            "tokenizer_config.json; tasks are chat messages, "
             "so take an instruct model, or give the setting chat_template a file with a template"
         )
     return problems

@@ -32,7 +32,9 @@ from ttrl.server.model_folder import small_file
 AUTO = "auto"
 """As the name of a parser: the one that fits the model."""
 _OFF = (None, "", "none")
-_NAME, _ARGUMENT, _VALUE = "ttrl_look", "ttrl_at", "ttrl_hall"
+_NAME = "ttrl_look"
+_ARGUMENT = "ttrl_at"
+_VALUE = "ttrl_hall"
 _TOOL = {
     "type": "function",
     "function": {

@@ -1,12 +1,16 @@
-"""Run `ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its config).
+"""Run `ttrl serve`: a vLLM server on another host, which a run joins (`joined_servers` in its
+config).
 
-It starts with any model of the right shape, and answers for no weights until a run has synced it. The run names checkpoint
-folders by their paths, so this host must find the run folder at the same path, on a file system that both share; or it starts
-with the run's own model, and fetches adapters to it from the run's mirror (`ttrl.server.sites`).
+It starts with any model of the right shape, and answers for no weights until a run has synced it.
+The run names checkpoint folders by their paths, so this host must find the run folder at the same
+path, on a file system that both share; or it starts with the run's own model, and fetches adapters
+to it from the run's mirror (`ttrl.server.sites`).
 
-Whoever has the key can make the server load any folder that it can read, and more: vLLM's development endpoints run methods of
-the worker. So every path but /health asks for the key, the key is in a file that only its owner can read, and other hosts can
-reach the server only if an address was named. It speaks plain HTTP: use a network that you trust, or a tunnel."""
+Whoever has the key can make the server load any folder that it can read, and more: vLLM's
+development endpoints run methods of the worker. So every path but /health asks for the key, the key
+is in a file that only its owner can read, and other hosts can reach the server only if an address
+was named. It speaks plain HTTP: use a network that you trust, or a tunnel.
+"""
 
 import contextlib
 import ipaddress
@@ -33,13 +37,18 @@ logger = logging.getLogger(__name__)
 
 SERVED_MODEL_NAME = "policy"
 _LORA_RANK = 64
-"""Of the largest adapter that a server takes, unless vLLM's max_lora_rank is given: it sets memory aside for it."""
+"""Of the largest adapter that a server takes, unless vLLM's max_lora_rank is given: it sets memory
+aside for it.
+"""
 _RESTARTS_WITHIN = 3600.0
-"""Seconds; a server that dies more than `most_restarts` times within them will not be mended by another start."""
+"""Seconds; a server that dies more than `most_restarts` times within them will not be mended by
+another start.
+"""
 
 
 def read_or_make_key(path: Path) -> str:
-    """Return the key in `path`. If the file does not exist, it is made with a random key, readable by its owner only.
+    """Return the key in `path`. If the file does not exist, it is made with a random key, readable
+    by its owner only.
 
     Raises UserError for a file that others may read, or that does not hold a key.
     """
@@ -53,7 +62,8 @@ def read_or_make_key(path: Path) -> str:
             raise UserError(f"the key file {path} cannot be used ({error})") from None
         if len(words) != 1 or len(words[0]) < 16:
             raise UserError(
-                f"{path} does not hold a key (one word of at least 16 characters); remove it, and a new one is made"
+                f"{path} does not hold a key (one word of at least 16 characters); remove it, "
+                "and a new one is made"
             ) from None
         return words[0]
     except OSError as error:
@@ -65,7 +75,9 @@ def read_or_make_key(path: Path) -> str:
 
 
 def vllm_arguments(given: list[str]) -> dict[str, Any]:
-    """Parse ["tensor_parallel_size=2", "enforce_eager=true"] into names and values, as JSON or else text. Raises UserError."""
+    """Parse ["tensor_parallel_size=2", "enforce_eager=true"] into names and values, as JSON or else
+    text. Raises UserError.
+    """
     arguments = {}
     for item in given:
         name, separator, value = item.partition("=")
@@ -95,7 +107,8 @@ def serve(
     look_seconds: float = 2.0,
     most_restarts: int = 5,
 ) -> None:
-    """Serve until interrupted; a server that dies is restarted at the same address, and again answers for no weights.
+    """Serve until interrupted; a server that dies is restarted at the same address, and again
+    answers for no weights.
 
     name: what clients may also call the model, which runs call "policy"; by default `model`.
 
@@ -107,7 +120,8 @@ def serve(
         for argument, value in (arguments or {}).items():
             if argument.replace("_", "-") in OTHER_MACHINES and value not in ("mp", "uni", 1, None):
                 raise UserError(
-                    f"--adapters is for a server on one machine, where they are fetched to; leave out {argument}={value}"
+                    "--adapters is for a server on one machine, where they are fetched to; "
+                    f"leave out {argument}={value}"
                 )
         arguments = {"max_lora_rank": _LORA_RANK, **(arguments or {})}
     server = make_server(
@@ -125,20 +139,35 @@ def serve(
     )
     say(f"starting vLLM with {name or model}; its log is {log_path}")
     with server:
-        address = server.root_url if host not in ("0.0.0.0", "::") else f"http://{socket.gethostname()}:{server.port}"
+        address = (
+            server.root_url
+            if host not in ("0.0.0.0", "::")
+            else f"http://{socket.gethostname()}:{server.port}"
+        )
         names = " and ".join(repr(known) for known in (SERVED_MODEL_NAME, *server.other_names))
         say(f"serving at {address}/v1, where the model is called {names}")
         say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")
         if adapters_from is not None:
             say(f"that is the model without an adapter; a run's adapter is called {ADAPTER_NAME!r}")
-        say(f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat {shlex.quote(str(key_file))})")
+        say(
+            f"the key is in {key_file}; for clients: export OPENAI_API_KEY=$(cat "
+            f"{shlex.quote(str(key_file))})"
+        )
         say(server.parsers.said)
         if not _is_loopback(host):
-            say(f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic sees the key and the text")
-        threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()  # it reads all weights
-        settings = f'joined_servers=["{address}"]' + (', adapters="mirror"' if adapters_from is not None else "")
+            say(
+                f"other hosts can reach it at {host} over plain HTTP: whoever sees the traffic "
+                "sees the key and the text"
+            )
+        # It reads all weights.
+        threading.Thread(target=_say_digest, args=(model, server.dtype, say), daemon=True).start()
+        settings = f'joined_servers=["{address}"]' + (
+            ', adapters="mirror"' if adapters_from is not None else ""
+        )
         say(f"a run joins it with {settings} and that key in TTRL_SERVER_KEY")
-        keep_serving(server, say, address=address, look_seconds=look_seconds, most_restarts=most_restarts)
+        keep_serving(
+            server, say, address=address, look_seconds=look_seconds, most_restarts=most_restarts
+        )
 
 
 def keep_serving(
@@ -149,7 +178,9 @@ def keep_serving(
     look_seconds: float = 2.0,
     most_restarts: int = 5,
 ) -> None:
-    """Restart a server that was started whenever it died. Raises ServerDiedError for one that keeps dying."""
+    """Restart a server that was started whenever it died. Raises ServerDiedError for one that keeps
+    dying.
+    """
     deaths: list[float] = []
     while True:
         time.sleep(look_seconds)
@@ -172,7 +203,10 @@ def keep_serving(
 
 def _say_digest(model: str, dtype: str, say: Callable[[str], None]) -> None:
     with contextlib.suppress(TtrlError, OSError):
-        say(f"its weights, for caches (until a run brings others): --weights-digest {weights_digest(model)}/{dtype}")
+        say(
+            "its weights, for caches (until a run brings others): --weights-digest "
+            f"{weights_digest(model)}/{dtype}"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,5 +1,5 @@
-"""Serve a model, however it is given: by the address of a running server, or by a folder or hub name, for which one is
-started."""
+"""Serve a model, however it is given: by the address of a running server, or by a folder or hub
+name, for which one is started."""
 
 import contextlib
 import os
@@ -43,24 +43,30 @@ def is_address(model: str) -> bool:
 
 
 def address_problem(model: str) -> str | None:
-    """Return what is wrong with an address, or None. A key in it would appear in every message and file that names the server."""
+    """Return what is wrong with an address, or None. A key in it would appear in every message and
+    file that names the server.
+    """
     try:
         parts = urlsplit(model)
     except ValueError as error:
-        return f"the address of the server is not valid: {error}; give one such as http://127.0.0.1:8000/v1"
+        return (
+            f"the address of the server is not valid: {error}; give one such as "
+            "http://127.0.0.1:8000/v1"
+        )
     if not parts.hostname:
         return "the address names no server; give one such as http://127.0.0.1:8000/v1"
     if parts.username or parts.password or parts.query or parts.fragment:
         return (
-            f"the address of {parts.hostname} has a name, a key, a query or a fragment in it; give scheme, host, port and path "
+            f"the address of {parts.hostname} has a name, a key, a query or a fragment in it; "
+            "give scheme, host, port and path "
             "alone, and the key in an environment variable"
         )
     return None
 
 
 def default_dtype() -> str:
-    """Return the dtype of servers that are started for a model: float32 on CPU, where half precision is slow and coarse, else
-    vLLM's choice."""
+    """Return the dtype of servers that are started for a model: float32 on CPU, where half
+    precision is slow and coarse, else vLLM's choice."""
     return "float32" if is_cpu_build() else "auto"
 
 
@@ -77,28 +83,40 @@ def serving(
     log_path: str | os.PathLike[str] | None = None,
     start_timeout: float | None = None,
 ) -> Iterator[ServedModel]:
-    """Yield the server of an address, whose key is in the environment; or start a vLLM server for a model, and stop it at the
-    end.
+    """Yield the server of an address, whose key is in the environment; or start a vLLM server for a
+    model, and stop it at the end.
 
-    name: the name under which an address serves the model; None: the first that it lists. dtype: None: `default_dtype`.
-    chat_template: another one than the model's, a file or the text, for a server that is started here. log_path:
-    the log of the server that is started here; None: a file that is deleted with it. Raises UserError for an address with a key
-    in it; ServerError if nothing answers there, or it serves no model of that name; and what VLLMServer raises."""
+    name: the name under which an address serves the model; None: the first that it lists. dtype:
+        None: `default_dtype`.
+    chat_template: another one than the model's, a file or the text, for a server that is started
+    here. log_path: the log of the server that is started here; None: a file that is deleted with
+    it. Raises UserError for an address with a key in it; ServerError if nothing answers there, or
+    it serves no model of that name; and what VLLMServer raises.
+    """
     if is_address(model):
         if problem := address_problem(model):
             raise UserError(problem)
         if chat_template is not None:
             raise UserError(
-                f"{model} already runs, with a chat template of its own; leave chat_template out, or give the model's folder"
+                f"{model} already runs, with a chat template of its own; leave chat_template "
+                "out, or give the model's folder"
             )
-        key = os.environ.get(key_variable) or "none"  # local servers need no key, but the client insists on one
+        # Local servers need no key, but the client insists on one.
+        key = os.environ.get(key_variable) or "none"
         served = _served_name(model, key, name, key_variable)
-        headers = {name: os.environ[variable] for name, variable in _ACCOUNT.items() if os.environ.get(variable)}
+        headers = {
+            name: os.environ[variable]
+            for name, variable in _ACCOUNT.items()
+            if os.environ.get(variable)
+        }
         yield ServedModel(Endpoint(model, key, headers, uses_proxy=True), served, False)
         return
     with contextlib.ExitStack() as stack:
         if log_path is None:
-            log_path = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ttrl-server-")), "server.log")
+            log_path = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="ttrl-server-")),
+                "server.log",
+            )
         model = stack.enter_context(templated(model, chat_template))
         server = VLLMServer(
             model,
@@ -114,21 +132,33 @@ def serving(
 
 
 def _served_name(address: str, key: str, name: str | None, key_variable: str) -> str:
-    """Return `name` if the server lists it (or cannot list any), or the first one listed if `name` is None."""
+    """Return `name` if the server lists it (or cannot list any), or the first one listed if `name`
+    is None.
+    """
     try:
         with openai.OpenAI(base_url=address, api_key=key, max_retries=1, timeout=20.0) as client:
             listed = [model.id for model in client.models.list().data]
     except openai.OpenAIError as error:
-        if name is not None and isinstance(error, openai.APIStatusError) and error.status_code in (404, 405):
-            return name  # some providers list no models; a wrong name is then found by the first request
-        known = key_variable in str(error) or "ends in /v1" in str(error)  # `ttrl serve` says it itself
-        hint = "" if known else f" (most addresses end in /v1; the key is taken from {key_variable})"
+        if (
+            name is not None
+            and isinstance(error, openai.APIStatusError)
+            and error.status_code in (404, 405)
+        ):
+            # Some providers list no models; a wrong name is then found by the first request.
+            return name
+        # `ttrl serve` says it itself.
+        known = key_variable in str(error) or "ends in /v1" in str(error)
+        hint = (
+            "" if known else f" (most addresses end in /v1; the key is taken from {key_variable})"
+        )
         raise ServerError(f"{address}: {error}{hint}") from error
     if name is None and listed:
         return listed[0]
     if name is None:
         raise ServerError(f"{address} serves no model")
     if listed and name not in listed:
-        shown = ", ".join(listed[:10]) + (f" and {len(listed) - 10} more" if len(listed) > 10 else "")
+        shown = ", ".join(listed[:10]) + (
+            f" and {len(listed) - 10} more" if len(listed) > 10 else ""
+        )
         raise ServerError(f"{address} serves no model {name!r}; it serves {shown}")
     return name

@@ -1,8 +1,10 @@
-"""Bring adapters to servers at other sites, which share no file system with the run: through the run's mirror in an object store.
+"""Bring adapters to servers at other sites, which share no file system with the run: through the
+run's mirror in an object store.
 
-The run stores an iteration's adapter in its mirror, and tells the server what lies where, with sizes and SHA-256. The server's
-host, which named the mirror itself (`ttrl serve MODEL --adapters ADDRESS`), takes it from there into a folder of its own, where
-vLLM reads it. So the run sends an adapter once, however many servers there are. The base is held to the run's file by file.
+The run stores an iteration's adapter in its mirror, and tells the server what lies where, with
+sizes and SHA-256. The server's host, which named the mirror itself (`ttrl serve MODEL --adapters
+ADDRESS`), takes it from there into a folder of its own, where vLLM reads it. So the run sends an
+adapter once, however many servers there are. The base is held to the run's file by file.
 """
 
 import asyncio
@@ -30,10 +32,12 @@ from ttrl.system.object_store import redact
 from ttrl.text import gib
 
 ADAPTERS_PATH = "/ttrl/adapter"
-"""GET returns {"base": what `base_digests` says of the server's model}; POST of {KEY in the store: [bytes, SHA-256]} returns
-{"folder": where these are now}, or {"error": why they are not}."""
+"""GET returns {"base": what `base_digests` says of the server's model}; POST of {KEY in the store:
+[bytes, SHA-256]} returns {"folder": where these are now}, or {"error": why they are not}."""
 ADAPTERS_VARIABLE = "TTRL_ADAPTERS"
-"""What `FetchAdapters` is given: JSON of [address of the store, folder for what comes from there, folder of the model]."""
+"""What `FetchAdapters` is given: JSON of [address of the store, folder for what comes from there,
+folder of the model].
+"""
 _NAME = re.compile(r"\w[\w.-]*\.(safetensors|json)")  # what vLLM reads without unpickling anything
 _OF_BASE = re.compile(
     r"(config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|merges|chat_template|tekken)\..+"
@@ -41,7 +45,8 @@ _OF_BASE = re.compile(
 _MOST_BYTES = 2**34  # of an adapter
 _FETCH_SECONDS, _SLOWEST = 120.0, 1e6  # and how many bytes a second are waited for beyond
 _BASE_SECONDS = 1800.0
-_PATIENT_TRIES = 6  # a quarter of a minute where the store refuses at once; the run waits for the answer
+# A quarter of a minute where the store refuses at once; the run waits for the answer.
+_PATIENT_TRIES = 6
 
 Files = Mapping[str, tuple[int, str]]
 """By key in the store: bytes, SHA-256."""
@@ -50,21 +55,29 @@ Files = Mapping[str, tuple[int, str]]
 class SiteServer(JoinedServer):
     """The run's side of such a server.
 
-    publish: stores a folder of the run in its mirror, and says what lies where; raises OSError. base: the run's starting model.
+    publish: stores a folder of the run in its mirror, and says what lies where; raises OSError.
+        base: the run's starting model.
     """
 
     serves_adapters = True
 
-    def __init__(self, root_url: str, *, publish: Callable[[Path], Files], base: Path, **settings: Any) -> None:
+    def __init__(
+        self, root_url: str, *, publish: Callable[[Path], Files], base: Path, **settings: Any
+    ) -> None:
         super().__init__(root_url, **settings)
-        self._publish, self._base = publish, base
+        self._publish = publish
+        self._base = base
 
     def adapter(self, checkpoint: Path) -> Path:
         try:
             stored = self._publish(checkpoint / ADAPTER_FOLDER)
         except OSError as error:
-            raise ServerDiedError(f"{self.base_url} cannot be given the adapter in {checkpoint}: {error}") from error
-        files = {key: found for key, found in stored.items() if _NAME.fullmatch(PurePosixPath(key).name)}
+            raise ServerDiedError(
+                f"{self.base_url} cannot be given the adapter in {checkpoint}: {error}"
+            ) from error
+        files = {
+            key: found for key, found in stored.items() if _NAME.fullmatch(PurePosixPath(key).name)
+        }
         seconds = _FETCH_SECONDS + sum(size for size, _ in files.values()) / _SLOWEST
         return Path(self._ask("POST", files, seconds)["folder"])
 
@@ -74,11 +87,16 @@ class SiteServer(JoinedServer):
             here = base_digests(self._base)
         except OSError as error:
             return f"the model that the run began with cannot be read any more ({error})"
-        different = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+        different = sorted(
+            name for name in there.keys() | here.keys() if there.get(name) != here.get(name)
+        )
         if not different:
             return None
         names = ", ".join(different[:5])
-        return f"its model is not the one that the run began with, {self._base}: {names} differ; copy the folder"
+        return (
+            f"its model is not the one that the run began with, {self._base}: {names} differ; "
+            "copy the folder"
+        )
 
     def _ask(self, method: str, body: Any, seconds: float) -> Any:
         try:
@@ -87,35 +105,48 @@ class SiteServer(JoinedServer):
             raise
         except ServerError as error:
             if " answered 404" in str(error):
-                raise WeightSyncError(f"{self.base_url} was not started with `ttrl serve MODEL --adapters ADDRESS`") from error
-            raise ServerDiedError(str(error)) from error  # of its store, or of what is between: it may be back
+                raise WeightSyncError(
+                    f"{self.base_url} was not started with `ttrl serve MODEL --adapters ADDRESS`"
+                ) from error
+            # Of its store, or of what is between: it may be back.
+            raise ServerDiedError(str(error)) from error
 
 
 _digesting = threading.Lock()
 
 
 def base_digests(folder: Path) -> dict[str, str]:
-    """Return SHA-256 by name of what a model computes with: weights, config, tokenizer and chat template. Read once. Raises
-    OSError."""
+    """Return SHA-256 by name of what a model computes with: weights, config, tokenizer and chat
+    template. Read once. Raises OSError."""
     with _digesting:
         return _base_digests(folder)
 
 
 @functools.cache
 def _base_digests(folder: Path) -> dict[str, str]:
-    files = [*weight_files(folder), *(file for file in folder.iterdir() if file.is_file() and _OF_BASE.fullmatch(file.name))]
+    files = [
+        *weight_files(folder),
+        *(file for file in folder.iterdir() if file.is_file() and _OF_BASE.fullmatch(file.name)),
+    ]
     found = {file.name: digest(file) for file in files}
     with suppress(OSError, ValueError):  # who has saved it does not matter
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config.pop("transformers_version", None)
-        found["config.json"] = hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+        found["config.json"] = hashlib.sha256(
+            json.dumps(config, sort_keys=True).encode()
+        ).hexdigest()
     return found
 
 
 def check_store(address: str) -> None:
-    """Raise UserError where adapters cannot be read from this address; they need not be there yet."""
+    """Raise UserError where adapters cannot be read from this address; they need not be there
+    yet.
+    """
     if redact(address) != address:
-        raise UserError(f"--adapters {redact(address)} carries credentials, for all users to read; give them in the environment")
+        raise UserError(
+            f"--adapters {redact(address)} carries credentials, for all users to read; give them "
+            "in the environment"
+        )
     try:
         MirrorStore(address).keys()
     except OSError as error:
@@ -127,7 +158,12 @@ class FetchAdapters:
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Any]) -> None:
         address, folder, model = json.loads(os.environ[ADAPTERS_VARIABLE])
-        self._app, self._folder, self._model, self._store = app, Path(folder), Path(model), MirrorStore(address)
+        self._app, self._folder, self._model, self._store = (
+            app,
+            Path(folder),
+            Path(model),
+            MirrorStore(address),
+        )
         self._fetching = threading.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -146,28 +182,41 @@ class FetchAdapters:
 
     def _fetch(self, files: Files) -> Path:
         """Return a folder with these files of the store. Raises OSError."""
-        target = self._folder / hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        target = (
+            self._folder / hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+        )
         with self._fetching:
             if not target.is_dir():
                 self._folder.mkdir(exist_ok=True)
-                with TemporaryDirectory(dir=self._folder, prefix=TEMPORARY_PREFIX, ignore_cleanup_errors=True) as made:
+                with TemporaryDirectory(
+                    dir=self._folder, prefix=TEMPORARY_PREFIX, ignore_cleanup_errors=True
+                ) as made:
                     for key, (size, sha256) in files.items():
                         self._take(key, size, sha256, Path(made, PurePosixPath(key).name))
                     os.rename(made, target)
             os.utime(target)
-            kept = [path for path in self._folder.iterdir() if not path.name.startswith(TEMPORARY_PREFIX)]
-            for other in sorted(kept, key=lambda path: path.stat().st_mtime)[:-2]:  # the one before may still be in use
+            kept = [
+                path
+                for path in self._folder.iterdir()
+                if not path.name.startswith(TEMPORARY_PREFIX)
+            ]
+            # The one before may still be in use.
+            for other in sorted(kept, key=lambda path: path.stat().st_mtime)[:-2]:
                 shutil.rmtree(other, ignore_errors=True)
         return target
 
     def _take(self, key: str, size: int, sha256: str, target: Path) -> None:
         self._store.patiently(lambda: self._store.fetch(key, size, target), _PATIENT_TRIES)
         if not target.exists() or digest(target) != sha256:
-            raise OSError(f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this run?")
+            raise OSError(
+                f"{self._store.shown}: {key} is not what the run wrote; is it the mirror of this "
+                "run?"
+            )
 
 
 async def _body(receive: Receive) -> bytes:
-    found, more = b"", True
+    found = b""
+    more = True
     while more:
         message = await receive()
         found += message.get("body", b"")
@@ -182,8 +231,16 @@ def _checked(given: Any) -> Files:
     with suppress(AttributeError, TypeError, ValueError, OverflowError):
         files = {str(key): (int(size), str(sha256)) for key, (size, sha256) in given.items()}
         paths = [PurePosixPath(key) for key in files]
-        if all(_NAME.fullmatch(path.name) and not path.is_absolute() and ".." not in path.parts for path in paths):
+        if all(
+            _NAME.fullmatch(path.name) and not path.is_absolute() and ".." not in path.parts
+            for path in paths
+        ):
             sizes = [size for size, _ in files.values()]
-            if len({path.name for path in paths}) == len(sizes) > 0 <= min(sizes) and sum(sizes) <= _MOST_BYTES:
+            if (
+                len({path.name for path in paths}) == len(sizes) > 0 <= min(sizes)
+                and sum(sizes) <= _MOST_BYTES
+            ):
                 return files
-    raise ValueError(f"these are not the files of an adapter of up to {gib(_MOST_BYTES)}: {given!r:.500}")
+    raise ValueError(
+        f"these are not the files of an adapter of up to {gib(_MOST_BYTES)}: {given!r:.500}"
+    )

@@ -1,16 +1,21 @@
-"""Start one vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless told otherwise.
+"""Start one vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless
+told otherwise.
 
-It never outlives us: vLLM's API server (`python -m ttrl.vllm_worker.serve`) runs below a guard (`ttrl.system.processes`). Nothing
-here imports vLLM or torch. Where training needs something else than vLLM's defaults, it is set here, and may be overridden by
-`extra_args`:
+It never outlives us: vLLM's API server (`python -m ttrl.vllm_worker.serve`) runs below a guard
+(`ttrl.system.processes`). Nothing here imports vLLM or torch. Where training needs something else
+than vLLM's defaults, it is set here, and may be overridden by `extra_args`:
 
 - `--generation-config vllm`: the default takes temperature and top-k from the model's folder;
-- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what was sampled from;
-- `--tool-call-parser`: the one for the form in which the model writes calls (`ttrl.server.parsers`);
-- `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so that FLOPs can be counted;
-- on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its pages, `--enforce-eager`, and
-  the worker inside the engine's process: healthy in 15 s instead of 37 to 70 s, at the same speed. One OpenMP thread for each
-  core, unbound, that sleeps while it waits.
+- `--logprobs-mode processed_logprobs`: the default ignores temperature and top-p, so it is not what
+  was sampled from;
+- `--tool-call-parser`: the one for the form in which the model writes calls
+  (`ttrl.server.parsers`);
+- `--enable-prompt-tokens-details`: usage says how many prompt tokens came from the prefix cache, so
+  that FLOPs can be counted;
+- on CPU (`ttrl.server.cpu`): steps of up to 512 sequences for small models, a heap that keeps its
+  pages, `--enforce-eager`, and the worker inside the engine's process: healthy in 15 s instead of
+  37 to 70 s, at the same speed. One OpenMP thread for each core, unbound, that sleeps while it
+  waits.
 """
 
 import contextlib
@@ -36,7 +41,14 @@ from ttrl.errors import ConfigError, ServerDiedError, ServerStartError
 from ttrl.server.auth import FENCE_VARIABLE, KEY_VARIABLE, NAME_VARIABLE, TEMPLATE_VARIABLE
 from ttrl.server.chat_template import template_digest
 from ttrl.server.connection import ADAPTER_NAME, ServerConnection
-from ttrl.server.cpu import CPU_CACHE_VARIABLE, HEAP_VARIABLES, cpu_arguments, cpu_cache_bytes, is_cpu_build, thread_variables
+from ttrl.server.cpu import (
+    CPU_CACHE_VARIABLE,
+    HEAP_VARIABLES,
+    cpu_arguments,
+    cpu_cache_bytes,
+    is_cpu_build,
+    thread_variables,
+)
 from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.server.parsers import Parsers, parsers_of
 from ttrl.server.sites import ADAPTERS_VARIABLE
@@ -49,17 +61,42 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 WORKER_EXTENSION = "ttrl.vllm_worker.WeightSync"
-"""Another one in `extra_args` must be derived from it, or None: weights are then verified by the canary alone."""
+"""Another one in `extra_args` must be derived from it, or None: weights are then verified by the
+canary alone.
+"""
 _OWN_ARGUMENTS = frozenset(
-    {"model", "model-tag", "host", "port", "uds", "api-key", "served-model-name", "dtype", "max-model-len", "seed"}
+    {
+        "model",
+        "model-tag",
+        "host",
+        "port",
+        "uds",
+        "api-key",
+        "served-model-name",
+        "dtype",
+        "max-model-len",
+        "seed",
+    }
 )
 _SECRETS = {"hf-token": "export HF_TOKEN", "ssl-keyfile-password": "take a key file without one"}
-OTHER_MACHINES = ("nnodes", "data-parallel-address", "data-parallel-hybrid-lb", "distributed-executor-backend")
-_PARALLEL_ARGUMENTS = ("tensor-parallel-size", "pipeline-parallel-size", "data-parallel-size", "distributed-executor-backend")
+OTHER_MACHINES = (
+    "nnodes",
+    "data-parallel-address",
+    "data-parallel-hybrid-lb",
+    "distributed-executor-backend",
+)
+_PARALLEL_ARGUMENTS = (
+    "tensor-parallel-size",
+    "pipeline-parallel-size",
+    "data-parallel-size",
+    "distributed-executor-backend",
+)
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """vLLM's names of those that ttrl's other settings have."""
-_STOP_SECONDS = 5.0  # half a second suffices, but vLLM waits without end for clients whose requests still run
-_ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")  # "… ERROR … ValueError: why"
+# Half a second suffices, but vLLM waits without end for clients whose requests still run.
+_STOP_SECONDS = 5.0
+# "… ERROR … ValueError: why".
+_ERROR_LINE = re.compile(r"^(?!.* (?:WARNING|INFO) ).*\b\w*(?:Error|Exception): \S")
 
 
 def own_argument_problems(arguments: Mapping[str, Any]) -> list[str]:
@@ -93,8 +130,10 @@ def _way_out(value: Any) -> str | None:
 
 
 def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
-    """Return how long a server may take until it is healthy: five minutes, and a second for each 100 MB of weights, as a slow
-    network disk gives them; half an hour for a model that has to be downloaded first."""
+    """Return how long a server may take until it is healthy: five minutes, and a second for each
+    100 MB of weights, as a slow network disk gives them; half an hour for a model that has to be
+    downloaded first.
+    """
     weights = sum(path.stat().st_size for path in Path(model_folder).glob("*.safetensors"))
     return 300.0 + weights // 1e8 if Path(model_folder).is_dir() else 1800.0
 
@@ -102,21 +141,27 @@ def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
 class VLLMServer(ServerConnection):
     """A vLLM server for one model; started by `start()` or as a context manager, stopped by handle.
 
-        with VLLMServer("models/m", served_model_name="policy", log_path="runs/NAME/logs/server.log", dtype="float32") as server:
+        with VLLMServer("models/m", served_model_name="policy",
+        log_path="runs/NAME/logs/server.log", dtype="float32") as server:
             results = await get_task_results(tasks, server.endpoint(), "policy", ...)
 
     model_folder: a Hugging Face model folder, or a hub name such as "org/name".
     other_names: what clients may also call the model; answers and metrics say `served_model_name`.
-    dtype: "fp32", "bf16", "fp16" (or vLLM's names of them) or "auto" (vLLM's choice: half precision, for float32 weights too).
-    extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager": False}: True becomes `--name`,
-        False `--no-name`, a list several values, a dict JSON; None drops an argument that would be set here.
+    dtype: "fp32", "bf16", "fp16" (or vLLM's names of them) or "auto" (vLLM's choice: half
+        precision, for float32 weights too).
+    extra_args: any other argument of vLLM, as {"gpu_memory_utilization": 0.8, "enforce_eager":
+        False}: True becomes `--name`, False `--no-name`, a list several values, a dict JSON; None
+        drops an argument that would be set here.
     start_timeout: seconds within which it must be healthy; None: `seconds_to_start`.
     port: None takes a free one. A restart keeps port and key, so that clients stay valid.
     env: environment variables to add to ours.
-    host: the address to listen on; other hosts can reach it only if the user names another one than 127.0.0.1.
+    host: the address to listen on; other hosts can reach it only if the user names another one than
+        127.0.0.1.
     api_key: None makes a random one.
-    serves_adapters: it keeps `model_folder` as the base and receives adapters (`ttrl.server.weights`).
-    adapters_from: the address of a store from which it fetches adapters (`ttrl.server.sites`); None: it is told their folders.
+    serves_adapters: it keeps `model_folder` as the base and receives adapters
+        (`ttrl.server.weights`).
+    adapters_from: the address of a store from which it fetches adapters (`ttrl.server.sites`);
+        None: it is told their folders.
     """
 
     _held: socket.socket | None = None
@@ -142,15 +187,22 @@ class VLLMServer(ServerConnection):
         adapters_from: str | None = None,
     ) -> None:
         dtype = _DTYPES.get(dtype, dtype)
-        super().__init__(served_model_name=served_model_name, dtype=dtype, api_key=api_key or secrets.token_urlsafe(32))
+        super().__init__(
+            served_model_name=served_model_name,
+            dtype=dtype,
+            api_key=api_key or secrets.token_urlsafe(32),
+        )
         self.model_folder = model_folder
         taken = (served_model_name, ADAPTER_NAME)
         self.other_names = [name for name in other_names if name not in taken]
         self.log_path = Path(log_path)
         self.host = host
-        self.serves_adapters, self.adapters_from = serves_adapters or adapters_from is not None, adapters_from
+        self.serves_adapters = serves_adapters or adapters_from is not None
+        self.adapters_from = adapters_from
         self.max_model_len = max_model_len
-        self.extra_args = {name.replace("_", "-"): value for name, value in (extra_args or {}).items()}
+        self.extra_args = {
+            name.replace("_", "-"): value for name, value in (extra_args or {}).items()
+        }
         self.seed = seed
         self.start_timeout = start_timeout
         self.port = port
@@ -158,13 +210,18 @@ class VLLMServer(ServerConnection):
         self.start_seconds = float("nan")
         """How long the last start took."""
         self.is_apart = False
-        """Whether, just started and with the right weights, it was further from the trainer than the canary's limits."""
+        """Whether, just started and with the right weights, it was further from the trainer than
+        the canary's limits.
+        """
         self._port_is_given = port is not None
         self._child: ChildProcess | None = None
         self._ours = threading.Lock()  # a ChildProcess is for one thread at a time
         self._stopped = False
-        self._private: Path | None = None  # a folder for what its processes share with each other and with nobody else
-        self.worker_extension = self.extra_args.get("worker-extension-cls", WORKER_EXTENSION) is not None
+        # A folder for what its processes share with each other and with nobody else.
+        self._private: Path | None = None
+        self.worker_extension = (
+            self.extra_args.get("worker-extension-cls", WORKER_EXTENSION) is not None
+        )
         if refused := own_argument_problems(self.extra_args):
             raise ConfigError("server", [f"extra_args: {problem}" for problem in refused])
 
@@ -173,8 +230,9 @@ class VLLMServer(ServerConnection):
     def start(self) -> "VLLMServer":
         """Start the server and wait until it is healthy and asks for its key.
 
-        Raises ModelFolderError for a folder that cannot be served, ServerStartError for a port in use, a server that dies while
-        it starts, or one that is not healthy in time; nothing is left running then.
+        Raises ModelFolderError for a folder that cannot be served, ServerStartError for a port in
+        use, a server that dies while it starts, or one that is not healthy in time; nothing is left
+        running then.
         """
         if self._child is not None:
             raise RuntimeError("this server was started already; stop() it first")
@@ -182,12 +240,15 @@ class VLLMServer(ServerConnection):
             merge_adapter(folder)
         if self.parsers.problem is not None:
             raise ConfigError("server", [self.parsers.problem])
-        self.policy_folder, self.version, self._stopped = self.model_folder, None, False
+        self.policy_folder = self.model_folder
+        self.version = None
+        self._stopped = False
         start = time.monotonic()
         self.port = self._hold_port()
         child = ChildProcess(self._command(), self.log_path, env=self._environment())
         try:
-            with self._ours:  # stop() in another thread comes before there is a process, or when it can be ended
+            # Stop() in another thread comes before there is a process, or when it can be ended.
+            with self._ours:
                 self._raise_if_stopped()
                 self._child = child
                 child.start()
@@ -196,11 +257,17 @@ class VLLMServer(ServerConnection):
             self._end()
             raise
         self.start_seconds = time.monotonic() - start
-        logger.info("vLLM serves %s at %s after %.1f s", self.model_folder, self.base_url, self.start_seconds)
+        logger.info(
+            "vLLM serves %s at %s after %.1f s",
+            self.model_folder,
+            self.base_url,
+            self.start_seconds,
+        )
         return self
 
     def stop(self) -> None:
-        """End the server and everything that it started; returns when all are gone. Harmless if it is not running.
+        """End the server and everything that it started; returns when all are gone. Harmless if it
+        is not running.
 
         If another thread is in `start()`, that raises ServerStartError.
         """
@@ -209,14 +276,17 @@ class VLLMServer(ServerConnection):
 
     def _end(self) -> None:
         with self._ours:
-            child, self._child = self._child, None
+            child = self._child
+            self._child = None
             self.version = None
             if child is not None:
                 child.stop(timeout=_STOP_SECONDS)
-            held, self._held = self._held, None
+            held = self._held
+            self._held = None
             if held is not None:
                 held.close()
-            private, self._private = self._private, None
+            private = self._private
+            self._private = None
             if private is not None:
                 shutil.rmtree(private, ignore_errors=True)
 
@@ -225,7 +295,9 @@ class VLLMServer(ServerConnection):
             raise ServerStartError("the server was stopped while it started")
 
     def restart(self, model_folder: str | os.PathLike[str] | None = None) -> None:
-        """Stop the server and start it again, with another model folder if one is given. Port and key stay the same."""
+        """Stop the server and start it again, with another model folder if one is given. Port and
+        key stay the same.
+        """
         held, self._held = self._held, None  # nobody takes the port meanwhile
         self.stop()
         self._held = held
@@ -259,7 +331,12 @@ class VLLMServer(ServerConnection):
     def __enter__(self) -> "VLLMServer":
         return self if self._child is not None else self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     @property
@@ -269,7 +346,9 @@ class VLLMServer(ServerConnection):
 
     @property
     def has_ended(self) -> bool:
-        """Whether it was started and its process is gone. Takes no time; `check` also notices a dead engine."""
+        """Whether it was started and its process is gone. Takes no time; `check` also notices a
+        dead engine.
+        """
         with self._ours:
             return self._child is not None and self._child.poll() is not None
 
@@ -285,9 +364,16 @@ class VLLMServer(ServerConnection):
         return f"http://{_bracketed(self.host)}:{self.port}"
 
     def request(
-        self, method: str, path: str, body: Any = None, timeout: float = 300.0, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        timeout: float = 300.0,
+        headers: dict[str, str] | None = None,
     ) -> Any:
-        """Send a request, as `ServerConnection.request`; says so if the server was never started."""
+        """Send a request, as `ServerConnection.request`; says so if the server was never
+        started.
+        """
         if self._child is None:
             self.check()
         return super().request(method, path, body, timeout, headers)
@@ -296,7 +382,9 @@ class VLLMServer(ServerConnection):
 
     @functools.cached_property
     def parsers(self) -> Parsers:
-        """The parsers of tool calls and reasoning; those of the starting model, whose chat template checkpoints keep."""
+        """The parsers of tool calls and reasoning; those of the starting model, whose chat template
+        checkpoints keep.
+        """
         return parsers_of(self.model_folder, self.extra_args)
 
     def _command(self) -> list[str]:
@@ -331,7 +419,8 @@ class VLLMServer(ServerConnection):
         command = [sys.executable, "-m", "ttrl.vllm_worker.serve"]
         for name, value in arguments.items():
             command += _flag(name, value)
-        # Added last, so that it is the outermost: no other middleware sees a request without the key.
+        # Added last, so that it is the outermost: no other middleware sees a request without the
+        # key.
         for name in [*middleware, "ttrl.server.auth.RequireKey"]:
             command += ["--middleware", name]
         return command
@@ -341,10 +430,13 @@ class VLLMServer(ServerConnection):
         given = {**os.environ, **self.env}
         if is_cpu_build():
             defaults |= HEAP_VARIABLES
-            if self.extra_args.get("kv-cache-memory-bytes") is None:  # the variable would win over it
+            # The variable would win over it.
+            if self.extra_args.get("kv-cache-memory-bytes") is None:
                 defaults[CPU_CACHE_VARIABLE] = f"{cpu_cache_bytes() / 2**30:g}"
             own_binding = given.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
-            if not own_binding and all(self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS):
+            if not own_binding and all(
+                self.extra_args.get(name) in (None, 1) for name in _PARALLEL_ARGUMENTS
+            ):
                 defaults |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | thread_variables()
         if self.serves_adapters:
             defaults["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
@@ -367,10 +459,13 @@ class VLLMServer(ServerConnection):
         return {**defaults, **given, **own}
 
     def _hold_port(self) -> int:
-        """Return the given port, the previous one, or a free one. Raises ServerStartError if the given one is in use.
+        """Return the given port, the previous one, or a free one. Raises ServerStartError if the
+        given one is in use.
 
-        It is bound here until `stop()`, which only processes of this user may share (`ttrl.vllm_worker.serve`): nobody else can
-        listen there before vLLM does, or after its death, and be sent the key."""
+        It is bound here until `stop()`, which only processes of this user may share
+        (`ttrl.vllm_worker.serve`): nobody else can listen there before vLLM does, or after its
+        death, and be sent the key.
+        """
         if self._held is not None and self.port is not None:
             return self.port
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
@@ -378,7 +473,8 @@ class VLLMServer(ServerConnection):
             held = socket.socket(family)
             try:
                 if port:
-                    with socket.socket(family) as probe:  # which shares with nobody, nor with another server of this user
+                    # Which shares with nobody, nor with another server of this user.
+                    with socket.socket(family) as probe:
                         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                         probe.bind((self.host, port))
                 held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -388,31 +484,45 @@ class VLLMServer(ServerConnection):
             except OSError as error:
                 held.close()
                 why = error
-        way_out = "give another port, or none to get a free one" if self._port_is_given else "is it an address of this machine?"
-        raise ServerStartError(f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}") from why
+        way_out = (
+            "give another port, or none to get a free one"
+            if self._port_is_given
+            else "is it an address of this machine?"
+        )
+        raise ServerStartError(
+            f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}"
+        ) from why
 
     def _wait_until_healthy(self, child: ChildProcess, began: float) -> None:
         state = "it never answered"
-        timeout = seconds_to_start(self.model_folder) if self.start_timeout is None else self.start_timeout
+        timeout = (
+            seconds_to_start(self.model_folder)
+            if self.start_timeout is None
+            else self.start_timeout
+        )
         while True:
             with self._ours:
                 self._raise_if_stopped()
                 returncode = child.poll()
             if returncode is not None:
-                raise ServerStartError(f"the vLLM server {_ending(returncode)} while it started; {self._last_lines(child)}")
+                raise ServerStartError(
+                    f"the vLLM server {_ending(returncode)} while it started; "
+                    f"{self._last_lines(child)}"
+                )
             state = self._state() or state
             if state == "ready":
                 return
             if time.monotonic() > began + timeout:
                 raise ServerStartError(
-                    f"the vLLM server was not healthy after {timeout:g} s ({state}); a slow disk or much to compile needs a "
+                    f"the vLLM server was not healthy after {timeout:g} s ({state}); a slow disk "
+                    "or much to compile needs a "
                     f"longer start_timeout; {self._last_lines(child)}"
                 )
             time.sleep(0.1)
 
     def _state(self) -> str | None:
-        """Return what is wrong with its answers, "ready" if nothing is, None while there are none. Nobody else can give them, and
-        be told the key: see `_hold_port`."""
+        """Return what is wrong with its answers, "ready" if nothing is, None while there are none.
+        Nobody else can give them, and be told the key: see `_hold_port`."""
         try:
             if self._http("GET", "/health", None, 10.0, with_key=False)[0] != 200:
                 return "/health does not answer 200"
@@ -425,25 +535,33 @@ class VLLMServer(ServerConnection):
         return "ready"
 
     def _last_lines(self, child: ChildProcess) -> str:
-        """Return the last lines of the log for error messages. They often point to a "root cause above": that line is shown,
-        too."""
+        """Return the last lines of the log for error messages. They often point to a "root cause
+        above": that line is shown, too."""
         everything = child.log_tail(2000).splitlines()
         last = everything[-30:]
         cause = next((line for line in everything if _ERROR_LINE.search(line)), None)
-        first = f"first error in its log:\n  {cause}\n" if cause is not None and cause not in last else ""
+        first = (
+            f"first error in its log:\n  {cause}\n"
+            if cause is not None and cause not in last
+            else ""
+        )
         text = "\n".join("  " + line for line in last) if last else "  (nothing)"
         return f"{first}the last lines of its log {self.log_path}:\n{text}"
 
 
 def _bracketed(host: str) -> str:
-    """Return the address as it appears in URLs; one that stands for all addresses is reached at the loopback one."""
+    """Return the address as it appears in URLs; one that stands for all addresses is reached at the
+    loopback one.
+    """
     if host in ("0.0.0.0", "::"):
         return HOST if host == "0.0.0.0" else "[::1]"
     return f"[{host}]" if ":" in host else host
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """Turn a name and a value, such as max_num_seqs and 8, into arguments, as described in VLLMServer."""
+    """Turn a name and a value, such as max_num_seqs and 8, into arguments, as described in
+    VLLMServer.
+    """
     if value is None:
         return []
     if isinstance(value, bool):
@@ -456,4 +574,8 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _ending(returncode: int) -> str:
-    return f"was ended by signal {-returncode}" if returncode < 0 else f"ended with exit code {returncode}"
+    return (
+        f"was ended by signal {-returncode}"
+        if returncode < 0
+        else f"ended with exit code {returncode}"
+    )

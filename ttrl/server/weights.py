@@ -1,25 +1,28 @@
 """Bring new weights into a running server, and prove that it computes with them.
 
-Three ways: "reload" (in place, tens of milliseconds for a small model), an adapter next to the base that stays (for servers with
-`serves_adapters`), and "restart". None is trusted. After every sync
+Three ways: "reload" (in place, tens of milliseconds for a small model), an adapter next to the base
+that stays (for servers with `serves_adapters`), and "restart". None is trusted. After every sync
 
-- the server's workers compare every element that they hold with the checkpoint's files, and the bytes that they read with what
-  the trainer recorded when it wrote them (`ttrl.vllm_worker`): this finds a weight that changed on its way, or stayed behind;
-- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.server.canary`): this finds any other
-  difference, the prefix cache included.
+- the server's workers compare every element that they hold with the checkpoint's files, and the
+  bytes that they read with what the trainer recorded when it wrote them (`ttrl.vllm_worker`): this
+  finds a weight that changed on its way, or stayed behind;
+- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.server.canary`):
+  this finds any other difference, the prefix cache included.
 
-What neither proves: quantised layers, adapters and experts are verified by the canary alone; packed copies of large models on
-CPUs are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`), which finds a changed weight if it is off by more than rounding: in fp32
-about a hundredth of a typical weight, in bf16 about a fifth; and keys and values of the old policy in a prefix cache are found
-where the canary's are.
+What neither proves: quantised layers, adapters and experts are verified by the canary alone; packed
+copies of large models on CPUs are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`), which finds a
+changed weight if it is off by more than rounding: in fp32 about a hundredth of a typical weight, in
+bf16 about a fifth; and keys and values of the old policy in a prefix cache are found where the
+canary's are.
 
-A mismatch after a reload falls back to a restart; one after a restart raises WeightSyncError. But where a server that was just
-started has every weight that the trainer recorded, bit for bit, other log-probabilities than the trainer's are a warning, then
-and after later reloads: that is rounding which the canary's limits did not foresee, or a difference that shows in all sampled
-tokens, too (`ttrl.monitoring.drift`).
+A mismatch after a reload falls back to a restart; one after a restart raises WeightSyncError. But
+where a server that was just started has every weight that the trainer recorded, bit for bit, other
+log-probabilities than the trainer's are a warning, then and after later reloads: that is rounding
+which the canary's limits did not foresee, or a difference that shows in all sampled tokens, too
+(`ttrl.monitoring.drift`).
 
-While weights are changed, the server refuses requests that name weights (`ttrl.server.auth`); the caller opens it again
-(`ServerConnection.open_to`).
+While weights are changed, the server refuses requests that name weights (`ttrl.server.auth`); the
+caller opens it again (`ServerConnection.open_to`).
 """
 
 import logging
@@ -38,7 +41,8 @@ from ttrl.server.vllm import VLLMServer
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_SECONDS = 30.0  # how long the prefix cache may refuse to be emptied because requests still run
+# How long the prefix cache may refuse to be emptied because requests still run.
+_DRAIN_SECONDS = 30.0
 _LOAD_SECONDS = 1800.0  # a large model from a slow disk
 
 Mode = Literal["memory", "reload", "restart", "adapter"]
@@ -49,7 +53,8 @@ class WeightComparison:
     """How the weights that the workers hold compare with the checkpoint's files."""
 
     compared: int = 0
-    """Elements that were compared with the files, over all workers; 0 if the server cannot compare."""
+    """Elements that were compared with the files, over all workers; 0 if the server cannot compare.
+    """
     unchecked: int = 0
     """Elements of parameters that are verified by the canary alone."""
     exact: bool = True
@@ -84,17 +89,19 @@ def sync_weights(
     asleep: bool = False,
     handover: Handover | None = None,
 ) -> SyncReport:
-    """Make `server` compute with the policy in `checkpoint_folder`, and prove it. Afterwards the server is still closed to
-    requests that name weights.
+    """Make `server` compute with the policy in `checkpoint_folder`, and prove it. Afterwards the
+    server is still closed to requests that name weights.
 
     compare: False checks the canary alone.
-    asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they were loaded.
-    handover: the same weights in the trainer's memory, from where they are taken if the server can; else, and where that fails,
-        they are read from the folder, as soon as the trainer has written it.
+    asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they
+        were loaded.
+    handover: the same weights in the trainer's memory, from where they are taken if the server can;
+        else, and where that fails, they are read from the folder, as soon as the trainer has
+        written it.
 
-    No request should be running. Raises ModelFolderError for a folder without a readable canary.json, WeightSyncError if the
-    server does not compute with these weights even after a restart (or cannot be restarted from here), and what
-    `VLLMServer.start` raises.
+    No request should be running. Raises ModelFolderError for a folder without a readable
+    canary.json, WeightSyncError if the server does not compute with these weights even after a
+    restart (or cannot be restarted from here), and what `VLLMServer.start` raises.
     """
     if mode not in ("reload", "restart"):
         raise ConfigError("sync_weights", [f"mode is {mode!r}; it is 'reload' or 'restart'"])
@@ -107,21 +114,31 @@ def sync_weights(
     no_memory = fell_back = None
     if mode == "reload":
         if handover is not None:
-            report, comparison, no_memory = _reload(server, folder, canary, source=handover, compare=compare, asleep=asleep)
+            report, comparison, no_memory = _reload(
+                server, folder, canary, source=handover, compare=compare, asleep=asleep
+            )
             if no_memory is None:
-                return SyncReport("memory", time.monotonic() - start, report.max_difference, None, comparison)
-            logger.warning("weights are read from files, as they were not taken from memory: %s", no_memory)
+                return SyncReport(
+                    "memory", time.monotonic() - start, report.max_difference, None, comparison
+                )
+            logger.warning(
+                "weights are read from files, as they were not taken from memory: %s", no_memory
+            )
             handover.wait_for_files(folder)
             canary = Canary.load(folder)
-        report, comparison, fell_back = _reload(server, folder, canary, source=folder, compare=compare, asleep=asleep)
+        report, comparison, fell_back = _reload(
+            server, folder, canary, source=folder, compare=compare, asleep=asleep
+        )
         if fell_back is None:
             way: Mode = "adapter" if server.has_adapter else "reload"
             seconds = time.monotonic() - start
             return SyncReport(way, seconds, report.max_difference, None, comparison, no_memory)
         if not isinstance(server, VLLMServer):
             raise WeightSyncError(
-                f"the server at {server.base_url} does not compute with the weights in {folder}: {fell_back}; it cannot be "
-                "restarted from here: start it again on its host (ttrl serve), with the same model and dtype"
+                f"the server at {server.base_url} does not compute with the weights in {folder}: "
+                f"{fell_back}; it cannot be "
+                "restarted from here: start it again on its host (ttrl serve), with the same "
+                "model and dtype"
             )
         logger.warning("weights were not loaded in place, restarting the server: %s", fell_back)
     _restart(server, folder)
@@ -132,43 +149,62 @@ def sync_weights(
 
 
 def verify_weights(
-    server: ServerConnection, checkpoint_folder: str | os.PathLike[str], *, after: str = "its start", compare: bool = True
+    server: ServerConnection,
+    checkpoint_folder: str | os.PathLike[str],
+    *,
+    after: str = "its start",
+    compare: bool = True,
 ) -> tuple[CanaryReport, WeightComparison]:
-    """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold (not without `compare`),
-    and the canary. `after` says in the error what it was checked after.
+    """Verify that a running server has the weights of `checkpoint_folder`: what its workers hold
+    (not without `compare`), and the canary. `after` says in the error what it was checked after.
 
-    Raises WeightSyncError, with both numbers and the position, if they differ; ModelFolderError for an unreadable canary.
+    Raises WeightSyncError, with both numbers and the position, if they differ; ModelFolderError for
+    an unreadable canary.
     """
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
     comparison = compare_weights(server, folder, canary) if compare else WeightComparison()
     if comparison.problem is not None:
         raise WeightSyncError(
-            f"after {after}, the server does not hold the weights in {checkpoint_folder}: {comparison.problem}; a file that "
-            "changed since the trainer wrote it must be made again (remove the iteration's marker), or copied again"
+            f"after {after}, the server does not hold the weights in {checkpoint_folder}: "
+            f"{comparison.problem}; a file that "
+            "changed since the trainer wrote it must be made again (remove the iteration's "
+            "marker), or copied again"
         )
     report = check_canary(server, canary)
     if problem := _problem(server, report, comparison, just_started=True):
         raise WeightSyncError(
-            f"after {after}, the server does not compute with the weights in {checkpoint_folder}: {problem}; "
+            f"after {after}, the server does not compute with the weights in "
+            f"{checkpoint_folder}: {problem}; "
             "dtype, config.json and weights of trainer and server must agree"
         )
     return report, comparison
 
 
 def _problem(
-    server: ServerConnection, report: CanaryReport, comparison: WeightComparison, just_started: bool = False
+    server: ServerConnection,
+    report: CanaryReport,
+    comparison: WeightComparison,
+    just_started: bool = False,
 ) -> str | None:
-    """Return what the canary found wrong; a warning is enough where the weights are known to be right. After a reload the server
-    may compute with others all the same (captured graphs, copies), so one that can be restarted has to be."""
-    if report.passed or report.stale or not comparison.is_proof or not math.isfinite(report.max_difference):
+    """Return what the canary found wrong; a warning is enough where the weights are known to be
+    right. After a reload the server may compute with others all the same (captured graphs, copies),
+    so one that can be restarted has to be.
+    """
+    if (
+        report.passed
+        or report.stale
+        or not comparison.is_proof
+        or not math.isfinite(report.max_difference)
+    ):
         return report.problem
     if isinstance(server, VLLMServer):
         server.is_apart |= just_started
         if not server.is_apart:
             return report.problem
     logger.warning(
-        "%s has the trainer's weights, bit for bit, and computes something else with them: %s; the differences of all sampled "
+        "%s has the trainer's weights, bit for bit, and computes something else with them: %s; "
+        "the differences of all sampled "
         "tokens will show whether that is more than rounding",
         server.base_url,
         report.problem,
@@ -177,10 +213,19 @@ def _problem(
 
 
 def _reload(
-    server: ServerConnection, folder: Path, canary: Canary, *, source: Path | Handover, compare: bool, asleep: bool
+    server: ServerConnection,
+    folder: Path,
+    canary: Canary,
+    *,
+    source: Path | Handover,
+    compare: bool,
+    asleep: bool,
 ) -> tuple[CanaryReport, WeightComparison, str | None]:
-    """Load weights in place; returns the canary's report, what was compared, and None or why a restart is needed."""
-    report, comparison = CanaryReport(False, math.inf, None), WeightComparison()
+    """Load weights in place; returns the canary's report, what was compared, and None or why a
+    restart is needed.
+    """
+    report = CanaryReport(False, math.inf, None)
+    comparison = WeightComparison()
     try:
         if isinstance(source, Handover):
             map_memory(server, source.memory, _LOAD_SECONDS)  # before anything is changed
@@ -188,7 +233,8 @@ def _reload(
         if asleep:
             server.request("POST", "/wake_up?tags=weights", timeout=_LOAD_SECONDS)
         else:
-            # Puts keys and values of the old weights into the prefix cache, where the check finds them if they stay.
+            # Puts keys and values of the old weights into the prefix cache, where the check finds
+            # them if they stay.
             leave_in_cache(server, canary)
         server.policy_folder = folder
         if isinstance(source, Handover):
@@ -225,8 +271,8 @@ def _restart(server: ServerConnection, folder: Path) -> None:
 
 
 def load_weights(server: ServerConnection, folder: Path) -> None:
-    """Load the weights of `folder` in place, or the adapter there; does not empty the prefix cache. Raises ServerError if vLLM
-    refuses."""
+    """Load the weights of `folder` in place, or the adapter there; does not empty the prefix cache.
+    Raises ServerError if vLLM refuses."""
     if server.has_adapter:
         adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(server.adapter(folder))}
         # Not `load_inplace`: vLLM 0.32 then reads the files again for every step that it computes.
@@ -245,7 +291,9 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
 
 
 def _load_from_near(server: ServerConnection, folder: Path) -> bool:
-    """Load weights that were brought to the server's machine; return False where it is to read the files."""
+    """Load weights that were brought to the server's machine; return False where it is to read the
+    files.
+    """
     if (near := server.nearer(folder)) == folder:
         return False
     try:
@@ -260,10 +308,14 @@ def _load_from_near(server: ServerConnection, folder: Path) -> bool:
     return True
 
 
-def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | Handover, canary: Canary) -> WeightComparison:
-    """Make every worker of `server` compare what it holds with the files of a folder, and those with what the trainer recorded in
-    the canary; or with the trainer's memory, and that with its digests. A server with adapters is asked for its base alone, where
-    somebody else chose that: it does not change, and adapters are verified by the canary. Raises ServerError."""
+def compare_weights(
+    server: ServerConnection, source: str | os.PathLike[str] | Handover, canary: Canary
+) -> WeightComparison:
+    """Make every worker of `server` compare what it holds with the files of a folder, and those
+    with what the trainer recorded in the canary; or with the trainer's memory, and that with its
+    digests. A server with adapters is asked for its base alone, where somebody else chose that: it
+    does not change, and adapters are verified by the canary. Raises ServerError.
+    """
     if not server.worker_extension or server.serves_adapters:
         return WeightComparison(problem=server.base_problem())
     where: dict[str, Any]
@@ -274,20 +326,36 @@ def compare_weights(server: ServerConnection, source: str | os.PathLike[str] | H
         near = server.nearer(folder)
         where = {"folder": str(folder)} if near == folder else {"memory": str(near)}
     body = {"method": "ttrl_compare_weights", "kwargs": where}
-    workers: list[dict[str, Any]] = server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)["results"]
+    workers: list[dict[str, Any]] = server.request(
+        "POST", "/collective_rpc", body, timeout=_LOAD_SECONDS
+    )["results"]
     failed = [worker["failed"] for worker in workers if worker["failed"]]
     if failed:
-        logger.warning("%s cannot compare its weights, so the canary alone speaks for them: %s", server.base_url, failed[0])
+        logger.warning(
+            "%s cannot compare its weights, so the canary alone speaks for them: %s",
+            server.base_url,
+            failed[0],
+        )
         return WeightComparison()
-    problems = [f"what the server holds differs: {problem}" for worker in workers for problem in worker["problems"]]
+    problems = [
+        f"what the server holds differs: {problem}"
+        for worker in workers
+        for problem in worker["problems"]
+    ]
     if isinstance(source, Handover):
-        problems += source.problems({name: sha for worker in workers for name, sha in worker["tensors"].items()})
+        problems += source.problems(
+            {name: sha for worker in workers for name, sha in worker["tensors"].items()}
+        )
     else:
         for worker in workers:
             problems += _other_bytes(worker["tensors"], canary.weights)
-    compared, unchecked = (sum(worker[name] for worker in workers) for name in ("compared", "unchecked"))
-    exact, problem = all(worker["exact"] for worker in workers), "; ".join(dict.fromkeys(problems)) or None
-    # Without the trainer's own record, which a starting model lacks, the files may not be what the trainer computed with.
+    compared, unchecked = (
+        sum(worker[name] for worker in workers) for name in ("compared", "unchecked")
+    )
+    exact = all(worker["exact"] for worker in workers)
+    problem = "; ".join(dict.fromkeys(problems)) or None
+    # Without the trainer's own record, which a starting model lacks, the files may not be what the
+    # trainer computed with.
     of_trainer = isinstance(source, Handover) or bool(canary.weights)
     is_proof = bool(compared) and of_trainer and not unchecked and exact and problem is None
     return WeightComparison(compared, unchecked, exact, problem, is_proof)
@@ -302,32 +370,44 @@ def _other_bytes(read: dict[str, str], written: dict[str, str]) -> list[str]:
     found = []
     if different:
         found.append(
-            f"{len(different)} tensors in the files are not those that the trainer wrote, such as {different[0]}; they were "
+            f"{len(different)} tensors in the files are not those that the trainer wrote, such "
+            f"as {different[0]}; they were "
             "damaged or replaced"
         )
     if unknown:
-        found.append(f"{len(unknown)} tensors in the files are none of the trainer's, such as {unknown[0]}")
+        found.append(
+            f"{len(unknown)} tensors in the files are none of the trainer's, such as {unknown[0]}"
+        )
     if not read:
         found.append("no tensor was read")
     return found
 
 
 def reset_prefix_cache(server: ServerConnection) -> None:
-    """Empty the prefix cache, which vLLM refuses while requests run; raises ServerError if it still does after 30 s."""
+    """Empty the prefix cache, which vLLM refuses while requests run; raises ServerError if it still
+    does after 30 s.
+    """
     deadline = time.monotonic() + _DRAIN_SECONDS
     while True:
         answer = server.request("POST", "/reset_prefix_cache")
         if isinstance(answer, dict) and answer.get("success") is True:
             return
         if time.monotonic() > deadline:
-            raise ServerError(f"POST /reset_prefix_cache: still {answer} after {_DRAIN_SECONDS:g} s; are requests running?")
+            raise ServerError(
+                f"POST /reset_prefix_cache: still {answer} after {_DRAIN_SECONDS:g} s; are "
+                "requests running?"
+            )
         time.sleep(0.1)
 
 
 def sleep(server: ServerConnection) -> None:
-    """Free the memory of weights and KV cache. With level 2 of vLLM's sleep nothing is left, so `sync_weights(..., asleep=True)`
-    wakes it; the base under adapters, which no sync loads again, waits in the machine's memory (level 1). Level 2 has run on
-    an H100, level 1 on no GPU; on a CPU, vLLM frees nothing. Raises ServerError."""
+    """Free the memory of weights and KV cache. With level 2 of vLLM's sleep nothing is left, so
+    `sync_weights(..., asleep=True)` wakes it; the base under adapters, which no sync loads again,
+    waits in the machine's memory (level 1). Level 2 has run on an H100, level 1 on no GPU; on a
+    CPU, vLLM frees nothing. Raises ServerError.
+    """
     server.close_to_all()
     reset_prefix_cache(server)
-    server.request("POST", f"/sleep?level={1 if server.serves_adapters else 2}", timeout=_LOAD_SECONDS)
+    server.request(
+        "POST", f"/sleep?level={1 if server.serves_adapters else 2}", timeout=_LOAD_SECONDS
+    )

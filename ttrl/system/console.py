@@ -1,4 +1,6 @@
-"""What a run says to the person at the terminal: a line per event, and a sign of life while something takes long."""
+"""What a run says to the person at the terminal: a line per event, and a sign of life while
+something takes long.
+"""
 
 import contextlib
 import io
@@ -21,13 +23,17 @@ TRACEBACK_VARIABLE = "TTRL_TRACEBACK"
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print words of a model, a server or a file, with nothing in them that a terminal would obey."""
+    """Print words of a model, a server or a file, with nothing in them that a terminal would
+    obey.
+    """
     sys.stdout.write(harmless(text) + end)
     sys.stdout.flush()
 
 
 def speak_in_lines() -> None:
-    """Send each line of standard output and error as it is written; Python keeps 8 kB back where they are piped."""
+    """Send each line of standard output and error as it is written; Python keeps 8 kB back where
+    they are piped.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not a notebook's, nor None
             stream.reconfigure(line_buffering=True)
@@ -39,8 +45,8 @@ _in_lines: set[type[BaseException]] = set()
 def errors_in_lines(*kinds: type[BaseException]) -> None:
     """End a program that raises one of these errors with the error's message, without a traceback.
 
-    The exit status stays Python's: 1, and 130 (as a shell sees it) for KeyboardInterrupt. A hook that somebody else installed
-    (a debugger, a notebook) stays. TTRL_TRACEBACK=1 shows tracebacks.
+    The exit status stays Python's: 1, and 130 (as a shell sees it) for KeyboardInterrupt. A hook
+    that somebody else installed (a debugger, a notebook) stays. TTRL_TRACEBACK=1 shows tracebacks.
     """
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = _show
@@ -63,7 +69,9 @@ def tracebacks_wanted() -> bool:
 
 @contextlib.contextmanager
 def mistakes_in_lines() -> Iterator[None]:
-    """End a program with the message of a UserError that leaves this block; also a decorator, for functions that users call."""
+    """End a program with the message of a UserError that leaves this block; also a decorator, for
+    functions that users call.
+    """
     try:
         yield
     except UserError:
@@ -72,8 +80,8 @@ def mistakes_in_lines() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Write a line to standard error, around any progress bar: what a person should know wherever logging goes, and programs that
-    read the output should not meet there."""
+    """Write a line to standard error, around any progress bar: what a person should know wherever
+    logging goes, and programs that read the output should not meet there."""
     tqdm.write(harmless(text), file=sys.stderr)
 
 
@@ -84,18 +92,22 @@ class Console:
         self.quiet = quiet
 
     def line(self, text: str, *, indent: int | None = None) -> None:
-        """Write a line. indent: break it at the width of a terminal, and begin its other lines with so many spaces."""
+        """Write a line. indent: break it at the width of a terminal, and begin its other lines with
+        so many spaces.
+        """
         if not self.quiet:
             if indent is not None and sys.stdout.isatty():
                 width = shutil.get_terminal_size().columns
-                text = textwrap.fill(text, width, subsequent_indent=" " * indent, break_on_hyphens=False)
+                text = textwrap.fill(
+                    text, width, subsequent_indent=" " * indent, break_on_hyphens=False
+                )
             tqdm.write(harmless(text), file=sys.stdout)
             sys.stdout.flush()
 
     @contextlib.contextmanager
     def interruptible(self, way_on: str) -> Iterator[None]:
-        """Let a Ctrl-C say the way on, and in a script nothing else. SIGTERM ends the block as a Ctrl-C does, and then raises
-        SystemExit(143)."""
+        """Let a Ctrl-C say the way on, and in a script nothing else. SIGTERM ends the block as a
+        Ctrl-C does, and then raises SystemExit(143)."""
         with _sigterm_interrupts() as terminated:
             try:
                 yield
@@ -134,17 +146,23 @@ class Console:
 
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[list[int]]:
-    """Do inside the block what SIGINT does when SIGTERM comes; yield a list that is not empty from then on. Elsewhere than in the
-    main thread, and where the program has a handler of its own, SIGTERM stays as it is."""
+    """Do inside the block what SIGINT does when SIGTERM comes; yield a list that is not empty from
+    then on. Elsewhere than in the main thread, and where the program has a handler of its own,
+    SIGTERM stays as it is.
+    """
     terminated: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not terminated:  # asked again, what is being ended goes on ending
             terminated.append(number)
-            usual = signal.getsignal(signal.SIGINT)  # asyncio's, while it runs; none, in what a shell began in the background
+            # Asyncio's, while it runs; none, in what a shell began in the background.
+            usual = signal.getsignal(signal.SIGINT)
             (usual if callable(usual) else signal.default_int_handler)(signal.SIGINT, frame)
 
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
     if ours:
         signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -1,4 +1,6 @@
-"""Runs coroutines from ordinary code, in scripts and in notebooks alike, and ends them from another thread."""
+"""Runs coroutines from ordinary code, in scripts and in notebooks alike, and ends them from another
+thread.
+"""
 
 import asyncio
 import threading
@@ -25,7 +27,9 @@ class Cancellation:
         _here.cancellation = self
 
     def cancel(self) -> None:
-        """End the coroutine that runs, and every one that is begun later, with asyncio.CancelledError. From any thread."""
+        """End the coroutine that runs, and every one that is begun later, with
+        asyncio.CancelledError. From any thread.
+        """
         with self._lock:
             self.asked = True
             if self._running is not None:
@@ -48,8 +52,8 @@ class Cancellation:
 
 
 def run_async(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end, also where a loop runs already (a notebook): then in a thread. Where a Cancellation is in use,
-    it raises asyncio.CancelledError when that is cancelled."""
+    """Run a coroutine to its end, also where a loop runs already (a notebook): then in a thread.
+    Where a Cancellation is in use, it raises asyncio.CancelledError when that is cancelled."""
     cancellation: Cancellation | None = getattr(_here, "cancellation", None)
     if cancellation is not None:
         return asyncio.run(cancellation.run(coroutine))

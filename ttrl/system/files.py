@@ -1,8 +1,9 @@
 """Files that are there whole or not at all, and logs that survive a torn last line.
 
-A file or folder is written next to its final name, fsynced, and renamed; the folder that holds it is fsynced too, and so is each
-folder in which a new one was made, so that after a power loss the name points at the new content or at the old one, never at half
-of it. Folders disappear in one step too: they are renamed to a name that is never read before they are emptied.
+A file or folder is written next to its final name, fsynced, and renamed; the folder that holds it
+is fsynced too, and so is each folder in which a new one was made, so that after a power loss the
+name points at the new content or at the old one, never at half of it. Folders disappear in one step
+too: they are renamed to a name that is never read before they are emptied.
 """
 
 import contextlib
@@ -27,7 +28,8 @@ from ttrl.errors import ModelFolderError, StorageError
 from ttrl.text import si_spaced
 
 _FULL_BYTES = 2**16  # less than that is a full disk: some pages may be left that no file can have
-TEMPORARY_PREFIX = ".partial-"  # what a killed process may leave behind; never read, removed on resume
+# What a killed process may leave behind; never read, removed on resume.
+TEMPORARY_PREFIX = ".partial-"
 _STALE = (errno.ESTALE, errno.EIO)
 _PAUSES = (0.05, 0.1, 0.2, 0.4)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -35,8 +37,10 @@ T = TypeVar("T")
 
 
 def again(work: Callable[[], T]) -> T:
-    """Return what `work` returns, tried four times more where the system says ESTALE or EIO: on a network file system, which
-    loses sight of a file that another machine has just replaced, the next look finds it. Raises what the last try raised."""
+    """Return what `work` returns, tried four times more where the system says ESTALE or EIO: on a
+    network file system, which loses sight of a file that another machine has just replaced, the
+    next look finds it. Raises what the last try raised.
+    """
     for pause in _PAUSES:
         try:
             return work()
@@ -48,7 +52,9 @@ def again(work: Callable[[], T]) -> T:
 
 
 def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
-    """Return what the operating system refused; safetensors says it only in its text: "… (os error 28)"."""
+    """Return what the operating system refused; safetensors says it only in its text: "… (os error
+    28)".
+    """
     if isinstance(error, OSError):
         return error
     number = re.search(r"\(os error (\d+)\)", str(error))
@@ -56,17 +62,25 @@ def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
 
 
 def _storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
-    """Say what could not be written, why, and how much room is free and `needed` (bytes; None where it is no longer known)."""
+    """Say what could not be written, why, and how much room is free and `needed` (bytes; None where
+    it is no longer known).
+    """
     way_out = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         needs = "" if needed is None else f"{si_spaced(needed)}B needed, "
         room = f"{needs}{si_spaced(free_bytes(path) or 0)}B free there"
-        way_out = f" ({room}); make room and start the same command again: it continues at this phase"
-    return StorageError(error.errno or 0, f"could not write {path}: {error.strerror or error}{way_out}")
+        way_out = (
+            f" ({room}); make room and start the same command again: it continues at this phase"
+        )
+    return StorageError(
+        error.errno or 0, f"could not write {path}: {error.strerror or error}{way_out}"
+    )
 
 
 def free_bytes(path: str | os.PathLike[str]) -> int | None:
-    """Return the bytes free for us where `path` is or would be; None where the file system does not say. Quotas are not seen."""
+    """Return the bytes free for us where `path` is or would be; None where the file system does not
+    say. Quotas are not seen.
+    """
     path = Path(path).absolute()
     try:
         usage = shutil.disk_usage(next(place for place in [path, *path.parents] if place.exists()))
@@ -76,14 +90,22 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
 
 
 def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
-    """Return the error to raise where a process that writes to `path` failed without a word and no room is left; else None."""
+    """Return the error to raise where a process that writes to `path` failed without a word and no
+    room is left; else None.
+    """
     free = free_bytes(path)
     full = free is not None and free < _FULL_BYTES
-    return _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path)) if full else None
+    return (
+        _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path))
+        if full
+        else None
+    )
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file, or of all files below a folder, as far as they are there; links count nothing."""
+    """Return the bytes of a file, or of all files below a folder, as far as they are there; links
+    count nothing.
+    """
     files = path.rglob("*") if path.is_dir() else [path]
     total = 0
     for file in files:
@@ -94,8 +116,11 @@ def size_of(path: Path) -> int:
 
 
 def make_folders(folder: str | os.PathLike[str]) -> None:
-    """Make a folder and those above it, durably: a file that was fsynced is lost all the same where its folder's name is."""
-    folder, missing = Path(folder), []
+    """Make a folder and those above it, durably: a file that was fsynced is lost all the same where
+    its folder's name is.
+    """
+    folder = Path(folder)
+    missing = []
     while not folder.is_dir():
         missing.append(folder)
         folder = folder.parent
@@ -110,14 +135,17 @@ def fsync_folder(folder: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EBADF, errno.EINVAL):  # of some network file systems, for every folder
+        # Of some network file systems, for every folder.
+        if error.errno not in (errno.EBADF, errno.EINVAL):
             raise
     finally:
         os.close(descriptor)
 
 
 def fsync_tree(root: Path) -> None:
-    """Sync every file and folder below `root`, and `root` itself, concurrently: a disk's journal takes many at once."""
+    """Sync every file and folder below `root`, and `root` itself, concurrently: a disk's journal
+    takes many at once.
+    """
     found = [(Path(folder), names) for folder, _, names in os.walk(root)]
     with ThreadPoolExecutor(8) as threads:
         for step in (
@@ -134,8 +162,8 @@ def _fsync_file(path: Path) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path, size: int | None) -> Iterator[None]:
-    """Raise StorageError for what the operating system refuses inside the block; for a disk without room for `size` bytes at
-    once, not after minutes of writing."""
+    """Raise StorageError for what the operating system refuses inside the block; for a disk without
+    room for `size` bytes at once, not after minutes of writing."""
     if size is not None and (free := free_bytes(path)) is not None and free < size:
         raise _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path, size)
     try:
@@ -148,16 +176,22 @@ def _writing(path: Path, size: int | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durable: bool = True) -> Iterator[Path]:
-    """Yield a temporary path to write to; rename it to `path` at the end of the block, or remove it when the block raises.
+def atomic_file(
+    path: str | os.PathLike[str], size: int | None = None, *, durable: bool = True
+) -> Iterator[Path]:
+    """Yield a temporary path to write to; rename it to `path` at the end of the block, or remove it
+    when the block raises.
 
-    size: bytes that will be written, where that is known; a disk without room for them is then found at once, and the error says
-    how many are needed. durable: False for what nobody needs after a power loss. Raises StorageError for what the operating
-    system refuses (disk full, no permission).
+    size: bytes that will be written, where that is known; a disk without room for them is then
+    found at once, and the error says how many are needed. durable: False for what nobody needs
+    after a power loss. Raises StorageError for what the operating system refuses (disk full, no
+    permission).
     """
     path = Path(path)
     with _writing(path, size):
-        descriptor, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent)
+        descriptor, name = tempfile.mkstemp(
+            prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent
+        )
         os.close(descriptor)
         temporary = Path(name)
         try:
@@ -174,16 +208,24 @@ def atomic_file(path: str | os.PathLike[str], size: int | None = None, *, durabl
 
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iterator[Path]:
-    """Do what `atomic_file` does for a whole folder. A folder that is at `path` already is replaced as a whole."""
+    """Do what `atomic_file` does for a whole folder. A folder that is at `path` already is replaced
+    as a whole.
+    """
     path = Path(path)
     with _writing(path, size):
-        temporary = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent))
+        temporary = Path(
+            tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix="-" + path.name, dir=path.parent)
+        )
         try:
             temporary.chmod(0o755)
             yield temporary
             fsync_tree(temporary)
             if path.exists():
-                old = Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX, suffix=f"-old-{path.name}", dir=path.parent))
+                old = Path(
+                    tempfile.mkdtemp(
+                        prefix=TEMPORARY_PREFIX, suffix=f"-old-{path.name}", dir=path.parent
+                    )
+                )
                 os.replace(path, old)  # an empty folder may be replaced by a rename
                 os.replace(temporary, path)
                 shutil.rmtree(old)
@@ -195,14 +237,22 @@ def atomic_folder(path: str | os.PathLike[str], size: int | None = None) -> Iter
 
 
 def remove_leftovers(folder: Path, name: str = "") -> list[Path]:
-    """Remove what killed processes left half written: `folder` itself, or what is below it; return what it removed. name: only
-    of the file or folder of that name right in `folder`, where others may be writing beside it."""
+    """Remove what killed processes left half written: `folder` itself, or what is below it; return
+    what it removed. name: only of the file or folder of that name right in `folder`, where others
+    may be writing beside it.
+    """
     if folder.name.startswith(TEMPORARY_PREFIX):
         leftovers = [folder]
     elif name:
         leftovers = list(folder.glob(f"{TEMPORARY_PREFIX}*-{name}"))
-    else:  # os.walk passes over a folder that is gone by the time it comes to it, which Path.rglob does not
-        below = [Path(place, one) for place, folders, files in os.walk(folder) for one in [*folders, *files]]
+    # Os.walk passes over a folder that is gone by the time it comes to it, which Path.rglob does
+    # not.
+    else:
+        below = [
+            Path(place, one)
+            for place, folders, files in os.walk(folder)
+            for one in [*folders, *files]
+        ]
         leftovers = [path for path in below if path.name.startswith(TEMPORARY_PREFIX)]
     for path in leftovers:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
@@ -210,18 +260,23 @@ def remove_leftovers(folder: Path, name: str = "") -> list[Path]:
 
 
 def remove_folder(folder: str | os.PathLike[str]) -> None:
-    """Remove a folder in one step for whoever looks: half of it is never seen under its name. Harmless where there is none."""
+    """Remove a folder in one step for whoever looks: half of it is never seen under its name.
+    Harmless where there is none.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         return
     try:
-        # No new folder to put it in: on a full disk, where removing things is the way out, none could be made.
+        # No new folder to put it in: on a full disk, where removing things is the way out, none
+        # could be made.
         place = folder.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(4)}-removed-{folder.name}")
         os.replace(folder, place)
         fsync_folder(folder.parent)
         shutil.rmtree(place)
     except OSError as error:
-        raise StorageError(error.errno or 0, f"could not remove {folder}: {error.strerror or error}") from error
+        raise StorageError(
+            error.errno or 0, f"could not remove {folder}: {error.strerror or error}"
+        ) from error
 
 
 def write_text(path: str | os.PathLike[str], text: str, *, durable: bool = True) -> None:
@@ -238,10 +293,12 @@ def _write_bytes(path: str | os.PathLike[str], data: bytes, *, durable: bool = T
 
 
 def create_text(path: Path, text: str, place: Path | None = None) -> bool:
-    """Write a text file durably unless there is one; return whether it is there now with this text. Raises StorageError.
+    """Write a text file durably unless there is one; return whether it is there now with this text.
+    Raises StorageError.
 
-    place: the folder in which it is written before it is given its name. Whoever removes that folder first has the file never
-    appear, however late this process goes on: a link needs what it leads to. A file system without links has a check instead.
+    place: the folder in which it is written before it is given its name. Whoever removes that
+    folder first has the file never appear, however late this process goes on: a link needs what it
+    leads to. A file system without links has a check instead.
     """
     data = text.encode()
     try:
@@ -290,7 +347,9 @@ def json_text(value: Any) -> str:
 
 
 def json_line(row: Mapping[str, Any]) -> bytes:
-    """Return a row as it stands in a jsonl file, without the end of the line. NaN is refused: it is not JSON."""
+    """Return a row as it stands in a jsonl file, without the end of the line. NaN is refused: it is
+    not JSON.
+    """
     return json.dumps(row, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -299,8 +358,12 @@ def write_jsonl(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any] |
     _write_bytes(path, _lines(rows))
 
 
-def append_jsonl(path: str | os.PathLike[str], *rows: Mapping[str, Any] | bytes, durable: bool = True) -> None:
-    """Append a line for each row, after cutting off a torn last line; fsync them, unless a later call will (not `durable`)."""
+def append_jsonl(
+    path: str | os.PathLike[str], *rows: Mapping[str, Any] | bytes, durable: bool = True
+) -> None:
+    """Append a line for each row, after cutting off a torn last line; fsync them, unless a later
+    call will (not `durable`).
+    """
     path = Path(path)
     data = _lines(rows)
     try:
@@ -316,7 +379,9 @@ def append_jsonl(path: str | os.PathLike[str], *rows: Mapping[str, Any] | bytes,
                     begin = whole.rfind(b"\n") + 1
                     try:
                         json.loads(whole[begin:])
-                        data = b"\n" + data  # a whole line that lost only its newline: `read_jsonl` counts it, so it stays
+                        # A whole line that lost only its newline: `read_jsonl` counts it, so it
+                        # stays.
+                        data = b"\n" + data
                     except ValueError:
                         end = begin
                         file.truncate(end)
@@ -372,31 +437,40 @@ def read_jsonl(
 
 
 def read_private(path: str | os.PathLike[str]) -> str:
-    """Read a text file that holds a key. Raises PermissionError where others than its owner may read or change it."""
+    """Read a text file that holds a key. Raises PermissionError where others than its owner may
+    read or change it.
+    """
     with open(path, encoding="utf-8") as file:
         if (mode := stat.S_IMODE(os.fstat(file.fileno()).st_mode)) & 0o077:
-            raise PermissionError(f"others can read it: mode {mode:o}; make it yours alone: chmod 600 {path}")
+            raise PermissionError(
+                f"others can read it: mode {mode:o}; make it yours alone: chmod 600 {path}"
+            )
         return file.read()
 
 
 def user_cache() -> Path:
-    """Return the folder for what is made once per user, and make it if need be. Raises OSError where there can be none, or one
-    whose files it would be unwise to use."""
-    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # which stays as it is where there is no home
+    """Return the folder for what is made once per user, and make it if need be. Raises OSError
+    where there can be none, or one whose files it would be unwise to use."""
+    # Which stays as it is where there is no home.
+    parent = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if not os.path.isabs(parent):
         raise FileNotFoundError(f"{parent} is not an absolute path; set XDG_CACHE_HOME or HOME")
     folder = Path(parent, "ttrl")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     status = folder.stat()
     if status.st_uid not in (os.getuid(), 0) or status.st_mode & 0o022:
-        raise PermissionError(f"{folder} belongs to another user, or others can write to it; chown it, and chmod go-w")
+        raise PermissionError(
+            f"{folder} belongs to another user, or others can write to it; chown it, and chmod go-w"
+        )
     return folder
 
 
 def compile_cache(otherwise: Path) -> dict[str, str]:
-    """Return the variable with which PyTorch keeps what it compiles in the user's cache, or in `otherwise`; none where it is set.
+    """Return the variable with which PyTorch keeps what it compiles in the user's cache, or in
+    `otherwise`; none where it is set.
 
-    By itself it takes /tmp/torchinductor_USER: whoever has made that folder first can put code there, which is loaded.
+    By itself it takes /tmp/torchinductor_USER: whoever has made that folder first can put code
+    there, which is loaded.
     """
     variable = "TORCHINDUCTOR_CACHE_DIR"
     if variable in os.environ:
@@ -406,31 +480,57 @@ def compile_cache(otherwise: Path) -> dict[str, str]:
     return {variable: str(otherwise / "inductor")}
 
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".npz", ".index.json")
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".npz",
+    ".index.json",
+)
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return a model folder's files, in order, but for weights and hidden ones: what is copied into each checkpoint.
+    """Return a model folder's files, in order, but for weights and hidden ones: what is copied into
+    each checkpoint.
 
-    Links may lead within the folder, into the hub's cache, or to a file of another model folder. Any other may lead to somebody's
-    key, which would be published with the next checkpoint: raises ModelFolderError.
+    Links may lead within the folder, into the hub's cache, or to a file of another model folder.
+    Any other may lead to somebody's key, which would be published with the next checkpoint: raises
+    ModelFolderError.
     """
     templates = folder / "additional_chat_templates"
-    found = [*sorted(folder.iterdir()), *(sorted(templates.glob("*.jinja")) if templates.is_dir() else [])]
+    found = [
+        *sorted(folder.iterdir()),
+        *(sorted(templates.glob("*.jinja")) if templates.is_dir() else []),
+    ]
     for path in [*found, templates]:
         real = path.resolve()
-        home, cache = real.parent, real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+        home = real.parent
+        cache = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
         weights = path.name.endswith(WEIGHT_SUFFIXES) and _is_weights(real)  # which a mirror stores
-        if path.is_symlink() and not (weights or cache or real.is_relative_to(folder.resolve()) or _is_model(home)):
+        if path.is_symlink() and not (
+            weights or cache or real.is_relative_to(folder.resolve()) or _is_model(home)
+        ):
             raise ModelFolderError(
-                f"{path} is a link to {real}, which is no file of a model; it would be copied into each checkpoint: put the file "
+                f"{path} is a link to {real}, which is no file of a model; it would be copied "
+                "into each checkpoint: put the file "
                 "itself there, or remove the link"
             )
-    return [path for path in found if path.is_file() and path.name[0] != "." and not path.name.endswith(WEIGHT_SUFFIXES)]
+    return [
+        path
+        for path in found
+        if path.is_file() and path.name[0] != "." and not path.name.endswith(WEIGHT_SUFFIXES)
+    ]
 
 
 def _is_weights(path: Path) -> bool:
-    """Return whether a file is called weights, or begins as safetensors do: with the length of a header in JSON."""
+    """Return whether a file is called weights, or begins as safetensors do: with the length of a
+    header in JSON.
+    """
     if path.name.endswith(WEIGHT_SUFFIXES):
         return True
     with contextlib.suppress(OSError), open(path, "rb") as file:
@@ -457,14 +557,18 @@ def digest(path: str | os.PathLike[str]) -> str:
 
 
 def keep_figure(file: str, name: str, figure: Callable[[float | None], float]) -> float:
-    """Return `figure(what is kept under `name` in this JSON file of the user's cache, or None)`, and keep it there if it is new
-    and the cache can be used."""
-    kept, before = {}, None
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # none yet, damaged, or no cache
+    """Return `figure(what is kept under `name` in this JSON file of the user's cache, or None)`,
+    and keep it there if it is new and the cache can be used."""
+    kept = {}
+    before = None
+    # None yet, damaged, or no cache.
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         kept = json.loads(Path(user_cache(), file).read_text(encoding="utf-8"))
         before = float(kept[name]) if name in kept else None
     found = figure(before)
     if found != before:
         with contextlib.suppress(OSError, StorageError):
-            write_json(Path(user_cache(), file), (kept if isinstance(kept, dict) else {}) | {name: found})
+            write_json(
+                Path(user_cache(), file), (kept if isinstance(kept, dict) else {}) | {name: found}
+            )
     return found

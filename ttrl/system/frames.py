@@ -31,7 +31,9 @@ def data_frame(
     except ModuleNotFoundError as error:
         if error.name != "pandas":
             raise
-        raise UserError("to_pandas() needs pandas: pip install pandas, or 'ttrl[pandas]'") from error
+        raise UserError(
+            "to_pandas() needs pandas: pip install pandas, or 'ttrl[pandas]'"
+        ) from error
     flattened = [flat(row) for row in rows]
     names = dict.fromkeys(columns)
     for row in flattened:

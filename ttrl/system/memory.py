@@ -6,8 +6,12 @@ from pathlib import Path
 _GROUP = Path("/sys/fs/cgroup")
 
 
-def memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP) -> tuple[float, float]:
-    """Return total and free memory in bytes. Pages of files that the kernel would give up count as free."""
+def memory_bytes(
+    meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP
+) -> tuple[float, float]:
+    """Return total and free memory in bytes. Pages of files that the kernel would give up count as
+    free.
+    """
     values: dict[str, float] = {}
     try:
         for line in meminfo.read_text(encoding="ascii").splitlines():
@@ -16,8 +20,10 @@ def memory_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = _GROUP) ->
     except OSError:  # not Linux
         total = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         return total, total
-    total, free = values["MemTotal"], values["MemAvailable"]
-    limit, used = number_in(group / "memory.max"), number_in(group / "memory.current")
+    total = values["MemTotal"]
+    free = values["MemAvailable"]
+    limit = number_in(group / "memory.max")
+    used = number_in(group / "memory.current")
     if limit is not None and limit < total:
         total = limit
         free = min(free, total - (used or 0.0) + _pages_of_files(group / "memory.stat"))

@@ -1,6 +1,8 @@
-"""The object store that a run folder is mirrored to: files in and out, by the same relative paths. See `ttrl.run_folder.mirror`.
+"""The object store that a run folder is mirrored to: files in and out, by the same relative paths.
+See `ttrl.run_folder.mirror`.
 
-Addresses, credentials (only from the environment) and what is hidden in messages are those of the cache of completions.
+Addresses, credentials (only from the environment) and what is hidden in messages are those of the
+cache of completions.
 """
 
 import contextlib
@@ -26,25 +28,32 @@ from ttrl.text import gib
 logger = logging.getLogger(__name__)
 
 _MOST_READ = 2**30
-"""Bytes of an object that is read into memory, such as a marker: whoever writes to a mirror could make one of any size."""
+"""Bytes of an object that is read into memory, such as a marker: whoever writes to a mirror could
+make one of any size.
+"""
 
 REQUEST_TIMEOUT = timedelta(minutes=3)
 T = TypeVar("T")
 
 
 class Tag(NamedTuple):
-    """What every writing of an object changes; Google's store goes by the version, the others by the e_tag."""
+    """What every writing of an object changes; Google's store goes by the version, the others by
+    the e_tag.
+    """
 
     e_tag: str | None
     version: str | None
 
 
 class MirrorStore:
-    """Whole objects by key. Every method raises OSError, with the reason, for what does not work."""
+    """Whole objects by key. Every method raises OSError, with the reason, for what does not
+    work.
+    """
 
     part_bytes = 16 * 2**20
     """Larger objects are moved in parts, each with a request of its own."""
-    first_pause, longest_pause = 0.5, 60.0
+    first_pause = 0.5
+    longest_pause = 60.0
     beat_seconds = 10.0
     last_wait_seconds = 600.0
     """How long a run that is finished waits for its mirror, at most."""
@@ -55,7 +64,15 @@ class MirrorStore:
 
     def keys(self) -> dict[str, int]:
         """Return the sizes of all objects by key."""
-        return self._doing("list", lambda store: {one["path"]: one["size"] for page in obstore.list(store) for one in page}) or {}
+        return (
+            self._doing(
+                "list",
+                lambda store: {
+                    one["path"]: one["size"] for page in obstore.list(store) for one in page
+                },
+            )
+            or {}
+        )
 
     def read(self, key: str) -> bytes | None:
         """Return an object's content; None where there is no such object."""
@@ -68,8 +85,12 @@ class MirrorStore:
             try:
                 found = obstore.get(store, key)
                 if found.meta["size"] > _MOST_READ:
-                    size, most = gib(found.meta["size"]), gib(_MOST_READ)
-                    raise ValueError(f"it has {size}, and {most} at most are read; no run writes so much there: remove it")
+                    size = gib(found.meta["size"])
+                    most = gib(_MOST_READ)
+                    raise ValueError(
+                        f"it has {size}, and {most} at most are read; no run writes so much "
+                        "there: remove it"
+                    )
                 return bytes(found.bytes()), Tag(found.meta["e_tag"], found.meta["version"])
             except FileNotFoundError:
                 return None
@@ -77,22 +98,35 @@ class MirrorStore:
         return self._doing(f"read {key}", get) or (None, None)
 
     def write(self, key: str, content: bytes | Path) -> None:
-        """Replace what is there, in one step. Raises FileNotFoundError where `content` is a file that is gone."""
+        """Replace what is there, in one step. Raises FileNotFoundError where `content` is a file
+        that is gone.
+        """
         if isinstance(content, Path):
             content = content.resolve(strict=True)  # links are stored as what they point to
-        self._doing(f"write {key}", lambda store: obstore.put(store, key, content, chunk_size=self.part_bytes), make=True)
+        self._doing(
+            f"write {key}",
+            lambda store: obstore.put(store, key, content, chunk_size=self.part_bytes),
+            make=True,
+        )
 
     def swap(self, key: str, content: bytes, tag: Tag | None) -> Tag | None:
-        """Write an object if it is still the one with this tag (None: if there is none); return its new tag, None where it was
-        another. Also None where the store did it and its first answer was lost: read it to tell. A store that knows no tags or
-        conditions overwrites."""
+        """Write an object if it is still the one with this tag (None: if there is none); return its
+        new tag, None where it was another. Also None where the store did it and its first answer
+        was lost: read it to tell. A store that knows no tags or conditions overwrites."""
 
         def put(store: ObjectStore) -> Tag | None:
             with contextlib.ExitStack() as stack:
-                known = {} if tag is None else {name: value for name, value in tag._asdict().items() if value}
+                known = (
+                    {}
+                    if tag is None
+                    else {name: value for name, value in tag._asdict().items() if value}
+                )
                 mode: Any = "create" if tag is None else known or "overwrite"
                 if isinstance(store, LocalStore) and tag is not None:  # it knows creating alone
-                    if not stack.enter_context(self._locked(key)) or obstore.head(store, key)["e_tag"] != tag.e_tag:
+                    if (
+                        not stack.enter_context(self._locked(key))
+                        or obstore.head(store, key)["e_tag"] != tag.e_tag
+                    ):
                         return None
                     mode = "overwrite"
                 try:
@@ -109,7 +143,9 @@ class MirrorStore:
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[bool]:
-        """Keep others that swap from doing so, as far as flock reaches; yield whether the object is there."""
+        """Keep others that swap from doing so, as far as flock reaches; yield whether the object is
+        there.
+        """
         assert self._store.folder is not None
         path = self._store.folder / key
         while True:
@@ -122,7 +158,8 @@ class MirrorStore:
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(file, fcntl.LOCK_EX)
                 with contextlib.suppress(FileNotFoundError):
-                    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):  # else it was replaced while we waited
+                    # Else it was replaced while we waited.
+                    if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
                         yield True
                         return
 
@@ -133,7 +170,9 @@ class MirrorStore:
             with atomic_file(target, size) as temporary, open(temporary, "wb") as file:
                 for start in range(0, size, self.part_bytes):
                     try:
-                        part = obstore.get_range(store, key, start=start, end=min(size, start + self.part_bytes))
+                        part = obstore.get_range(
+                            store, key, start=start, end=min(size, start + self.part_bytes)
+                        )
                     except OSError as error:  # such as "not found": not of our disk
                         raise ValueError(reason(error)) from error
                     file.write(part)
@@ -150,8 +189,12 @@ class MirrorStore:
 
         self._doing("remove", delete)
 
-    def _doing(self, what: str, work: Callable[[ObjectStore], T], *, make: bool = False) -> T | None:
-        """Return what `work` does with the store; None where the store is a folder that is not there and is not to be made."""
+    def _doing(
+        self, what: str, work: Callable[[ObjectStore], T], *, make: bool = False
+    ) -> T | None:
+        """Return what `work` does with the store; None where the store is a folder that is not
+        there and is not to be made.
+        """
         try:
             store = self._store.open(make=make)
             return None if store is None else work(store)
@@ -161,7 +204,9 @@ class MirrorStore:
             raise OSError(f"{self.shown}: could not {what}: {reason(error)}") from error
 
     def patiently(self, work: Callable[[], T], tries: int = 4) -> T:
-        """Return what `work` returns, trying again after growing pauses. Raises what the last try raised."""
+        """Return what `work` returns, trying again after growing pauses. Raises what the last try
+        raised.
+        """
         for number in range(1, tries):
             try:
                 return work()
@@ -173,5 +218,10 @@ class MirrorStore:
         return work()
 
     def pause_before(self, number: int) -> float:
-        """Return the seconds before the n-th new try, a little random, so that many runs do not come at once."""
-        return float(min(self.longest_pause, self.first_pause * 2 ** (number - 1)) * random.uniform(0.75, 1.25))
+        """Return the seconds before the n-th new try, a little random, so that many runs do not
+        come at once.
+        """
+        return float(
+            min(self.longest_pause, self.first_pause * 2 ** (number - 1))
+            * random.uniform(0.75, 1.25)
+        )

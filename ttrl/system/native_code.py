@@ -1,11 +1,14 @@
-"""Our C code: compiled once per user, kept in a cache, loaded with ctypes. Needs only the standard library.
+"""Our C code: compiled once per user, kept in a cache, loaded with ctypes. Needs only the standard
+library.
 
-There is one source, attention on CPUs (`ttrl.training.kernels.native_attention`). Where it cannot be had, PyTorch's kernel is
-taken, whose results differ by rounding; so the log, `ttrl doctor` and environment.json say which one it is and why.
+There is one source, attention on CPUs (`ttrl.training.kernels.native_attention`). Where it cannot
+be had, PyTorch's kernel is taken, whose results differ by rounding; so the log, `ttrl doctor` and
+environment.json say which one it is and why.
 
-The cache is `ttrl` in XDG_CACHE_HOME, else in ~/.cache. A file's name holds what it was made of, and its last bytes the digest of
-those before: a truncated library would end the process that runs it. A folder that other users can write to is not used. Where
-there is no usable cache, each process compiles for itself, which takes a second or two.
+The cache is `ttrl` in XDG_CACHE_HOME, else in ~/.cache. A file's name holds what it was made of,
+and its last bytes the digest of those before: a truncated library would end the process that runs
+it. A folder that other users can write to is not used. Where there is no usable cache, each process
+compiles for itself, which takes a second or two.
 """
 
 import contextlib
@@ -56,7 +59,11 @@ class Kernel:
 def attention_kernel() -> Kernel:
     """Return the kernel, compiled if need be, and log what was found. Never raises."""
     found = _find()
-    logger.log(logging.WARNING if found.trouble == "failed" else logging.INFO, "attention on CPUs by %s", found)
+    logger.log(
+        logging.WARNING if found.trouble == "failed" else logging.INFO,
+        "attention on CPUs by %s",
+        found,
+    )
     return found
 
 
@@ -67,14 +74,25 @@ def _find() -> Kernel:
         return Kernel(None, "ATEN_CPU_CAPABILITY forbids AVX-512")
     if not {"avx512f", "avx512dq", "fma"} <= {*_cpu_line("flags").split()}:
         return Kernel(None, "no Linux on a CPU with AVX-512")
-    compiler = next((path for name in (os.environ.get("CC", "cc"), *_COMPILERS) if (path := shutil.which(name))), None)
+    compiler = next(
+        (
+            path
+            for name in (os.environ.get("CC", "cc"), *_COMPILERS)
+            if (path := shutil.which(name))
+        ),
+        None,
+    )
     if compiler is None:
         return Kernel(None, f"no C compiler ({', '.join(_COMPILERS)})", "no compiler")
     try:
         return Kernel(_load(compiler), f"compiled by {compiler}")
     except subprocess.CalledProcessError as error:
         last = " / ".join(error.stderr.decode(errors="replace").strip().splitlines()[-_LAST_LINES:])
-        return Kernel(None, f"{compiler} failed with exit code {error.returncode}: {last or 'no output'}", "failed")
+        return Kernel(
+            None,
+            f"{compiler} failed with exit code {error.returncode}: {last or 'no output'}",
+            "failed",
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return Kernel(None, f"could not be compiled by {compiler} and loaded: {error}", "failed")
 
@@ -85,12 +103,16 @@ def cpu_name() -> str:
 
 
 def best_product(shape: tuple[int, int, int], dtype: str, processor: str, speed: float) -> float:
-    """Return the best FLOP/s at which a product [tokens, k] x [k, n] was ever measured on a processor, `speed` among them. Kept
-    in `peaks.json` of the user's cache: beside a server that is busy, or starts, a product takes several times as long.
+    """Return the best FLOP/s at which a product [tokens, k] x [k, n] was ever measured on a
+    processor, `speed` among them. Kept in `peaks.json` of the user's cache: beside a server that is
+    busy, or starts, a product takes several times as long.
 
-    processor: its name; of a CPU, with the number of threads and what PyTorch uses of it."""
+    processor: its name; of a CPU, with the number of threads and what PyTorch uses of it.
+    """
     tokens, k, n = shape
-    return keep_figure("peaks.json", f"{processor} {dtype} {tokens}x{k}x{n}", lambda best: max(speed, best or 0.0))
+    return keep_figure(
+        "peaks.json", f"{processor} {dtype} {tokens}x{k}x{n}", lambda best: max(speed, best or 0.0)
+    )
 
 
 def _cpu_line(name: str) -> str:
@@ -102,8 +124,10 @@ def _cpu_line(name: str) -> str:
 
 
 def _load(compiler: str) -> ctypes.CDLL:
-    made_of = [compiler, *_FLAGS, platform.machine(), *platform.libc_ver()]  # a home may be shared by different systems
-    name = f"attention-{hashlib.sha256(' '.join(made_of).encode() + _SOURCE.read_bytes()).hexdigest()[:16]}.so"
+    # A home may be shared by different systems.
+    made_of = [compiler, *_FLAGS, platform.machine(), *platform.libc_ver()]
+    digest = hashlib.sha256(" ".join(made_of).encode() + _SOURCE.read_bytes()).hexdigest()
+    name = f"attention-{digest[:16]}.so"
     try:
         file = user_cache() / name
         if not _is_whole(file):
@@ -126,6 +150,7 @@ def _compile(compiler: str, file: Path) -> Path:
         command = [compiler, *_FLAGS, "-o", str(new), str(_SOURCE), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
         content = new.read_bytes()
-        new.write_bytes(content + hashlib.sha256(content).digest())  # loaders do not read behind the last section
+        # Loaders do not read behind the last section.
+        new.write_bytes(content + hashlib.sha256(content).digest())
         new.replace(file)  # whole, or not at all: other processes may compile at the same time
     return file

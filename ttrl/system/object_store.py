@@ -1,4 +1,5 @@
-"""The object stores under a cache: opened from addresses, with limits that keep a dead one from holding anything up.
+"""The object stores under a cache: opened from addresses, with limits that keep a dead one from
+holding anything up.
 
 Nothing that is shown or logged carries a credential: addresses and messages go through `redact`.
 """
@@ -31,9 +32,13 @@ from ttrl.text import harmless
 log = logging.getLogger(__name__)
 
 CLOUD_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "https", "http")
-KNOWN = "a folder's path, file:///folder, memory://, s3://bucket/folder, gs://bucket/folder, az://container/folder"
+KNOWN = (
+    "a folder's path, file:///folder, memory://, s3://bucket/folder, gs://bucket/folder, "
+    "az://container/folder"
+)
 
-# What a store may cost: a connection 3 s, a request 10 s, with two more tries for what failed in passing; 20 s all together.
+# What a store may cost: a connection 3 s, a request 10 s, with two more tries for what failed in
+# passing; 20 s all together.
 CONNECT_TIMEOUT = timedelta(seconds=3)
 REQUEST_TIMEOUT = timedelta(seconds=10)
 MAX_RETRIES = 2
@@ -43,14 +48,28 @@ FILE_THREADS = 8
 FAILURES_BEFORE_PAUSE = 3
 PAUSE_SECONDS = 30.0
 
-_SHOWN_OPTIONS = {"endpoint", "region", "allow_http", "virtual_hosted_style_request", "skip_signature", "account_name"}
+_SHOWN_OPTIONS = {
+    "endpoint",
+    "region",
+    "allow_http",
+    "virtual_hosted_style_request",
+    "skip_signature",
+    "account_name",
+}
 _CREDENTIALS = {
-    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server that is not Amazon's, AWS_ENDPOINT_URL",
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and, for a server that is not "
+    "Amazon's, AWS_ENDPOINT_URL",
     "gs": "GOOGLE_SERVICE_ACCOUNT (the path of a key file)",
     "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
 }
-_NO_CONDITIONS = ("501 Not Implemented", "<Code>NotImplemented<", "Version required for conditional update")
-"""The last one of Google's store, for an object that was read: obstore tells the version, which it wants, to writers alone."""
+_NO_CONDITIONS = (
+    "501 Not Implemented",
+    "<Code>NotImplemented<",
+    "Version required for conditional update",
+)
+"""The last one of Google's store, for an object that was read: obstore tells the version, which it
+wants, to writers alone.
+"""
 T = TypeVar("T")
 _memory: dict[str, MemoryStore] = {}
 _memory_lock = threading.Lock()
@@ -61,15 +80,20 @@ _OPTION = re.compile(r"([?&])([^\s=&#\"')]+)=([^\s&#\"')]*)")
 
 
 def redact(text: str) -> str:
-    """Return a text without the names, passwords and values of query options of the addresses in it."""
+    """Return a text without the names, passwords and values of query options of the addresses in
+    it.
+    """
     text = _USERINFO.sub("***@", text)
     return _OPTION.sub(lambda m: f"{m[1]}{m[2]}={m[3] if m[2] in _SHOWN_OPTIONS else '***'}", text)
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of what obstore says, of XML the code, with nothing secret in it and of bounded length."""
+    """Return the first line of what obstore says, of XML the code, with nothing secret in it and of
+    bounded length.
+    """
     text = str(error).strip()
-    line, code = text.partition("\n")[0].partition(": <?xml")[0], re.search(r"<Code>(\w+)</Code>", text)
+    line = text.partition("\n")[0].partition(": <?xml")[0]
+    code = re.search(r"<Code>(\w+)</Code>", text)
     line += f" ({code[1]})" if code else ""
     return harmless(redact(line)[:400]) if line else type(error).__name__
 
@@ -102,17 +126,24 @@ class _Health:
 
 
 class Store:
-    """One object store: whole objects in and out, and a pause for a store that fails again and again. shown: its address without
-    credentials."""
+    """One object store: whole objects in and out, and a pause for a store that fails again and
+    again. shown: its address without credentials."""
 
     def __init__(
-        self, address: str | os.PathLike[str], *, what: str = "a cache", request_timeout: timedelta = REQUEST_TIMEOUT
+        self,
+        address: str | os.PathLike[str],
+        *,
+        what: str = "a cache",
+        request_timeout: timedelta = REQUEST_TIMEOUT,
     ) -> None:
-        """Raises UserError for an address that cannot be one. A folder is made by the first write, not here.
+        """Raises UserError for an address that cannot be one. A folder is made by the first write,
+        not here.
 
-        what: is to be kept there, in words. request_timeout: of one request, in which a part of a large object is moved.
+        what: is to be kept there, in words. request_timeout: of one request, in which a part of a
+            large object is moved.
         """
-        self._what, self._request_timeout = what, request_timeout
+        self._what = what
+        self._request_timeout = request_timeout
         self.folder: Path | None = None
         self._store: ObjectStore | None = None
         text = os.fspath(address)
@@ -120,7 +151,9 @@ class Store:
             raise UserError(f"{what}'s address is empty or not text; give {KNOWN}")
         self.shown = redact(text)
         scheme, separator, rest = text.partition("://")
-        if isinstance(address, os.PathLike) or (not separator and text.partition(":")[0] not in (*CLOUD_SCHEMES, "memory")):
+        if isinstance(address, os.PathLike) or (
+            not separator and text.partition(":")[0] not in (*CLOUD_SCHEMES, "memory")
+        ):
             self._open_folder(Path(text))
         elif scheme == "memory":
             with _memory_lock:
@@ -128,7 +161,10 @@ class Store:
         elif scheme == "file":
             parts = urlsplit(text)
             if parts.netloc not in ("", "localhost"):
-                raise UserError(f"{self.shown} names another machine; a folder of this one has three slashes: file:///folder")
+                raise UserError(
+                    f"{self.shown} names another machine; a folder of this one has three "
+                    "slashes: file:///folder"
+                )
             self._open_folder(Path(unquote(parts.path)))
         elif separator and scheme in CLOUD_SCHEMES:
             self._open_cloud(scheme, text)
@@ -140,7 +176,9 @@ class Store:
     def _open_folder(self, folder: Path) -> None:
         self.folder = folder.expanduser().absolute()
         if self.folder.exists() and not self.folder.is_dir():
-            raise UserError(f"{self._what} cannot be at {self.shown!r}: that is a file; give a folder")
+            raise UserError(
+                f"{self._what} cannot be at {self.shown!r}: that is a file; give a folder"
+            )
 
     def _open_cloud(self, scheme: str, text: str) -> None:
         _grace_at_exit()
@@ -148,23 +186,41 @@ class Store:
         kind = {"s": "s3", "g": "gs", "h": "http"}.get(scheme[0], "az")
         if parts.password is not None:
             hint = f"; set {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
-            raise UserError(f"{self.shown}: a name and password in {self._what}'s address are not used{hint}")
+            raise UserError(
+                f"{self.shown}: a name and password in {self._what}'s address are not used{hint}"
+            )
         options = dict(parse_qsl(parts.query, keep_blank_values=True))
         # Who names a plain http endpoint wants plain http.
-        endpoint = options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-        client: dict[str, Any] = {"connect_timeout": CONNECT_TIMEOUT, "timeout": self._request_timeout}
+        endpoint = (
+            options.get("endpoint")
+            or os.environ.get("AWS_ENDPOINT_URL_S3")
+            or os.environ.get("AWS_ENDPOINT_URL")
+            or ""
+        )
+        client: dict[str, Any] = {
+            "connect_timeout": CONNECT_TIMEOUT,
+            "timeout": self._request_timeout,
+        }
         plain = endpoint.startswith("http://") or scheme == "http"
         asked = options.pop("allow_http", "").strip().lower() in ("1", "true", "yes", "on")
         if asked or (kind in ("s3", "http") and plain):
             client["allow_http"] = True
         retry: Any = {"max_retries": MAX_RETRIES, "retry_timeout": OPERATION_TIMEOUT}
-        retry["backoff"] = {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=2), "base": 2}
+        retry["backoff"] = {
+            "init_backoff": timedelta(milliseconds=200),
+            "max_backoff": timedelta(seconds=2),
+            "base": 2,
+        }
         bare = parts._replace(query="", fragment="").geturl()
         try:
             self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]  # one overload a store
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
-            hint = f"; credentials are read from {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
-            raise UserError(f"{self._what} cannot be at {self.shown!r}: {self._reason(error, options)}{hint}") from None
+            hint = (
+                f"; credentials are read from {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
+            )
+            raise UserError(
+                f"{self._what} cannot be at {self.shown!r}: {self._reason(error, options)}{hint}"
+            ) from None
 
     @staticmethod
     def _reason(error: BaseException, options: dict[str, str]) -> str:
@@ -192,24 +248,33 @@ class Store:
 
     @contextlib.asynccontextmanager
     async def _trying(self, health: "_Health") -> AsyncIterator[None]:
-        """Count failures. After three in a row, the store is left alone for 30 s; then one attempt shows whether it is back."""
+        """Count failures. After three in a row, the store is left alone for 30 s; then one attempt
+        shows whether it is back.
+        """
         if health.failures >= FAILURES_BEFORE_PAUSE:
             if time.monotonic() < health.paused_until:
-                raise Unavailable(f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures", skipped=True)
+                raise Unavailable(
+                    f"{self.shown} is left alone for {PAUSE_SECONDS:.0f} s after failures",
+                    skipped=True,
+                )
             health.pause()  # others wait for what this attempt shows
         try:
             async with asyncio.timeout(OPERATION_TIMEOUT.total_seconds()):
                 yield
         except TimeoutError as error:
             health.failed()
-            raise Unavailable(f"no answer within {OPERATION_TIMEOUT.total_seconds():.0f} s") from error
+            raise Unavailable(
+                f"no answer within {OPERATION_TIMEOUT.total_seconds():.0f} s"
+            ) from error
         except (exceptions.BaseError, OSError, ValueError, NotImplementedError) as error:
             health.failed()
             raise Unavailable(reason(error)) from error
         health.failures = 0
 
     async def read(self, key: str, most: float = math.inf) -> bytes | None:
-        """Return an object's bytes; None where there is none. Raises Unavailable, and TooLarge for more than `most` bytes."""
+        """Return an object's bytes; None where there is none. Raises Unavailable, and TooLarge for
+        more than `most` bytes.
+        """
         async with self._trying(self._reading):
             store = self.open()
             if store is None:
@@ -226,8 +291,10 @@ class Store:
                 return None
 
     async def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless there is one; return False where there is one already. Raises Unavailable. A store that knows no
-        conditional writes (some S3 look-alikes, file systems without hard links) overwrites instead."""
+        """Write an object unless there is one; return False where there is one already. Raises
+        Unavailable. A store that knows no conditional writes (some S3 look-alikes, file systems
+        without hard links) overwrites instead.
+        """
         async with self._trying(self._writing):
             store = self.open(make=True)
             assert store is not None
@@ -241,7 +308,9 @@ class Store:
                 await self._put(store, key, data, "overwrite")
             return True
 
-    async def _put(self, store: ObjectStore, key: str, data: bytes, mode: Literal["create", "overwrite"]) -> None:
+    async def _put(
+        self, store: ObjectStore, key: str, data: bytes, mode: Literal["create", "overwrite"]
+    ) -> None:
         put = partial(obstore.put, store, key, data, mode=mode, use_multipart=False)
         if isinstance(store, MemoryStore):
             put()
@@ -283,11 +352,15 @@ async def _in_thread(work: Callable[[], T]) -> T:
 
 @functools.cache
 def _file_threads() -> ThreadPoolExecutor:
-    """Return threads for folders: half the CPU time of obstore's asynchronous calls, and no thread of its waits for Python."""
+    """Return threads for folders: half the CPU time of obstore's asynchronous calls, and no thread
+    of its waits for Python.
+    """
     return ThreadPoolExecutor(FILE_THREADS, "ttrl-cache")
 
 
 @functools.cache
 def _grace_at_exit() -> None:
-    """Make a process that used a bucket wait before it ends: obstore's thread hands something to Python last, or aborts."""
+    """Make a process that used a bucket wait before it ends: obstore's thread hands something to
+    Python last, or aborts.
+    """
     atexit.register(time.sleep, 0.1)

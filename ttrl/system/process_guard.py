@@ -1,19 +1,23 @@
-"""The little process between ttrl and each process that it starts: it outlives a killed ttrl just long enough to end the child.
+"""The little process between ttrl and each process that it starts: it outlives a killed ttrl just
+long enough to end the child.
 
     ttrl ── guard ── child (own session and process group) ── its descendants
 
-ttrl holds the only write end of a pipe that the guard reads. When ttrl ends, however it ends, the pipe is at its end, and the
-guard ends the child and all of its descendants. Four layers, for the four ways in which something could stay behind:
+ttrl holds the only write end of a pipe that the guard reads. When ttrl ends, however it ends, the
+pipe is at its end, and the guard ends the child and all of its descendants. Four layers, for the
+four ways in which something could stay behind:
 
 - ttrl is killed: the guard sees the end of the pipe, or another parent;
 - the guard is killed as well: the kernel kills the child (PR_SET_PDEATHSIG);
-- a descendant left the process group, or its own parent died: the guard is its "subreaper", so that it stays below the guard in
-  the tree of processes and is found there;
-- ttrl, guard and child are all killed at once and a grandchild is not: its environment carries a random mark, and a record file
-  next to the log names the mark and the processes, so that `ttrl.system.processes.reap_leftovers` finds it later.
+- a descendant left the process group, or its own parent died: the guard is its "subreaper", so that
+  it stays below the guard in the tree of processes and is found there;
+- ttrl, guard and child are all killed at once and a grandchild is not: its environment carries a
+  random mark, and a record file next to the log names the mark and the processes, so that
+  `ttrl.system.processes.reap_leftovers` finds it later.
 
-Run as a script by `ttrl.system.processes`, with nothing but the standard library, so that it starts in some 20 ms. Processes are
-signalled by pid *and* start time through a pidfd, never by name. Linux only.
+Run as a script by `ttrl.system.processes`, with nothing but the standard library, so that it starts
+in some 20 ms. Processes are signalled by pid *and* start time through a pidfd, never by name. Linux
+only.
 """
 
 import contextlib
@@ -31,22 +35,37 @@ from typing import Any
 
 MARK_VARIABLE = "TTRL_PROCESS_MARK"
 GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who could say how long
-_LAST_THREADS = 20.0  # seconds from the end of a process's main thread to its exit code; far more than was ever seen
+# Seconds from the end of a process's main thread to its exit code; far more than was ever seen.
+_LAST_THREADS = 20.0
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
 PDEATHSIG, DUMPABLE, CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38  # of prctl
-_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # system calls, with one number on all architectures
+# System calls, with one number on all architectures.
+_LANDLOCK_CREATE = 444
+_LANDLOCK_RESTRICT = 446
 SCOPES = 6  # the version of Landlock that can keep signals inside
 
 ProcessId = tuple[int, int]
-"""(pid, start time in clock ticks since boot): the pid by itself may belong to another process by now."""
+"""(pid, start time in clock ticks since boot): the pid by itself may belong to another process by
+now.
+"""
 
 
 def boot_id(proc: Path = Path("/proc")) -> str:
-    """Return a name of this boot of the kernel; start times of different boots cannot be compared. "" where unknown."""
+    """Return a name of this boot of the kernel; start times of different boots cannot be compared.
+    "" where unknown.
+    """
     with contextlib.suppress(OSError):
         return (proc / "sys/kernel/random/boot_id").read_text().strip()
-    with contextlib.suppress(OSError):  # gVisor, in which many containers run, has none; it knows when it was started
-        return next((line for line in (proc / "stat").read_text().splitlines() if line.startswith("btime ")), "")
+    # GVisor, in which many containers run, has none; it knows when it was started.
+    with contextlib.suppress(OSError):
+        return next(
+            (
+                line
+                for line in (proc / "stat").read_text().splitlines()
+                if line.startswith("btime ")
+            ),
+            "",
+        )
     return ""
 
 
@@ -56,12 +75,15 @@ def process_stat(pid: int) -> tuple[str, int, int] | None:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
         return None
-    fields = text[text.rindex(b")") + 2 :].split()  # the name before it may hold spaces and brackets
+    # The name before it may hold spaces and brackets.
+    fields = text[text.rindex(b")") + 2 :].split()
     return fields[0].decode(), int(fields[1]), int(fields[19])
 
 
 def process_id(pid: int) -> ProcessId | None:
-    """Return the process with this pid, unless it is gone or a zombie, which holds nothing but its exit code."""
+    """Return the process with this pid, unless it is gone or a zombie, which holds nothing but its
+    exit code.
+    """
     stat = process_stat(pid)
     return None if stat is None or stat[0] in "ZX" else (pid, stat[2])
 
@@ -71,12 +93,15 @@ def all_pids() -> list[int]:
 
 
 def descendants(root: int) -> list[ProcessId]:
-    """Return the living processes below `root` in the tree of processes, parents first; call again until there are none."""
+    """Return the living processes below `root` in the tree of processes, parents first; call again
+    until there are none.
+    """
     children: dict[int, list[int]] = {}
     stats = {pid: stat for pid in all_pids() if (stat := process_stat(pid)) is not None}
     for pid, (_, parent, _) in stats.items():
         children.setdefault(parent, []).append(pid)
-    found, queue = [], list(children.get(root, []))
+    found = []
+    queue = list(children.get(root, []))
     while queue:
         pid = queue.pop(0)
         queue += children.get(pid, [])
@@ -86,11 +111,14 @@ def descendants(root: int) -> list[ProcessId]:
 
 
 def signal_exactly(process: ProcessId, number: int) -> bool:
-    """Signal exactly this process, never another that was given its pid meanwhile. Return False when it is gone or not ours."""
+    """Signal exactly this process, never another that was given its pid meanwhile. Return False
+    when it is gone or not ours.
+    """
     pid, start = process
     descriptor = None
     try:
-        if hasattr(os, "pidfd_open"):  # Pythons built for old kernels, and some sandboxes, have none
+        # Pythons built for old kernels, and some sandboxes, have none.
+        if hasattr(os, "pidfd_open"):
             try:
                 descriptor = os.pidfd_open(pid)
             except OSError as error:
@@ -120,9 +148,12 @@ def end_processes(
     seconds: float = 20.0,
     pause: float = 0.05,
 ) -> list[ProcessId]:
-    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is left `seconds` later. `first` is
-    asked alone, so that it can end its own children in its own order. `reap` is called between looks, every `pause` seconds."""
-    start, asked = time.monotonic(), set()
+    """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is
+    left `seconds` later. `first` is asked alone, so that it can end its own children in its own
+    order. `reap` is called between looks, every `pause` seconds.
+    """
+    start = time.monotonic()
+    asked = set()
     while True:
         reap()
         left = list(find())
@@ -142,7 +173,8 @@ class _Guard:
     """One child, from its start to its end; talks to ttrl in JSON lines."""
 
     def __init__(self, commands: int, status: int) -> None:
-        self.commands, self.status = commands, status
+        self.commands = commands
+        self.status = status
         self.child = 0
         self.returncode: int | None = None
         self.known: list[ProcessId] = []
@@ -156,7 +188,8 @@ class _Guard:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         terminated = []
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (signal.SIGINT, signal.SIGHUP):  # handlers, not SIG_IGN: an ignored signal would stay ignored in the child
+        # Handlers, not SIG_IGN: an ignored signal would stay ignored in the child.
+        for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
 
@@ -170,7 +203,8 @@ class _Guard:
         prctl(CHILD_SUBREAPER, 1)
         environment = order["env"]
         environment[MARK_VARIABLE] = self.record["mark"]
-        environment.setdefault("SPT_NOENV", "1")  # setproctitle (vLLM) would write over the environment, and so over the mark
+        # Setproctitle (vLLM) would write over the environment, and so over the mark.
+        environment.setdefault("SPT_NOENV", "1")
         self._write_record()
         try:
             self.child = _spawn(order["command"], environment, order["cwd"])
@@ -180,7 +214,8 @@ class _Guard:
         self._write_record()
         self._say(started=self.child)
 
-        grace, last_look = GRACE_WITHOUT_PARENT, time.monotonic()
+        grace = GRACE_WITHOUT_PARENT
+        last_look = time.monotonic()
         while self.returncode is None and not terminated:
             readable, _, _ = select.select([self.commands, wake_read], [], [], _LOOK_INTERVAL)
             if wake_read in readable:
@@ -192,7 +227,8 @@ class _Guard:
                 if result is not None:
                     grace = json.loads(result[0])["stop"]
                 break
-            if os.getppid() != parent:  # a forked copy of ttrl may hold the pipe open although ttrl is dead
+            # A forked copy of ttrl may hold the pipe open although ttrl is dead.
+            if os.getppid() != parent:
                 break
             if time.monotonic() - last_look >= _LOOK_INTERVAL:
                 self._write_record()
@@ -200,9 +236,14 @@ class _Guard:
         self._end(grace)
 
     def _end(self, grace: float) -> None:
-        """End what is left of child and descendants, and report the child's exit code when all are gone."""
-        left = end_processes(lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap)
-        # Its main thread can be gone, and its pid a zombie's, while other threads are still ending: there is no exit code yet.
+        """End what is left of child and descendants, and report the child's exit code when all are
+        gone.
+        """
+        left = end_processes(
+            lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap
+        )
+        # Its main thread can be gone, and its pid a zombie's, while other threads are still ending:
+        # there is no exit code yet.
         deadline = time.monotonic() + _LAST_THREADS
         self._reap()
         while self.returncode is None and not left and time.monotonic() < deadline:
@@ -213,7 +254,9 @@ class _Guard:
         self._say(returncode=self.returncode, left=[pid for pid, _ in left])
 
     def _reap(self) -> None:
-        """Collect ended children, adopted ones too; keep the child's exit code, negative for a signal."""
+        """Collect ended children, adopted ones too; keep the child's exit code, negative for a
+        signal.
+        """
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -233,7 +276,9 @@ class _Guard:
         return line, rest
 
     def _write_record(self) -> None:
-        """Write who is there, when it changed. A full disk must not end the child, so what cannot be written is left out."""
+        """Write who is there, when it changed. A full disk must not end the child, so what cannot
+        be written is left out.
+        """
         known = [*([own] if (own := process_id(os.getpid())) else []), *descendants(os.getpid())]
         if known == self.known:
             return
@@ -249,24 +294,32 @@ class _Guard:
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl as far as possible: an old kernel or a sandbox may refuse, and the other layers remain."""
+    """Call prctl as far as possible: an old kernel or a sandbox may refuse, and the other layers
+    remain.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock; 0 where there is none, or a sandbox refuses it."""
+    """Return the version of the kernel's Landlock; 0 where there is none, or a sandbox refuses
+    it.
+    """
     return max(0, _system_call(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
 
 
 def leave_others_alone() -> bool:
-    """Keep this process, and all that it starts, from reading the environment and memory of the processes that were there before,
-    and from signalling them; return whether the kernel can (Landlock since Linux 6.12). Root with CAP_PERFMON still reads."""
+    """Keep this process, and all that it starts, from reading the environment and memory of the
+    processes that were there before, and from signalling them; return whether the kernel can
+    (Landlock since Linux 6.12). Root with CAP_PERFMON still reads.
+    """
     if landlock_version() < SCOPES:
         return False
     prctl(_NO_NEW_PRIVS, 1)
     attributes = (ctypes.c_uint64 * 3)(0, 0, 2)  # nothing of files and of the network; signals
-    ruleset = _system_call(_LANDLOCK_CREATE, ctypes.byref(attributes), ctypes.c_size_t(24), ctypes.c_uint32(0))
+    ruleset = _system_call(
+        _LANDLOCK_CREATE, ctypes.byref(attributes), ctypes.c_size_t(24), ctypes.c_uint32(0)
+    )
     if ruleset < 0:
         return False
     done = _system_call(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) == 0
@@ -279,7 +332,9 @@ def _system_call(number: int, *arguments: Any) -> int:
 
 
 def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> int:
-    """Start `command` in a session of its own; return its pid. Raises OSError when it cannot be executed."""
+    """Start `command` in a session of its own; return its pid. Raises OSError when it cannot be
+    executed.
+    """
     error_read, error_write = os.pipe()  # closed by a successful exec
     guard = os.getpid()
     pid = os.fork()
@@ -289,7 +344,8 @@ def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> 
             prctl(PDEATHSIG, signal.SIGKILL)
             if os.getppid() != guard:
                 os._exit(127)
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignored signals stay ignored after exec
+            # Python ignores them, and ignored signals stay ignored after exec.
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             if cwd is not None:
                 os.chdir(cwd)

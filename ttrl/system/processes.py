@@ -1,7 +1,9 @@
-"""Child processes (inference servers, trainers) that never outlive us, not even when we are killed with -9.
+"""Child processes (inference servers, trainers) that never outlive us, not even when we are killed
+with -9.
 
-Every child runs below a guard of its own (`ttrl.system.process_guard`, which explains how nothing can stay behind) and writes to
-a log. Nothing is ever found or killed by name. `reap_leftovers` ends what a run left behind whose guard was killed, too.
+Every child runs below a guard of its own (`ttrl.system.process_guard`, which explains how nothing
+can stay behind) and writes to a log. Nothing is ever found or killed by name. `reap_leftovers` ends
+what a run left behind whose guard was killed, too.
 """
 
 import contextlib
@@ -28,24 +30,36 @@ from ttrl.system.process_guard import MARK_VARIABLE, ProcessId
 logger = logging.getLogger(__name__)
 
 RECORD_SUFFIX = ".pids.json"  # next to the log: what `reap_leftovers` looks for
-LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"} if (1, "lo") in socket.if_nameindex() else {}
-"""Has processes of one machine listen for each other there alone, not at the address of the machine's name."""
-_LONGEST_LINE = 400  # characters of one log line in an error message; vLLM dumps its whole config into single lines
+LOOPBACK = (
+    {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    if (1, "lo") in socket.if_nameindex()
+    else {}
+)
+"""Has processes of one machine listen for each other there alone, not at the address of the
+machine's name.
+"""
+# Characters of one log line in an error message; vLLM dumps its whole config into single lines.
+_LONGEST_LINE = 400
 
 
 class ChildProcess:
-    """One child process with its own session, a log file, and a guard that ends it and all of its descendants with us.
+    """One child process with its own session, a log file, and a guard that ends it and all of its
+    descendants with us.
 
         with ChildProcess(["tune", "run", ...], "runs/NAME/logs/trainer.log") as child:
             returncode = child.wait()
 
     command: as for `subprocess.Popen`, without a shell.
-    log_path: gets stdout and stderr, appended; `log_path` + ".pids.json" is next to it while the child may be alive.
-    env: the child's whole environment, as for `subprocess.Popen`; None inherits ours. Never written to a file or command line.
+    log_path: gets stdout and stderr, appended; `log_path` + ".pids.json" is next to it while the
+        child may be alive.
+    env: the child's whole environment, as for `subprocess.Popen`; None inherits ours. Never written
+        to a file or command line.
     cwd: the folder to start in.
-    pipes: descriptors for the child's stdin and stdout, which the caller closes after the start; by default it reads nothing.
+    pipes: descriptors for the child's stdin and stdout, which the caller closes after the start; by
+        default it reads nothing.
 
-    An object belongs to one thread at a time. A child that nobody stops is ended when our process ends.
+    An object belongs to one thread at a time. A child that nobody stops is ended when our process
+    ends.
     """
 
     def __init__(
@@ -62,34 +76,50 @@ class ChildProcess:
         self.pid = 0
         """Of the child itself, not of its guard; 0 before the start."""
         self.returncode: int | None = None
-        """The child's exit code, negative for a signal; None until it and its descendants are gone."""
+        """The child's exit code, negative for a signal; None until it and its descendants are gone.
+        """
         self._env = dict(os.environ if env is None else env)
         self._cwd = None if cwd is None else os.fspath(cwd)
         self._pipes = pipes
         self._mark = secrets.token_hex(16)
         self._guard: subprocess.Popen[bytes] | None = None
         self._orders = self._reports = -1  # our ends of the two pipes
-        # Told by the end of its pipe: a dying process closes its files a moment before its parent can wait for it.
+        # Told by the end of its pipe: a dying process closes its files a moment before its parent
+        # can wait for it.
         self._guard_ended = False
         self._buffer = b""
         self._log_start = 0
 
     def start(self) -> Self:
-        """Start the child. Raises UserError when the command cannot be executed, StorageError when the log cannot be written."""
+        """Start the child. Raises UserError when the command cannot be executed, StorageError when
+        the log cannot be written.
+        """
         if self._guard is not None:
-            raise RuntimeError(f"{self.command[0]} was started already; a ChildProcess is started once")
+            raise RuntimeError(
+                f"{self.command[0]} was started already; a ChildProcess is started once"
+            )
         try:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             log = open(self.log_path, "ab")  # noqa: SIM115 - handed to the guard below
         except OSError as error:
-            raise StorageError(error.errno or 0, f"cannot write the log {self.log_path}: {error.strerror}") from error
+            raise StorageError(
+                error.errno or 0, f"cannot write the log {self.log_path}: {error.strerror}"
+            ) from error
         orders_read, self._orders = os.pipe()
         self._reports, reports_write = os.pipe()
         with log:
             self._log_start = log.tell()
-            # -I and -S: nothing of the user's environment or site-packages is loaded; the guard needs only the standard library.
+            # -I and -S: nothing of the user's environment or site-packages is loaded; the guard
+            # needs only the standard library.
             self._guard = subprocess.Popen(
-                [sys.executable, "-I", "-S", process_guard.__file__, str(orders_read), str(reports_write)],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    process_guard.__file__,
+                    str(orders_read),
+                    str(reports_write),
+                ],
                 stdin=subprocess.DEVNULL if self._pipes is None else self._pipes[0],
                 stdout=log if self._pipes is None else self._pipes[1],
                 stderr=log,
@@ -99,7 +129,12 @@ class ChildProcess:
         os.close(orders_read)
         os.close(reports_write)
         own = process_guard.process_id(os.getpid())
-        head = {"mark": self._mark, "boot": process_guard.boot_id(), "owner": own, "program": self.command[0]}
+        head = {
+            "mark": self._mark,
+            "boot": process_guard.boot_id(),
+            "owner": own,
+            "program": self.command[0],
+        }
         order = {
             "command": self.command,
             "env": self._env,
@@ -108,40 +143,51 @@ class ChildProcess:
             "record": str(self.record_path),
             "record_head": head,
         }
-        with contextlib.suppress(BrokenPipeError):  # the guard ended at once: there will be no report
+        # The guard ended at once: there will be no report.
+        with contextlib.suppress(BrokenPipeError):
             self._tell(order)
         report = self._next_report(timeout=30.0)
         if report is None or "started" not in report:
             self._guard.wait()
             self._close()
             self.returncode = 127
-            reason = report["text"] if report else "its guard process ended; see " + str(self.log_path)
+            reason = (
+                report["text"] if report else "its guard process ended; see " + str(self.log_path)
+            )
             where = f" in {self._cwd}" if self._cwd else ""
             raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
         self.pid = report["started"]
         return self
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the child or a descendant of it lives. Does not wait."""
+        """Return the exit code, or None while the child or a descendant of it lives. Does not
+        wait.
+        """
         if self.returncode is None:
             self._take_end(timeout=0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the child to end by itself; return its exit code. Raises TimeoutError after `timeout` seconds."""
+        """Wait for the child to end by itself; return its exit code. Raises TimeoutError after
+        `timeout` seconds.
+        """
         if self.returncode is None:
             self._take_end(timeout)
         if self.returncode is None:
             raise TimeoutError(
-                f"{self.command[0]} (pid {self.pid}) is still running after {timeout:g} s; its log: {self.log_path}"
+                f"{self.command[0]} (pid {self.pid}) is still running after {timeout:g} s; its "
+                f"log: {self.log_path}"
             )
         return self.returncode
 
     def stop(self, timeout: float = 10.0) -> int | None:
-        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return the exit code when all are
-        gone: the child's own if it had ended before, None if it was never started. Harmless when repeated."""
+        """Ask the child to end (TERM), end what is left after `timeout` seconds (KILL), and return
+        the exit code when all are gone: the child's own if it had ended before, None if it was
+        never started. Harmless when repeated.
+        """
         if self._guard is not None and self.poll() is None:
-            with contextlib.suppress(BrokenPipeError):  # the guard has just ended: its report is waiting
+            # The guard has just ended: its report is waiting.
+            with contextlib.suppress(BrokenPipeError):
                 self._tell({"stop": timeout})
             self._take_end(timeout=None)
         return self.returncode
@@ -152,7 +198,12 @@ class ChildProcess:
     def __enter__(self) -> Self:
         return self if self._guard is not None else self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stop()
 
     def _tell(self, order: dict[str, Any]) -> None:
@@ -161,7 +212,9 @@ class ChildProcess:
             data = data[os.write(self._orders, data) :]
 
     def _next_report(self, timeout: float | None) -> dict[str, Any] | None:
-        """Return the guard's next message; None when none comes in `timeout` seconds, or the guard has ended (`_guard_ended`)."""
+        """Return the guard's next message; None when none comes in `timeout` seconds, or the guard
+        has ended (`_guard_ended`).
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._buffer:
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -187,11 +240,18 @@ class ChildProcess:
         if report is not None and report["returncode"] is not None:
             self.returncode = report["returncode"]
             if report["left"]:
-                logger.warning("%s: processes %s could not be ended, not even by KILL", self.command[0], report["left"])
+                logger.warning(
+                    "%s: processes %s could not be ended, not even by KILL",
+                    self.command[0],
+                    report["left"],
+                )
         else:
-            # The guard was killed, and the kernel killed the child with it; descendants of the child may be left.
+            # The guard was killed, and the kernel killed the child with it; descendants of the
+            # child may be left.
             ended = _reap(self.record_path, even_of_living_owner=True)
-            logger.warning("the guard of %s was killed; ended what was left: %s", self.command[0], ended)
+            logger.warning(
+                "the guard of %s was killed; ended what was left: %s", self.command[0], ended
+            )
             self.returncode = -signal.SIGKILL
 
     def _close(self) -> None:
@@ -200,7 +260,9 @@ class ChildProcess:
 
 
 def log_tail(path: Path, start: int, n_lines: int) -> str:
-    """Return the last lines of a log from byte `start` on, long ones shortened, without colours; "" when there are none."""
+    """Return the last lines of a log from byte `start` on, long ones shortened, without colours; ""
+    when there are none.
+    """
     try:
         with open(path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
@@ -208,15 +270,22 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
-    return "\n".join(line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines)
+    lines = (
+        re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
+    )
+    return "\n".join(
+        line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines
+    )
 
 
 def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
-    """End the processes that killed runs left behind whose logs lie anywhere below `folder`, recognised by pid and start time, or
-    by the random mark in their environment; return their pids. Children of a ttrl process that is alive are left alone."""
+    """End the processes that killed runs left behind whose logs lie anywhere below `folder`,
+    recognised by pid and start time, or by the random mark in their environment; return their pids.
+    Children of a ttrl process that is alive are left alone.
+    """
     ended = []
-    below = [Path(place, name) for place, _, names in os.walk(folder) for name in names]  # what is left may still rename folders
+    # What is left may still rename folders.
+    below = [Path(place, name) for place, _, names in os.walk(folder) for name in names]
     for record_path in sorted(path for path in below if path.name.endswith(RECORD_SUFFIX)):
         ended += _reap(record_path)
     return ended
@@ -225,12 +294,16 @@ def reap_leftovers(folder: str | os.PathLike[str]) -> list[int]:
 def _reap(record_path: Path, *, even_of_living_owner: bool = False) -> list[int]:
     try:
         record = json.loads(record_path.read_text())
-        mark, boot, owner = record["mark"], record["boot"], record["owner"]
+        mark = record["mark"]
+        boot = record["boot"]
+        owner = record["owner"]
         known = {(pid, start) for pid, start in record.get("processes", [])}
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read, so processes that it names may still run: %s", record_path, error)
+        logger.warning(
+            "%s cannot be read, so processes that it names may still run: %s", record_path, error
+        )
         return []
     if (
         not even_of_living_owner
@@ -244,17 +317,23 @@ def _reap(record_path: Path, *, even_of_living_owner: bool = False) -> list[int]
         found = _marked(mark, known)
         ended = [pid for pid, _ in found]
         if found:
-            logger.warning("ending processes that a killed run left behind: %s (%s)", ended, record["program"])
+            logger.warning(
+                "ending processes that a killed run left behind: %s (%s)", ended, record["program"]
+            )
         left = process_guard.end_processes(lambda: _marked(mark, known), grace=3.0)
         if left:
-            logger.warning("processes %s could not be ended, not even by KILL", [pid for pid, _ in left])
+            logger.warning(
+                "processes %s could not be ended, not even by KILL", [pid for pid, _ in left]
+            )
             return ended
     record_path.unlink(missing_ok=True)
     return ended
 
 
 def _marked(mark: str, known: set[ProcessId]) -> list[ProcessId]:
-    """Return the living processes of a record: known by pid and start time, or carrying its mark. Never ourselves."""
+    """Return the living processes of a record: known by pid and start time, or carrying its mark.
+    Never ourselves.
+    """
     needle = f"{MARK_VARIABLE}={mark}".encode()
     found = []
     for pid in process_guard.all_pids():

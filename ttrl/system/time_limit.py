@@ -1,10 +1,12 @@
-"""A time limit for a piece of Python that somebody else wrote, such as a chat template, in any thread of this process.
+"""A time limit for a piece of Python that somebody else wrote, such as a chat template, in any
+thread of this process.
 
     with time_limit(10.0):
         text = template.render(…)
 
-It is ended between two steps of Python: a loop is, a single call into C (one huge power) is not until it returns. What is not
-trusted at all belongs into a process of its own; that is 100 ms for the first and a copy of all arguments for each.
+It is ended between two steps of Python: a loop is, a single call into C (one huge power) is not
+until it returns. What is not trusted at all belongs into a process of its own; that is 100 ms for
+the first and a copy of all arguments for each.
 """
 
 import contextlib
@@ -50,7 +52,8 @@ def time_limit(seconds: float) -> Iterator[None]:
         try:
             yield
         finally:
-            block.due = math.inf  # so that no more than one is still on its way, and may come at any call below
+            # So that no more than one is still on its way, and may come at any call below.
+            block.due = math.inf
             try:
                 _leave(me, block)
             except _Overdue:
@@ -60,12 +63,15 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def _leave(me: int, block: _Block) -> None:
-    """End this thread's block; _Overdue if it was raised in it, and then none is on its way any more."""
+    """End this thread's block; _Overdue if it was raised in it, and then none is on its way any
+    more.
+    """
     with _lock:
         _blocks.pop(me, None)
     if block.raised:
-        # Raised once more, in place of what has perhaps not come yet. Taking it back (NULL) would leave CPython with a signal
-        # that nobody answers: where code is traced (a debugger, coverage), 3.11 then loops for ever.
+        # Raised once more, in place of what has perhaps not come yet. Taking it back (NULL) would
+        # leave CPython with a signal that nobody answers: where code is traced (a debugger,
+        # coverage), 3.11 then loops for ever.
         _raise_in(me)
         while True:
             pass

@@ -1,7 +1,9 @@
-"""Reading the answer out of a reply: where it stands. For graders; every function takes linear time.
+"""Reading the answer out of a reply: where it stands. For graders; every function takes linear
+time.
 
-Replies come from a model that is paid for whatever a grader takes for right, so one rule holds for all of them: the last answer
-counts, what a model thinks aloud does not, and what cannot be read for certain is not an answer.
+Replies come from a model that is paid for whatever a grader takes for right, so one rule holds for
+all of them: the last answer counts, what a model thinks aloud does not, and what cannot be read for
+certain is not an answer.
 """
 
 import re
@@ -13,34 +15,45 @@ _BOXED = re.compile(r"\\boxed\s*\{")
 
 
 def reply_text(choice: Choice) -> str:
-    """Return the whole of the model's turn: what the prompt wrote of it, thinking that the server took out, and the content."""
+    """Return the whole of the model's turn: what the prompt wrote of it, thinking that the server
+    took out, and the content.
+    """
     return opening_of(choice) + (choice.message.content or "")
 
 
 def opening_of(choice: Choice) -> str:
-    """Return the part of the model's turn before the content, "" without one (`ttrl.rollouts.client.opening`)."""
+    """Return the part of the model's turn before the content, "" without one
+    (`ttrl.rollouts.client.opening`).
+    """
     opening = getattr(choice, "opening", None)
     return opening if isinstance(opening, str) else ""
 
 
 def place_in_content(choice: Choice, rest: str, place: int) -> float:
-    """Return where a place in `rest`, with which the reply ends, lies in its content: for `ANSWER_END`."""
+    """Return where a place in `rest`, with which the reply ends, lies in its content: for
+    `ANSWER_END`.
+    """
     return float(len(choice.message.content or "") - len(rest) + place)
 
 
 def after_thinking(text: str) -> str:
-    """Return what follows the last `</think>`; "" for thinking that never ends; everything where there is none."""
-    end, start = text.rfind("</think>"), text.rfind("<think>")
+    """Return what follows the last `</think>`; "" for thinking that never ends; everything where
+    there is none.
+    """
+    end = text.rfind("</think>")
+    start = text.rfind("<think>")
     if start > end:
         return ""
     return text if end < 0 else text[end + len("</think>") :]
 
 
 def tagged_answer(text: str, opening: str = "") -> str | None:
-    """Return the answer of a reply that is `<think>…</think>`, then `<answer>…</answer>`, once each, and nothing else.
+    """Return the answer of a reply that is `<think>…</think>`, then `<answer>…</answer>`, once
+    each, and nothing else.
 
-    opening: the beginning of the text that the prompt wrote, or a server's parser took out (see `opening_of`). Its tags count
-    like the model's own. If thinking ends in it, the rest may have all tags again.
+    opening: the beginning of the text that the prompt wrote, or a server's parser took out (see
+    `opening_of`). Its tags count like the model's own. If thinking ends in it, the rest may have
+    all tags again.
     """
     answer = _between_tags(text)
     if answer is None and "</think>" in opening:
@@ -64,7 +77,9 @@ def _between_tags(text: str) -> str | None:
 
 
 def find_tagged(text: str) -> tuple[int, int] | None:
-    """Return (start, end) of what the last `<answer>` tags hold, open ones too (a stop string cuts the closing tag off)."""
+    """Return (start, end) of what the last `<answer>` tags hold, open ones too (a stop string cuts
+    the closing tag off).
+    """
     lower = ascii_lower(text)
     start = lower.rfind("<answer>")
     if start < 0:
@@ -75,7 +90,9 @@ def find_tagged(text: str) -> tuple[int, int] | None:
 
 
 def find_after(text: str, mark: str, *, skip: str = "", most: int = 0) -> tuple[int, int] | None:
-    """Find the rest of the line after the last `mark`, in either case, less up to `most` characters of `skip` at its start."""
+    """Find the rest of the line after the last `mark`, in either case, less up to `most` characters
+    of `skip` at its start.
+    """
     start = ascii_lower(text).rfind(mark)
     if start < 0:
         return None
@@ -98,7 +115,9 @@ def last_line(text: str) -> str:
 
 
 def find_boxed(text: str) -> tuple[int, int] | None:
-    r"""Return (start, end) of the content of the last `\boxed{…}` (LaTeX) with balanced braces. Return None without one."""
+    r"""Return (start, end) of the content of the last `\boxed{…}` (LaTeX) with balanced braces.
+    Return None without one.
+    """
     starts = [match.end() for match in _BOXED.finditer(text)]
     if not starts:
         return None
@@ -112,9 +131,11 @@ def find_boxed(text: str) -> tuple[int, int] | None:
 
 
 def marked(text: str) -> str | None:
-    r"""Return what the reply marks as its answer, by `<answer>` tags, `\boxed{}` or `####`, whichever begins last, or None.
+    r"""Return what the reply marks as its answer, by `<answer>` tags, `\boxed{}` or `####`,
+    whichever begins last, or None.
 
-    After `####` that is the rest of the line, or the next line that is not empty where the rest holds no digit.
+    After `####` that is the rest of the line, or the next line that is not empty where the rest
+    holds no digit.
     """
     text = text.replace("＃", "#")
     after = find_after(text, "####")
@@ -126,7 +147,9 @@ def marked(text: str) -> str | None:
 
 def ascii_lower(text: str) -> str:
     """Lower the letters a to z alone: `str.lower` can change the length of a text ("İ")."""
-    return text.lower() if text.isascii() else "".join(c.lower() if c.isascii() else c for c in text)
+    return (
+        text.lower() if text.isascii() else "".join(c.lower() if c.isascii() else c for c in text)
+    )
 
 
 def _line_end(text: str, start: int) -> int:

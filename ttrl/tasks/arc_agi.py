@@ -1,6 +1,8 @@
-"""ARC-AGI: find the rule that turns input grids into output grids, and apply it (Chollet 2019, arXiv 1911.01547).
+"""ARC-AGI: find the rule that turns input grids into output grids, and apply it (Chollet 2019,
+arXiv 1911.01547).
 
-A grid has 1 to 30 rows and columns of colours 0–9. All test inputs of a task are asked for in one prompt.
+A grid has 1 to 30 rows and columns of colours 0–9. All test inputs of a task are asked for in one
+prompt.
 """
 
 import hashlib
@@ -12,7 +14,16 @@ from typing import Any, Literal, TypeAlias
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
 from ttrl.tasks.answers import after_thinking, place_in_content, reply_text
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, list_field, load_rows, select
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Source,
+    check_name,
+    check_share,
+    list_field,
+    load_rows,
+    select,
+)
 from ttrl.tasks.numerals import ascii_digits
 from ttrl.tasks.task import Choice, Task, question
 from ttrl.tasks.words import as_typed
@@ -22,8 +33,10 @@ LARGEST = 30
 AUGMENTATIONS = ("rotations", "reflections", "colours")
 
 _INSTRUCTION = (
-    "Each input grid becomes its output grid by the same rule. Find the rule, and apply it to {what}. Digits are colours. "
-    "Write {answer} at the end of your reply: one line for each row, digits separated by spaces, as above."
+    "Each input grid becomes its output grid by the same rule. Find the rule, and apply it to "
+    "{what}. Digits are colours. "
+    "Write {answer} at the end of your reply: one line for each row, digits separated by spaces, "
+    "as above."
 )
 # What may stand around the digits of a row; words, points and signs may not.
 _ROW = str.maketrans({character: " " for character in ",|[](){};'\"\t\r\u200b\u00a0"})
@@ -48,12 +61,17 @@ class ARCPuzzle:
     test: tuple[Pair, ...]
 
     def cells(self) -> int:
-        return sum(len(grid) * len(grid[0]) for pair in self.train + self.test for grid in (pair.input, pair.output))
+        return sum(
+            len(grid) * len(grid[0])
+            for pair in self.train + self.test
+            for grid in (pair.input, pair.output)
+        )
 
 
 @dataclass(frozen=True)
 class ARCGrader:
-    """Mean over the test inputs: 1 for exactly the grid, 0 for another shape, else partial_credit · share of equal cells.
+    """Mean over the test inputs: 1 for exactly the grid, 0 for another shape, else partial_credit ·
+    share of equal cells.
 
     The last grids of the reply count, after any thinking: as many as there are test inputs, in
     their order. If there are fewer, they answer the first test inputs. Empty lines within grids are
@@ -64,14 +82,20 @@ class ARCGrader:
     partial_credit: float = 0.0
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells, "shape": share of right shapes}), and
-        where the last grid ends (`ttrl.records.ANSWER_END`)."""
+        """Return (reward, {"exact": 1 if all are right, "cells": mean share of equal cells,
+        "shape": share of right shapes}), and where the last grid ends (`ttrl.records.ANSWER_END`).
+        """
         answer = after_thinking(reply_text(choice))
         grids = _answers(_read_tables(answer), self.expected)
         given: list[Grid | None] = [*grids, *[None] * (len(self.expected) - len(grids))]
-        shares = [_equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)]
+        shares = [
+            _equal_share(grid, right) for grid, right in zip(given, self.expected, strict=True)
+        ]
         count = len(shares)
-        reward = sum(1.0 if share == 1.0 else self.partial_credit * (share or 0.0) for share in shares) / count
+        reward = (
+            sum(1.0 if share == 1.0 else self.partial_credit * (share or 0.0) for share in shares)
+            / count
+        )
         metrics = {
             "exact": float(all(share == 1.0 for share in shares)),
             "cells": sum(share or 0.0 for share in shares) / count,
@@ -197,7 +221,9 @@ def _end(text: str) -> int:
 
 
 def _bracketed(line: str) -> list[str]:
-    """Cut [[1, 2], [3, 4]] into its rows, with an empty piece around each list of lists, whatever words stand before it."""
+    """Cut [[1, 2], [3, 4]] into its rows, with an empty piece around each list of lists, whatever
+    words stand before it.
+    """
     pieces: list[str] = []
     for piece in line.replace("]]", "]\n]").split("]"):
         if "[[" in piece or "\n" in piece:
@@ -212,7 +238,9 @@ def _read_row(line: str) -> tuple[int, ...] | None:
     tokens = line.translate(_ROW).split() if len(line) <= 40 * LARGEST else []
     if len(tokens) == 1 and len(tokens[0]) <= LARGEST:
         tokens = list(tokens[0])
-    if not 0 < len(tokens) <= LARGEST or not all(len(token) == 1 and token in "0123456789" for token in tokens):
+    if not 0 < len(tokens) <= LARGEST or not all(
+        len(token) == 1 and token in "0123456789" for token in tokens
+    ):
         return None
     return tuple(map(int, tokens))
 
@@ -232,18 +260,27 @@ def get_arc_agi_tasks(
     augment: Collection[str] = (),
     max_cells: int | None = None,
 ) -> list[Task]:
-    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
+    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and
+    in which order.
 
-    train: the data set's training puzzles without those of validation, one in ten by a hash of the id. test: its evaluation set.
-    path: a folder with `training` and `evaluation` (.jsonl, .json, .csv, .parquet, or folders of json files, as published), one
-        file, or an id on the Hugging Face hub; rows have "train" and "test", lists of {"input", "output"}, and "id" if they like.
-    augment: any of "rotations", "reflections", "colours": each training puzzle is shown under a random one of them, all of its
-        grids alike; the seed decides. Validation and test are never changed.
-    max_cells: leaves out puzzles with more cells in all of their grids, which is about half the tokens of the prompt.
+    train: the data set's training puzzles without those of validation, one in ten by a hash of the
+        id. test: its evaluation set.
+    path: a folder with `training` and `evaluation` (.jsonl, .json, .csv, .parquet, or folders of
+        json files, as published), one file, or an id on the Hugging Face hub; rows have "train" and
+        "test", lists of {"input", "output"}, and "id" if they like.
+    augment: any of "rotations", "reflections", "colours": each training puzzle is shown under a
+        random one of them, all of its grids alike; the seed decides. Validation and test are never
+        changed.
+    max_cells: leaves out puzzles with more cells in all of their grids, which is about half the
+        tokens of the prompt.
     """
     check_name("split", split, ("train", "validation", "test"), "arc_agi")
     check_share("partial_credit", partial_credit)
-    unknown = [name for name in augment if name not in AUGMENTATIONS] if not isinstance(augment, str) else [augment]
+    unknown = (
+        [name for name in augment if name not in AUGMENTATIONS]
+        if not isinstance(augment, str)
+        else [augment]
+    )
     if unknown:
         raise TaskError(f"augment has {unknown}; give a list of any of {', '.join(AUGMENTATIONS)}")
     names = ("evaluation", "test") if split == "test" else ("training", "train")
@@ -262,29 +299,47 @@ def get_arc_agi_tasks(
         answer=lambda puzzle: [pair.output for pair in puzzle.test],
     )
     if augment and split == "train":
-        puzzles = [augmented(puzzle, random.Random(f"arc_agi {seed} {puzzle.id}"), augment) for puzzle in puzzles]
-    graders = [ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit) for puzzle in puzzles]
-    return [Task(question(write_prompt(one)), grader, id=f"arc-agi/{one.id}") for one, grader in zip(puzzles, graders)]
+        puzzles = [
+            augmented(puzzle, random.Random(f"arc_agi {seed} {puzzle.id}"), augment)
+            for puzzle in puzzles
+        ]
+    graders = [
+        ARCGrader(tuple(pair.output for pair in puzzle.test), partial_credit) for puzzle in puzzles
+    ]
+    return [
+        Task(question(write_prompt(one)), grader, id=f"arc-agi/{one.id}")
+        for one, grader in zip(puzzles, graders)
+    ]
 
 
 def write_prompt(puzzle: ARCPuzzle) -> str:
-    parts = [f"Input:\n{write_grid(pair.input)}\n\nOutput:\n{write_grid(pair.output)}" for pair in puzzle.train]
+    parts = [
+        f"Input:\n{write_grid(pair.input)}\n\nOutput:\n{write_grid(pair.output)}"
+        for pair in puzzle.train
+    ]
     if len(puzzle.test) == 1:
         parts.append(f"Test input:\n{write_grid(puzzle.test[0].input)}")
-        what, answer = "the test input", "its output grid"
+        what = "the test input"
+        answer = "its output grid"
     else:
-        parts += [f"Test input {i}:\n{write_grid(pair.input)}" for i, pair in enumerate(puzzle.test, 1)]
-        what, answer = f"the {len(puzzle.test)} test inputs", "their output grids, in this order, with an empty line between,"
+        parts += [
+            f"Test input {i}:\n{write_grid(pair.input)}" for i, pair in enumerate(puzzle.test, 1)
+        ]
+        what = f"the {len(puzzle.test)} test inputs"
+        answer = "their output grids, in this order, with an empty line between,"
     return "\n\n".join([*parts, _INSTRUCTION.format(what=what, answer=answer)])
 
 
 def augmented(puzzle: ARCPuzzle, rng: random.Random, augment: Collection[str]) -> ARCPuzzle:
-    """Return the puzzle turned, mirrored and recoloured: one random change for all of its grids. The rule stays a rule."""
+    """Return the puzzle turned, mirrored and recoloured: one random change for all of its grids.
+    The rule stays a rule.
+    """
     turns = int(rng.random() * 4) if "rotations" in augment else 0
     mirror = "reflections" in augment and rng.random() < 0.5
     colours = list(range(10))
     if "colours" in augment:
-        for last in range(9, 0, -1):  # Fisher and Yates's shuffle, with random() alone: the same in every version of Python
+        # Fisher and Yates's shuffle, with random() alone: the same in every version of Python.
+        for last in range(9, 0, -1):
             other = int(rng.random() * (last + 1))
             colours[last], colours[other] = colours[other], colours[last]
 
@@ -305,10 +360,13 @@ def _changed(pairs: tuple[Pair, ...], change: Callable[[Grid], Grid]) -> tuple[P
 def parse_row(row: Row) -> ARCPuzzle:
     """Read {"train": [{"input": grid, "output": grid}], "test": the same}. Raises RowError."""
     train, test = (
-        tuple(_pair(pair, f"{part}[{number}]") for number, pair in enumerate(list_field(row, part))) for part in ("train", "test")
+        tuple(_pair(pair, f"{part}[{number}]") for number, pair in enumerate(list_field(row, part)))
+        for part in ("train", "test")
     )
     if not train or not test:
-        raise RowError(f"{len(train)} train pairs and {len(test)} test pairs; there must be some of both")
+        raise RowError(
+            f"{len(train)} train pairs and {len(test)} test pairs; there must be some of both"
+        )
     name = row.get("id", row.get("task_id"))
     if name is None:
         name = hashlib.sha256(repr((train, test)).encode()).hexdigest()[:8]
@@ -317,7 +375,9 @@ def parse_row(row: Row) -> ARCPuzzle:
 
 def _pair(pair: Any, where: str) -> Pair:
     if not isinstance(pair, dict) or "input" not in pair or "output" not in pair:
-        raise RowError(f"{where} lacks input or output; it needs both (a set without answers cannot be graded)")
+        raise RowError(
+            f"{where} lacks input or output; it needs both (a set without answers cannot be graded)"
+        )
     return Pair(_grid(pair["input"], f"{where}.input"), _grid(pair["output"], f"{where}.output"))
 
 
@@ -327,7 +387,8 @@ def _grid(value: Any, where: str) -> Grid:
     widths = {len(row) for row in value}
     if not 1 <= len(value) <= LARGEST or len(widths) != 1 or not 1 <= min(widths) <= LARGEST:
         raise RowError(
-            f"{where} has {len(value)} rows of {sorted(widths)} cells; 1 to {LARGEST} rows of one length up to {LARGEST}"
+            f"{where} has {len(value)} rows of {sorted(widths)} cells; 1 to {LARGEST} rows of "
+            f"one length up to {LARGEST}"
         )
     if not all(type(cell) is int and 0 <= cell <= 9 for row in value for cell in row):
         raise RowError(f"{where} has cells that are not whole numbers from 0 to 9")

@@ -1,7 +1,8 @@
-"""Chess: find the best move of a position. Needs the package chess (python-chess), of the `tasks` extra.
+"""Chess: find the best move of a position. Needs the package chess (python-chess), of the `tasks`
+extra.
 
-Positions come from files of one's own: lichess puzzles, test suites in EPD, or rows that name the best moves and, where they are
-known, the points of others.
+Positions come from files of one's own: lichess puzzles, test suites in EPD, or rows that name the
+best moves and, where they are known, the points of others.
 """
 
 import itertools
@@ -15,7 +16,16 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, last_line, latest, reply_text
+from ttrl.tasks.answers import (
+    after_thinking,
+    ascii_lower,
+    find_after,
+    find_boxed,
+    find_tagged,
+    last_line,
+    latest,
+    reply_text,
+)
 from ttrl.tasks.datasets import (
     Row,
     RowError,
@@ -34,12 +44,15 @@ from ttrl.tasks.words import as_typed
 try:
     import chess
 except ImportError as error:
-    raise TaskError(f"chess tasks need the package chess: pip install 'ttrl[tasks]' ({error})") from None
+    raise TaskError(
+        f"chess tasks need the package chess: pip install 'ttrl[tasks]' ({error})"
+    ) from None
 
 Style = Literal["plain", "P"]
 
 _PLAIN = (
-    "Position (FEN): {fen}\n{side} to move. Find the best move. You may think first. End your reply with the move in "
+    "Position (FEN): {fen}\n{side} to move. Find the best move. You may think first. End your "
+    "reply with the move in "
     "coordinates, such as e2e4 or e7e8q, in <answer> </answer> tags."
 )
 _ROOKWORLD = re.compile(r"P:\s*(\S+(?: \S+)+)\s+M:\s*(\S.*?)\s+E:\s*(\S.*?)\s+B:\s*(\S+)\s*")
@@ -56,8 +69,8 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class Position:
-    """best: moves in coordinates (UCI); points: of moves that are known, from 0 to 1; candidates: moves and their evaluations in
-    pawns, as a reply in style "P" should name them."""
+    """best: moves in coordinates (UCI); points: of moves that are known, from 0 to 1; candidates:
+    moves and their evaluations in pawns, as a reply in style "P" should name them."""
 
     id: str
     fen: str
@@ -68,14 +81,16 @@ class Position:
 
 @dataclass(frozen=True)
 class ChessGrader:
-    r"""1 for a best move or a mate; else the move's points where they are known, or the judge's; at least legal_reward if it is
-    legal. 0 for anything else.
+    r"""1 for a best move or a mate; else the move's points where they are known, or the judge's; at
+    least legal_reward if it is legal. 0 for anything else.
 
-    style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or after the last "best move:"; else it is the last
-    line. style "P": it stands after the last `B:`. Coordinates (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
+    style "plain": the move stands in the last `<answer>` tags or `\boxed{}`, or after the last
+    "best move:"; else it is the last line. style "P": it stands after the last `B:`. Coordinates
+    (e2e4, e2-e4) and algebraic notation (Nf3, O-O) are read.
 
-    With `candidates`, as RookWorld-LM writes them: half of the reward is for the move; 0.3 for the share of the candidates that
-    are named, of as many as there are; 0.2 for evaluations, each a pawn off earning nothing.
+    With `candidates`, as RookWorld-LM writes them: half of the reward is for the move; 0.3 for the
+    share of the candidates that are named, of as many as there are; 0.2 for evaluations, each a
+    pawn off earning nothing.
     """
 
     fen: str
@@ -87,11 +102,13 @@ class ChessGrader:
     candidates: Mapping[str, float] = field(default_factory=dict)
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"legal", "best": 0 or 1}); in style "P" also "candidates", the legal share of the moves after `M:`,
-        and with known candidates "named" and "evaluated"."""
+        """Return (reward, {"legal", "best": 0 or 1}); in style "P" also "candidates", the legal
+        share of the moves after `M:`, and with known candidates "named" and "evaluated"."""
         board = chess.Board(self.fen)
         text = after_thinking(reply_text(choice))
-        metrics = {"legal": 0.0, "best": 0.0} | (self._analysis(board, text) if self.style == "P" else {})
+        metrics = {"legal": 0.0, "best": 0.0} | (
+            self._analysis(board, text) if self.style == "P" else {}
+        )
         reward = 0.0
         if (move := read_move(board, _answer(text, self.style))) is not None:
             metrics["legal"], metrics["best"] = 1.0, float(self._is_best(board, move))
@@ -110,7 +127,10 @@ class ChessGrader:
         if self.style == "plain":
             return f"<answer>{self.best[0]}</answer>"
         analysis = self.candidates or {self.best[0]: 0.0}
-        return f"M: {' '.join(analysis)} E: {' '.join(f'{value:g}' for value in analysis.values())} B: {self.best[0]}"
+        return (
+            f"M: {' '.join(analysis)} E: {' '.join(f'{value:g}' for value in analysis.values())} "
+            f"B: {self.best[0]}"
+        )
 
     def _is_best(self, board: "chess.Board", move: "chess.Move") -> bool:
         board.push(move)
@@ -122,19 +142,31 @@ class ChessGrader:
         return self.points.get(move, 0.0) if self.judge is None else self.judge(self.fen, move)
 
     def _analysis(self, board: "chess.Board", text: str) -> dict[str, float]:
-        moves, values = _after(text, "M:", "E:", "B:", "\n"), _after(text, "E:", "B:", "\n")
-        distinct, legal = list(dict.fromkeys(moves)), {move.uci() for move in board.legal_moves}
-        found = {"candidates": sum(move in legal for move in distinct) / len(moves) if moves else 0.0}
+        moves = _after(text, "M:", "E:", "B:", "\n")
+        values = _after(text, "E:", "B:", "\n")
+        distinct = list(dict.fromkeys(moves))
+        legal = {move.uci() for move in board.legal_moves}
+        found = {
+            "candidates": sum(move in legal for move in distinct) / len(moves) if moves else 0.0
+        }
         if self.candidates:
             named = [move for move in distinct[: len(self.candidates)] if move in self.candidates]
-            off = [abs(_number(dict(zip(moves, values, strict=False)).get(move)) - self.candidates[move]) for move in named]
+            off = [
+                abs(
+                    _number(dict(zip(moves, values, strict=False)).get(move))
+                    - self.candidates[move]
+                )
+                for move in named
+            ]
             found["named"] = len(named) / len(self.candidates)
             found["evaluated"] = sum(max(0.0, 1.0 - one) for one in off) / len(self.candidates)
         return found
 
 
 def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
-    """Return the legal move that a text is, in coordinates or algebraic notation; None for anything else."""
+    """Return the legal move that a text is, in coordinates or algebraic notation; None for anything
+    else.
+    """
     text = as_typed(text.translate(_FIGURES)).replace("\\", "").strip(" \t\r\n*_`\"'.,;:()[]$!?")
     if len(text) > _LONGEST:
         return None
@@ -163,7 +195,9 @@ def _answer(text: str, style: Style) -> str:
 
 
 def _after(text: str, mark: str, *ends: str) -> list[str]:
-    """Return the words between the last of a mark and the first of its ends; none where it is missing."""
+    """Return the words between the last of a mark and the first of its ends; none where it is
+    missing.
+    """
     start = text.rfind(mark)
     rest = text[start + len(mark) : start + len(mark) + _LONGEST] if start >= 0 else ""
     for end in ends:
@@ -173,7 +207,11 @@ def _after(text: str, mark: str, *ends: str) -> list[str]:
 
 def _number(text: str | None) -> float:
     """Return the number that a text is, else infinity."""
-    return float(text) if text is not None and re.fullmatch(r"[+-]?\d{1,4}(\.\d{1,4})?", text, re.ASCII) else math.inf
+    return (
+        float(text)
+        if text is not None and re.fullmatch(r"[+-]?\d{1,4}(\.\d{1,4})?", text, re.ASCII)
+        else math.inf
+    )
 
 
 def get_chess_tasks(
@@ -186,15 +224,19 @@ def get_chess_tasks(
     legal_reward: float = 0.0,
     judge: Judge | None = None,
 ) -> list[Task]:
-    """Return `n` positions (None: all of the split), none twice; in train, the seed decides which and in which order.
+    """Return `n` positions (None: all of the split), none twice; in train, the seed decides which
+    and in which order.
 
-    Of a single file, test is all positions; train and validation are parts of them, one in ten for validation, by a hash of the
-    position. path: an `.epd` file with `bm` (and points in `c8` and `c9`, as the Strategic Test Suite has them); or rows (see
-    `ttrl.tasks.datasets`) with "fen", "best_move_uci" (a move or a list) and maybe "points_uci" ({move: 0 to 100}); or lichess's
-    puzzle table with "FEN" and "Moves", whose first move is the opponent's.
-    style: "plain", a question in words; "P", `P: `, the position and a space, to be continued by `M:` candidates, `E:` their
-        values, `B:` the best move, as small models that are trained on chess alone do it (RookWorld-LM). Rows whose "text" is
-        all of that are read too, and others of the same column passed over (its data has two kinds).
+    Of a single file, test is all positions; train and validation are parts of them, one in ten for
+    validation, by a hash of the position. path: an `.epd` file with `bm` (and points in `c8` and
+    `c9`, as the Strategic Test Suite has them); or rows (see `ttrl.tasks.datasets`) with "fen",
+    "best_move_uci" (a move or a list) and maybe "points_uci" ({move: 0 to 100}); or lichess's
+    puzzle table with "FEN" and "Moves", whose first move is the opponent's. style: "plain", a
+    question in words; "P", `P: `, the position and a space, to be continued by `M:` candidates,
+    `E:` their
+        values, `B:` the best move, as small models that are trained on chess alone do it
+        (RookWorld-LM). Rows whose "text" is all of that are read too, and others of the same column
+        passed over (its data has two kinds).
     judge: see `ChessGrader`. Raises TaskError.
     """
     check_name("split", split, ("train", "validation", "test"), "chess")
@@ -221,7 +263,15 @@ def get_chess_tasks(
     return [
         Task(
             question(write_prompt(position.fen, style)),
-            ChessGrader(position.fen, position.best, position.points, style, legal_reward, judge, position.candidates),
+            ChessGrader(
+                position.fen,
+                position.best,
+                position.points,
+                style,
+                legal_reward,
+                judge,
+                position.candidates,
+            ),
             id=f"chess/{position.id}",
         )
         for position in chosen
@@ -241,7 +291,8 @@ def write_prompt(fen: str, style: Style) -> str:
 
 def read_epd(path: Path) -> Rows[Position]:
     """Read every position of a test suite. Raises TaskError, naming the line."""
-    positions, places = [], []
+    positions = []
+    places = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -262,22 +313,33 @@ def parse_epd(line: str, name: str) -> Position:
         raise RowError("no bm (best move); it must have one")
     points: dict[str, float] = {}
     if "c8" in operations and "c9" in operations:
-        values, moves = str(operations["c8"]).split(), str(operations["c9"]).split()
+        values = str(operations["c8"]).split()
+        moves = str(operations["c9"]).split()
         points = _points(dict(zip(moves, map(int, values), strict=True)))
-    return _position(str(operations.get("id", name)), board.fen(), [move.uci() for move in best], points)
+    return _position(
+        str(operations.get("id", name)), board.fen(), [move.uci() for move in best], points
+    )
 
 
 def legal_move_examples(
     n: int, seed: int = 0, *, path: Source, style: Style = "plain", positions: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return `n` examples for supervised training, {"messages": [user, assistant]}: the first `positions` of training (None: all)
-    in turn, each answered with a random legal move. They show the format and the rules, and nothing of which move is good."""
-    graders = [task.grader for task in get_chess_tasks("train", positions, seed, path=path, style=style)[:n]]
+    """Return `n` examples for supervised training, {"messages": [user, assistant]}: the first
+    `positions` of training (None: all) in turn, each answered with a random legal move. They show
+    the format and the rules, and nothing of which move is good.
+    """
+    graders = [
+        task.grader
+        for task in get_chess_tasks("train", positions, seed, path=path, style=style)[:n]
+    ]
     fens = [grader.fen for grader in graders if isinstance(grader, ChessGrader)]
     legal = {fen: sorted(move.uci() for move in chess.Board(fen).legal_moves) for fen in fens}
     draw = random.Random(seed)
     drawn = [(fen, draw.choice(legal[fen])) for fen in itertools.islice(itertools.cycle(fens), n)]
-    return [solved(write_prompt(fen, style), ChessGrader(fen, (move,), style=style).reference()) for fen, move in drawn]
+    return [
+        solved(write_prompt(fen, style), ChessGrader(fen, (move,), style=style).reference())
+        for fen, move in drawn
+    ]
 
 
 def parse_row(row: Row) -> Position | None:
@@ -296,7 +358,10 @@ def parse_row(row: Row) -> Position | None:
     best = [best] if isinstance(best, str) else best
     points = row.get("points_uci") or {}
     if not isinstance(best, list) or not isinstance(points, dict):
-        raise RowError(f"best_move_uci is {best!r:.80} and points_uci {points!r:.80}; a move or a list of moves, and an object")
+        raise RowError(
+            f"best_move_uci is {best!r:.80} and points_uci {points!r:.80}; a move or a list of "
+            "moves, and an object"
+        )
     fen = text_field(row, "fen")
     return _position(str(row.get("id", fen)), fen, best, _points(points))
 
@@ -305,7 +370,9 @@ def _rookworld(text: str) -> Position | None:
     if not text.lstrip().startswith("P:"):
         return None
     if (found := _ROOKWORLD.fullmatch(text.strip())) is None:
-        raise RowError(f"text is {text!r:.160}; it must be P: position M: moves E: evaluations B: move")
+        raise RowError(
+            f"text is {text!r:.160}; it must be P: position M: moves E: evaluations B: move"
+        )
     fen, moves, values, best = found.groups()
     candidates = dict(zip(moves.split(), map(_number, values.split()), strict=False))
     if len(moves.split()) != len(values.split()) or math.inf in candidates.values():
@@ -314,7 +381,9 @@ def _rookworld(text: str) -> Position | None:
 
 
 def _points(points: Mapping[str, Any]) -> dict[str, float]:
-    """Return points of 100 as shares. Moves without points (a table may have a column for all of them) are left out."""
+    """Return points of 100 as shares. Moves without points (a table may have a column for all of
+    them) are left out.
+    """
     known = {move: value for move, value in points.items() if value is not None}
     if not all(isinstance(value, int | float) and 0 <= value <= 100 for value in known.values()):
         raise RowError(f"points {known!r:.120}; they must be numbers from 0 to 100")
@@ -322,7 +391,11 @@ def _points(points: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _position(
-    name: str, fen: str, best: list[str], points: dict[str, float], candidates: Mapping[str, float] = MappingProxyType({})
+    name: str,
+    fen: str,
+    best: list[str],
+    points: dict[str, float],
+    candidates: Mapping[str, float] = MappingProxyType({}),
 ) -> Position:
     """Return the position after checking that every move is legal. Raises RowError."""
     try:
@@ -332,6 +405,7 @@ def _position(
     legal = {move.uci() for move in board.legal_moves}
     if not best or (wrong := [move for move in [*best, *points, *candidates] if move not in legal]):
         raise RowError(
-            f"best moves {best!r:.80}: {f'{wrong[:3]} not legal there' if best else 'there must be one'}; fen {fen!r:.120}"
+            f"best moves {best!r:.80}: "
+            f"{f'{wrong[:3]} not legal there' if best else 'there must be one'}; fen {fen!r:.120}"
         )
     return Position(name, fen, tuple(best), points, dict(candidates))

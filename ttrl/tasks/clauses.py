@@ -1,8 +1,10 @@
-"""The clauses of a puzzle, and which of its clues are needed: asked of a SAT solver (MiniSat, through python-sat).
+"""The clauses of a puzzle, and which of its clues are needed: asked of a SAT solver (MiniSat,
+through python-sat).
 
-A clue's clauses hold only where its switch, a variable, is true, and one more clause excludes the solution: so the clues settle
-the puzzle exactly where their switches contradict the clauses. Of the solver's answers only yes and no decide what is made, so a
-seed makes the same puzzle with every version of it, and with others: Glucose and CaDiCaL made the same ones.
+A clue's clauses hold only where its switch, a variable, is true, and one more clause excludes the
+solution: so the clues settle the puzzle exactly where their switches contradict the clauses. Of the
+solver's answers only yes and no decide what is made, so a seed makes the same puzzle with every
+version of it, and with others: Glucose and CaDiCaL made the same ones.
 
 Variables are 1, 2, 3, ...; a literal is a variable or its negative, as in the DIMACS format.
 """
@@ -19,7 +21,9 @@ def solver_class() -> Any:
 
 
 class Clauses:
-    """Clauses, and what can be true with them. Raises TaskError where python-sat is not installed."""
+    """Clauses, and what can be true with them. Raises TaskError where python-sat is not
+    installed.
+    """
 
     def __init__(self) -> None:
         self._solver = solver_class()()
@@ -42,16 +46,20 @@ class Clauses:
 
     def contradict(self, assumptions: Sequence[int]) -> bool:
         """Return whether the clauses and these literals cannot all be true."""
-        # Without limits this is the plain `solve`, which would turn Ctrl-C into an error of its own.
+        # Without limits this is the plain `solve`, which would turn Ctrl-C into an error of its
+        # own.
         return self._solver.solve_limited(assumptions, expect_interrupt=True) is False
 
     def needed(self, switches: Sequence[int]) -> list[int]:
-        """Leave out each of these in turn where the others contradict the clauses without it; return those that stay.
+        """Leave out each of these in turn where the others contradict the clauses without it;
+        return those that stay.
 
-        All together contradict the clauses. Nothing else can be asked afterwards: those that stay are made clauses.
+        All together contradict the clauses. Nothing else can be asked afterwards: those that stay
+        are made clauses.
         """
         assert self.contradict(switches), "what is to be reduced contradicts nothing"
-        left, needed = list(reversed(switches)), list[int]()
+        left = list(reversed(switches))
+        needed = list[int]()
         blamed = set(self._solver.get_core() or ())
         while left:
             switch = left.pop()

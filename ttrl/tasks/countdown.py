@@ -1,7 +1,8 @@
-"""Countdown: reach a target from given numbers with + - × ÷. Easy to check, hard to guess; the task of TinyZero and of the
-television game. Puzzles are generated, with a solution each.
+"""Countdown: reach a target from given numbers with + - × ÷. Easy to check, hard to guess; the task
+of TinyZero and of the television game. Puzzles are generated, with a solution each.
 
-Held out are whole sets of numbers, by a hash: no training puzzle, whatever its seed, has the numbers of a validation puzzle.
+Held out are whole sets of numbers, by a hash: no training puzzle, whatever its seed, has the
+numbers of a validation puzzle.
 """
 
 import ast
@@ -26,10 +27,25 @@ LONGEST = 300
 DEEPEST = 40
 """Parentheses inside each other; Python's parser has a limit, too."""
 _PROMPT = (
-    "Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make {target}. You may think first. "
-    "End your reply with the expression in <answer> </answer> tags, such as <answer>(1 + 2) * 3</answer>."
+    "Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make "
+    "{target}. You may think first. "
+    "End your reply with the expression in <answer> </answer> tags, such as <answer>(1 + 2) * "
+    "3</answer>."
 )
-_OPERATORS = str.maketrans({"×": "*", "·": "*", "⋅": "*", "∗": "*", "÷": "/", "∶": "/", "[": "(", "]": ")", "{": "(", "}": ")"})
+_OPERATORS = str.maketrans(
+    {
+        "×": "*",
+        "·": "*",
+        "⋅": "*",
+        "∗": "*",
+        "÷": "/",
+        "∶": "/",
+        "[": "(",
+        "]": ")",
+        "{": "(",
+        "}": ")",
+    }
+)
 _ALLOWED = re.compile(r"[0-9+*/() -]+")
 _DIGITS = re.compile(r"[0-9]+")
 _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -42,11 +58,12 @@ _OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 @dataclass(frozen=True)
 class CountdownGrader:
-    r"""1.0 if the reply's expression uses the numbers, each as often as it is given, and has the target for its value.
+    r"""1.0 if the reply's expression uses the numbers, each as often as it is given, and has the
+    target for its value.
 
-    The expression is what stands in the last `<answer>` tags or the last `\boxed{}`, after any thinking; where there is
-    neither, the last line. `= target` may stand behind it. valid_reward: for an expression of the right numbers with another
-    value.
+    The expression is what stands in the last `<answer>` tags or the last `\boxed{}`, after any
+    thinking; where there is neither, the last line. `= target` may stand behind it. valid_reward:
+    for an expression of the right numbers with another value.
     """
 
     numbers: tuple[int, ...]
@@ -55,11 +72,18 @@ class CountdownGrader:
     valid_reward: float = 0.0
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "valid": 1 if it is an expression of the right numbers})."""
+        """Return (reward, {"exact": 0 or 1, "valid": 1 if it is an expression of the right
+        numbers}).
+        """
         read = evaluate(read_expression(reply_text(choice)))
         valid = read is not None and sorted(read[1]) == sorted(self.numbers)
-        exact = valid and read is not None and read[0] == self.target and read[2] in (None, self.target)
-        return 1.0 if exact else self.valid_reward * valid, {"exact": float(exact), "valid": float(valid)}
+        exact = (
+            valid and read is not None and read[0] == self.target and read[2] in (None, self.target)
+        )
+        return 1.0 if exact else self.valid_reward * valid, {
+            "exact": float(exact),
+            "valid": float(valid),
+        }
 
     def reference(self) -> str:
         return f"<answer>{self.solution}</answer>"
@@ -74,22 +98,36 @@ def read_expression(text: str) -> str:
     else:
         text = text.rstrip()
         part = text[max(text.rfind("\n") + 1, len(text) - 2 * LONGEST) :]
-    part = part.replace("\\times", "*").replace("\\cdot", "*").replace("\\div", "/").replace("\\left", "").replace("\\right", "")
+    part = (
+        part.replace("\\times", "*")
+        .replace("\\cdot", "*")
+        .replace("\\div", "/")
+        .replace("\\left", "")
+        .replace("\\right", "")
+    )
     part = part.replace("\\(", "").replace("\\)", "").replace("\\[", "").replace("\\]", "")
     part = ascii_digits(as_typed(part)).translate(_OPERATORS).strip(" \t\r\n`$.")
-    bold = next((mark for mark in ("**", "__") if part.startswith(mark) and part.endswith(mark)), "")
+    bold = next(
+        (mark for mark in ("**", "__") if part.startswith(mark) and part.endswith(mark)), ""
+    )
     return part.removeprefix(bold).removesuffix(bold)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int], Fraction | None] | None:
-    """Evaluate whole numbers with + - * / and parentheses: (value, numbers used, what stands after "=" or None).
+    """Evaluate whole numbers with + - * / and parentheses: (value, numbers used, what stands after
+    "=" or None).
 
-    Exact, and safe: of Python's own syntax tree, nothing else is evaluated. None for everything that is no such expression, for
-    divisions by zero, and beyond LONGEST characters. A sign before a parenthesis or number ("-3") is allowed.
+    Exact, and safe: of Python's own syntax tree, nothing else is evaluated. None for everything
+    that is no such expression, for divisions by zero, and beyond LONGEST characters. A sign before
+    a parenthesis or number ("-3") is allowed.
     """
     left, equals, right = expression.partition("=")
     try:
-        return _value(_tree(left)), list(map(int, _DIGITS.findall(left))), _value(_tree(right)) if equals else None
+        return (
+            _value(_tree(left)),
+            list(map(int, _DIGITS.findall(left))),
+            _value(_tree(right)) if equals else None,
+        )
     except (SyntaxError, ZeroDivisionError):
         return None
 
@@ -98,9 +136,14 @@ def _tree(text: str) -> ast.expr:
     """Parse one side of an expression. Raises SyntaxError."""
     text = " ".join(text.split()) if len(text) <= LONGEST else ""
     depths = itertools.accumulate((character == "(") - (character == ")") for character in text)
-    if not _ALLOWED.fullmatch(text) or max(depths, default=0) > DEEPEST or max(map(len, _DIGITS.findall(text)), default=0) > 9:
+    if (
+        not _ALLOWED.fullmatch(text)
+        or max(depths, default=0) > DEEPEST
+        or max(map(len, _DIGITS.findall(text)), default=0) > 9
+    ):
         raise SyntaxError(text)
-    return ast.parse(_DIGITS.sub(lambda digits: str(int(digits[0])), text), mode="eval").body  # Python refuses 007
+    # Python refuses 007.
+    return ast.parse(_DIGITS.sub(lambda digits: str(int(digits[0])), text), mode="eval").body
 
 
 def _value(tree: ast.expr) -> Fraction:
@@ -124,24 +167,32 @@ def get_countdown_tasks(
     largest_target: int = 999,
     valid_reward: float = 0.0,
 ) -> list[Task]:
-    """Return `n` puzzles of min_numbers to max_numbers (2 to 8) whole numbers up to `largest`, targets up to largest_target.
+    """Return `n` puzzles of min_numbers to max_numbers (2 to 8) whole numbers up to `largest`,
+    targets up to largest_target.
 
-    train: the seed decides. validation: the same for every seed, no two with the same numbers and target; more of them begin
-    with the same ones. Raises TaskError for impossible settings.
+    train: the seed decides. validation: the same for every seed, no two with the same numbers and
+    target; more of them begin with the same ones. Raises TaskError for impossible settings.
     """
     check_name("split", split, ("train", "validation"), "countdown")
     check_count(n)
     if not 2 <= min_numbers <= max_numbers <= 8:
-        raise TaskError(f"min_numbers {min_numbers} and max_numbers {max_numbers}: 2 <= min_numbers <= max_numbers <= 8")
+        raise TaskError(
+            f"min_numbers {min_numbers} and max_numbers {max_numbers}: 2 <= min_numbers <= "
+            "max_numbers <= 8"
+        )
     if largest < 10 or largest_target < 10:
-        raise TaskError(f"largest {largest} and largest_target {largest_target}: give 10 or more for both")
+        raise TaskError(
+            f"largest {largest} and largest_target {largest_target}: give 10 or more for both"
+        )
     check_share("valid_reward", valid_reward, below_one=True)
     held_out = split == "validation"
     settings = f"{min_numbers} {max_numbers} {largest} {largest_target}"
     rng = random.Random(f"countdown {split} {settings} {'' if held_out else seed}")
     tasks: dict[str, Task] = {}
     for _ in range(200 * n + 5000):
-        numbers, solution, target = _draw(rng, min_numbers + int(rng.random() * (max_numbers - min_numbers + 1)), largest)
+        numbers, solution, target = _draw(
+            rng, min_numbers + int(rng.random() * (max_numbers - min_numbers + 1)), largest
+        )
         if not 1 <= target <= largest_target or target in numbers:
             continue
         if in_validation("countdown " + " ".join(map(str, sorted(numbers)))) != held_out:
@@ -154,19 +205,32 @@ def get_countdown_tasks(
         tasks[name if held_out else str(len(tasks))] = Task(question(content), grader, id=name)
         if len(tasks) == n:
             return list(tasks.values())
-    raise TaskError(f"{n} {split} tasks of countdown: found {len(tasks)}; ask for fewer, or for larger numbers")
+    raise TaskError(
+        f"{n} {split} tasks of countdown: found {len(tasks)}; ask for fewer, or for larger numbers"
+    )
 
 
 def _draw(rng: random.Random, count: int, largest: int) -> tuple[list[int], str, Fraction]:
-    """Draw (numbers in an order that gives nothing away, an expression of them, its value, which may be any)."""
+    """Draw (numbers in an order that gives nothing away, an expression of them, its value, which
+    may be any).
+    """
     numbers = [1 + int(rng.random() * largest) for _ in range(count)]
     terms = [(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:
         first, second = (terms.pop(int(rng.random() * len(terms))) for _ in range(2))
         operators = "+-*/" if second[0] != 0 and (first[0] / second[0]).denominator == 1 else "+-*"
         operator = pick(rng, operators)
-        a, b = first[0], second[0]
-        value = a + b if operator == "+" else a - b if operator == "-" else a * b if operator == "*" else a / b
+        a = first[0]
+        b = second[0]
+        value = (
+            a + b
+            if operator == "+"
+            else a - b
+            if operator == "-"
+            else a * b
+            if operator == "*"
+            else a / b
+        )
         terms.append((value, f"({first[1]} {operator} {second[1]})"))
     value, text = terms[0]
     return numbers, text[1:-1], value

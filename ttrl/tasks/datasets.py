@@ -1,4 +1,5 @@
-"""Rows of a data set: from files of one's own, or from the Hugging Face hub; and which of them belong to a split.
+"""Rows of a data set: from files of one's own, or from the Hugging Face hub; and which of them
+belong to a split.
 
 ttrl ships no data of others. A source is a file (`.jsonl`, `.json`, `.csv`, `.parquet`), a folder
 with one file for each split (`train.jsonl`, `test.parquet`; or a split's parts,
@@ -75,7 +76,8 @@ def load_rows(
     split; no package for it.
     """
     where, rows = _open(source, splits, config)
-    parsed, places = [], []
+    parsed = []
+    places = []
     for place, row in rows:
         if not isinstance(row, dict):
             raise TaskError(f"{place}: {short(row, 120)}; a row is an object with named fields")
@@ -94,7 +96,9 @@ def field(row: Row, *names: str) -> Any:
     for name in names:
         if row.get(name) is not None:
             return row[name]
-    raise RowError(f"no field {' or '.join(map(repr, names))}; it has {short(sorted(map(str, row)), 120)}")
+    raise RowError(
+        f"no field {' or '.join(map(repr, names))}; it has {short(sorted(map(str, row)), 120)}"
+    )
 
 
 def text_field(row: Row, name: str) -> str:
@@ -109,12 +113,16 @@ def list_field(row: Row, name: str) -> list[Any]:
     """Return a list, also one that is written as JSON (csv). Raises RowError."""
     value = from_json(row[name] if name in row else field(row, name))
     if not isinstance(value, list):
-        raise RowError(f"{name} is {short(value, 120)}; it must be a list, in csv one that is written as JSON")
+        raise RowError(
+            f"{name} is {short(value, 120)}; it must be a list, in csv one that is written as JSON"
+        )
     return value
 
 
 def from_json(value: Any) -> Any:
-    """Return what a text says in JSON, as lists and objects are written in csv; anything else as it is."""
+    """Return what a text says in JSON, as lists and objects are written in csv; anything else as it
+    is.
+    """
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -153,9 +161,14 @@ def select(
         if not held_out or in_validation(f"{what} {name}") == (split == "validation"):
             chosen.append((name, row))
     order = f"{what} {split} {seed if split == 'train' else ''} "
-    chosen.sort(key=lambda item: hashlib.sha256((order + item[0]).encode("utf-8", "surrogatepass")).digest())
+    chosen.sort(
+        key=lambda item: hashlib.sha256((order + item[0]).encode("utf-8", "surrogatepass")).digest()
+    )
     if n is not None and len(chosen) < n:
-        raise TaskError(f"{n} tasks of {what}, split {split}: there are {len(chosen)} rows; ask for fewer, or n=None for all")
+        raise TaskError(
+            f"{n} tasks of {what}, split {split}: there are {len(chosen)} rows; ask for fewer, "
+            "or n=None for all"
+        )
     return [row for _, row in chosen[:n]]
 
 
@@ -200,14 +213,18 @@ def without_repeats(
 
 
 def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
-    """Return seeds for making `n` puzzles, which depend on `seed` for "train" alone. Raises TaskError."""
+    """Return seeds for making `n` puzzles, which depend on `seed` for "train" alone. Raises
+    TaskError.
+    """
     n = check_count(n, "one puzzle")
     name = f"train {seed}" if split == "train" else "validation"
     return [f"{name} {number}" for number in range(n)]
 
 
 def check_count(n: int | None, least: str = "one", *, may_be_none: bool = False) -> int:
-    """Return the number of tasks asked for, 0 for None. Raises TaskError unless it is a whole number above 0."""
+    """Return the number of tasks asked for, 0 for None. Raises TaskError unless it is a whole
+    number above 0.
+    """
     if n is None and may_be_none:
         return 0
     if type(n) is not int or n < 1:
@@ -216,7 +233,9 @@ def check_count(n: int | None, least: str = "one", *, may_be_none: bool = False)
 
 
 def check_name(option: str, value: str, known: Iterable[str], what: str) -> None:
-    """Raise TaskError, listing those there are, for a split or a style that `what` does not have."""
+    """Raise TaskError, listing those there are, for a split or a style that `what` does not
+    have.
+    """
     known = list(known)
     if value not in known:
         raise TaskError(f"{option} is {value!r}; {what} has {', '.join(map(repr, known))}")
@@ -233,7 +252,9 @@ def is_file(path: Source) -> bool:
     return Path(path).expanduser().is_file()
 
 
-def _open(source: Source, splits: Sequence[str], config: str | None) -> tuple[str, Iterable[tuple[str, Any]]]:
+def _open(
+    source: Source, splits: Sequence[str], config: str | None
+) -> tuple[str, Iterable[tuple[str, Any]]]:
     """Return (name of the source, (place, row) of each row)."""
     path = Path(source).expanduser()
     parts = [path]
@@ -247,8 +268,16 @@ def _open(source: Source, splits: Sequence[str], config: str | None) -> tuple[st
             raise TaskError(f"{path}: files ending in {', '.join(SUFFIXES)} are read")
         return str(path), itertools.chain.from_iterable(map(_READERS[path.suffix], parts))
     text = os.fspath(source)
-    if not isinstance(source, str) or path.suffix in SUFFIXES or text.startswith(("/", ".", "~")) or not _HUB_ID.fullmatch(text):
-        raise TaskError(f"{path}: no such file or folder, and no id of a data set on the Hugging Face hub (owner/name)")
+    if (
+        not isinstance(source, str)
+        or path.suffix in SUFFIXES
+        or text.startswith(("/", ".", "~"))
+        or not _HUB_ID.fullmatch(text)
+    ):
+        raise TaskError(
+            f"{path}: no such file or folder, and no id of a data set on the Hugging Face hub "
+            "(owner/name)"
+        )
     return _from_hub(text, splits, config)
 
 
@@ -274,7 +303,8 @@ def _in_folder(folder: Path, splits: Sequence[str], config: str | None) -> list[
         return [folder]
     there = sorted(path.name for path in folder.iterdir())
     raise TaskError(
-        f"{folder}: no file {' or '.join(split + '.jsonl' for split in splits) or '*.json'} (or {', '.join(SUFFIXES[1:])}); "
+        f"{folder}: no file {' or '.join(split + '.jsonl' for split in splits) or '*.json'} (or "
+        f"{', '.join(SUFFIXES[1:])}); "
         f"there are {short(there, 120)}. Name the file itself, or rename it"
     )
 
@@ -301,7 +331,9 @@ def _parts(folder: Path, split: str) -> list[Path]:
     (count,) = counts
     if numbers != list(range(count)):
         all_parts = spans(range(count))
-        raise TaskError(f"{folder}: {split} has the parts {spans(numbers)}; its names say {all_parts}")
+        raise TaskError(
+            f"{folder}: {split} has the parts {spans(numbers)}; its names say {all_parts}"
+        )
     return [path for *_, path in parts]
 
 
@@ -334,7 +366,10 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
     elif isinstance(data, list):
         yield from _numbered(str(path), data)
     else:
-        raise TaskError(f"{path}: it holds {short(data, 120)}; it must hold a list of rows, or an object of objects by their ids")
+        raise TaskError(
+            f"{path}: it holds {short(data, 120)}; it must hold a list of rows, or an object of "
+            "objects by their ids"
+        )
 
 
 def _csv(path: Path) -> Iterator[tuple[str, Any]]:
@@ -344,7 +379,9 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
             # strict: else a field whose quotation mark is missing takes in the rest of the file
             for place, row in _numbered(str(path), csv.DictReader(file, strict=True)):
                 if None in row or None in row.values():
-                    raise TaskError(f"{place}: it has not as many columns as the first line has names")
+                    raise TaskError(
+                        f"{place}: it has not as many columns as the first line has names"
+                    )
                 yield place, row
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise TaskError(f"{path}: cannot be read: {error}") from None
@@ -353,8 +390,11 @@ def _csv(path: Path) -> Iterator[tuple[str, Any]]:
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     parquet = optional_package("pyarrow.parquet", f"{path}: parquet files need")
     try:
-        with parquet.ParquetFile(path) as file:  # in batches: DAPO's 1.8 million rows take gigabytes as objects
-            yield from _numbered(str(path), (row for batch in file.iter_batches() for row in batch.to_pylist()))
+        # In batches: DAPO's 1.8 million rows take gigabytes as objects.
+        with parquet.ParquetFile(path) as file:
+            yield from _numbered(
+                str(path), (row for batch in file.iter_batches() for row in batch.to_pylist())
+            )
     except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
         raise TaskError(f"{path}: cannot be read: {error}") from None
 
@@ -382,15 +422,21 @@ def _one_each(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def optional_package(module: str, needs: str, package: str = "") -> Any:
-    """Import a module of the `tasks` extra; `needs`: "parquet files need". Raises TaskError that says how to install it."""
+    """Import a module of the `tasks` extra; `needs`: "parquet files need". Raises TaskError that
+    says how to install it.
+    """
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = package or module.partition(".")[0]
-        raise TaskError(f"{needs} the package {package}: pip install 'ttrl[tasks]' ({error})") from None
+        raise TaskError(
+            f"{needs} the package {package}: pip install 'ttrl[tasks]' ({error})"
+        ) from None
 
 
-def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str, Iterator[tuple[str, Any]]]:
+def _from_hub(
+    name: str, splits: Sequence[str], config: str | None
+) -> tuple[str, Iterator[tuple[str, Any]]]:
     datasets = optional_package("datasets", f"{name}: data sets of the Hugging Face hub need")
     where = f"{name} ({config})" if config else name
     _check_hub(where)
@@ -398,29 +444,37 @@ def _from_hub(name: str, splits: Sequence[str], config: str | None) -> tuple[str
         there = list(datasets.get_dataset_split_names(name, config))
         split = next((split for split in splits if split in there), None)
         if split is None:
-            raise TaskError(f"{where}: no split {' or '.join(map(repr, splits))}; there are {short(there, 120)}")
+            raise TaskError(
+                f"{where}: no split {' or '.join(map(repr, splits))}; there are {short(there, 120)}"
+            )
         rows = datasets.load_dataset(name, config, split=split)
     except TaskError:
         raise
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise TaskError(
-            f"{where}: cannot be loaded from the Hugging Face hub: {type(error).__name__}: {first}. Without a network, "
+            f"{where}: cannot be loaded from the Hugging Face hub: {type(error).__name__}: "
+            f"{first}. Without a network, "
             "download it elsewhere and give the path of its file"
         ) from error
     return where, _numbered(f"{where}, {split}", map(dict, rows))
 
 
 def _check_hub(where: str) -> None:
-    """Raise TaskError at once where the hub cannot be reached, whose client would try for half a minute."""
+    """Raise TaskError at once where the hub cannot be reached, whose client would try for half a
+    minute.
+    """
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("HF_DATASETS_OFFLINE")
-    if offline or urllib.request.getproxies():  # the cache is used; a proxy finds the address itself
+    # The cache is used; a proxy finds the address itself.
+    if offline or urllib.request.getproxies():
         return
     host = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co").hostname or ""
     try:
         socket.getaddrinfo(host, 443)
     except OSError as error:
         raise TaskError(
-            f"{where}: no way to the Hugging Face hub: {host}: {error}. Without a network, download it elsewhere and give the "
-            "path of its file; what was loaded before is found again with HF_HUB_OFFLINE=1 in the environment"
+            f"{where}: no way to the Hugging Face hub: {host}: {error}. Without a network, "
+            "download it elsewhere and give the "
+            "path of its file; what was loaded before is found again with HF_HUB_OFFLINE=1 in "
+            "the environment"
         ) from None

@@ -1,7 +1,9 @@
-"""GSM8K: grade-school problems in words, with a number for an answer (Cobbe et al. 2021, arXiv 2110.14168).
+"""GSM8K: grade-school problems in words, with a number for an answer (Cobbe et al. 2021, arXiv
+2110.14168).
 
-The data set's own split names: "test" is its test file. One row in ten of its train file, by a hash of the question, is the
-validation split, so that a run can be watched without a look at the test file.
+The data set's own split names: "test" is its test file. One row in ten of its train file, by a hash
+of the question, is the validation split, so that a run can be watched without a look at the test
+file.
 """
 
 import itertools
@@ -11,24 +13,38 @@ from typing import Any, Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, marked, opening_of, reply_text, tagged_answer
-from ttrl.tasks.datasets import Row, RowError, Source, check_name, check_share, load_rows, select, text_field
+from ttrl.tasks.datasets import (
+    Row,
+    RowError,
+    Source,
+    check_name,
+    check_share,
+    load_rows,
+    select,
+    text_field,
+)
 from ttrl.tasks.numerals import last_number
 from ttrl.tasks.task import Choice, Task, question, solved
 
 Style = Literal["plain", "boxed", "r1"]
 
 INSTRUCTIONS: dict[str, str] = {
-    "plain": "Solve the problem step by step. Then write the answer on a line of its own: #### and the number.",
+    "plain": "Solve the problem step by step. Then write the answer on a line of its own: #### and "
+    "the number.",
     "boxed": "Solve the problem step by step. Put the final number into \\boxed{}.",
     # In the words of DeepSeek-R1 (arXiv 2501.12948, table 1), shortened.
-    "r1": "First think about the problem, then give the answer. Write the reasoning in <think> </think> tags and the final "
-    "number in <answer> </answer> tags: <think> reasoning here </think> <answer> number here </answer>",
+    "r1": "First think about the problem, then give the answer. Write the reasoning in <think> "
+    "</think> tags and the final "
+    "number in <answer> </answer> tags: <think> reasoning here </think> <answer> number here "
+    "</answer>",
 }
 
 
 @dataclass(frozen=True)
 class GSM8KProblem:
-    """One row: the question, the worked solution without calculator marks, and the number that is right."""
+    """One row: the question, the worked solution without calculator marks, and the number that is
+    right.
+    """
 
     question: str
     solution: str
@@ -37,11 +53,12 @@ class GSM8KProblem:
 
 @dataclass(frozen=True)
 class GSM8KGrader:
-    r"""1.0 if the number of the reply's answer is right, else 0; with `format_reward` w: (1 − w)·right + w·format.
+    r"""1.0 if the number of the reply's answer is right, else 0; with `format_reward` w: (1 −
+    w)·right + w·format.
 
-    The answer is the last one that is marked, after any thinking: the last number after `####`, in `\boxed{}` or `<answer>` tags.
-    flexible: where nothing is marked, the last number of the reply (what lm-evaluation-harness calls flexible-extract).
-    format: see `follows_format`.
+    The answer is the last one that is marked, after any thinking: the last number after `####`, in
+    `\boxed{}` or `<answer>` tags. flexible: where nothing is marked, the last number of the reply
+    (what lm-evaluation-harness calls flexible-extract). format: see `follows_format`.
     """
 
     expected: Fraction
@@ -50,8 +67,8 @@ class GSM8KGrader:
     flexible: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "format": 0 or 1}), and where it is not `flexible`, what it would call right if it
-        were ("lenient")."""
+        """Return (reward, {"exact": 0 or 1, "format": 0 or 1}), and where it is not `flexible`,
+        what it would call right if it were ("lenient")."""
         text = reply_text(choice)
         exact = self._is_right(text, self.flexible)
         formed = float(follows_format(text, self.style, opening_of(choice)))
@@ -79,9 +96,10 @@ def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
 def follows_format(text: str, style: Style, opening: str = "") -> bool:
     r"""Return whether a reply has its style's form.
 
-    plain: the last line that is not empty is `####` and a number, and no other line has the mark. boxed: exactly one
-    `\boxed{}` with a number. r1: `<think>…</think>`, then `<answer>…</answer>`, once each, and nothing before, between or
-    after them. opening: the beginning of the text that the prompt wrote, or a server's parser took out; see `tagged_answer`.
+    plain: the last line that is not empty is `####` and a number, and no other line has the mark.
+    boxed: exactly one `\boxed{}` with a number. r1: `<think>…</think>`, then `<answer>…</answer>`,
+    once each, and nothing before, between or after them. opening: the beginning of the text that
+    the prompt wrote, or a server's parser took out; see `tagged_answer`.
     """
     if style == "r1":
         answer = tagged_answer(text, opening)
@@ -94,7 +112,9 @@ def follows_format(text: str, style: Style, opening: str = "") -> bool:
 
 
 def write_number(value: Fraction) -> str:
-    """Write a number as GSM8K does: 18, -3, 2.5, without thousands separators; as a fraction where no decimal is exact."""
+    """Write a number as GSM8K does: 18, -3, 2.5, without thousands separators; as a fraction where
+    no decimal is exact.
+    """
     if value.denominator == 1:
         return str(value.numerator)
     places = next((k for k in range(1, 20) if (value * 10**k).denominator == 1), None)
@@ -121,26 +141,41 @@ def get_gsm8k_tasks(
     format_reward: float = 0.0,
     flexible: bool = False,
 ) -> list[Task]:
-    """Return `n` problems (None: all of the split), no problem twice; in train, the seed decides which and in which order.
+    """Return `n` problems (None: all of the split), no problem twice; in train, the seed decides
+    which and in which order.
 
-    path: a folder with train.jsonl and test.jsonl, one file, or an id on the hub (see `ttrl.tasks.datasets`).
-    style: "plain" (####), "boxed", or "r1" (think and answer tags), which decides the prompt and the format that is rewarded.
-    few_shot: solved problems before each question, as turns of the conversation, from the train file's training part, never the
-        question itself; the same ones for every question.
+    path: a folder with train.jsonl and test.jsonl, one file, or an id on the hub (see
+        `ttrl.tasks.datasets`).
+    style: "plain" (####), "boxed", or "r1" (think and answer tags), which decides the prompt and
+        the format that is rewarded.
+    few_shot: solved problems before each question, as turns of the conversation, from the train
+        file's training part, never the question itself; the same ones for every question.
     format_reward, flexible: see `GSM8KGrader`; 0 <= format_reward <= 1.
     """
     check_name("split", split, ("train", "validation", "test"), "gsm8k")
     check_name("style", style, INSTRUCTIONS, "gsm8k")
     check_share("format_reward", format_reward)
-    problems = select(_load(path, split), lambda p: p.question, split, n, seed, "gsm8k", held_out=split != "test")
+    problems = select(
+        _load(path, split), lambda p: p.question, split, n, seed, "gsm8k", held_out=split != "test"
+    )
     shots: list[GSM8KProblem] = []
     if few_shot:
         if type(few_shot) is not int or few_shot < 0:
             raise TaskError(f"few_shot is {few_shot!r}; give a number of examples, 0 or more")
-        shots = select(_load(path, "train"), lambda p: p.question, "train", few_shot + 1, 0, "gsm8k", held_out=True)
+        shots = select(
+            _load(path, "train"),
+            lambda p: p.question,
+            "train",
+            few_shot + 1,
+            0,
+            "gsm8k",
+            held_out=True,
+        )
     tasks = []
     for problem in problems:
-        before = [_solved(shot, style)["messages"] for shot in shots if shot.question != problem.question][:few_shot]
+        before = [
+            _solved(shot, style)["messages"] for shot in shots if shot.question != problem.question
+        ][:few_shot]
         messages = [*itertools.chain(*before), *question(_asked(problem, style))]
         tasks.append(Task(messages, GSM8KGrader(problem.answer, style, format_reward, flexible)))
     return tasks
@@ -149,18 +184,25 @@ def get_gsm8k_tasks(
 def gsm8k_examples(
     n: int | None = None, seed: int = 0, *, path: Source = "openai/gsm8k", style: Style = "plain"
 ) -> list[dict[str, Any]]:
-    """Return solved training problems for supervised training, {"messages": [user, assistant]}; none of validation or test."""
-    problems = select(_load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True)
+    """Return solved training problems for supervised training, {"messages": [user, assistant]};
+    none of validation or test.
+    """
+    problems = select(
+        _load(path, "train"), lambda p: p.question, "train", n, seed, "gsm8k", held_out=True
+    )
     return [_solved(problem, style) for problem in problems]
 
 
 def _load(path: Source, split: str) -> list[GSM8KProblem]:
-    return load_rows(path, parse_row, splits=("test",) if split == "test" else ("train",), config="main")
+    return load_rows(
+        path, parse_row, splits=("test",) if split == "test" else ("train",), config="main"
+    )
 
 
 def parse_row(row: Row) -> GSM8KProblem:
     """Read {"question", "answer": worked solution, then `####` and the number}. Raises RowError."""
-    question, answer = text_field(row, "question"), text_field(row, "answer")
+    question = text_field(row, "question")
+    answer = text_field(row, "answer")
     solution, mark, number = answer.rpartition("####")
     value = last_number(number) if mark else None
     if value is None:
@@ -171,7 +213,9 @@ def parse_row(row: Row) -> GSM8KProblem:
 def _without_marks(solution: str) -> str:
     """Remove the calculator's marks: 48/2 = <<48/2=24>>24 → 48/2 = 24."""
     parts = solution.split("<<")
-    return parts[0] + "".join(part.partition(">>")[2] if ">>" in part else "<<" + part for part in parts[1:])
+    return parts[0] + "".join(
+        part.partition(">>")[2] if ">>" in part else "<<" + part for part in parts[1:]
+    )
 
 
 def _asked(problem: GSM8KProblem, style: Style) -> str:
@@ -179,4 +223,6 @@ def _asked(problem: GSM8KProblem, style: Style) -> str:
 
 
 def _solved(problem: GSM8KProblem, style: Style) -> dict[str, Any]:
-    return solved(_asked(problem, style), write_answer(problem.solution, write_number(problem.answer), style))
+    return solved(
+        _asked(problem, style), write_answer(problem.solution, write_number(problem.answer), style)
+    )

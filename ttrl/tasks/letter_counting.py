@@ -1,7 +1,9 @@
-"""Letter counting: "How many r are in strawberry?" → 3. Easy to say, easy to grade, hard for a model that reads in tokens.
+"""Letter counting: "How many r are in strawberry?" → 3. Easy to say, easy to grade, hard for a
+model that reads in tokens.
 
-Every count from 0 to 3 is asked equally often: most letters of most words occur once, and a model would learn to say 1.
-Words are generated (see words.py) and held out by a hash of the word: no word of the validation split is ever in a training task.
+Every count from 0 to 3 is asked equally often: most letters of most words occur once, and a model
+would learn to say 1. Words are generated (see words.py) and held out by a hash of the word: no word
+of the validation split is ever in a training task.
 """
 
 import bisect
@@ -29,8 +31,10 @@ _BULLET = re.compile(r"\A\s*- ")
 
 @dataclass(frozen=True)
 class LetterCountingGrader:
-    """1.0 if the last number of the reply, after any thinking, is the count, else `partial_credit` / (1 + distance), and 0
-    without a number that can be read for certain: "2 or 3", "1.2.3" and "3½" cannot."""
+    """1.0 if the last number of the reply, after any thinking, is the count, else `partial_credit`
+    / (1 + distance), and 0 without a number that can be read for certain: "2 or 3", "1.2.3" and
+    "3½" cannot.
+    """
 
     expected: int
     partial_credit: float = 0.0
@@ -41,7 +45,9 @@ class LetterCountingGrader:
         answer = last_number(_BULLET.sub("", text))
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
-        reward = 0.0 if answer is None else self.partial_credit / float(1 + abs(answer - self.expected))
+        reward = (
+            0.0 if answer is None else self.partial_credit / float(1 + abs(answer - self.expected))
+        )
         return reward, {"exact": 0.0}
 
     def reference(self) -> str:
@@ -58,33 +64,50 @@ def get_letter_counting_tasks(
     length_exponent: float = 0.0,
     partial_credit: float = 0.0,
 ) -> list[Task]:
-    """Return `n` questions about words of min_length to max_length letters, the counts 0 to 3 equally often.
+    """Return `n` questions about words of min_length to max_length letters, the counts 0 to 3
+    equally often.
 
-    train: within a count, with probabilities in proportion to (letters of the word) ** length_exponent; the seed decides.
-    validation: the same for every seed, no two alike, so the counts are balanced only as far as there are enough of each; more
-        of them begin with the same ones.
+    train: within a count, with probabilities in proportion to (letters of the word) **
+        length_exponent; the seed decides.
+    validation: the same for every seed, no two alike, so the counts are balanced only as far as
+        there are enough of each; more of them begin with the same ones.
     partial_credit: the reward of a wrong number is at most half of it; 0 <= partial_credit <= 1.
 
-    Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
+    Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there
+    are.
     """
     check_name("split", split, ("train", "validation"), "letter_counting")
     check_share("partial_credit", partial_credit)
     if split == "train":
         questions = _draw(
-            random.Random(f"letter counting, train, {seed}"), n, False, min_length, max_length, length_exponent=length_exponent
+            random.Random(f"letter counting, train, {seed}"),
+            n,
+            False,
+            min_length,
+            max_length,
+            length_exponent=length_exponent,
         )
     else:
         questions = _validation_questions(n, min_length, max_length)
     return [
-        Task(question(_asked(*one)), LetterCountingGrader(str.count(*one), partial_credit), f"letter-counting/{'/'.join(one)}")
+        Task(
+            question(_asked(*one)),
+            LetterCountingGrader(str.count(*one), partial_credit),
+            f"letter-counting/{'/'.join(one)}",
+        )
         for one in questions
     ]
 
 
 def spelled_count(word: str, letter: str) -> str:
-    """Return the answer of somebody who counts aloud while spelling: ("strawberry", "r") → "str1awber2r3y: 3"."""
+    """Return the answer of somebody who counts aloud while spelling: ("strawberry", "r") →
+    "str1awber2r3y: 3".
+    """
     counter = itertools.count(1)
-    return "".join(f"{x}{next(counter)}" if x == letter else x for x in word) + f": {word.count(letter)}"
+    return (
+        "".join(f"{x}{next(counter)}" if x == letter else x for x in word)
+        + f": {word.count(letter)}"
+    )
 
 
 def letter_counting_examples(
@@ -96,13 +119,20 @@ def letter_counting_examples(
     spelled: bool = False,
     count_weights: Sequence[float] = (1.0,) * (MOST + 1),
 ) -> list[dict[str, Any]]:
-    """Return `n` answered training questions for a supervised warm start, {"messages": [user, assistant]}; no validation words.
+    """Return `n` answered training questions for a supervised warm start, {"messages": [user,
+    assistant]}; no validation words.
 
-    The answer is the number alone, or where `spelled` what `spelled_count` says, which is much easier to learn: aloud, a model
-    copies letters and remembers one number. `count_weights`: how often counts 0, 1, 2, 3 are asked, in proportion to each other.
+    The answer is the number alone, or where `spelled` what `spelled_count` says, which is much
+    easier to learn: aloud, a model copies letters and remembers one number. `count_weights`: how
+    often counts 0, 1, 2, 3 are asked, in proportion to each other.
     """
     questions = _draw(
-        random.Random(f"letter counting, examples, {seed}"), n, False, min_length, max_length, count_weights=count_weights
+        random.Random(f"letter counting, examples, {seed}"),
+        n,
+        False,
+        min_length,
+        max_length,
+        count_weights=count_weights,
     )
     answer = spelled_count if spelled else str.count
     return [solved(_asked(*one), str(answer(*one))) for one in questions]
@@ -114,7 +144,9 @@ def _asked(word: str, letter: str) -> str:
 
 @functools.cache
 def _pool(held_out: bool, min_length: int, max_length: int) -> list[list[tuple[str, str]]]:
-    """Return, for each count that occurs, all (word, letter) of a split; every letter that a word lacks has count 0."""
+    """Return, for each count that occurs, all (word, letter) of a split; every letter that a word
+    lacks has count 0.
+    """
     pool: list[list[tuple[str, str]]] = [[] for _ in range(MOST + 1)]
     for word in get_words(min_length, max_length):
         if in_validation("letter counting " + word) == held_out:
@@ -126,7 +158,9 @@ def _pool(held_out: bool, min_length: int, max_length: int) -> list[list[tuple[s
 
 
 @functools.cache
-def _cumulative_weights(held_out: bool, min_length: int, max_length: int, length_exponent: float) -> list[list[float]]:
+def _cumulative_weights(
+    held_out: bool, min_length: int, max_length: int, length_exponent: float
+) -> list[list[float]]:
     """Return, for each count of the pool, the running sum of its questions' weights."""
     return [
         list(itertools.accumulate(float(len(word)) ** length_exponent for word, _ in pairs))
@@ -146,7 +180,10 @@ def _draw(
 ) -> list[tuple[str, str]]:
     check_count(n)
     if len(count_weights) != MOST + 1 or min(count_weights) < 0 or count_weights[0] <= 0:
-        raise TaskError(f"count_weights is {count_weights!r}; give {MOST + 1} numbers, none below 0 and the first above it")
+        raise TaskError(
+            f"count_weights is {count_weights!r}; give {MOST + 1} numbers, none below 0 and the "
+            "first above it"
+        )
     pool = _pool(held_out, min_length, max_length)
     weights = _cumulative_weights(held_out, min_length, max_length, length_exponent)
     counts = list(itertools.accumulate(count_weights[: len(pool)]))
@@ -160,12 +197,17 @@ def _draw(
 def _pick_weighted(rng: random.Random, cumulative: Sequence[float]) -> int:
     """Return an index, with probabilities in proportion to the steps of `cumulative`."""
     place = bisect.bisect_right(cumulative, rng.random() * cumulative[-1])
-    return min(place, len(cumulative) - 1)  # a product that was rounded up to the sum itself would be past the end
+    # A product that was rounded up to the sum itself would be past the end.
+    return min(place, len(cumulative) - 1)
 
 
 def _validation_questions(n: int, min_length: int, max_length: int) -> list[tuple[str, str]]:
     rng = random.Random(f"letter counting, validation, {min_length}, {max_length}")
-    questions = dict.fromkeys(_draw(rng, n * 20 if n > 0 else n, True, min_length, max_length))  # enough to leave n distinct ones
+    # Enough to leave n distinct ones.
+    questions = dict.fromkeys(_draw(rng, n * 20 if n > 0 else n, True, min_length, max_length))
     if len(questions) < n:
-        raise TaskError(f"{n} validation questions: there are words for {len(questions)}; ask for fewer or for longer words")
+        raise TaskError(
+            f"{n} validation questions: there are words for {len(questions)}; ask for fewer or "
+            "for longer words"
+        )
     return list(questions)[:n]

@@ -1,5 +1,5 @@
-"""Multiple choice: MMLU (Hendrycks et al. 2021, arXiv 2009.03300) and ARC-Easy and ARC-Challenge (Clark et al. 2018,
-arXiv 1803.05457). The answer is a letter.
+"""Multiple choice: MMLU (Hendrycks et al. 2021, arXiv 2009.03300) and ARC-Easy and ARC-Challenge
+(Clark et al. 2018, arXiv 1803.05457). The answer is a letter.
 """
 
 import re
@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
-from ttrl.tasks.answers import after_thinking, ascii_lower, find_after, find_boxed, find_tagged, latest, reply_text
+from ttrl.tasks.answers import (
+    after_thinking,
+    ascii_lower,
+    find_after,
+    find_boxed,
+    find_tagged,
+    latest,
+    reply_text,
+)
 from ttrl.tasks.datasets import (
     Row,
     RowError,
@@ -29,8 +37,12 @@ Style = Literal["letter", "reasoning", "r1"]
 
 INSTRUCTIONS: dict[str, str] = {
     "letter": "Answer with the letter of the right option alone.",
-    "reasoning": "Think step by step. End your reply with the line Answer: X, where X is the letter of the right option.",
-    "r1": "Write your reasoning in <think> </think> tags, then the letter of the right option in <answer> </answer> tags.",
+    "reasoning": (
+        "Think step by step. End your reply with the line Answer: X, where X is the letter of "
+        "the right option."
+    ),
+    "r1": "Write your reasoning in <think> </think> tags, then the letter of the right option in "
+    "<answer> </answer> tags.",
 }
 
 _MARKS = ("answer is", "answer:", "answer is:", "answer =")
@@ -38,17 +50,23 @@ _AROUND_MARKS = " \t\r\n*_`~#>"
 _LONGEST = 400
 """Characters of an answer that are looked at."""
 _FULL_WIDTH = (
-    {0xFF21 + i: 65 + i for i in range(26)} | {0xFF41 + i: 97 + i for i in range(26)} | str.maketrans("（）：．。", "():..")
+    {0xFF21 + i: 65 + i for i in range(26)}
+    | {0xFF41 + i: 97 + i for i in range(26)}
+    | str.maketrans("（）：．。", "():..")
 )
 _OPENING = " \t\r\n*_`~\"'“‘([{<$:=-–—>#\\"
-# Another option after the letter: "B or C", "B, or maybe C", "B (or C)", "B, C", "B/C", "B C"; with nothing after it also
-# "B-C", "(B)(C)", "B: C", which could begin an option's text. Of "(A) text" only the letter counts.
+# Another option after the letter: "B or C", "B, or maybe C", "B (or C)", "B, C", "B/C", "B C"; with
+# nothing after it also "B-C", "(B)(C)", "B: C", which could begin an option's text. Of "(A) text"
+# only the letter counts.
 _ANOTHER = re.compile(
     r"[\s)(\].*`\"']{0,4}(?:[,;]?\s{0,3}(?i:or|and|oder|und|ou|et)\b(?:\s(?:maybe|perhaps|possibly|also|even)\b)?|[,;/&+|])"
     r"[\s(\[*`\"']{0,4}([A-J])(?![A-Za-z'’])|[\s()\[\].:~=\\–—-]{1,4}([A-J])(?:[\s()\[\].:~=\\–—-]{1,4}[A-J])*[\s).\]]{0,4}$"
 )
-# The same after an option's text: "B. London or C. Rome"; what follows must be the other option's text.
-_ANOTHER_LATER = re.compile(r"(?:\b(?i:or|and|oder|und|ou|et)|[,;/&|])\s{0,3}[(\[*]{0,2}([A-J])[.):\]]")
+# The same after an option's text: "B. London or C. Rome"; what follows must be the other option's
+# text.
+_ANOTHER_LATER = re.compile(
+    r"(?:\b(?i:or|and|oder|und|ou|et)|[,;/&|])\s{0,3}[(\[*]{0,2}([A-J])[.):\]]"
+)
 
 
 @dataclass(frozen=True)
@@ -65,10 +83,11 @@ class MultipleChoiceQuestion:
 class MultipleChoiceGrader:
     r"""1.0 if the letter of the reply's answer is the right one, else 0.
 
-    The answer is the last that is marked, after any thinking: in `<answer>` tags, in `\boxed{}`, after "answer is" or
-    "Answer:"; where nothing is marked, the first line if it begins with a letter that stands as one ("B", "(B)", "B. Paris"),
-    else the last line if it does; options that are only repeated, line by line, do not count. An option's whole text counts as
-    its letter. Two letters are no answer.
+    The answer is the last that is marked, after any thinking: in `<answer>` tags, in `\boxed{}`,
+    after "answer is" or "Answer:"; where nothing is marked, the first line if it begins with a
+    letter that stands as one ("B", "(B)", "B. Paris"), else the last line if it does; options that
+    are only repeated, line by line, do not count. An option's whole text counts as its letter. Two
+    letters are no answer.
     """
 
     answer: int
@@ -84,13 +103,16 @@ class MultipleChoiceGrader:
 
 
 def read_choice(text: str, choices: Sequence[str]) -> int | None:
-    """Return the place of the option that a reply chooses; None where it chooses none, or several."""
+    """Return the place of the option that a reply chooses; None where it chooses none, or
+    several.
+    """
     text = as_typed(after_thinking(text)).translate(_FULL_WIDTH)
     part = _marked(text)
     if part is not None:
         return _option(part, choices)
     text = _without_list(text.strip(), choices).strip()
-    first, last = text.partition("\n")[0], text[text.rfind("\n") + 1 :]
+    first = text.partition("\n")[0]
+    last = text[text.rfind("\n") + 1 :]
     found = _option(first, choices)
     if first == last:
         return found
@@ -100,15 +122,26 @@ def read_choice(text: str, choices: Sequence[str]) -> int | None:
 
 
 def _without_list(text: str, choices: Sequence[str]) -> str:
-    """Return the text without the question's options, where it repeats two or more of them in adjacent lines."""
+    """Return the text without the question's options, where it repeats two or more of them in
+    adjacent lines.
+    """
     lines = text.split("\n")
     repeated = [
-        next((place for place, option in enumerate(choices) if _is_listed(line, LETTERS[place], option)), None) for line in lines
+        next(
+            (
+                place
+                for place, option in enumerate(choices)
+                if _is_listed(line, LETTERS[place], option)
+            ),
+            None,
+        )
+        for line in lines
     ]
     around = [None, *repeated, None]
     kept = []
     for number, line in enumerate(lines):
-        place, neighbours = repeated[number], (around[number], around[number + 2])
+        place = repeated[number]
+        neighbours = (around[number], around[number + 2])
         if place is None or all(other in (None, place) for other in neighbours):
             kept.append(line)
     return "\n".join(kept)
@@ -117,12 +150,17 @@ def _without_list(text: str, choices: Sequence[str]) -> str:
 def _is_listed(line: str, letter: str, option: str) -> bool:
     """Return whether a line is "B. Paris" for the option Paris of the letter B."""
     line = line.strip(" \t\r*_([-") if len(line) <= _LONGEST else ""
-    return line[:1].upper() == letter and line[1:2] in (".", ")", ":") and _plain(line[2:]) == _plain(option)
+    return (
+        line[:1].upper() == letter
+        and line[1:2] in (".", ")", ":")
+        and _plain(line[2:]) == _plain(option)
+    )
 
 
 def _marked(text: str) -> str | None:
     text = text[: _end_of_answers(text)]
-    marked = (find_after(text, mark, skip=_OPENING, most=_LONGEST) for mark in _MARKS)  # the letter may stand on the next line
+    # The letter may stand on the next line.
+    marked = (find_after(text, mark, skip=_OPENING, most=_LONGEST) for mark in _MARKS)
     return latest(text, find_tagged(text), find_boxed(text), *marked)
 
 
@@ -142,7 +180,9 @@ def _end_of_answers(text: str) -> int:
 
 
 def _option(text: str, choices: Sequence[str]) -> int | None:
-    """Return which option "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris" chooses."""
+    """Return which option "B", "(b)", "**B. Paris**", "option B", "\\text{B}" or "Paris"
+    chooses.
+    """
     text = text[:_LONGEST].strip()
     same = [place for place, option in enumerate(choices) if _plain(option) == _plain(text)]
     if same and _plain(text) not in map(str.lower, LETTERS):
@@ -152,14 +192,29 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
     for word in ("text{", "textbf{", "mathrm{", "option", "choice", "letter"):
         if ascii_lower(text[: len(word)]) == word:
             text = text[len(word) :].lstrip(_OPENING)
-    letter, rest = text[:1], text[1:]
+    letter = text[:1]
+    rest = text[1:]
     if (
         letter.upper() not in LETTERS[: len(choices)]
         or not letter
         or (rest[:1].isalnum() or (rest[:1] in ("'", "’", "_") and rest[1:2].isalnum()))
     ):
         return None
-    ended = rest.strip("*_`\"' $\r\n")[:1] in ("", ")", ".", ":", "]", "}", ",", "-", "–", "—", "<", ";", "/")
+    ended = rest.strip("*_`\"' $\r\n")[:1] in (
+        "",
+        ")",
+        ".",
+        ":",
+        "]",
+        "}",
+        ",",
+        "-",
+        "–",
+        "—",
+        "<",
+        ";",
+        "/",
+    )
     if letter.islower() and not (bracketed or ended):
         return None  # "a magnet": a word
     place = LETTERS.index(letter.upper())
@@ -169,7 +224,11 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
     second = (other[1] or other[2]) if other is not None else letter.upper()
     if second != letter.upper() and second in LETTERS[: len(choices)]:
         return None
-    return None if any(_is_another(match, rest, choices, place) for match in _ANOTHER_LATER.finditer(rest)) else place
+    return (
+        None
+        if any(_is_another(match, rest, choices, place) for match in _ANOTHER_LATER.finditer(rest))
+        else place
+    )
 
 
 def _is_another(match: "re.Match[str]", rest: str, choices: Sequence[str], place: int) -> bool:
@@ -194,12 +253,17 @@ def get_mmlu_tasks(
     style: Style = "letter",
     subjects: Sequence[str] = (),
 ) -> list[Task]:
-    """Return `n` questions of MMLU (None: all of the split). subjects: only these, as the rows name them ("abstract_algebra").
+    """Return `n` questions of MMLU (None: all of the split). subjects: only these, as the rows name
+    them ("abstract_algebra").
 
-    test and validation are MMLU's own; train its auxiliary_train. Of a single file, test is all rows, and train and validation
-    are parts of them. The rest as `get_arc_tasks`.
+    test and validation are MMLU's own; train its auxiliary_train. Of a single file, test is all
+    rows, and train and validation are parts of them. The rest as `get_arc_tasks`.
     """
-    files = {"train": ("auxiliary_train", "train"), "validation": ("validation", "val"), "test": ("test",)}
+    files = {
+        "train": ("auxiliary_train", "train"),
+        "validation": ("validation", "val"),
+        "test": ("test",),
+    }
     return _tasks("mmlu", split, n, seed, path, "all", files, style, tuple(subjects))
 
 
@@ -212,17 +276,22 @@ def get_arc_tasks(
     challenge: bool = True,
     style: Style = "letter",
 ) -> list[Task]:
-    """Return `n` questions of ARC-Challenge, or of ARC-Easy unless `challenge` (None: all of the split), each once.
+    """Return `n` questions of ARC-Challenge, or of ARC-Easy unless `challenge` (None: all of the
+    split), each once.
 
-    In train the seed decides which and in which order; the other splits are the same for every seed.
-    path: a folder with a file for each split, an id on the Hugging Face hub, or a single file: then test is all of its rows, and
-        train and validation are parts of them (one in ten is for validation, by a hash of the question). Rows have "question",
-        "choices" (a list of texts, or {"text": [...], "label": [...]}), and "answer" (its place from 0, or its letter) or
-        "answerKey".
-    style: "letter" (the letter alone), "reasoning" (its last line is "Answer: X"), "r1" (think and answer tags).
+    In train the seed decides which and in which order; the other splits are the same for every
+    seed. path: a folder with a file for each split, an id on the Hugging Face hub, or a single
+    file: then test is all of its rows, and
+        train and validation are parts of them (one in ten is for validation, by a hash of the
+        question). Rows have "question", "choices" (a list of texts, or {"text": [...], "label":
+        [...]}), and "answer" (its place from 0, or its letter) or "answerKey".
+    style: "letter" (the letter alone), "reasoning" (its last line is "Answer: X"), "r1" (think and
+        answer tags).
     """
     files = {"train": ("train",), "validation": ("validation", "val"), "test": ("test",)}
-    return _tasks("arc", split, n, seed, path, "ARC-Challenge" if challenge else "ARC-Easy", files, style, ())
+    return _tasks(
+        "arc", split, n, seed, path, "ARC-Challenge" if challenge else "ARC-Easy", files, style, ()
+    )
 
 
 def _tasks(
@@ -238,10 +307,15 @@ def _tasks(
 ) -> list[Task]:
     check_name("split", split, files, what)
     check_name("style", style, INSTRUCTIONS, what)
-    rows = load_rows(path, lambda row: (row.get("subject"), parse_row(row)), splits=files[split], config=config)
+    rows = load_rows(
+        path, lambda row: (row.get("subject"), parse_row(row)), splits=files[split], config=config
+    )
     there = {subject for subject, _ in rows}
     if missing := [subject for subject in subjects if subject not in there]:
-        raise TaskError(f"{what}: no questions of {', '.join(missing)}; there are {', '.join(sorted(map(str, there)))}")
+        raise TaskError(
+            f"{what}: no questions of {', '.join(missing)}; there are "
+            f"{', '.join(sorted(map(str, there)))}"
+        )
     asked = rows.where(lambda row: not subjects or row[0] in subjects)
     chosen = select(
         Rows([one for _, one in asked], asked.places),
@@ -255,7 +329,11 @@ def _tasks(
     )
     names = [f"{what}/{one.id}" if one.id else "" for one in chosen]
     return [
-        Task(question(write_prompt(one, style)), MultipleChoiceGrader(one.answer, one.choices), id=name)
+        Task(
+            question(write_prompt(one, style)),
+            MultipleChoiceGrader(one.answer, one.choices),
+            id=name,
+        )
         for one, name in zip(chosen, names)
     ]
 
@@ -283,7 +361,9 @@ def parse_row(row: Row) -> MultipleChoiceQuestion:
         or not 2 <= len(choices) <= len(LETTERS)
         or not all(isinstance(c, str) and c for c in choices)
     ):
-        raise RowError(f"choices is {choices!r:.120}; it must be a list of 2 to {len(LETTERS)} texts")
+        raise RowError(
+            f"choices is {choices!r:.120}; it must be a list of 2 to {len(LETTERS)} texts"
+        )
     given = row.get("answer", row.get("answerKey"))
     labels = labels or list(LETTERS[: len(choices)])
     if len(labels) != len(choices):
@@ -293,6 +373,9 @@ def parse_row(row: Row) -> MultipleChoiceQuestion:
         place = int(given)
     if place is None or not 0 <= place < len(choices):
         raise RowError(
-            f"answer is {given!r}; it must be the place of one of {len(choices)} choices, from 0, or one of {', '.join(labels)}"
+            f"answer is {given!r}; it must be the place of one of {len(choices)} choices, from "
+            f"0, or one of {', '.join(labels)}"
         )
-    return MultipleChoiceQuestion(str(row.get("id", "")), text_field(row, "question").strip(), tuple(choices), place)
+    return MultipleChoiceQuestion(
+        str(row.get("id", "")), text_field(row, "question").strip(), tuple(choices), place
+    )

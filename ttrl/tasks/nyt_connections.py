@@ -1,6 +1,7 @@
 """NYT Connections: sixteen words, four hidden groups of four.
 
-The puzzles belong to the New York Times, so ttrl ships none; the loader reads the files that are commonly shared.
+The puzzles belong to the New York Times, so ttrl ships none; the loader reads the files that are
+commonly shared.
 """
 
 import ast
@@ -36,8 +37,10 @@ _NAME = "nyt_connections"
 _log = logging.getLogger(__name__)
 
 _PROMPT = (
-    "Here are 16 words:\n\n{words}\n\nThey form 4 groups of 4; the words of a group have something in common, and each word "
-    "belongs to exactly one group. Find the groups. End your reply with exactly 4 lines, one for each group: its 4 words, "
+    "Here are 16 words:\n\n{words}\n\nThey form 4 groups of 4; the words of a group have "
+    "something in common, and each word "
+    "belongs to exactly one group. Find the groups. End your reply with exactly 4 lines, one for "
+    "each group: its 4 words, "
     "separated by commas, and nothing else on these lines."
 )
 _NUMBERING = re.compile(r"(?:[-*•–+]|(?:group )?[0-9]{1,2}[.):])\s", re.IGNORECASE)
@@ -70,8 +73,10 @@ class ConnectionsGrader:
     liberal: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 1 if all four are right}), where it is not `liberal` what it would call right if it were
-        ("lenient"), and where the last answer ends (`ttrl.records.ANSWER_END`)."""
+        """Return (reward, {"exact": 1 if all four are right}), where it is not `liberal` what it
+        would call right if it were ("lenient"), and where the last answer ends
+        (`ttrl.records.ANSWER_END`).
+        """
         answer = after_thinking(reply_text(choice))
         share = self._share(answer, self.liberal)
         metrics = {"exact": float(share == 1)}
@@ -101,7 +106,11 @@ def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
             continue
         if liberal:
             line = _without_parentheses(line).strip()
-            line = _NUMBERING.sub("", line.lstrip("*_` "), count=1) if _NUMBERING.match(line.lstrip("*_` ")) else line
+            line = (
+                _NUMBERING.sub("", line.lstrip("*_` "), count=1)
+                if _NUMBERING.match(line.lstrip("*_` "))
+                else line
+            )
         words = map(comparable, line.replace("，", ",").replace("、", ",").split(","))
         cut.append([word.strip(_AROUND) for word in words] if liberal else list(words))
     return cut
@@ -128,8 +137,11 @@ def _clean(word: str) -> str:
 
 
 def _without_parentheses(line: str) -> str:
-    """Remove what stands in parentheses, nested ones too; a closing one without an opening one stays."""
-    kept, depth = [], 0
+    """Remove what stands in parentheses, nested ones too; a closing one without an opening one
+    stays.
+    """
+    kept = []
+    depth = 0
     for character in line:
         if character == "(":
             depth += 1
@@ -148,14 +160,17 @@ def get_nyt_connections_tasks(
     path: Source,
     liberal: bool = False,
 ) -> list[Task]:
-    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and in which order.
+    """Return `n` puzzles (None: all of the split), none twice; in train, the seed decides which and
+    in which order.
 
-    The data has no splits of its own: by a hash of their words, one puzzle in ten is for validation, and one in ten for test.
-    path: a file, a folder with a file train.(jsonl, json, csv, parquet), or an id on the Hugging Face hub. Rows have their four
-        groups as "answers", "groups", "categories" or "board": a list of lists of words, or of objects with "members", "words" or
-        the game's own "cards", or one object of {theme: words}, or of {theme: such an object}. Or there is a row for each word,
-        with "Game ID" (or "id"), "Word" and "Group Name"; or a row for each group, with "level" (from the lowest on, game after
-        game), "category" and "words".
+    The data has no splits of its own: by a hash of their words, one puzzle in ten is for
+    validation, and one in ten for test. path: a file, a folder with a file train.(jsonl, json, csv,
+    parquet), or an id on the Hugging Face hub. Rows have their four
+        groups as "answers", "groups", "categories" or "board": a list of lists of words, or of
+        objects with "members", "words" or the game's own "cards", or one object of {theme: words},
+        or of {theme: such an object}. Or there is a row for each word, with "Game ID" (or "id"),
+        "Word" and "Group Name"; or a row for each group, with "level" (from the lowest on, game
+        after game), "category" and "words".
     liberal: see `ConnectionsGrader`.
     """
     check_name("split", split, ("train", "validation", "test"), _NAME)
@@ -173,7 +188,11 @@ def get_nyt_connections_tasks(
         held_out=False,
     )
     return [
-        Task(question(write_prompt(puzzle)), ConnectionsGrader(puzzle.groups, liberal), id=f"nyt-connections/{puzzle.id}")
+        Task(
+            question(write_prompt(puzzle)),
+            ConnectionsGrader(puzzle.groups, liberal),
+            id=f"nyt-connections/{puzzle.id}",
+        )
         for puzzle in chosen
     ]
 
@@ -198,22 +217,33 @@ def _split_of(puzzle: ConnectionsPuzzle) -> str:
 
 
 def write_prompt(puzzle: ConnectionsPuzzle) -> str:
-    """Write the words in an order that gives nothing away about the groups, the same in every run."""
-    order = sorted(puzzle.words(), key=lambda word: hashlib.sha256(f"{_key(puzzle)} {word}".encode()).digest())
+    """Write the words in an order that gives nothing away about the groups, the same in every
+    run.
+    """
+    order = sorted(
+        puzzle.words(), key=lambda word: hashlib.sha256(f"{_key(puzzle)} {word}".encode()).digest()
+    )
     return _PROMPT.format(words=", ".join(order))
 
 
 def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
-    """Read puzzles in any of the forms that `get_nyt_connections_tasks` names. Raises TaskError, naming the row.
+    """Read puzzles in any of the forms that `get_nyt_connections_tasks` names. Raises TaskError,
+    naming the row.
 
-    Of files with a row for each word or group, which were put together by programs, and of those with boards, which players made,
-    games that are not four groups of four are left out, and a warning says so.
+    Of files with a row for each word or group, which were put together by programs, and of those
+    with boards, which players made, games that are not four groups of four are left out, and a
+    warning says so.
     """
     if not {"Group Name", "group_name", "category"} & rows[0].keys():
-        puzzles, broken = [], []
+        puzzles = []
+        broken = []
         for number, row in enumerate(rows, 1):
             try:
-                puzzles.append(_puzzle(str(row.get("id", row.get("date", number))), row, f"{where}, row {number}"))
+                puzzles.append(
+                    _puzzle(
+                        str(row.get("id", row.get("date", number))), row, f"{where}, row {number}"
+                    )
+                )
             except TaskError as error:
                 if "board" not in rows[0]:
                     raise
@@ -221,33 +251,52 @@ def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
         if not puzzles:
             raise broken[0]
         if broken:
-            _log.warning("%s: %d of %d games are left out, such as: %s", where, len(broken), len(rows), broken[0])
+            _log.warning(
+                "%s: %d of %d games are left out, such as: %s",
+                where,
+                len(broken),
+                len(rows),
+                broken[0],
+            )
         return puzzles
     games: dict[str, dict[tuple[str, str], list[Any]]] = {}
-    level, game = 0, ""
+    level = 0
+    game = ""
     for number, row in enumerate(rows, 1):
         try:
             if "category" in row:  # a row for each group, easiest first, without the game's number
                 level, before = int(field(row, "level")), level
                 game = game if level > before and game else f"from row {number}"
-                games.setdefault(game, {})["", str(field(row, "category"))] = list(_parsed(field(row, "words")))
+                games.setdefault(game, {})["", str(field(row, "category"))] = list(
+                    _parsed(field(row, "words"))
+                )
                 continue
-            name, group = str(field(row, "Game ID", "game_id", "id")), str(field(row, "Group Name", "group_name"))
+            name = str(field(row, "Game ID", "game_id", "id"))
+            group = str(field(row, "Group Name", "group_name"))
             if not {"Word", "word"} & row.keys():
                 raise RowError("no field 'Word' or 'word'")
             word = row.get("Word", row.get("word"))
         except (RowError, ValueError, TypeError) as error:
             raise TaskError(f"{where}, row {number}: {error}") from None
-        games.setdefault(name, {}).setdefault((str(row.get("Group Level", "")), group), []).append(word)
+        games.setdefault(name, {}).setdefault((str(row.get("Group Level", "")), group), []).append(
+            word
+        )
     whole = {name: groups for name, groups in games.items() if _is_whole(groups.values())}
     if len(whole) < len(games):
         missing = [name for name in games if name not in whole]
         _log.warning(
-            "%s: %d of %d games are left out, as words are missing: %s", where, len(missing), len(games), short(missing, 160)
+            "%s: %d of %d games are left out, as words are missing: %s",
+            where,
+            len(missing),
+            len(games),
+            short(missing, 160),
         )
     if not whole:
         raise TaskError(f"{where}: words are missing in all of its {len(games)} games")
-    return [_puzzle(name, {"groups": list(groups.values())}, f"{where}, game {name}") for name, groups in whole.items()]
+    return [
+        _puzzle(name, {"groups": list(groups.values())}, f"{where}, game {name}")
+        for name, groups in whole.items()
+    ]
 
 
 def _is_whole(groups: Collection[list[Any]]) -> bool:
@@ -259,17 +308,24 @@ def _is_whole(groups: Collection[list[Any]]) -> bool:
 def _puzzle(name: str, row: Row, place: str) -> ConnectionsPuzzle:
     try:
         value = _parsed(field(row, "answers", "groups", "categories", "solution", "board"))
-        groups = tuple(_words(group) for group in (value.values() if isinstance(value, dict) else value))
+        groups = tuple(
+            _words(group) for group in (value.values() if isinstance(value, dict) else value)
+        )
     except (RowError, ValueError, TypeError) as error:
         raise TaskError(f"{place}: {error}") from None
     distinct = {comparable(word) for group in groups for word in group}
     if [len(group) for group in groups] != [SIZE] * GROUPS or len(distinct) != SIZE * GROUPS:
-        raise TaskError(f"{place}: groups {short(groups, 160)}; there must be {GROUPS} groups of {SIZE} words, no word twice")
+        raise TaskError(
+            f"{place}: groups {short(groups, 160)}; there must be {GROUPS} groups of {SIZE} "
+            "words, no word twice"
+        )
     return ConnectionsPuzzle(name, groups)
 
 
 def _parsed(text: Any) -> Any:
-    """Parse a list in a column of csv, in JSON or as Python prints it; return anything but text as it is. Raises ValueError."""
+    """Parse a list in a column of csv, in JSON or as Python prints it; return anything but text as
+    it is. Raises ValueError.
+    """
     text = from_json(text)
     if not isinstance(text, str):
         return text
@@ -283,7 +339,10 @@ def _words(group: Any) -> tuple[str, ...]:
     """Return the words of a group, commas as spaces: in the answer a comma ends a word."""
     if isinstance(group, dict):
         group = field(group, "members", "words", "cards", "values")
-    words = [field(word, "content", "image_alt_text") if isinstance(word, dict) else word for word in group]
+    words = [
+        field(word, "content", "image_alt_text") if isinstance(word, dict) else word
+        for word in group
+    ]
     if isinstance(group, str) or not all(isinstance(word, str) and word.strip() for word in words):
         raise RowError(f"a group is {short(group, 160)}; it must be a list of words")
     return tuple(" ".join(word.replace(",", " ").split()) for word in words)

@@ -18,22 +18,39 @@ from ttrl.errors import TaskError, UserError, describe
 from ttrl.tasks.task import Task, task_list
 
 
-def load_reference(reference: str, option: str, defaults: Sequence[str] = ()) -> tuple[Any, ModuleType]:
-    """Load what a reference names; return it and the module it was named in. defaults: names that FILE.py alone may mean; the
-    first that is there counts."""
+def load_reference(
+    reference: str, option: str, defaults: Sequence[str] = ()
+) -> tuple[Any, ModuleType]:
+    """Load what a reference names; return it and the module it was named in. defaults: names that
+    FILE.py alone may mean; the first that is there counts."""
     alone = bool(defaults) and reference.endswith(".py")
     place, colon, name = (reference, ":", defaults[0]) if alone else reference.rpartition(":")
     if not colon or not place or not name:
-        raise UserError(f"{option} {reference}: give module:name or path/to/file.py:name, such as graders:strict")
-    module = _import_file(Path(place), reference, option) if place.endswith(".py") else _import(place, reference, option)
+        raise UserError(
+            f"{option} {reference}: give module:name or path/to/file.py:name, such as "
+            "graders:strict"
+        )
+    module = (
+        _import_file(Path(place), reference, option)
+        if place.endswith(".py")
+        else _import(place, reference, option)
+    )
     if alone:
         name = next((one for one in defaults if hasattr(module, one)), name)
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
-            there = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            there = [
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not key.startswith("_")
+            ]
             near = difflib.get_close_matches(name, there, n=1)
-            known = f"did you mean {near[0]!r}?" if near else f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
+            known = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
+            )
             raise UserError(f"{option} {reference}: {place} has no {name!r}; {known}")
         found = getattr(found, part)
     return found, module
@@ -50,7 +67,8 @@ def _import(name: str, reference: str, option: str) -> ModuleType:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise  # the module is there, and imports one that is not
             raise UserError(
-                f"{option} {reference}: there is no module {error.name!r} in {folder} or on Python's path; "
+                f"{option} {reference}: there is no module {error.name!r} in {folder} or on "
+                "Python's path; "
                 "give module:name, or path/to/file.py:name"
             ) from None
     raise AssertionError
@@ -61,7 +79,8 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
     if not path.is_file():
         raise UserError(f"{option} {reference}: {path} is not a file")
     if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))  # as for a script, so that it can import its neighbours
+        # As for a script, so that it can import its neighbours.
+        sys.path.insert(0, str(path.parent))
     loaded = sys.modules.get(path.stem)  # another module of that name must not be replaced
     is_other = loaded is not None and getattr(loaded, "__file__", None) != str(path)
     taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or is_other
@@ -82,7 +101,9 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
 
 @contextlib.contextmanager
 def _explained(reference: str, option: str, what: str) -> Iterator[None]:
-    """Turn whatever the person's code raises while it is imported into a UserError with the last line of its traceback."""
+    """Turn whatever the person's code raises while it is imported into a UserError with the last
+    line of its traceback.
+    """
     arguments = sys.argv
     sys.argv = [what]  # a script that reads its arguments when imported must not find ours
     try:
@@ -90,9 +111,17 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-        place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames[1:] else ""
-        raise UserError(f"{option} {reference}: importing {what} failed: {describe(error)}{place}") from error
+        frames = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith("<frozen")
+        ]
+        place = (
+            f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames[1:] else ""
+        )
+        raise UserError(
+            f"{option} {reference}: importing {what} failed: {describe(error)}{place}"
+        ) from error
     finally:
         sys.argv = arguments
 
@@ -100,11 +129,14 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
 _DEFAULT_NAMES = ("get_tasks", "tasks")
 
 
-def load_tasks(reference: str, n: int | None, *, split: str | None = None, whole_list: bool = False) -> list[Task]:
-    """Load the first `n` tasks (None: all) of FILE.py, FILE.py:NAME or MODULE:NAME; NAME (get_tasks, else tasks) is a list or a
-    function.
+def load_tasks(
+    reference: str, n: int | None, *, split: str | None = None, whole_list: bool = False
+) -> list[Task]:
+    """Load the first `n` tasks (None: all) of FILE.py, FILE.py:NAME or MODULE:NAME; NAME
+    (get_tasks, else tasks) is a list or a function.
 
-    A function is called with n= and split= where it takes them. whole_list: take all tasks of a list.
+    A function is called with n= and split= where it takes them. whole_list: take all tasks of a
+    list.
 
     Raises UserError, TaskError.
     """
@@ -112,13 +144,16 @@ def load_tasks(reference: str, n: int | None, *, split: str | None = None, whole
         raise UserError(f"--n is {n}; ask for at least one task")
     found, module = load_reference(reference, "tasks try", _DEFAULT_NAMES)
     if reference.endswith(".py"):
-        reference += ":" + next(name for name in _DEFAULT_NAMES if getattr(module, name, None) is found)
+        reference += ":" + next(
+            name for name in _DEFAULT_NAMES if getattr(module, name, None) is found
+        )
     tasks = tasks_of(found, reference, n, split)
     return tasks if whole_list and not callable(found) else tasks[:n]
 
 
 def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = None) -> list[Task]:
-    """Return the tasks of a list that is not empty, or of a function that makes one: with n= and split= where it takes them.
+    """Return the tasks of a list that is not empty, or of a function that makes one: with n= and
+    split= where it takes them.
 
     Raises UserError.
     """
@@ -126,7 +161,13 @@ def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = No
         try:
             wanted = {"n": n, "split": split}
             takes = inspect.signature(found).parameters
-            found = found(**{key: value for key, value in wanted.items() if value is not None and key in takes})
+            found = found(
+                **{
+                    key: value
+                    for key, value in wanted.items()
+                    if value is not None and key in takes
+                }
+            )
         except UserError:
             raise
         except Exception as error:

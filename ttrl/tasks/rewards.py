@@ -1,4 +1,5 @@
-"""Rewards put together: weighted sums of graders, conditions, and what length is worth. Each part is a metric.
+"""Rewards put together: weighted sums of graders, conditions, and what length is worth. Each part
+is a metric.
 
 grader = weighted(right=(0.8, Right("42")), style=(0.2, Judge(model=…, rubric=…)))
 grader = gated(Right("42"), has_answer, otherwise=0.0)
@@ -40,12 +41,20 @@ class Weighted:
         return _then(outputs, self._sum)
 
     def _sum(self, outputs: list[Any]) -> Grade:
-        grades = [Grade.of(output, name) for (name, _, _), output in zip(self.parts, outputs, strict=True)]
+        grades = [
+            Grade.of(output, name) for (name, _, _), output in zip(self.parts, outputs, strict=True)
+        ]
         metrics: dict[str, float] = {}
         for (name, _, _), grade in zip(self.parts, grades, strict=True):
             metrics |= {f"{name}/{key}": value for key, value in grade.metrics.items()}
             metrics[name] = grade.reward
-        return Grade(sum(weight * grade.reward for (_, weight, _), grade in zip(self.parts, grades, strict=True)), metrics)
+        return Grade(
+            sum(
+                weight * grade.reward
+                for (_, weight, _), grade in zip(self.parts, grades, strict=True)
+            ),
+            metrics,
+        )
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,9 @@ class Gated:
         return bool(declared("isolated", self.grader, self.gate))
 
     def __call__(self, choice: Choice) -> "GraderOutput | Awaitable[GraderOutput]":
-        """Return the grader's output where the gate is open, else `otherwise`, without asking the grader."""
+        """Return the grader's output where the gate is open, else `otherwise`, without asking the
+        grader.
+        """
         gate = self.gate(choice)
         if inspect.isawaitable(gate):
             return self._later(gate, choice)
@@ -103,24 +114,34 @@ class LengthPenalty:
         """Return (0 to -1, metrics). Raises TaskError where the server gave no token ids."""
         ids = getattr(choice, "token_ids", None)
         if ids is None:
-            raise TaskError("length_penalty counts tokens, and the server gave no token ids (token_ids=True)")
+            raise TaskError(
+                "length_penalty counts tokens, and the server gave no token ids (token_ids=True)"
+            )
         over = min(1.0, max(0.0, (len(ids) - self.free) / (self.most - self.free)))
         return 0.0 - over, {"tokens": float(len(ids))}
 
 
 def only_evaluates(*graders: Any) -> str:
-    """Return why one of the graders (or rollouts) is for evaluation alone, or one that it calls; "" where none is."""
+    """Return why one of the graders (or rollouts) is for evaluation alone, or one that it calls; ""
+    where none is.
+    """
     return str(declared("only_evaluates", *graders) or "")
 
 
 def declared(name: str, *graders: Any, depth: int = 4) -> Any:
-    """Return the attribute of this name of one of the graders, or of one that it calls: through partials, methods, decorators and
-    what a function closes over, not through what it finds in its module. None where it is nowhere set."""
+    """Return the attribute of this name of one of the graders, or of one that it calls: through
+    partials, methods, decorators and what a function closes over, not through what it finds in its
+    module. None where it is nowhere set.
+    """
     for grader in graders:
         value = getattr(grader, name, None)
         if value:
             return value
-        cells = [cell.cell_contents for cell in getattr(grader, "__closure__", None) or () if cell != CellType()]
+        cells = [
+            cell.cell_contents
+            for cell in getattr(grader, "__closure__", None) or ()
+            if cell != CellType()
+        ]
         if isinstance(grader, functools.partial):
             cells += [grader.func, *grader.args, *grader.keywords.values()]
         cells += [getattr(grader, link, None) for link in ("__wrapped__", "__self__")]
@@ -132,37 +153,59 @@ def declared(name: str, *graders: Any, depth: int = 4) -> Any:
 
 
 def weighted(**parts: tuple[float, Grader]) -> Weighted:
-    """Return a grader that adds up others: `name=(weight, grader)`. Each reward is the metric NAME, its metrics NAME/….
+    """Return a grader that adds up others: `name=(weight, grader)`. Each reward is the metric NAME,
+    its metrics NAME/….
 
-    All parts are asked, those that are coroutines at the same time; where one fails, the sample does. Raises TaskError.
+    All parts are asked, those that are coroutines at the same time; where one fails, the sample
+    does. Raises TaskError.
     """
     if not parts:
         raise TaskError("weighted() has no parts; give some, such as right=(0.8, grader)")
     for name, part in parts.items():
-        if not isinstance(part, tuple) or len(part) != 2 or not is_number(part[0]) or not callable(part[1]):
-            raise TaskError(f"weighted: {name} is {part!r}; give (weight, grader), such as {name}=(0.8, grader)")
-    return Weighted(tuple((name, float(weight), grader) for name, (weight, grader) in parts.items()))
+        if (
+            not isinstance(part, tuple)
+            or len(part) != 2
+            or not is_number(part[0])
+            or not callable(part[1])
+        ):
+            raise TaskError(
+                f"weighted: {name} is {part!r}; give (weight, grader), such as {name}=(0.8, grader)"
+            )
+    return Weighted(
+        tuple((name, float(weight), grader) for name, (weight, grader) in parts.items())
+    )
 
 
 def gated(grader: Grader, gate: Grader, *, least: float = 1.0, otherwise: float = 0.0) -> Gated:
-    """Return a grader that is asked only where the gate, another grader, gives `least` or more; else the reward is `otherwise`.
+    """Return a grader that is asked only where the gate, another grader, gives `least` or more;
+    else the reward is `otherwise`.
 
-    So a judge that costs money reads only what is well-formed. Metrics: `gate`, 0 or 1, and those of both. Raises TaskError.
+    So a judge that costs money reads only what is well-formed. Metrics: `gate`, 0 or 1, and those
+    of both. Raises TaskError.
     """
     if not callable(grader) or not callable(gate):
-        raise TaskError("gated: give two graders, the second of which says whether the first is asked")
+        raise TaskError(
+            "gated: give two graders, the second of which says whether the first is asked"
+        )
     if not is_number(least) or not is_number(otherwise):
-        raise TaskError(f"gated: least is {least!r} and otherwise is {otherwise!r}; give finite numbers")
+        raise TaskError(
+            f"gated: least is {least!r} and otherwise is {otherwise!r}; give finite numbers"
+        )
     return Gated(grader, gate, float(least), float(otherwise))
 
 
 def length_penalty(free: int, most: int) -> LengthPenalty:
-    """Return a grader of a reply's length alone: 0 up to `free` tokens, then falling in proportion, to -1 from `most` on.
+    """Return a grader of a reply's length alone: 0 up to `free` tokens, then falling in proportion,
+    to -1 from `most` on.
 
-    (The soft overlong punishment of DAPO, arXiv:2503.14476, equation 13; `free` is its L_max − L_cache.) Raises TaskError.
+    (The soft overlong punishment of DAPO, arXiv:2503.14476, equation 13; `free` is its L_max −
+    L_cache.) Raises TaskError.
     """
     if type(free) is not int or type(most) is not int or not 0 <= free < most:
-        raise TaskError(f"length_penalty: free is {free!r} and most is {most!r}; give whole numbers, 0 <= free < most")
+        raise TaskError(
+            f"length_penalty: free is {free!r} and most is {most!r}; give whole numbers, 0 <= "
+            "free < most"
+        )
     return LengthPenalty(free, most)
 
 
@@ -173,7 +216,9 @@ def _then(outputs: list[Any], finish: Callable[[list[Any]], Grade]) -> "Grade | 
 
     async def later() -> Grade:
         waiting = [place for place, output in enumerate(outputs) if inspect.isawaitable(output)]
-        for place, output in zip(waiting, await asyncio.gather(*(outputs[place] for place in waiting)), strict=True):
+        for place, output in zip(
+            waiting, await asyncio.gather(*(outputs[place] for place in waiting)), strict=True
+        ):
             outputs[place] = output
         return finish(outputs)
 

@@ -1,7 +1,8 @@
-"""Sorting letters: `sort: dcba` → `abcd`. The smallest task with a slope: every letter in its place earns something.
+"""Sorting letters: `sort: dcba` → `abcd`. The smallest task with a slope: every letter in its place
+earns something.
 
-Held out are whole sets of letters, by a hash of the sorted letters: no training word, whatever its seed, has the same answer as a
-validation word, let alone the same letters in the same order.
+Held out are whole sets of letters, by a hash of the sorted letters: no training word, whatever its
+seed, has the same answer as a validation word, let alone the same letters in the same order.
 """
 
 import random
@@ -24,10 +25,11 @@ def sort_letters(word: str) -> str:
 
 @dataclass(frozen=True)
 class SortLettersGrader:
-    """1.0 for exactly the sorted letters (spaces around them and thinking before them are forgiven), else partial_credit · share
-    of right places.
+    """1.0 for exactly the sorted letters (spaces around them and thinking before them are
+    forgiven), else partial_credit · share of right places.
 
-    The share is of the longer of answer and expected answer, so that neither a short nor a long answer pays.
+    The share is of the longer of answer and expected answer, so that neither a short nor a long
+    answer pays.
     """
 
     expected: str
@@ -38,7 +40,8 @@ class SortLettersGrader:
         answer = after_thinking(reply_text(choice)).strip()
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
-        right = sum(given == wanted for given, wanted in zip(answer, self.expected))  # the shorter one ends it
+        # The shorter one ends it.
+        right = sum(given == wanted for given, wanted in zip(answer, self.expected))
         return self.partial_credit * right / max(len(answer), len(self.expected)), {"exact": 0.0}
 
     def reference(self) -> str:
@@ -56,13 +59,17 @@ def get_sort_letters_tasks(
     distinct: bool = True,
     partial_credit: float = 0.5,
 ) -> list[Task]:
-    """Return `n` tasks of random lower-case letters; `distinct`: no letter twice in a word, which is much easier to learn.
+    """Return `n` tasks of random lower-case letters; `distinct`: no letter twice in a word, which
+    is much easier to learn.
 
-    train: lengths from min_length to max_length, with probabilities in proportion to length ** length_exponent; the seed decides.
-    validation: max_length letters each, the same for every seed, no two alike; more of them begin with the same ones.
+    train: lengths from min_length to max_length, with probabilities in proportion to length **
+        length_exponent; the seed decides.
+    validation: max_length letters each, the same for every seed, no two alike; more of them begin
+        with the same ones.
     partial_credit: of the reward, for a share of right places; 0 rewards exact answers alone.
 
-    Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there are.
+    Raises TaskError for an unknown split, impossible lengths, or more validation tasks than there
+    are.
     """
     check_name("split", split, ("train", "validation"), "sort_letters")
     check_share("partial_credit", partial_credit)
@@ -73,7 +80,11 @@ def get_sort_letters_tasks(
     else:
         words = _validation_words(n, max_length, distinct)
     return [
-        Task(question(f"sort: {word}"), SortLettersGrader(sort_letters(word), partial_credit), id=f"sort-letters/{word}")
+        Task(
+            question(f"sort: {word}"),
+            SortLettersGrader(sort_letters(word), partial_credit),
+            id=f"sort-letters/{word}",
+        )
         for word in words
     ]
 
@@ -81,9 +92,13 @@ def get_sort_letters_tasks(
 def sort_letters_examples(
     n: int, seed: int = 0, *, min_length: int = 3, max_length: int = 8, distinct: bool = True
 ) -> list[dict[str, Any]]:
-    """Return `n` solved training words for a supervised warm start, {"messages": [user, assistant]}; no validation words."""
+    """Return `n` solved training words for a supervised warm start, {"messages": [user,
+    assistant]}; no validation words.
+    """
     _check(n, min_length, max_length, distinct)
-    words = _train_words(random.Random(f"sort letters, examples, {seed}"), n, min_length, max_length, 0.0, distinct)
+    words = _train_words(
+        random.Random(f"sort letters, examples, {seed}"), n, min_length, max_length, 0.0, distinct
+    )
     return [solved(f"sort: {word}", sort_letters(word)) for word in words]
 
 
@@ -91,7 +106,10 @@ def _check(n: int, min_length: int, max_length: int, distinct: bool) -> None:
     check_count(n)
     longest = len(LETTERS) if distinct else LONGEST
     if not 1 <= min_length <= max_length <= longest:
-        raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {longest}")
+        raise TaskError(
+            f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length "
+            f"<= {longest}"
+        )
 
 
 def _is_held_out(word: str) -> bool:
@@ -109,7 +127,12 @@ def _random_word(rng: random.Random, length: int, distinct: bool) -> str:
 
 
 def _train_words(
-    rng: random.Random, n: int, min_length: int, max_length: int, length_exponent: float, distinct: bool
+    rng: random.Random,
+    n: int,
+    min_length: int,
+    max_length: int,
+    length_exponent: float,
+    distinct: bool,
 ) -> list[str]:
     lengths = range(min_length, max_length + 1)
     weights = [length**length_exponent for length in lengths]
@@ -124,10 +147,14 @@ def _train_words(
 def _validation_words(n: int, length: int, distinct: bool) -> list[str]:
     rng = random.Random(f"sort letters, validation, {length}")
     words: dict[str, None] = {}
-    for _ in range(100 * n + 1000):  # one word in ten is held out, so only words of a few letters run out
+    # One word in ten is held out, so only words of a few letters run out.
+    for _ in range(100 * n + 1000):
         word = _random_word(rng, length, distinct)
         if _is_held_out(word):
             words[word] = None
             if len(words) == n:
                 return list(words)
-    raise TaskError(f"{n} validation tasks of {length} letters: found {len(words)}; ask for fewer or for longer words")
+    raise TaskError(
+        f"{n} validation tasks of {length} letters: found {len(words)}; ask for fewer or for "
+        "longer words"
+    )

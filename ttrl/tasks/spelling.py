@@ -1,6 +1,8 @@
-"""Spelling: write a word letter by letter. A model that reads in tokens has to know what its tokens are made of.
+"""Spelling: write a word letter by letter. A model that reads in tokens has to know what its tokens
+are made of.
 
-Words are generated (`ttrl.tasks.words`) or come from a list of one's own; those of the validation split are held out by a hash.
+Words are generated (`ttrl.tasks.words`) or come from a list of one's own; those of the validation
+split are held out by a hash.
 """
 
 import random
@@ -21,11 +23,13 @@ _SEPARATORS = "-,.;:/|_*`\"'!+→[](){}"
 
 @dataclass(frozen=True)
 class SpellingGrader:
-    """1.0 if the reply's answer is the word's letters, one by one, else partial_credit · share of letters in their places.
+    """1.0 if the reply's answer is the word's letters, one by one, else partial_credit · share of
+    letters in their places.
 
-    The answer stands in the last `<answer>` tags, or else in the last line that is not empty, after any thinking: single letters
-    with spaces, hyphens, commas or points between, in either case. The word in one piece is not an answer. The share is of the
-    longer of answer and word, and partial credit is at most half of what is right.
+    The answer stands in the last `<answer>` tags, or else in the last line that is not empty, after
+    any thinking: single letters with spaces, hyphens, commas or points between, in either case. The
+    word in one piece is not an answer. The share is of the longer of answer and word, and partial
+    credit is at most half of what is right.
     """
 
     word: str
@@ -44,7 +48,8 @@ class SpellingGrader:
 
 
 def read_letters(text: str) -> list[str]:
-    """Return the letters of a reply's answer, in lower case; none where it has pieces longer than a letter.
+    """Return the letters of a reply's answer, in lower case; none where it has pieces longer than a
+    letter.
 
     Words before a colon in the same line are left out: "plum: p-l-u-m".
     """
@@ -72,23 +77,44 @@ def get_spelling_tasks(
 ) -> list[Task]:
     """Return tasks to spell `n` words of min_length to max_length letters.
 
-    train: the seed decides, words may come twice. validation: the same for every seed, no two alike.
-    path: a file of words, one a line; those that are not letters alone are left out. Without it, generated words.
+    train: the seed decides, words may come twice. validation: the same for every seed, no two
+        alike.
+    path: a file of words, one a line; those that are not letters alone are left out. Without it,
+        generated words.
     """
     check_name("split", split, ("train", "validation"), "spelling")
     check_share("partial_credit", partial_credit)
     words = _pick(split, n, seed, path, min_length, max_length)
-    return [Task(question(_ASKED.format(word)), SpellingGrader(word, partial_credit), id=f"spelling/{word}") for word in words]
+    return [
+        Task(
+            question(_ASKED.format(word)),
+            SpellingGrader(word, partial_credit),
+            id=f"spelling/{word}",
+        )
+        for word in words
+    ]
 
 
-def _pick(split: str, n: int, seed: int, path: Source | None, min_length: int, max_length: int) -> list[str]:
+def _pick(
+    split: str, n: int, seed: int, path: Source | None, min_length: int, max_length: int
+) -> list[str]:
     check_count(n)
     if not 1 <= min_length <= max_length <= LONGEST:
-        raise TaskError(f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length <= {LONGEST}")
-    words = get_words(min_length, max_length) if path is None else _read_words(Path(path), min_length, max_length)
+        raise TaskError(
+            f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length "
+            f"<= {LONGEST}"
+        )
+    words = (
+        get_words(min_length, max_length)
+        if path is None
+        else _read_words(Path(path), min_length, max_length)
+    )
     words = [word for word in words if in_validation("spelling " + word) == (split == "validation")]
     if not words or (split == "validation" and len(words) < n):
-        raise TaskError(f"{n} {split} tasks of spelling: there are {len(words)} words of {min_length} to {max_length} letters")
+        raise TaskError(
+            f"{n} {split} tasks of spelling: there are {len(words)} words of {min_length} to "
+            f"{max_length} letters"
+        )
     rng = random.Random(f"spelling {split} {'' if split == 'validation' else seed}")
     if split == "train":
         return [pick(rng, words) for _ in range(n)]

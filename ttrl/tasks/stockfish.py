@@ -1,7 +1,9 @@
-"""Stockfish, or another engine that speaks UCI, as the judge of chess moves that nobody has given points. Optional.
+"""Stockfish, or another engine that speaks UCI, as the judge of chess moves that nobody has given
+points. Optional.
 
-Debian and Ubuntu have it: `apt install stockfish`. It runs as a child of the process that grades, and ends with it (its input
-ends). What it has said is kept in a file, so that a move that comes again costs nothing, in this run and the next.
+Debian and Ubuntu have it: `apt install stockfish`. It runs as a child of the process that grades,
+and ends with it (its input ends). What it has said is kept in a file, so that a move that comes
+again costs nothing, in this run and the next.
 """
 
 import atexit
@@ -20,25 +22,32 @@ try:
     import chess
     import chess.engine
 except ImportError as error:
-    raise TaskError(f"a judge of chess moves needs the package chess: pip install 'ttrl[tasks]' ({error})") from None
+    raise TaskError(
+        f"a judge of chess moves needs the package chess: pip install 'ttrl[tasks]' ({error})"
+    ) from None
 
 _LONGEST_SECONDS = 20.0
 """Of one analysis, whatever its nodes."""
 _DEBIAN = "/usr/games/stockfish"  # not on root's path
 
-_TABLE = "CREATE TABLE IF NOT EXISTS points (engine TEXT, fen TEXT, move TEXT, points REAL, PRIMARY KEY (engine, fen, move))"
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS points (engine TEXT, fen TEXT, move TEXT, points REAL, PRIMARY "
+    "KEY (engine, fen, move))"
+)
 _engines: dict[tuple[int, str], Any] = {}
 _lock = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Stockfish:
-    """Points of a legal move: 1 − (expected score of the position − expected score after the move), both for the side to
-    move, from the engine's evaluations by lichess's model (0 lost, 1 won). So a move that throws a won game away earns 0, the
-    best one 1, and in a lost position all are nearly as good.
+    """Points of a legal move: 1 − (expected score of the position − expected score after the move),
+    both for the side to move, from the engine's evaluations by lichess's model (0 lost, 1 won). So
+    a move that throws a won game away earns 0, the best one 1, and in a lost position all are
+    nearly as good.
 
-    path: the engine; by default the one that is installed. nodes: of each of the two searches; one thread, a new game for each,
-    so the points are the same in every run of the same engine. cache: a file (SQLite) that keeps them; None: they are not kept.
+    path: the engine; by default the one that is installed. nodes: of each of the two searches; one
+    thread, a new game for each, so the points are the same in every run of the same engine. cache:
+    a file (SQLite) that keeps them; None: they are not kept.
 
     One search at a time for each process. Raises TaskError when there is no engine.
     """
@@ -58,7 +67,9 @@ class Stockfish:
         status = os.stat(program)  # another version in its place is another engine
         key = (f"{program} {status.st_size} {status.st_mtime_ns} {self.nodes}", fen, move)
         with self._kept() as kept:
-            row = kept.execute("SELECT points FROM points WHERE engine = ? AND fen = ? AND move = ?", key).fetchone()
+            row = kept.execute(
+                "SELECT points FROM points WHERE engine = ? AND fen = ? AND move = ?", key
+            ).fetchone()
         if row is not None:
             return float(row[0])
         points = self._judge(chess.Board(fen), chess.Move.from_uci(move))
@@ -67,9 +78,14 @@ class Stockfish:
         return points
 
     def _program(self) -> str:
-        found = shutil.which(self.path) or (_DEBIAN if self.path == "stockfish" and os.access(_DEBIAN, os.X_OK) else None)
+        found = shutil.which(self.path) or (
+            _DEBIAN if self.path == "stockfish" and os.access(_DEBIAN, os.X_OK) else None
+        )
         if found is None:
-            raise TaskError(f"no engine {self.path!r}: install it (Debian, Ubuntu: apt install stockfish), or give its path")
+            raise TaskError(
+                f"no engine {self.path!r}: install it (Debian, Ubuntu: apt install stockfish), "
+                "or give its path"
+            )
         return found
 
     @contextlib.contextmanager
@@ -93,15 +109,22 @@ class Stockfish:
                 except (chess.engine.EngineError, TimeoutError, OSError) as error:
                     broken = _engines.pop((os.getpid(), program), None)
                     if broken is not None:
-                        broken.close()  # it may only have been too slow: it must not search on beside the next one
+                        # It may only have been too slow: it must not search on beside the next one.
+                        broken.close()
                     if attempt:
-                        raise GraderError(f"the engine {program} failed twice: {type(error).__name__}: {error}") from error
+                        raise GraderError(
+                            f"the engine {program} failed twice: {type(error).__name__}: {error}"
+                        ) from error
         raise AssertionError("unreachable")
 
-    def _expected(self, engine: Any, board: "chess.Board", moves: "list[chess.Move] | None") -> float:
+    def _expected(
+        self, engine: Any, board: "chess.Board", moves: "list[chess.Move] | None"
+    ) -> float:
         """Return the expected score of the side to move, of all moves or of these."""
         limit = chess.engine.Limit(nodes=self.nodes, time=_LONGEST_SECONDS)
-        info = engine.analyse(board, limit, root_moves=moves, game=object(), info=chess.engine.INFO_SCORE)
+        info = engine.analyse(
+            board, limit, root_moves=moves, game=object(), info=chess.engine.INFO_SCORE
+        )
         if "score" not in info:
             raise chess.engine.EngineError("it gave no score")
         return float(info["score"].relative.wdl(model="lichess", ply=board.ply()).expectation())
@@ -112,7 +135,9 @@ def _engine(program: str) -> Any:
     key = (os.getpid(), program)
     if key not in _engines:
         engine = chess.engine.SimpleEngine.popen_uci(program)
-        options = {name: value for name, value in (("Threads", 1), ("Hash", 16)) if name in engine.options}
+        options = {
+            name: value for name, value in (("Threads", 1), ("Hash", 16)) if name in engine.options
+        }
         engine.configure(options)
         _engines[key] = engine
         atexit.register(_quit, key)

@@ -1,7 +1,8 @@
-"""Structured output: what a sentence says, as a JSON object with given keys. Generated; easy to check, and a small chat model
-that has never been trained for it does it now and then.
+"""Structured output: what a sentence says, as a JSON object with given keys. Generated; easy to
+check, and a small chat model that has never been trained for it does it now and then.
 
-Held out are whole names, by a hash: no text of the validation split is about somebody of a training text.
+Held out are whole names, by a hash: no text of the validation split is about somebody of a training
+text.
 """
 
 import json
@@ -26,22 +27,35 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 _NAMES = _words(
-    "Ada Adam Agnes Ahmed Aiko Akira Albert Alice Amina Andre Anita Anna Arjun Arthur Astrid Beatriz Ben Bianca Boris Bruno "
-    "Camila Carl Carmen Chen Chloe Clara Daniel Daria David Deniz Diego Dora Edith Elena Elias Elif Emil Emma Erik Esther Eva "
-    "Farah Felix Fiona Frank Freya Gita Grace Greta Gustav Hana Hassan Heidi Hugo Ida Igor Ines Ingrid Ivan Jack Jamal Jana "
-    "Jonas Julia Kai Karin Kenji Kira Lars Laura Leila Leo Lina Louis Lucia Luis Maja Marco Maria Mateo Maya Mei Milan Mina "
-    "Nadia Naomi Nils Nina Noah Olga Omar Oscar Paula Pedro Petra Priya Rafael Rania Rita Rosa Ruth Samir Sara Sofia Stefan "
+    "Ada Adam Agnes Ahmed Aiko Akira Albert Alice Amina Andre Anita Anna Arjun Arthur Astrid "
+    "Beatriz Ben Bianca Boris Bruno "
+    "Camila Carl Carmen Chen Chloe Clara Daniel Daria David Deniz Diego Dora Edith Elena Elias "
+    "Elif Emil Emma Erik Esther Eva "
+    "Farah Felix Fiona Frank Freya Gita Grace Greta Gustav Hana Hassan Heidi Hugo Ida Igor Ines "
+    "Ingrid Ivan Jack Jamal Jana "
+    "Jonas Julia Kai Karin Kenji Kira Lars Laura Leila Leo Lina Louis Lucia Luis Maja Marco "
+    "Maria Mateo Maya Mei Milan Mina "
+    "Nadia Naomi Nils Nina Noah Olga Omar Oscar Paula Pedro Petra Priya Rafael Rania Rita Rosa "
+    "Ruth Samir Sara Sofia Stefan "
     "Tariq Tessa Theo Tomas Uma Vera Victor Wanda Yara Yusuf Zoe"
 )
-# Keys whose values are of one kind: a small model hardly ever fills in a bare "item" rightly, so nothing rewards it for that.
+# Keys whose values are of one kind: a small model hardly ever fills in a bare "item" rightly, so
+# nothing rewards it for that.
 _POOLS: dict[str, Sequence[str | int]] = {
     "age": range(18, 91),
     "city": _words(
-        "Athens Bergen Berlin Bilbao Boston Cairo Cork Dakar Delhi Denver Dublin Geneva Ghent Hanoi Kyoto Lima Lisbon Lyon "
-        "Madrid Milan Mumbai Nairobi Naples Oslo Paris Porto Prague Quito Riga Rome Seoul Sofia Sydney Tunis Turin Vienna"
+        "Athens Bergen Berlin Bilbao Boston Cairo Cork Dakar Delhi Denver Dublin Geneva Ghent "
+        "Hanoi Kyoto Lima Lisbon Lyon "
+        "Madrid Milan Mumbai Nairobi Naples Oslo Paris Porto Prague Quito Riga Rome Seoul Sofia "
+        "Sydney Tunis Turin Vienna"
     ),
-    "fruit": _words("apples bananas cherries figs grapes lemons limes mangoes melons olives oranges peaches pears plums"),
-    "instrument": _words("banjo cello clarinet drum flute guitar harp piano trombone trumpet ukulele viola violin"),
+    "fruit": _words(
+        "apples bananas cherries figs grapes lemons limes mangoes melons olives oranges peaches "
+        "pears plums"
+    ),
+    "instrument": _words(
+        "banjo cello clarinet drum flute guitar harp piano trombone trumpet ukulele viola violin"
+    ),
     "quantity": range(2, 40),
     "nights": range(2, 15),
     "weight": range(2, 60),
@@ -79,13 +93,16 @@ _PROMPT = "{text}\n\nWrite this as JSON with the keys {keys}."
 
 @dataclass(frozen=True)
 class StructuredOutputGrader:
-    """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values; else `valid_reward` for an
-    object, and half of the rest in proportion to the keys that are right, of all keys that it has or should have.
+    """1.0 if the reply, after any thinking, is one JSON object with exactly these keys and values;
+    else `valid_reward` for an object, and half of the rest in proportion to the keys that are
+    right, of all keys that it has or should have.
 
-    That half reads leniently: what the object says is worth something wherever it stands. Where only bare objects were paid, two
-    keys out of a bare one were worth more than all three out of a code block, and a policy stayed content with two.
+    That half reads leniently: what the object says is worth something wherever it stands. Where
+    only bare objects were paid, two keys out of a bare one were worth more than all three out of a
+    code block, and a policy stayed content with two.
 
-    lenient: the object may stand between other words or in a code block, numbers may be texts, and case does not count.
+    lenient: the object may stand between other words or in a code block, numbers may be texts, and
+        case does not count.
     """
 
     expected: Mapping[str, str | int]
@@ -93,23 +110,29 @@ class StructuredOutputGrader:
     lenient: bool = False
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object}), and where it is not `lenient`, what it would call
-        right if it were."""
+        """Return (reward, {"exact": 0 or 1, "valid": 1 if there is an object}), and where it is not
+        `lenient`, what it would call right if it were."""
         text = after_thinking(reply_text(choice))
-        share, said = self._share(text, self.lenient), self._share(text, True)
+        share = self._share(text, self.lenient)
+        said = self._share(text, True)
         metrics = {"exact": float(share == 1), "valid": float(share is not None)}
         if not self.lenient:
             metrics["lenient"] = float(said == 1)
         if share == 1:
             return 1.0, metrics
-        return metrics["valid"] * self.valid_reward + (1 - self.valid_reward) / 2 * (said or 0.0), metrics
+        return metrics["valid"] * self.valid_reward + (1 - self.valid_reward) / 2 * (
+            said or 0.0
+        ), metrics
 
     def _share(self, text: str, lenient: bool) -> float | None:
         """Return the share of keys that are right; None without an object."""
         found = read_object(text, anywhere=lenient)
         if found is None:
             return None
-        right = sum(key in found and _is_same(found[key], value, lenient) for key, value in self.expected.items())
+        right = sum(
+            key in found and _is_same(found[key], value, lenient)
+            for key, value in self.expected.items()
+        )
         return right / len({**self.expected, **found})
 
     def reference(self) -> str:
@@ -123,8 +146,8 @@ def _is_same(found: object, expected: str | int, lenient: bool) -> bool:
 
 
 def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
-    """Return the JSON object that a reply is; with `anywhere`, from its first "{" to its last "}". None where there is none, or
-    one with a key twice, and beyond LONGEST characters."""
+    """Return the JSON object that a reply is; with `anywhere`, from its first "{" to its last "}".
+    None where there is none, or one with a key twice, and beyond LONGEST characters."""
     text = text.strip()
     if anywhere:
         text = text[text.find("{") : text.rfind("}") + 1]
@@ -155,10 +178,11 @@ def get_structured_output_tasks(
     valid_reward: float = 0.1,
     lenient: bool = False,
 ) -> list[Task]:
-    """Return `n` sentences with three facts each, to be written as JSON. valid_reward, lenient: see `StructuredOutputGrader`.
+    """Return `n` sentences with three facts each, to be written as JSON. valid_reward, lenient: see
+    `StructuredOutputGrader`.
 
-    train: the seed decides. validation: the same for every seed, no two alike; more of them begin with the same ones. Raises
-    TaskError for impossible settings.
+    train: the seed decides. validation: the same for every seed, no two alike; more of them begin
+    with the same ones. Raises TaskError for impossible settings.
     """
     check_name("split", split, ("train", "validation"), "structured_output")
     check_count(n)
@@ -175,7 +199,9 @@ def get_structured_output_tasks(
             continue
         content = _PROMPT.format(text=text, keys=f'"{keys[0]}", "{keys[1]}" and "{keys[2]}"')
         name = "structured_output/" + "-".join(map(str, facts.values()))
-        task = Task(question(content), StructuredOutputGrader(facts, valid_reward, lenient), id=name)
+        task = Task(
+            question(content), StructuredOutputGrader(facts, valid_reward, lenient), id=name
+        )
         tasks[text if held_out else str(len(tasks))] = task
         if len(tasks) == n:
             return list(tasks.values())

@@ -22,7 +22,8 @@ Choice: TypeAlias = "chat_completion.Choice"
 GraderOutput: TypeAlias = "float | tuple[float, Mapping[str, float]] | Grade"
 Grader: TypeAlias = "Callable[[Choice], GraderOutput | Awaitable[GraderOutput]]"
 GroupGrader: TypeAlias = (
-    "Callable[[list[Choice]], Sequence[GraderOutput | GraderError] | Awaitable[Sequence[GraderOutput | GraderError]]]"
+    "Callable[[list[Choice]], Sequence[GraderOutput | GraderError] | "
+    "Awaitable[Sequence[GraderOutput | GraderError]]]"
 )
 _LARGEST_METRIC = 1e100
 """Intervals square metrics."""
@@ -38,7 +39,8 @@ class Grade:
 
     @classmethod
     def of(cls, output: object, where: str, *, who: str = "grader") -> "Grade":
-        """Read what a grader (or a rollout, `who`) returned: a number, (number, metrics) or a Grade.
+        """Read what a grader (or a rollout, `who`) returned: a number, (number, metrics) or a
+        Grade.
 
         Numbers are also bools, Decimal, and NumPy's and torch's scalars and arrays without axes.
         Raises GraderError, naming `where`, for anything else, for NaN, infinities and numbers so
@@ -47,7 +49,8 @@ class Grade:
         reward: object
         metrics: object = {}
         if isinstance(output, Grade):
-            reward, metrics = output.reward, output.metrics
+            reward = output.reward
+            metrics = output.metrics
         elif isinstance(output, tuple) and len(output) == 2:
             reward, metrics = output
         else:
@@ -55,7 +58,8 @@ class Grade:
         number = _number(reward)
         if number is None:
             raise GraderError(
-                f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite number or (number, metrics)"
+                f"{where}: the {who} returned {short(output, 80)}; a {who} returns a finite "
+                "number or (number, metrics)"
             )
         if abs(number) > LARGEST_REWARD:
             raise GraderError(
@@ -63,7 +67,10 @@ class Grade:
                 "no gradient could be computed with it: scale it down, or clip it"
             )
         if not isinstance(metrics, Mapping):
-            raise GraderError(f"{where}: the {who}'s metrics are {short(metrics, 80)}; they must be a dict of names to numbers")
+            raise GraderError(
+                f"{where}: the {who}'s metrics are {short(metrics, 80)}; they must be a dict of "
+                "names to numbers"
+            )
         numbers = {}
         for name, value in metrics.items():
             metric = _number(value)
@@ -95,19 +102,31 @@ class RolloutLimits:
     turns: int = 64
     """Replies of the model."""
     tokens: int | None = None
-    """Tokens that the model generates in all turns together; None: as many as its context has room for."""
+    """Tokens that the model generates in all turns together; None: as many as its context has room
+    for.
+    """
     seconds: float = 60.0
-    """Seconds of the rollout's own work between two requests (a tool, a game); the model's time does not count."""
+    """Seconds of the rollout's own work between two requests (a tool, a game); the model's time
+    does not count.
+    """
     total_seconds: float | None = None
-    """Seconds of the whole rollout, the model's time and the wait for a busy server included; None: as long as it takes."""
+    """Seconds of the whole rollout, the model's time and the wait for a busy server included; None:
+    as long as it takes.
+    """
 
     def __post_init__(self) -> None:
         for name, value in (("turns", self.turns), ("tokens", self.tokens)):
             if (value is not None or name == "turns") and (type(value) is not int or value < 1):
-                raise TaskError(f"rollout limits: {name} is {value!r}; give a whole number of at least 1")
+                raise TaskError(
+                    f"rollout limits: {name} is {value!r}; give a whole number of at least 1"
+                )
         for name, seconds in (("seconds", self.seconds), ("total_seconds", self.total_seconds)):
-            if (seconds is not None or name == "seconds") and (not is_number(seconds) or seconds <= 0):
-                raise TaskError(f"rollout limits: {name} is {seconds!r}; give a positive number of seconds")
+            if (seconds is not None or name == "seconds") and (
+                not is_number(seconds) or seconds <= 0
+            ):
+                raise TaskError(
+                    f"rollout limits: {name} is {seconds!r}; give a positive number of seconds"
+                )
 
 
 @dataclass
@@ -119,41 +138,52 @@ class Task:
             grader=lambda choice: float(choice.message.content.strip() == "3"),
         )
 
-    The grader is given the `Choice` of an OpenAI chat completion and returns a reward, or (reward, metrics), now or as an
-    awaitable. Assistant messages among `messages` are given, not trained: only what the model writes now is.
+    The grader is given the `Choice` of an OpenAI chat completion and returns a reward, or (reward,
+    metrics), now or as an awaitable. Assistant messages among `messages` are given, not trained:
+    only what the model writes now is.
 
     Null fields of messages are left out, and arguments of tool calls become JSON text
     (`ttrl.messages`). Content may be a list of parts, all of them texts.
 
-    With `rollout`, the model is asked several times: see `ttrl.tasks.task.Chat`. Raises TaskError when made of something that
-    cannot be sampled.
+    With `rollout`, the model is asked several times: see `ttrl.tasks.task.Chat`. Raises TaskError
+    when made of something that cannot be sampled.
     """
 
     messages: list[dict[str, Any]]
     grader: "Grader | None" = None
     """May be left out where the rollout returns the reward, or the group_grader gives it."""
     id: str = ""
-    """A name for logs and rollout files; by default a digest of the messages, the same in every run."""
+    """A name for logs and rollout files; by default a digest of the messages, the same in every
+    run.
+    """
     rollout: "Rollout | None" = None
-    """`async def rollout(chat)`: talks to the model, `await chat("…")`, uses tools or makes moves between, and returns the
-    reward, (reward, metrics), or None: then the grader is asked, with the last choice, whose `messages` are the conversation."""
+    """`async def rollout(chat)`: talks to the model, `await chat("…")`, uses tools or makes moves
+    between, and returns the reward, (reward, metrics), or None: then the grader is asked, with the
+    last choice, whose `messages` are the conversation.
+    """
     limits: RolloutLimits = field(default_factory=RolloutLimits)
     """Limits of the rollout."""
     group_grader: "GroupGrader | None" = None
-    """Asked once, when all samples of the task are there, about those that have not failed: a list of choices, as the grader gets
-    them (of an answer that came out of a file, without token strings), for a list of as many rewards, (reward, metrics), or
-    GraderErrors, which fail single samples. What it gives is added to what grader or rollout gave. It runs in this process."""
+    """Asked once, when all samples of the task are there, about those that have not failed: a list
+    of choices, as the grader gets them (of an answer that came out of a file, without token
+    strings), for a list of as many rewards, (reward, metrics), or GraderErrors, which fail single
+    samples. What it gives is added to what grader or rollout gave. It runs in this process.
+    """
     level: int = 0
     """How hard it is among others, for a run that begins with the easiest: see `in_levels`."""
 
     def __post_init__(self) -> None:
         name = f"task {self.id!r}" if self.id else "task"
         if not isinstance(self.messages, list) or not self.messages:
-            raise TaskError(f"{name}: messages is {short(self.messages, 80)}; give a non-empty list of OpenAI chat messages")
+            raise TaskError(
+                f"{name}: messages is {short(self.messages, 80)}; give a non-empty list of "
+                "OpenAI chat messages"
+            )
         for number, message in enumerate(self.messages):
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise TaskError(
-                    f"{name}: message {number} is {short(message, 80)}; a message is a dict with 'role' and 'content', "
+                    f"{name}: message {number} is {short(message, 80)}; a message is a dict with "
+                    "'role' and 'content', "
                     'such as {"role": "user", "content": "…"}'
                 )
             self._check_content(f"{name}: message {number}", message)
@@ -163,15 +193,32 @@ class Task:
             why = f"the arguments of a tool call have no JSON text: {error}"
             raise TaskError(f"{name}: {why}") from error
         if self.rollout is not None and not callable(self.rollout):
-            raise TaskError(f"{name}: rollout is {short(self.rollout, 80)}; give a coroutine function, async def rollout(chat)")
+            raise TaskError(
+                f"{name}: rollout is {short(self.rollout, 80)}; give a coroutine function, async "
+                "def rollout(chat)"
+            )
         if self.group_grader is not None and not callable(self.group_grader):
-            raise TaskError(f"{name}: group_grader is {short(self.group_grader, 80)}; give a function of a list of choices")
-        if not callable(self.grader) and (self.grader is not None or (self.rollout is None and self.group_grader is None)):
-            raise TaskError(f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that returns a reward")
+            raise TaskError(
+                f"{name}: group_grader is {short(self.group_grader, 80)}; give a function of a "
+                "list of choices"
+            )
+        if not callable(self.grader) and (
+            self.grader is not None or (self.rollout is None and self.group_grader is None)
+        ):
+            raise TaskError(
+                f"{name}: grader is {short(self.grader, 80)}; give a function of the choice that "
+                "returns a reward"
+            )
         if not isinstance(self.limits, RolloutLimits):
-            raise TaskError(f"{name}: limits is {short(self.limits, 80)}; give RolloutLimits(turns=…, tokens=…, seconds=…)")
+            raise TaskError(
+                f"{name}: limits is {short(self.limits, 80)}; give RolloutLimits(turns=…, "
+                "tokens=…, seconds=…)"
+            )
         if type(self.level) is not int:
-            raise TaskError(f"{name}: level is {short(self.level, 80)}; give a whole number, of which lower ones are easier")
+            raise TaskError(
+                f"{name}: level is {short(self.level, 80)}; give a whole number, of which lower "
+                "ones are easier"
+            )
         if not self.id:
             content = json.dumps(self.messages, sort_keys=True, default=str)
             self.id = "task-" + hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -187,23 +234,30 @@ class Task:
             raise TaskError(f"{where} holds {found}; ttrl trains on text, so leave it out")
 
     def as_json(self) -> bytes:
-        """Return id and messages (and the level, where it has one) as JSON. Raises TaskError for what no file could hold."""
+        """Return id and messages (and the level, where it has one) as JSON. Raises TaskError for
+        what no file could hold.
+        """
         try:
             content = [self.id, self.messages, *([self.level] if self.level else [])]
             return json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise TaskError(f"task {self.id!r}: its id and messages cannot be written as JSON: {error}") from error
+            raise TaskError(
+                f"task {self.id!r}: its id and messages cannot be written as JSON: {error}"
+            ) from error
 
 
 def task_list(given: Any, name: str) -> list[Task]:
-    """Return the tasks of `given`, a list or another iterable of them. Raises TaskError, with `name`, for anything else."""
+    """Return the tasks of `given`, a list or another iterable of them. Raises TaskError, with
+    `name`, for anything else.
+    """
     if isinstance(given, Task | str) or not isinstance(given, Iterable):
         raise TaskError(f"{name} is of type {type(given).__name__}; give a list of Task")
     listed = list(given)
     wrong = [type(task).__name__ for task in listed if not isinstance(task, Task)]
     if wrong:
         raise TaskError(
-            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is of type {wrong[0]}; make them with ttrl.Task(...)"
+            f"{name}: {len(wrong)} of {len(listed)} are not Tasks, the first is of type "
+            f"{wrong[0]}; make them with ttrl.Task(...)"
         )
     return listed
 
@@ -211,7 +265,8 @@ def task_list(given: Any, name: str) -> list[Task]:
 def in_levels(*levels: Sequence[Task]) -> list[Task]:
     """Return all tasks, those of the first list with level 0, of the next with level 1, and so on.
 
-    A run samples the lowest level alone at first, and opens one after the other: see `TrainConfig.level_up_at`.
+    A run samples the lowest level alone at first, and opens one after the other: see
+    `TrainConfig.level_up_at`.
     """
     return [replace(task, level=level) for level, tasks in enumerate(levels) for task in tasks]
 
@@ -227,19 +282,23 @@ def solved(text: str, answer: str) -> dict[str, Any]:
 
 
 Ask: TypeAlias = "Callable[..., Awaitable[tuple[Choice, dict[str, Any]]]]"
-"""(messages, tools, max_tokens, stop) → the model's choice, and its message as it is sent back: `Play.ask`."""
+"""(messages, tools, max_tokens, stop) → the model's choice, and its message as it is sent back:
+`Play.ask`.
+"""
 
 
 class Chat:
     """A conversation with the model that is sampled from. It begins with the task's messages.
 
-    messages: the conversation so far, the model's replies included; a list of yours to change: what is in it is sent next. Where
-        what was said before is changed or left out, the reply is trained as one to another prompt, which costs more tokens.
-        A single message of the role "prompt" is no chat: the model goes on with its content, a text or a list of token ids.
+    messages: the conversation so far, the model's replies included; a list of yours to change: what
+        is in it is sent next. Where what was said before is changed or left out, the reply is
+        trained as one to another prompt, which costs more tokens. A single message of the role
+        "prompt" is no chat: the model goes on with its content, a text or a list of token ids.
     tools: descriptions of functions that the model may call, as in the OpenAI API; once given, they
         stay. Servers that ttrl starts read calls as the model's chat template writes them
         (`ttrl.server.parsers`).
-    task_id, sample: which rollout this is; a random generator made of them gives the same game each time.
+    task_id, sample: which rollout this is; a random generator made of them gives the same game each
+        time.
     params: what is sampled with.
     """
 
@@ -253,11 +312,14 @@ class Chat:
         params: Mapping[str, Any] | None = None,
         count_time: Callable[[bool], None] = lambda counts: None,
     ) -> None:
-        self._ask, self._count_time = ask, count_time
+        self._ask = ask
+        self._count_time = count_time
         self._is_asking = False
         self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
         self.tools: list[dict[str, Any]] | None = tools
-        self.task_id, self.sample, self.params = task_id, sample, params or {}
+        self.task_id = task_id
+        self.sample = sample
+        self.params = params or {}
 
     async def __call__(
         self,
@@ -267,19 +329,30 @@ class Chat:
         max_tokens: int | None = None,
         stop: str | Sequence[str] | None = None,
     ) -> "Choice":
-        """Append `new` to `messages` (a string is a user's message), ask the model, append its reply, and return the choice.
+        """Append `new` to `messages` (a string is a user's message), ask the model, append its
+        reply, and return the choice.
 
-        The choice is as graders get it: `.message.content`, `.message.tool_calls`, `.finish_reason`, `.token_ids`; and `.usage`.
-        max_tokens, stop: for this reply, instead of the call's own.
+        The choice is as graders get it: `.message.content`, `.message.tool_calls`,
+        `.finish_reason`, `.token_ids`; and `.usage`. max_tokens, stop: for this reply, instead of
+        the call's own.
 
-        Raises RolloutLimitError where the task's limits or the model's context are reached: a rollout that does not catch it ends
-        there, and the grader is asked about what there is. Raises RequestError where the server fails for good, which costs the
-        sample unless it is caught.
+        Raises RolloutLimitError where the task's limits or the model's context are reached: a
+        rollout that does not catch it ends there, and the grader is asked about what there is.
+        Raises RequestError where the server fails for good, which costs the sample unless it is
+        caught.
         """
         if self._is_asking:
             await asyncio.sleep(0)  # whoever asks until it succeeds must let the reply come
-            raise RolloutError("this chat is waiting for a reply; ask at the same time in a copy, chat.copy()")
-        added = [{"role": "user", "content": new}] if isinstance(new, str) else [new] if isinstance(new, Mapping) else new or []
+            raise RolloutError(
+                "this chat is waiting for a reply; ask at the same time in a copy, chat.copy()"
+            )
+        added = (
+            [{"role": "user", "content": new}]
+            if isinstance(new, str)
+            else [new]
+            if isinstance(new, Mapping)
+            else new or []
+        )
         self.messages += [dict(message) for message in added]
         self.tools = self.tools if tools is None else [dict(tool) for tool in tools]
         self._is_asking = True
@@ -291,13 +364,19 @@ class Chat:
         return choice
 
     def copy(self, messages: Sequence[Mapping[str, Any]] | None = None) -> "Chat":
-        """Return another conversation of the same sample, from here or from `messages` (the other player of a game, a helper)."""
+        """Return another conversation of the same sample, from here or from `messages` (the other
+        player of a game, a helper).
+        """
         begun = self.messages if messages is None else messages
-        return Chat(self._ask, begun, self.task_id, self.sample, self.tools, self.params, self._count_time)
+        return Chat(
+            self._ask, begun, self.task_id, self.sample, self.tools, self.params, self._count_time
+        )
 
     @contextlib.contextmanager
     def idle(self) -> Iterator[None]:
-        """Let the rollout wait within for what is not its work, such as a free core: its limit of `seconds` does not count."""
+        """Let the rollout wait within for what is not its work, such as a free core: its limit of
+        `seconds` does not count.
+        """
         self._count_time(False)
         try:
             yield
@@ -307,7 +386,9 @@ class Chat:
 
 @dataclass(frozen=True)
 class WithSample:
-    """Calls `grader(choice, sample)`. A class and no closure, so that it can travel to another process."""
+    """Calls `grader(choice, sample)`. A class and no closure, so that it can travel to another
+    process.
+    """
 
     grader: Callable[..., Any]
     sample: Sample

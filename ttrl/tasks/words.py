@@ -15,7 +15,8 @@ from ttrl.errors import UserError
 
 T = TypeVar("T")
 
-SHORTEST, LONGEST = 3, 14
+SHORTEST = 3
+LONGEST = 14
 WORDS_PER_LENGTH = 1000
 """As many as there are of each length; of three letters there are fewer."""
 
@@ -59,31 +60,38 @@ def comparable(text: str) -> str:
 
 
 def pick(rng: random.Random, items: Sequence[T]) -> T:
-    """Draw an item uniformly, the same in every version of Python (`random.choice` is not promised to be)."""
+    """Draw an item uniformly, the same in every version of Python (`random.choice` is not promised
+    to be).
+    """
     return items[int(rng.random() * len(items))]
 
 
 def shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
     """Return the items in a random order that is the same in every version of Python."""
-    left, result = list(items), []
+    left = list(items)
+    result = []
     while left:
         result.append(left.pop(int(rng.random() * len(left))))
     return result
 
 
 def in_validation(text: str, one_in: int = 10) -> bool:
-    """Return True for one text in `one_in`, by a hash of the text alone: a split that no seed can blur."""
+    """Return True for one text in `one_in`, by a hash of the text alone: a split that no seed can
+    blur.
+    """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % one_in == 0
 
 
 def get_words(min_length: int = SHORTEST, max_length: int = LONGEST) -> list[str]:
-    """Return all words of min_length to max_length letters, in a fixed order: about 1000 of each length from 3 to 14.
+    """Return all words of min_length to max_length letters, in a fixed order: about 1000 of each
+    length from 3 to 14.
 
     Lower case a–z, no word twice. Raises UserError where there are none.
     """
     if not SHORTEST <= min_length <= max_length <= LONGEST:
         raise UserError(
-            f"words of {min_length} to {max_length} letters: there are words of {SHORTEST} to {LONGEST} letters; "
+            f"words of {min_length} to {max_length} letters: there are words of {SHORTEST} to "
+            f"{LONGEST} letters; "
             "min_length comes first"
         )
     return [word for word in _all_words() if min_length <= len(word) <= max_length]

@@ -24,54 +24,75 @@ from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.policy.policy import Policy
 
 _MICROBATCH = (
-    "tokens", "labels", "group_ids", "parent_ids", "input_pos", "sample_ids", "logprobs", "advantages", "weights",
-    "reference_logprobs", "experts",
+    "tokens", "labels", "group_ids", "parent_ids", "input_pos", "sample_ids", "logprobs",
+    "advantages", "weights", "reference_logprobs", "experts",
 )  # fmt: skip
 
 
 @dataclass
 class Update:
-    """One optimizer step: this rank's rows of it, and the normaliser of the whole step, over all ranks."""
+    """One optimizer step: this rank's rows of it, and the normaliser of the whole step, over all
+    ranks.
+    """
 
     rows: PackedTensors
     normaliser: float
     world_size: int
     numbers: list[int] = field(default_factory=list)
-    """Row numbers in the pack; -1 for padding rows that were added so that each rank has equally many."""
+    """Row numbers in the pack; -1 for padding rows that were added so that each rank has equally
+    many.
+    """
     num_rows: int = 0
     """Rows of the whole step, over all ranks, without those that were added."""
     signals: dict[str, Tensor] = field(default_factory=dict)
     """What the recipe finds out about the labels before the step, by name, each [R, T]."""
     reference_hidden: list[Tensor] = field(default_factory=list)
-    """The reference model's hidden states at the trained positions of each row, [N, D] each; for the KL over the vocabulary."""
+    """The reference model's hidden states at the trained positions of each row, [N, D] each; for
+    the KL over the vocabulary.
+    """
 
     def backward(self, weighted_loss_N: Tensor) -> None:
-        """Add the gradient of Σ weighted_loss / Z. FSDP averages gradients over the ranks; the factor turns that into the sum."""
+        """Add the gradient of Σ weighted_loss / Z. FSDP averages gradients over the ranks; the
+        factor turns that into the sum.
+        """
         (weighted_loss_N.sum() * (self.world_size / self.normaliser)).backward()
 
-    def microbatches(self, config: TrainingConfig, device: torch.device) -> Iterator[dict[str, Tensor]]:
-        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every rank gets the same number.
-        "trained" says where the labels are, int64 [N], rows laid end to end; to look on a GPU would mean to wait for it. There,
-        rows are as long as whole blocks of attention, also so that memory is allocated in few sizes. "sample_keys": of those that
-        `sample_ids` number."""
-        size, multiple = config.rows_per_microbatch, config.row_length_multiple
+    def microbatches(
+        self, config: TrainingConfig, device: torch.device
+    ) -> Iterator[dict[str, Tensor]]:
+        """Yield parts of at most `rows_per_microbatch` rows, trimmed to their longest row; every
+        rank gets the same number. "trained" says where the labels are, int64 [N], rows laid end to
+        end; to look on a GPU would mean to wait for it. There, rows are as long as whole blocks of
+        attention, also so that memory is allocated in few sizes. "sample_keys": of those that
+        `sample_ids` number.
+        """
+        size = config.rows_per_microbatch
+        multiple = config.row_length_multiple
         if not free_to_look(device):
             multiple = math.lcm(multiple, DEFAULT_BLOCK_SIZE)
         for start in range(0, self.rows.num_rows, size):
             part = self.rows.rows(slice(start, start + size)).trim(multiple)
-            tensors = {name: tensor for name, tensor in part.tensors().items() if name in _MICROBATCH}
-            tensors |= {name: signal[start : start + size, : part.seq_len] for name, signal in self.signals.items()}
+            tensors = {
+                name: tensor for name, tensor in part.tensors().items() if name in _MICROBATCH
+            }
+            tensors |= {
+                name: signal[start : start + size, : part.seq_len]
+                for name, signal in self.signals.items()
+            }
             if self.reference_hidden:
                 tensors["reference_hidden"] = torch.cat(self.reference_hidden[start : start + size])
             tensors["sample_keys"] = sample_keys(part.samples)
             tensors["trained"] = (part.labels.flatten() != IGNORE).nonzero().squeeze(1)
-            if device.type == "cuda":  # from other memory, a copy waits for all that the GPU has yet to do
+            # From other memory, a copy waits for all that the GPU has yet to do.
+            if device.type == "cuda":
                 tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
             yield {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def sample_keys(samples: Sequence[PackedSample]) -> Tensor:
-    """Return [S, 2]: a number for the task of each sample and one for the sample, which are the same in every process."""
+    """Return [S, 2]: a number for the task of each sample and one for the sample, which are the
+    same in every process.
+    """
 
     def number(text: str) -> int:
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
@@ -81,15 +102,22 @@ def sample_keys(samples: Sequence[PackedSample]) -> Tensor:
 
 
 def updates(
-    packed: PackedTensors, count: int, seed: tuple[int, int], ranks: Ranks, model: PretrainedConfig | None = None
+    packed: PackedTensors,
+    count: int,
+    seed: tuple[int, int],
+    ranks: Ranks,
+    model: PretrainedConfig | None = None,
 ) -> list[Update]:
-    """Split the rows into `count` optimizer steps, or one per row if there are fewer rows; no row is left out.
+    """Split the rows into `count` optimizer steps, or one per row if there are fewer rows; no row
+    is left out.
 
-    With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing else: which rows a step has
-    does not depend on the ranks. The rows of a step are dealt out so that no rank waits for another (`balance`), and brought to
-    a multiple of the ranks with zero-weight rows. model: whose FLOPs tell how much work a row is; needed for several ranks.
+    With more than one step the rows are shuffled first, by `seed` = (seed, iteration) and nothing
+    else: which rows a step has does not depend on the ranks. The rows of a step are dealt out so
+    that no rank waits for another (`balance`), and brought to a multiple of the ranks with
+    zero-weight rows. model: whose FLOPs tell how much work a row is; needed for several ranks.
     """
-    order = torch.nonzero((packed.labels != IGNORE).any(dim=1)).squeeze(1)  # rows of padding alone teach nothing
+    # Rows of padding alone teach nothing.
+    order = torch.nonzero((packed.labels != IGNORE).any(dim=1)).squeeze(1)
     count = min(count, len(order))
     if count > 1:
         order = order[torch.randperm(len(order), generator=derived_generator(*seed))]
@@ -105,49 +133,73 @@ def updates(
         padded = step.pad_rows_to_multiple(ranks.world_size)
         mine = slice(ranks.rank, None, ranks.world_size)
         numbers = chosen.tolist() + [-1] * (padded.num_rows - step.num_rows)
-        result.append(Update(padded.rows(mine), normaliser(step), ranks.world_size, numbers[mine], step.num_rows))
+        result.append(
+            Update(
+                padded.rows(mine), normaliser(step), ranks.world_size, numbers[mine], step.num_rows
+            )
+        )
     return result
 
 
 def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None = None) -> None:
-    """Raise PackError where the pack cannot be of this model: token ids beyond its vocabulary, positions beyond its context, or
-    another tokenizer than that of the folder `model`, where the pack says which it was made with."""
+    """Raise PackError where the pack cannot be of this model: token ids beyond its vocabulary,
+    positions beyond its context, or another tokenizer than that of the folder `model`, where the
+    pack says which it was made with.
+    """
     if not packed.num_trained:
-        raise PackError(f"none of the pack's {packed.num_rows} rows has a label, so there is nothing to train on")
-    vocab_size, context = policy.decoder.tok_embeddings.num_embeddings, policy.decoder.max_seq_len
+        raise PackError(
+            f"none of the pack's {packed.num_rows} rows has a label, so there is nothing to "
+            "train on"
+        )
+    vocab_size = policy.decoder.tok_embeddings.num_embeddings
+    context = policy.decoder.max_seq_len
     largest = int(torch.maximum(packed.tokens.max(), packed.labels.max()))
     if largest >= vocab_size:
         raise PackError(
-            f"the pack holds token id {largest}, but the model has {vocab_size} tokens; was it made with another model?"
+            f"the pack holds token id {largest}, but the model has {vocab_size} tokens; was it "
+            "made with another model?"
         )
     longest = int(packed.input_pos.max()) + 1
     if longest > context:
-        raise PackError(f"a packed sample has {longest} positions, but the model's context is {context}; lower max_tokens")
-    made_with, own = packed.metadata.get(TOKENIZER_KEY), tokenizer_digest(model) if model is not None else None
+        raise PackError(
+            f"a packed sample has {longest} positions, but the model's context is {context}; "
+            "lower max_tokens"
+        )
+    made_with = packed.metadata.get(TOKENIZER_KEY)
+    own = tokenizer_digest(model) if model is not None else None
     if made_with is not None and own is not None and made_with != own:
         raise PackError(
-            f"the pack was made with another tokenizer than that of {model} (digests {made_with[:12]} and {own[:12]}), so its "
-            "token ids mean something else there; pack again with this model, or train the model that it was made with"
+            f"the pack was made with another tokenizer than that of {model} (digests "
+            f"{made_with[:12]} and {own[:12]}), so its "
+            "token ids mean something else there; pack again with this model, or train the model "
+            "that it was made with"
         )
 
 
 def replayed(packed: PackedTensors, policy: Policy, config: GRPOConfig) -> PackedTensors:
-    """Return the pack with the sampler's experts if `router_replay` asks for them, else without. Raises PackError where they are
-    asked for and not there, or cannot be those of this model."""
+    """Return the pack with the sampler's experts if `router_replay` asks for them, else without.
+    Raises PackError where they are asked for and not there, or cannot be those of this model."""
     experts = packed.experts
     if not config.router_replay:
         return dataclasses.replace(packed, experts=None)
     if experts is None:
-        raise PackError("router_replay: the pack holds no experts; sample with router_replay=True, or switch it off")
+        raise PackError(
+            "router_replay: the pack holds no experts; sample with router_replay=True, or switch "
+            "it off"
+        )
     routing = getattr(policy.decoder, "routing", None)
-    layers, known = len(policy.decoder.layers), 0 if routing is None else routing.experts
+    layers = len(policy.decoder.layers)
+    known = 0 if routing is None else routing.experts
     if experts.shape[2] != layers or int(experts.max()) >= known:
         raise PackError(
-            f"the pack holds experts up to number {int(experts.max())} of {experts.shape[2]} layers, but the model has {known} "
+            f"the pack holds experts up to number {int(experts.max())} of {experts.shape[2]} "
+            f"layers, but the model has {known} "
             f"experts and {layers} layers; was it sampled from another model?"
         )
     return packed
 
 
 def policy_inputs(batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    return tuple(batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos"))
+    return tuple(
+        batch[name] for name in ("tokens", "labels", "group_ids", "parent_ids", "input_pos")
+    )

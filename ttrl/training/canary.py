@@ -1,12 +1,14 @@
-"""The canary: what a checkpoint must compute, stored with it, so that a server can be checked after every weight sync.
+"""The canary: what a checkpoint must compute, stored with it, so that a server can be checked after
+every weight sync.
 
-It has two parts, because a server can be wrong in two ways. The log-probabilities of a fixed text show wrong or stale weights. A
-greedy continuation of it shows stale keys and values too: requests for prompt log-probabilities skip a server's prefix cache, a
-continuation uses it.
+It has two parts, because a server can be wrong in two ways. The log-probabilities of a fixed text
+show wrong or stale weights. A greedy continuation of it shows stale keys and values too: requests
+for prompt log-probabilities skip a server's prefix cache, a continuation uses it.
 
-Before the first iteration, the trainer computes that of the starting model, as it holds it (sharded, or in 4 bits), and measures
-how far bf16 is from fp32 on this model: the server's limits in half precision follow from that. The checkpoints that are trained
-from it keep its text and that measure.
+Before the first iteration, the trainer computes that of the starting model, as it holds it
+(sharded, or in 4 bits), and measures how far bf16 is from fp32 on this model: the server's limits
+in half precision follow from that. The checkpoints that are trained from it keep its text and that
+measure.
 """
 
 import json
@@ -29,7 +31,8 @@ from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import gathered_precision
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 
-CANARY_LENGTH = 257  # two KV blocks of 128 tokens and one more, so that whole blocks are in the prefix cache
+# Two KV blocks of 128 tokens and one more, so that whole blocks are in the prefix cache.
+CANARY_LENGTH = 257
 GREEDY_LENGTH = 8
 
 logger = logging.getLogger(__name__)
@@ -58,13 +61,17 @@ Der Regen hörte gegen Abend auf. Il pleuvait encore quand le dernier train est 
 In 1905 Einstein published four papers: on the photoelectric effect, Brownian motion, special relativity, and the equivalence of \
 mass and energy, E = mc^2. Water boils at 100 °C at sea level, but at about 71 °C on the summit of Mount Everest, where the air \
 pressure is only a third as high.
-"""
-_DISTINCT = 64  # fewer different tokens of the text: its letters are unknown to the model, or nearly its only tokens
+"""  # noqa: E501
+# Fewer different tokens of the text: its letters are unknown to the model, or nearly its only
+# tokens.
+_DISTINCT = 64
 
 
 def canary_tokens(folder: Path, vocab_size: int, max_length: int) -> list[int]:
-    """Return the same tokens for every checkpoint of a model, so that a server that kept the keys and values of an older one is
-    caught: those of the canary in `folder`, else a text, else (without a tokenizer.json that knows its letters) random ones."""
+    """Return the same tokens for every checkpoint of a model, so that a server that kept the keys
+    and values of an older one is caught: those of the canary in `folder`, else a text, else
+    (without a tokenizer.json that knows its letters) random ones.
+    """
     length = max(2, min(CANARY_LENGTH, max_length - GREEDY_LENGTH))
     known = (_stored(folder).get("token_ids") or _text_tokens(folder))[:length]
     if len(known) >= 2 and all(0 <= token < vocab_size for token in known):
@@ -88,51 +95,66 @@ def _stored(folder: Path) -> dict[str, Any]:
     """Return the canary in a model folder; empty if there is none that can be read."""
     try:
         content = json.loads((folder / CANARY_FILE).read_text(encoding="utf-8"))
-        lists = {name: [int(token) for token in content[name]] for name in ("token_ids", "greedy_token_ids")}
+        lists = {
+            name: [int(token) for token in content[name]]
+            for name in ("token_ids", "greedy_token_ids")
+        }
         return lists | {"half_precision": content.get("half_precision")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
 
 @torch.no_grad()
-def _distributions(policy: Policy, tokens: list[int], first: int, device: torch.device) -> torch.Tensor:
-    """Return log-probabilities [len(tokens) - first, V] of what follows each token from number `first` on, for one plain
-    sequence."""
+def _distributions(
+    policy: Policy, tokens: list[int], first: int, device: torch.device
+) -> torch.Tensor:
+    """Return log-probabilities [len(tokens) - first, V] of what follows each token from number
+    `first` on, for one plain sequence."""
     row = torch.tensor([tokens], device=device)
     labels = torch.full_like(row, IGNORE)
     labels[:, first:] = 0
     zeros = torch.zeros_like(row)
     positions = torch.arange(len(tokens), device=device).unsqueeze(0)
-    out: PolicyOutput = policy(row, labels, zeros, zeros, positions, HeadOptions(distributions=True))
+    out: PolicyOutput = policy(
+        row, labels, zeros, zeros, positions, HeadOptions(distributions=True)
+    )
     return out.logprobs.float().cpu()
 
 
 def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[str, Any]:
-    """Return the content of canary.json: natural log-probabilities of each token given those before it, and a greedy continuation
-    with its margins (the best token's log-probability less the second's). A collective if the policy is sharded.
+    """Return the content of canary.json: natural log-probabilities of each token given those before
+    it, and a greedy continuation with its margins (the best token's log-probability less the
+    second's). A collective if the policy is sharded.
 
-    folder: the model folder that the weights come from; what is in its canary is kept, or taken as a guess. The continuation is
-    guessed to be that of the weights before: one pass shows all tokens that follow, so a right guess makes it the only one, and
-    a wrong one is corrected from pass to pass, at least by its first wrong token (Jacobi decoding, arXiv 2305.10427).
+    folder: the model folder that the weights come from; what is in its canary is kept, or taken as
+    a guess. The continuation is guessed to be that of the weights before: one pass shows all tokens
+    that follow, so a right guess makes it the only one, and a wrong one is corrected from pass to
+    pass, at least by its first wrong token (Jacobi decoding, arXiv 2305.10427).
     """
     decoder = policy.decoder
-    vocab_size, stored = decoder.tok_embeddings.num_embeddings, _stored(folder)
+    vocab_size = decoder.tok_embeddings.num_embeddings
+    stored = _stored(folder)
     tokens = canary_tokens(folder, vocab_size, decoder.max_seq_len)
     guess = [token for token in stored.get("greedy_token_ids", ()) if 0 <= token < vocab_size]
     greedy = [*guess, *[0] * GREEDY_LENGTH][:GREEDY_LENGTH]
     logprobs: list[float] = []
     for _ in range(GREEDY_LENGTH):
-        distributions = _distributions(policy, tokens + greedy[:-1], len(tokens) - 1 if logprobs else 0, device)
+        distributions = _distributions(
+            policy, tokens + greedy[:-1], len(tokens) - 1 if logprobs else 0, device
+        )
         if not logprobs:
             logprobs = _chosen(distributions, tokens).tolist()
         best = distributions[-GREEDY_LENGTH:].topk(2)
-        before, greedy = greedy, _same_everywhere(best.indices[:, 0], device).tolist()
+        before = greedy
+        greedy = _same_everywhere(best.indices[:, 0], device).tolist()
         if greedy[:-1] == before[:-1]:
             break
-    greedy_logprobs, margins = best.values[:, 0].tolist(), (best.values[:, 0] - best.values[:, 1]).tolist()
+    greedy_logprobs = best.values[:, 0].tolist()
+    margins = (best.values[:, 0] - best.values[:, 1]).tolist()
     if not all(map(math.isfinite, [*logprobs, *greedy_logprobs])):
         raise ModelFolderError(
-            "the model computes NaN or infinite log-probabilities; its weights are broken (training diverged, or a damaged file)"
+            "the model computes NaN or infinite log-probabilities; its weights are broken "
+            "(training diverged, or a damaged file)"
         )
     dtype = "bfloat16" if policy.compute_dtype == torch.bfloat16 else "float32"
     return {
@@ -155,12 +177,13 @@ def _chosen(distributions: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
-    """Write the canary of the model that training starts from to `output_dir`/checkpoint, where that model lies without one. A
-    collective."""
+    """Write the canary of the model that training starts from to `output_dir`/checkpoint, where
+    that model lies without one. A collective."""
     canary = compute_canary(policy, here.device, Path(config.model))
     if _has_fp32(config, here):
         canary["half_precision"] = half_precision(policy, canary["token_ids"], here.device)
-    if config.lora_base_dtype == "nf4":  # the server has the starting model, which nobody has rounded like that
+    # The server has the starting model, which nobody has rounded like that.
+    if config.lora_base_dtype == "nf4":
         canary["dtype"] = "nf4"
     if here.is_first:
         write_json(Path(config.output_dir, "checkpoint", CANARY_FILE), canary)
@@ -168,20 +191,28 @@ def write_canary(config: TrainingConfig, policy: Policy, here: Ranks) -> None:
 
 
 def _has_fp32(config: TrainingConfig, here: Ranks) -> bool:
-    """Return whether the policy can compute in fp32: where parameters are sharded, they must not be gathered in bf16."""
+    """Return whether the policy can compute in fp32: where parameters are sharded, they must not be
+    gathered in bf16.
+    """
     is_sharded = here.world_size > 1 or config.cpu_offload
     return not is_sharded or gathered_precision(config, here.device).param_dtype is None
 
 
 def half_precision(policy: Policy, tokens: list[int], device: torch.device) -> dict[str, float]:
-    """Return how far bf16 is from fp32 on this model: mean and 99th percentile of |difference| over the tokens, in nats."""
-    kept, found = policy.compute_dtype, []
+    """Return how far bf16 is from fp32 on this model: mean and 99th percentile of |difference| over
+    the tokens, in nats.
+    """
+    kept = policy.compute_dtype
+    found = []
     for dtype in (torch.bfloat16, torch.float32):
         policy.compute_dtype = dtype
         found.append(_chosen(_distributions(policy, tokens, 0, device), tokens))
     policy.compute_dtype = kept
     differences = (found[0] - found[1]).abs()
-    return {"mean": float(differences.mean()), "p99": float(differences.quantile(0.99, interpolation="higher"))}
+    return {
+        "mean": float(differences.mean()),
+        "p99": float(differences.quantile(0.99, interpolation="higher")),
+    }
 
 
 def _same_everywhere(tokens: torch.Tensor, device: torch.device) -> torch.Tensor:

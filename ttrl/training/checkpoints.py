@@ -53,9 +53,9 @@ CheckpointDtype = Literal["fp32", "bf16"]
 
 
 class CheckpointTensor(NamedTuple):
-    """A tensor to be written: its size in bytes, how to get it on the first process (a collective where parameters are sharded),
-    and the parameters that its rows are, one after the other, or, where they are transposed, its columns; none where it is
-    something else."""
+    """A tensor to be written: its size in bytes, how to get it on the first process (a collective
+    where parameters are sharded), and the parameters that its rows are, one after the other, or,
+    where they are transposed, its columns; none where it is something else."""
 
     name: str
     size: int
@@ -67,15 +67,22 @@ class CheckpointTensor(NamedTuple):
 
 
 def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None:
-    """Copy the files of a model folder other than weights; its config will say that these are of `dtype`. Raises ModelFolderError
-    as `model_files`."""
+    """Copy the files of a model folder other than weights; its config will say that these are of
+    `dtype`. Raises ModelFolderError as `model_files`."""
     for path in model_files(source):
         if path.name != CANARY_FILE:
             place = target / path.relative_to(source)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, place)
     config = json.loads((target / "config.json").read_text())
-    for part in [config, *(part for name in ("text_config", "vision_config") if isinstance(part := config.get(name), dict))]:
+    for part in [
+        config,
+        *(
+            part
+            for name in ("text_config", "vision_config")
+            if isinstance(part := config.get(name), dict)
+        ),
+    ]:
         if part is config or "dtype" in part or "torch_dtype" in part:
             part.pop("torch_dtype", None)  # the older name
             part["dtype"] = dtype
@@ -83,8 +90,14 @@ def copy_model_files(source: Path, target: Path, dtype: str = "float32") -> None
 
 
 def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[CheckpointTensor]:
-    """Yield the parameters under their Hugging Face names, fused if the family stores them so, with their adapters merged in."""
-    parameters = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
+    """Yield the parameters under their Hugging Face names, fused if the family stores them so, with
+    their adapters merged in.
+    """
+    parameters = {
+        name: parameter
+        for name, parameter in policy.parameters_by_name().items()
+        if not is_adapter(name)
+    }
     layers = {f"{name}.weight": layer for name, layer in adapted(policy).items()}
     last: dict[str, Tensor | None] = {}
     """The parameter that was gathered last: that of a layer's experts is stored in many tensors."""
@@ -117,7 +130,9 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
         yield CheckpointTensor(stored.name, size, gather, own, stored.transposed, within)
 
 
-def _entries_as_in(folder: Path, policy: Policy, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
+def _entries_as_in(
+    folder: Path, policy: Policy, entries: list[CheckpointTensor]
+) -> list[CheckpointTensor]:
     """Rename the entries as `folder` has them, and add what it holds besides, such as towers for
     images, as it is there."""
     config = policy.decoder.config
@@ -130,7 +145,11 @@ def _entries_as_in(folder: Path, policy: Policy, entries: list[CheckpointTensor]
     others = []
     for file, name, tensor in iter_stored(folder):
         if name not in own and not (tied and name.endswith(HEAD)):
-            others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)))
+            others.append(
+                CheckpointTensor(
+                    name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)
+                )
+            )
     heads = []
     if tied:
         (embeddings,) = layout_of_class(config)[0].views(f"{EMBEDDINGS}.weight", torch.empty(0))
@@ -150,14 +169,21 @@ def _copied(entry: CheckpointTensor, name: str) -> CheckpointTensor:
 
 
 def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[CheckpointTensor]:
-    """Rename the entries for a model that holds more than text, and add its other parameters as they were."""
+    """Rename the entries for a model that holds more than text, and add its other parameters as
+    they were.
+    """
     composite = composite_of(folder)
     if composite is None:
         return entries
-    others, layout = [], composite.layouts[0]
+    others = []
+    layout = composite.layouts[0]
     for file, name, tensor in iter_stored(folder):
         if name.startswith(composite.frozen):
-            others.append(CheckpointTensor(name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)))
+            others.append(
+                CheckpointTensor(
+                    name, tensor.nbytes, functools.partial(read_tensor, folder / file, name)
+                )
+            )
         elif (found := layout_of(name, composite)) is not None and not name.startswith("lm_head."):
             layout, _ = found
     renamed = []
@@ -168,7 +194,9 @@ def _entries_beside_text(folder: Path, entries: list[CheckpointTensor]) -> list[
 
 
 def _shards(entries: list[CheckpointTensor], max_bytes: int) -> list[list[CheckpointTensor]]:
-    """Divide entries into shards, in order, as many to a shard as fit; a tensor above the limit gets a shard of its own."""
+    """Divide entries into shards, in order, as many to a shard as fit; a tensor above the limit
+    gets a shard of its own.
+    """
     shards: list[list[CheckpointTensor]] = [[]]
     size = 0
     for entry in entries:
@@ -189,10 +217,14 @@ def _send_weights(entries: list[CheckpointTensor], max_bytes: int, here: Ranks) 
                 entry.gather()
 
 
-def _write_weights(folder: Path, entries: list[CheckpointTensor], max_bytes: int, here: Ranks) -> dict[str, dict[str, str]]:
-    """Write shards, and their index if there are several. For the first process. Returns what canary.json says of them, as they
-    were in memory. "weights": name → SHA-256 of each tensor's bytes, to which what a server reads is held (`ttrl.vllm_worker`);
-    "files": name → SHA-256 of each shard, for the run folder's marker."""
+def _write_weights(
+    folder: Path, entries: list[CheckpointTensor], max_bytes: int, here: Ranks
+) -> dict[str, dict[str, str]]:
+    """Write shards, and their index if there are several. For the first process. Returns what
+    canary.json says of them, as they were in memory. "weights": name → SHA-256 of each tensor's
+    bytes, to which what a server reads is held (`ttrl.vllm_worker`); "files": name → SHA-256 of
+    each shard, for the run folder's marker.
+    """
     shards = _shards(entries, max_bytes)
     weight_map: dict[str, str] = {}
     files: dict[str, str] = {}
@@ -200,9 +232,14 @@ def _write_weights(folder: Path, entries: list[CheckpointTensor], max_bytes: int
     # Digests are computed during gathering and writing: SHA-256 is slower than most disks.
     with ThreadPoolExecutor(_HASHING_THREADS) as hashing:
         for number, shard in enumerate(shards, 1):
-            file = "model.safetensors" if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            file = (
+                "model.safetensors"
+                if len(shards) == 1
+                else f"model-{number:05}-of-{len(shards):05}.safetensors"
+            )
             tensors: dict[str, Tensor] = {}
-            here.barrier()  # the others wait here, and not in a GPU's queue, while a shard is written
+            # The others wait here, and not in a GPU's queue, while a shard is written.
+            here.barrier()
             for entry in shard:
                 tensor = entry.gather()
                 assert tensor is not None
@@ -223,17 +260,34 @@ def _digest(tensor: Tensor) -> str:
 
 
 def hand_over(
-    memory: WeightMemory, policy: Policy, start_folder: str | Path, checkpoint_dtype: CheckpointDtype
+    memory: WeightMemory,
+    policy: Policy,
+    start_folder: str | Path,
+    checkpoint_dtype: CheckpointDtype,
 ) -> dict[str, Any]:
-    """Hold the policy out to servers, as a checkpoint would have it, in what the policy computes in. A collective. Returns what
-    they are told; raises StorageError. Not for adapters, which servers are given as files."""
+    """Hold the policy out to servers, as a checkpoint would have it, in what the policy computes
+    in. A collective. Returns what they are told; raises StorageError. Not for adapters, which
+    servers are given as files.
+    """
     assert not adapted(policy)
-    dtype = torch.bfloat16 if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]) else torch.float32
-    tied = policy.decoder.config.tie_word_embeddings  # the worker makes its head from the embeddings
+    dtype = (
+        torch.bfloat16
+        if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype])
+        else torch.float32
+    )
+    # The worker makes its head from the embeddings.
+    tied = policy.decoder.config.tie_word_embeddings
     own = list(_entries(policy, dtype, memory.here))
     if any(entry.within for entry in own):
-        raise StorageError("experts that several processes share are not held out in memory; servers read the checkpoint's files")
-    entries = [entry for entry in _entries_as_in(Path(start_folder), policy, own) if not (tied and entry.name.endswith(HEAD))]
+        raise StorageError(
+            "experts that several processes share are not held out in memory; servers read the "
+            "checkpoint's files"
+        )
+    entries = [
+        entry
+        for entry in _entries_as_in(Path(start_folder), policy, own)
+        if not (tied and entry.name.endswith(HEAD))
+    ]
     held = []
     for entry in entries:
         blocks = entry.parameters
@@ -246,14 +300,20 @@ def hand_over(
     return memory.write(held, dtype)
 
 
-def write_merged(folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype) -> None:
-    """Write nothing but the weights of base and adapter, merged; for one process that has them all."""
+def write_merged(
+    folder: Path, policy: Policy, base: Path, checkpoint_dtype: CheckpointDtype
+) -> None:
+    """Write nothing but the weights of base and adapter, merged; for one process that has them
+    all.
+    """
     here = Ranks(rank=0, world_size=1, device=torch.device("cpu"))
     entries = _entries_as_in(base, policy, list(_entries(policy, _DTYPES[checkpoint_dtype], here)))
     _write_weights(folder, entries, MAX_SHARD_BYTES, here)
 
 
-def canary_of(policy: Policy, start_folder: str | Path, ranks: Ranks, checkpoint_dtype: CheckpointDtype) -> dict[str, Any]:
+def canary_of(
+    policy: Policy, start_folder: str | Path, ranks: Ranks, checkpoint_dtype: CheckpointDtype
+) -> dict[str, Any]:
     """Return the canary of a checkpoint of the policy. A collective."""
     canary = compute_canary(policy, ranks.device, Path(start_folder))
     return canary if checkpoint_dtype == "fp32" else canary | {"dtype": "bfloat16"}
@@ -270,16 +330,19 @@ def save_checkpoint(
     config: TrainingConfig | None = None,
     canary: dict[str, Any] | None = None,
 ) -> None:
-    """Write the policy as a model folder, atomically. A collective: all ranks must call it; rank 0 writes. `config`: the
-    training's, which says what happens to adapters; without it they are merged, and not written separately. `canary`: that of
-    `canary_of`, if it is known.
+    """Write the policy as a model folder, atomically. A collective: all ranks must call it; rank 0
+    writes. `config`: the training's, which says what happens to adapters; without it they are
+    merged, and not written separately. `canary`: that of `canary_of`, if it is known.
 
-    With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with the tolerance of bfloat16;
-    training continues from what is written, so small updates are lost.
+    With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with
+    the tolerance of bfloat16; training continues from what is written, so small updates are lost.
     """
-    canary = canary_of(policy, start_folder, ranks, checkpoint_dtype) if canary is None else dict(canary)
+    canary = (
+        canary_of(policy, start_folder, ranks, checkpoint_dtype) if canary is None else dict(canary)
+    )
     dtype = _DTYPES[checkpoint_dtype]
-    adapter, is_merged = None, True
+    adapter = None
+    is_merged = True
     if config is not None and config.lora_rank is not None:
         start_folder = base_folder(config)
         adapter = gather_adapter(policy, config, start_folder, ranks)
@@ -289,7 +352,11 @@ def save_checkpoint(
         entries = _entries_as_in(Path(start_folder), policy, list(_entries(policy, dtype, ranks)))
     if ranks.is_first:
         with atomic_folder(folder, sum(entry.size for entry in entries)) as temporary:
-            copy_model_files(Path(start_folder), temporary, "float32" if checkpoint_dtype == "fp32" else "bfloat16")
+            copy_model_files(
+                Path(start_folder),
+                temporary,
+                "float32" if checkpoint_dtype == "fp32" else "bfloat16",
+            )
             if is_merged:
                 canary |= _write_weights(temporary, entries, max_shard_bytes, ranks)
             if adapter is not None:

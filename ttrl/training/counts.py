@@ -14,30 +14,45 @@ from ttrl.training.kernels.logprobs import IGNORE
 
 
 def token_counts(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Count the positions of a microbatch: those that are trained, those that hold a token, and padding."""
+    """Count the positions of a microbatch: those that are trained, those that hold a token, and
+    padding.
+    """
     used = (batch["group_ids"] >= 0).sum()
     trained = (batch["labels"] != IGNORE).sum()
-    return {"trained_tokens": trained, "row_tokens": used, "padding_tokens": batch["tokens"].numel() - used}
+    return {
+        "trained_tokens": trained,
+        "row_tokens": used,
+        "padding_tokens": batch["tokens"].numel() - used,
+    }
 
 
 PARTS = ("training", "recomputation", "prepass", "reference")
-"""What a step's FLOPs were spent on, as train.jsonl says: forward and backward pass; what the backward pass computes again;
-passes without gradient, of the policy and of the reference model."""
+"""What a step's FLOPs were spent on, as train.jsonl says: forward and backward pass; what the
+backward pass computes again; passes without gradient, of the policy and of the reference model."""
 
 
 def work_counts(
-    rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head_again: int = 0, reference: bool = False
+    rows: PackedTensors,
+    config: PretrainedConfig,
+    training: TrainingConfig,
+    *,
+    head_again: int = 0,
+    reference: bool = False,
 ) -> dict[str, float]:
-    """Return "flops" of a forward and a backward pass, those of the PARTS "recomputation" and "reference", and "logical_tokens":
-    positions in rows that share nothing. head_again: how many products of the head the backward pass makes besides. reference:
-    whether both passes compute the reference's as well."""
+    """Return "flops" of a forward and a backward pass, those of the PARTS "recomputation" and
+    "reference", and "logical_tokens": positions in rows that share nothing. head_again: how many
+    products of the head the backward pass makes besides. reference: whether both passes compute the
+    reference's as well.
+    """
     decoder = decoder_parameters(config.to_dict())
     tokens, pairs = _tokens_and_pairs(rows, decoder)
     owned = rows.sample_ids >= 0
     lengths = torch.zeros(len(rows.samples), dtype=torch.int64)
     lengths.scatter_reduce_(0, rows.sample_ids[owned], rows.input_pos[owned] + 1, "amax")
     flops = pass_flops(decoder, training, tokens, pairs, rows.num_trained)
-    again = recomputed_flops(decoder, training, tokens, pairs, rows.num_trained, head_again=head_again)
+    again = recomputed_flops(
+        decoder, training, tokens, pairs, rows.num_trained, head_again=head_again
+    )
     logits = 2 * decoder.vocabulary_matrix * rows.num_trained
     return {
         "flops": float(flops.total),
@@ -47,14 +62,22 @@ def work_counts(
     }
 
 
-def forward_work(rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head: bool = True) -> float:
-    """Return the FLOPs of a pass without gradient over the rows; without `head`, only to the hidden states."""
+def forward_work(
+    rows: PackedTensors, config: PretrainedConfig, training: TrainingConfig, *, head: bool = True
+) -> float:
+    """Return the FLOPs of a pass without gradient over the rows; without `head`, only to the hidden
+    states.
+    """
     decoder = decoder_parameters(config.to_dict())
     tokens, pairs = _tokens_and_pairs(rows, decoder)
-    return float(forward_only_flops(decoder, training, tokens, pairs, rows.num_trained * head).total)
+    return float(
+        forward_only_flops(decoder, training, tokens, pairs, rows.num_trained * head).total
+    )
 
 
-def _tokens_and_pairs(rows: PackedTensors, decoder: DecoderParameters) -> tuple[int, dict[int | None, int]]:
+def _tokens_and_pairs(
+    rows: PackedTensors, decoder: DecoderParameters
+) -> tuple[int, dict[int | None, int]]:
     """Return how many positions hold a token, and the pairs of query and key for each window."""
     positions = rows.input_pos[rows.group_ids >= 0] + 1  # how many keys each sees, itself included
     return len(positions), {
@@ -64,15 +87,22 @@ def _tokens_and_pairs(rows: PackedTensors, decoder: DecoderParameters) -> tuple[
 
 
 def row_flops(rows: PackedTensors, config: PretrainedConfig) -> list[float]:
-    """Return the FLOPs of a forward pass over each row: layers, attention within each layer's window, and the head."""
+    """Return the FLOPs of a forward pass over each row: layers, attention within each layer's
+    window, and the head.
+    """
     shape = decoder_parameters(config.to_dict()).shape
     used = rows.group_ids >= 0
     keys = torch.where(used, rows.input_pos + 1, 0)  # that each position sees, itself included
     pairs = {
-        window: (keys if window is None else keys.clamp(max=window)).sum(dim=1).tolist() for window in shape.layers_by_window
+        window: (keys if window is None else keys.clamp(max=window)).sum(dim=1).tolist()
+        for window in shape.layers_by_window
     }
     counts = zip(used.sum(dim=1).tolist(), (rows.labels != IGNORE).sum(dim=1).tolist(), strict=True)
     return [
-        float(forward_flops(shape, tokens, {window: pairs[window][row] for window in pairs}, trained).total)
+        float(
+            forward_flops(
+                shape, tokens, {window: pairs[window][row] for window in pairs}, trained
+            ).total
+        )
         for row, (tokens, trained) in enumerate(counts)
     ]

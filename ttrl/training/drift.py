@@ -1,11 +1,14 @@
-"""Compare sampler and trainer: how far apart their log-probabilities of the same tokens are, before any training on them.
+"""Compare sampler and trainer: how far apart their log-probabilities of the same tokens are, before
+any training on them.
 
-In exact arithmetic there is no difference for tokens of the policy that training starts from. Any difference comes from rounding
-(and is small), or from something that is wrong: other weights, another distribution, another model. Tokens of older policies
-differ because the policy has moved: that is policy lag, not an error, so figures are kept by weights version. If an older policy
-sampled all tokens, some rows are compared under its own weights as well (`Prepass`).
+In exact arithmetic there is no difference for tokens of the policy that training starts from. Any
+difference comes from rounding (and is small), or from something that is wrong: other weights,
+another distribution, another model. Tokens of older policies differ because the policy has moved:
+that is policy lag, not an error, so figures are kept by weights version. If an older policy sampled
+all tokens, some rows are compared under its own weights as well (`Prepass`).
 
-`trainer_logprobs.safetensors`, next to train.jsonl, holds the trainer's numbers in the places of the pack, for the report.
+`trainer_logprobs.safetensors`, next to train.jsonl, holds the trainer's numbers in the places of
+the pack, for the report.
 
 Shapes: N trained positions over all steps and ranks, P rows of the pack, T positions of a row.
 """
@@ -30,8 +33,10 @@ LOGPROBS_FILE = "trainer_logprobs.safetensors"
 WORST = 8
 """How many tokens are named for each weights version."""
 TOLERANCES = {"fp32": 1e-3, "bf16": 0.25}
-"""Nats that a token may be apart before it counts as outside, by the trainer's dtype. In float32 differences are about 1e-6, with
-TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of size 10 to 20 are rounded by 0.03 to 0.06 on both sides."""
+"""Nats that a token may be apart before it counts as outside, by the trainer's dtype. In float32
+differences are about 1e-6, with TF32 in a GPU's attention kernels up to 1e-3; in bfloat16 logits of
+size 10 to 20 are rounded by 0.03 to 0.06 on both sides.
+"""
 
 
 def compare_tokens(
@@ -44,27 +49,38 @@ def compare_tokens(
     *,
     write: bool = True,
 ) -> dict[str, Any]:
-    """Compare sampler and trainer on the trained tokens of `steps`, this rank's parts of the optimizer steps, for train.jsonl.
+    """Compare sampler and trainer on the trained tokens of `steps`, this rank's parts of the
+    optimizer steps, for train.jsonl.
 
-    logprobs, sampled: [N] of all ranks in their order (`Ranks.gather`), of the trained tokens of these rows in row-major order.
-    A collective; with `write` the first rank writes LOGPROBS_FILE into `config.output_dir`.
+    logprobs, sampled: [N] of all ranks in their order (`Ranks.gather`), of the trained tokens of
+    these rows in row-major order. A collective; with `write` the first rank writes LOGPROBS_FILE
+    into `config.output_dir`.
 
     Returns what `sampler_against_trainer` does, and
-        not_finite          tokens for which either side has no finite number; they are left out of all else
+        not_finite          tokens for which either side has no finite number; they are left out of
+                            all else
         tolerance, outside  nats, and the share of tokens that are further apart
-        ess_of_most         effective sample size without the thousandth of the tokens that are furthest apart: a single one with
-                            a weight of e³ halves that of a thousand tokens
+        ess_of_most         effective sample size without the thousandth of the tokens that are
+                            furthest apart: a single one with a weight of e³ halves that of a
+                            thousand tokens
         by_version          the same figures by the weights version that sampled the tokens
-        by_position         mean |difference| of the first, second, third and last quarter of all positions in the samples: what
-                            grows with the position comes from positions (RoPE), not from weights
-        worst               of each version the WORST tokens that are furthest apart: row and position in the pack, version, and
-                            both log-probabilities (None where not finite)
+        by_position         mean |difference| of the first, second, third and last quarter of all
+                            positions in the samples: what grows with the position comes from
+                            positions (RoPE), not from weights
+        worst               of each version the WORST tokens that are furthest apart: row and
+                            position in the pack, version, and both log-probabilities (None where
+                            not finite)
     """
     mine = [_facts(step) for step in steps]
-    places, versions, positions = (here.gather(torch.cat([facts[i] for facts in mine])) for i in range(3))
-    logprobs, sampled = logprobs.detach().float().cpu(), sampled.detach().float().cpu()
+    places, versions, positions = (
+        here.gather(torch.cat([facts[i] for facts in mine])) for i in range(3)
+    )
+    logprobs = logprobs.detach().float().cpu()
+    sampled = sampled.detach().float().cpu()
     assert len(places) == len(logprobs) == len(sampled)
-    tolerance = config.drift_tolerance if config.drift_tolerance is not None else TOLERANCES[config.dtype]
+    tolerance = (
+        config.drift_tolerance if config.drift_tolerance is not None else TOLERANCES[config.dtype]
+    )
     if write and here.is_first:
         _save(Path(config.output_dir), places, logprobs, packed_shape)
     known = ~torch.isnan(sampled)
@@ -78,9 +94,15 @@ def compare_tokens(
     for version in versions[known].unique().tolist():
         chosen = known & (versions == version)
         alone = int(chosen.sum()) == int(known.sum())
-        figures = dict(result) if alone else _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
+        figures = (
+            dict(result)
+            if alone
+            else _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
+        )
         kept = ("tokens", "not_finite", "mean", "p999", "max", "ess", "ess_of_most", "outside")
-        result["by_version"][str(version)] = {name: figures[name] for name in kept if name in figures}
+        result["by_version"][str(version)] = {
+            name: figures[name] for name in kept if name in figures
+        }
         candidates = chosen.nonzero().squeeze(1)
         furthest = candidates[gap[candidates].topk(min(WORST, len(candidates))).indices].tolist()
         for i in sorted(furthest, key=lambda i: (-float(gap[i]), int(places[i]))):
@@ -92,27 +114,42 @@ def compare_tokens(
 
 
 def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
-    """Return place in the pack (row·T + position), version, position in the sample of this rank's trained tokens, row-major."""
+    """Return place in the pack (row·T + position), version, position in the sample of this rank's
+    trained tokens, row-major.
+    """
     trained = step.rows.labels != IGNORE
     row, position = trained.nonzero(as_tuple=True)
     numbers = torch.tensor(step.numbers, dtype=torch.int64)[row]
-    return numbers * step.rows.seq_len + position, step.rows.weights_version[trained].long(), step.rows.input_pos[trained]
+    return (
+        numbers * step.rows.seq_len + position,
+        step.rows.weights_version[trained].long(),
+        step.rows.input_pos[trained],
+    )
 
 
-def _figures(logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, tolerance: float) -> dict[str, Any]:
+def _figures(
+    logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, tolerance: float
+) -> dict[str, Any]:
     figures: dict[str, Any] = dict(sampler_against_trainer(logprobs[finite], sampled[finite]))
     figures["unknown"] = int((~known).sum()) if len(known) == len(logprobs) else 0
     figures["not_finite"] = int(known.sum() - finite.sum())
     if figures["tokens"]:
         difference = logprobs[finite].double() - sampled[finite].double()
         nearest = difference.abs().argsort()[: len(difference) - len(difference) // 1000]
-        figures["ess_of_most"] = sampler_against_trainer(difference[nearest], torch.zeros(len(nearest)))["ess"]
-        figures |= {"tolerance": tolerance, "outside": float((difference.abs() > tolerance).double().mean())}
+        figures["ess_of_most"] = sampler_against_trainer(
+            difference[nearest], torch.zeros(len(nearest))
+        )["ess"]
+        figures |= {
+            "tolerance": tolerance,
+            "outside": float((difference.abs() > tolerance).double().mean()),
+        }
     return figures
 
 
 def _by_position(gap: Tensor, positions: Tensor) -> list[float]:
-    """Return means of |difference| over quarters of the tokens, by position; fewer if there are fewer tokens."""
+    """Return means of |difference| over quarters of the tokens, by position; fewer if there are
+    fewer tokens.
+    """
     by_place = gap[positions.argsort(stable=True)]
     return [float(part.mean()) for part in by_place.tensor_split(4) if len(part)]
 

@@ -1,8 +1,10 @@
 """Handle what goes wrong while training: numbers that are not finite, and memory that runs out.
 
-A step whose loss or gradient is NaN or infinite is not taken: its gradient is discarded, the state stays as it was, and training
-continues with the next step. (With `optimizer_in_backward`, parameters with finite gradients are stepped before that is known.)
-All ranks decide alike, because they decide on sums over the ranks."""
+A step whose loss or gradient is NaN or infinite is not taken: its gradient is discarded, the state
+stays as it was, and training continues with the next step. (With `optimizer_in_backward`,
+parameters with finite gradients are stepped before that is known.) All ranks decide alike, because
+they decide on sums over the ranks.
+"""
 
 import contextlib
 import logging
@@ -24,31 +26,42 @@ from ttrl.training.parallel.sharding import local_part
 from ttrl.training.policy.policy import Policy
 
 
-def savings(config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1) -> dict[str, float]:
-    """Return the bytes of a process's peak that each other setting would save, the largest first, for rows of `seq_len` positions
-    and `ranks` with different rows. Empty where the model's config.json does not say its shape."""
+def savings(
+    config: TrainingConfig, seq_len: int, *, cuda: bool = False, ranks: int = 1
+) -> dict[str, float]:
+    """Return the bytes of a process's peak that each other setting would save, the largest first,
+    for rows of `seq_len` positions and `ranks` with different rows. Empty where the model's
+    config.json does not say its shape.
+    """
     device: Device = "cuda" if cuda else "cpu"
     try:
-        shape, workload = model_shape(config.lora_base or config.model), Workload(row_length=seq_len)
+        shape = model_shape(config.lora_base or config.model)
+        workload = Workload(row_length=seq_len)
         return savings_by_setting(shape, config, workload, device=device, ranks=ranks)
     except ModelFolderError:
         return {}
 
 
 def advice(config: TrainingConfig, seq_len: int) -> str:
-    """Return the same as a sentence for an error message, for this machine and its number of processes."""
+    """Return the same as a sentence for an error message, for this machine and its number of
+    processes.
+    """
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     ranks = int(os.environ.get("WORLD_SIZE", "1")) // config.tensor_parallel
     found = savings(config, seq_len, cuda=cuda, ranks=max(1, ranks))
     parts = [f"{name} would save about {gib(saved)}" for name, saved in found.items()]
-    return f"with rows of {seq_len} positions, " + (", ".join(parts) or "shorter rows would save most")
+    return f"with rows of {seq_len} positions, " + (
+        ", ".join(parts) or "shorter rows would save most"
+    )
 
 
 logger = logging.getLogger("ttrl.training")
 
 
 class Finite:
-    """Looks at a step's losses, and names the first that is not finite. Waits for the device only at the end."""
+    """Looks at a step's losses, and names the first that is not finite. Waits for the device only
+    at the end.
+    """
 
     def __init__(self) -> None:
         self._bad: list[Tensor] = []
@@ -65,16 +78,19 @@ class Finite:
         return torch.stack(self._bad).sum() if self._bad else torch.zeros((), dtype=torch.int64)
 
     def described(self, rows: PackedTensors, row_numbers: list[int], size: int) -> str | None:
-        """Say where the first bad loss is; None if all are finite. `rows` are the step's on this rank, `row_numbers` their
-        numbers in the pack, `size` the rows of a microbatch."""
+        """Say where the first bad loss is; None if all are finite. `rows` are the step's on this
+        rank, `row_numbers` their numbers in the pack, `size` the rows of a microbatch."""
         counts = torch.stack(self._bad).tolist() if self._bad else []
         for microbatch, count in enumerate(counts):
             if count:
                 part = rows.rows(slice(microbatch * size, (microbatch + 1) * size))
-                row, position = (part.labels != IGNORE).nonzero()[int(self._first[microbatch])].tolist()
+                row, position = (
+                    (part.labels != IGNORE).nonzero()[int(self._first[microbatch])].tolist()
+                )
                 sample = part.samples[int(part.sample_ids[row, position])]
                 return (
-                    f"the first is in microbatch {microbatch}, row {row_numbers[microbatch * size + row]}, position {position}, "
+                    f"the first is in microbatch {microbatch}, row "
+                    f"{row_numbers[microbatch * size + row]}, position {position}, "
                     f"of task {sample.task_id!r}, sample {sample.sample}"
                 )
         return None
@@ -84,31 +100,37 @@ class Skipped:
     """Counts the optimizer steps that were not taken, and stops the run after too many in a row."""
 
     def __init__(self, most: int, in_a_row: int = 0) -> None:
-        self._most, self.in_a_row, self.total = most, in_a_row, 0
+        self._most = most
+        self.in_a_row = in_a_row
+        self.total = 0
 
     def taken(self) -> None:
         self.in_a_row = 0
 
     def skip(self, step: int, why: str, policy: Policy, ranks: Ranks) -> None:
-        """Note that step `step` (from 1) was not taken. A collective. Raises DivergedError where it is one too many, or where the
-        weights themselves are not finite, which no step can mend."""
+        """Note that step `step` (from 1) was not taken. A collective. Raises DivergedError where it
+        is one too many, or where the weights themselves are not finite, which no step can mend."""
         self.in_a_row += 1
         self.total += 1
         trained = {name: p for name, p in policy.parameters_by_name().items() if p.requires_grad}
         broken = [name for name, p in trained.items() if not torch.isfinite(local_part(p)).all()]
         everywhere = torch.tensor([float(len(broken))], device=ranks.device)
-        if ranks.processes > 1:  # those that share layers hold other parts of them, and must end alike
+        # Those that share layers hold other parts of them, and must end alike.
+        if ranks.processes > 1:
             distributed.all_reduce(everywhere)
         if everywhere.item():
             raise DivergedError(
                 f"optimizer step {step}: {why}, because weights of the model are not finite"
-                f"{f' ({broken[0]} and {len(broken) - 1} more)' if broken else ''}; nothing was saved: start from an older "
+                f"{f' ({broken[0]} and {len(broken) - 1} more)' if broken else ''}; nothing was "
+                "saved: start from an older "
                 "checkpoint, or copy the model's files again"
             )
         if self.in_a_row > self._most:
             raise DivergedError(
-                f"optimizer step {step}: {why}; it was not taken, like the {self.in_a_row - 1} before it, which is more than "
-                f"max_skipped_steps ({self._most}) in a row, so nothing was saved; lower lr or max_grad_norm, or look at the "
+                f"optimizer step {step}: {why}; it was not taken, like the {self.in_a_row - 1} "
+                "before it, which is more than "
+                f"max_skipped_steps ({self._most}) in a row, so nothing was saved; lower lr or "
+                "max_grad_norm, or look at the "
                 "samples that are named above"
             )
         logger.warning("optimizer step %d is skipped (%d in a row): %s", step, self.in_a_row, why)
@@ -121,14 +143,22 @@ def somewhere(first_bad: str | None, ranks: Ranks) -> str:
 
 @contextlib.contextmanager
 def memory_advice(config: TrainingConfig, seq_len: int) -> Iterator[None]:
-    """Turn running out of memory into TrainerMemoryError, which says what setting would save how much."""
+    """Turn running out of memory into TrainerMemoryError, which says what setting would save how
+    much.
+    """
     try:
         yield
     except MemoryError as error:
-        raise TrainerMemoryError(f"the memory of this process ran out; {advice(config, seq_len)}") from error
+        raise TrainerMemoryError(
+            f"the memory of this process ran out; {advice(config, seq_len)}"
+        ) from error
     except RuntimeError as error:
         on_cuda = isinstance(error, torch.cuda.OutOfMemoryError)
-        if not on_cuda and "DefaultCPUAllocator" not in str(error):  # PyTorch has no class of its own for it
+        # PyTorch has no class of its own for it.
+        if not on_cuda and "DefaultCPUAllocator" not in str(error):
             raise
-        whose, first_line = "the GPU's" if on_cuda else "this machine's", str(error).strip().split("\n")[0]
-        raise TrainerMemoryError(f"{whose} memory ran out ({first_line}); {advice(config, seq_len)}") from error
+        whose = "the GPU's" if on_cuda else "this machine's"
+        first_line = str(error).strip().split("\n")[0]
+        raise TrainerMemoryError(
+            f"{whose} memory ran out ({first_line}); {advice(config, seq_len)}"
+        ) from error

@@ -1,18 +1,22 @@
-"""How much of a step's gradient is KL's, by the norms of its parts: ‖KL‖ / (‖policy‖ + ‖KL‖ + ‖entropy‖).
+"""How much of a step's gradient is KL's, by the norms of its parts: ‖KL‖ / (‖policy‖ + ‖KL‖ +
+‖entropy‖).
 
-Loss values cannot say it: with advantages that sum to zero, a policy loss is 0 on-policy however large its gradient, and so KL
-seems to be everything.
+Loss values cannot say it: with advantages that sum to zero, a policy loss is 0 on-policy however
+large its gradient, and so KL seems to be everything.
 
-Parts of the loss that depend on the labels' log-probabilities alone share one direction of the gradient at the final hidden state
-h of a token, ∂ log π/∂h, and are told apart by their derivatives by log π, which are known in closed form. What depends on whole
-distributions (entropy bonus, KL over the vocabulary) has another direction: the head tells its gradient apart, one product more
-for each (`ttrl.training.kernels.logprobs`). So the backward pass, as it comes by, can be split into its parts, and
+Parts of the loss that depend on the labels' log-probabilities alone share one direction of the
+gradient at the final hidden state h of a token, ∂ log π/∂h, and are told apart by their derivatives
+by log π, which are known in closed form. What depends on whole distributions (entropy bonus, KL
+over the vocabulary) has another direction: the head tells its gradient apart, one product more for
+each (`ttrl.training.kernels.logprobs`). So the backward pass, as it comes by, can be split into its
+parts, and
 
     G_part = Σ_n g_part,n ⊗ h_n      over all tokens of the step
 
-is the exact gradient of a matrix I + M that stands between the last norm and the head, at M = 0 (the head's own gradient, seen
-through the head). Tokens that pull in opposite directions cancel in it, as they do in every parameter's. A product of D × K for
-each part and trained token, less than a hundredth of a step. The share is near that of all parameters' gradients, not equal.
+is the exact gradient of a matrix I + M that stands between the last norm and the head, at M = 0
+(the head's own gradient, seen through the head). Tokens that pull in opposite directions cancel in
+it, as they do in every parameter's. A product of D × K for each part and trained token, less than a
+hundredth of a step. The share is near that of all parameters' gradients, not equal.
 
 Not where a value head trains the decoder.
 
@@ -30,8 +34,8 @@ _MOST_INPUTS = 512
 
 
 class GradientParts:
-    """Collects the gradient of one optimizer step, over its microbatches: `expect` before each backward pass. apart: what of the
-    loss depends on whole distributions."""
+    """Collects the gradient of one optimizer step, over its microbatches: `expect` before each
+    backward pass. apart: what of the loss depends on whole distributions."""
 
     def __init__(self, apart: tuple[str, ...] = ()) -> None:
         self._of_kl: Tensor | None = None
@@ -40,7 +44,9 @@ class GradientParts:
         """G of everything, of KL, and of the entropy bonus if there is one."""
 
     def expect(self, whole_N: Tensor, kl_N: Tensor) -> None:
-        """Take the derivatives of the loss and of its KL part by log-probabilities; where they cancel, a token is left out."""
+        """Take the derivatives of the loss and of its KL part by log-probabilities; where they
+        cancel, a token is left out.
+        """
         told_N = whole_N.abs() > 1e-4 * kl_N.abs()
         self._of_kl = torch.where(told_N, kl_N / torch.where(told_N, whole_N, 1.0), 0.0).float()
 
@@ -50,27 +56,39 @@ class GradientParts:
             h_ND.register_hook(functools.partial(self.add, h_ND.detach()))
 
     def add_apart(self, name: str, gradient_nD: Tensor) -> None:
-        """Take the gradient at the hidden states of the next chunk that comes of its distributions."""
+        """Take the gradient at the hidden states of the next chunk that comes of its
+        distributions.
+        """
         self._apart[name].append(gradient_nD.float())
 
     @torch.no_grad()
     def add(self, h_ND: Tensor, gradient_ND: Tensor) -> None:
         """Add the loss' gradient at the hidden states."""
         assert self._of_kl is not None, "expect comes first"
-        h_NK, gradient_ND = h_ND[:, :_MOST_INPUTS].float(), gradient_ND.float()
-        apart = {name: torch.cat(chunks) if chunks else torch.zeros_like(gradient_ND) for name, chunks in self._apart.items()}
+        h_NK = h_ND[:, :_MOST_INPUTS].float()
+        gradient_ND = gradient_ND.float()
+        apart = {
+            name: torch.cat(chunks) if chunks else torch.zeros_like(gradient_ND)
+            for name, chunks in self._apart.items()
+        }
         by_label_ND = gradient_ND - sum(apart.values(), torch.zeros(()))
         kl_ND = by_label_ND * self._of_kl.unsqueeze(1)
         kl_ND = kl_ND + apart["divergence"] if "divergence" in apart else kl_ND
         parts = [gradient_ND, kl_ND, *([apart["entropy"]] if "entropy" in apart else [])]
         found = [part_ND.T @ h_NK for part_ND in parts]
-        self._sums = [one + other for one, other in zip(self._sums, found, strict=True)] if self._sums else found
+        self._sums = (
+            [one + other for one, other in zip(self._sums, found, strict=True)]
+            if self._sums
+            else found
+        )
         self._of_kl = None
         for chunks in self._apart.values():
             chunks.clear()
 
     def share(self, here: Ranks) -> float | None:
-        """Return KL's share over all ranks, which must all have added something; None where all parts are 0."""
+        """Return KL's share over all ranks, which must all have added something; None where all
+        parts are 0.
+        """
         if not self._sums:
             return None
         whole, *parts = (here.sum(total) for total in self._sums)

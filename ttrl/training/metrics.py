@@ -1,4 +1,5 @@
-"""What a training step tells about itself: sums over microbatches and ranks, and how far sampler and trainer are apart.
+"""What a training step tells about itself: sums over microbatches and ranks, and how far sampler
+and trainer are apart.
 
 Shapes: N trained positions of a microbatch.
 """
@@ -20,12 +21,18 @@ class Sums:
 
     def add(self, **values: Tensor | float) -> None:
         for name, value in values.items():
-            self._sums[name] += value.detach().double().sum() if isinstance(value, Tensor) else value
+            self._sums[name] += (
+                value.detach().double().sum() if isinstance(value, Tensor) else value
+            )
 
     def over_ranks(self, ranks: Ranks) -> dict[str, float]:
-        """Return the totals over all ranks, on every rank; a collective. All ranks must have added the same names."""
+        """Return the totals over all ranks, on every rank; a collective. All ranks must have added
+        the same names.
+        """
         names = sorted(self._sums)
-        values = torch.tensor([float(self._sums[name]) for name in names], dtype=torch.float64, device=ranks.device)
+        values = torch.tensor(
+            [float(self._sums[name]) for name in names], dtype=torch.float64, device=ranks.device
+        )
         return dict(zip(names, ranks.sum(values).tolist(), strict=True))
 
 
@@ -43,21 +50,29 @@ class Range:
             self._both = both if self._both is None else torch.maximum(self._both, both)
 
     def over_ranks(self, ranks: Ranks) -> tuple[float, float]:
-        """Return (smallest, largest) on every rank; a collective. (inf, -inf) if there was no value."""
+        """Return (smallest, largest) on every rank; a collective. (inf, -inf) if there was no
+        value.
+        """
         both = torch.full((2,), -math.inf) if self._both is None else self._both
         low, high = ranks.gather(both).view(-1, 2).amax(dim=0).tolist()
         return -low, high
 
 
-def effective_sample_size(weight_sum: float, weight_square_sum: float, count: float) -> float | None:
+def effective_sample_size(
+    weight_sum: float, weight_square_sum: float, count: float
+) -> float | None:
     """Return (Σw)²/Σw² as a share of `count`, from the sums; None if nothing was summed."""
     return weight_sum**2 / weight_square_sum / count if count and weight_square_sum > 0 else None
 
 
-def sampler_against_trainer(logprobs_N: Tensor, sampler_logprobs_N: Tensor) -> dict[str, float | int]:
-    """Measure how far the trainer's log-probabilities of the sampled tokens are from the sampler's, before any training. Returns
-    the mean and the 99.9th percentile of |difference| in nats, the effective sample size (Σw)²/Σw² of the weights w =
-    π_trainer/π_sampler as a share of the tokens, and how many tokens were compared and how many had no sampler logprob."""
+def sampler_against_trainer(
+    logprobs_N: Tensor, sampler_logprobs_N: Tensor
+) -> dict[str, float | int]:
+    """Measure how far the trainer's log-probabilities of the sampled tokens are from the sampler's,
+    before any training. Returns the mean and the 99.9th percentile of |difference| in nats, the
+    effective sample size (Σw)²/Σw² of the weights w = π_trainer/π_sampler as a share of the tokens,
+    and how many tokens were compared and how many had no sampler logprob.
+    """
     known = ~torch.isnan(sampler_logprobs_N)
     difference = logprobs_N[known].double() - sampler_logprobs_N[known].double()
     result: dict[str, float | int] = {"tokens": int(known.sum()), "unknown": int((~known).sum())}

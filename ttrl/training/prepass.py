@@ -1,16 +1,20 @@
 """Measure what an iteration needs before its first optimizer step, in passes without gradient.
 
-- the sampler's log-probabilities again, under its own weights, for some rows of a pack that an older policy sampled;
-- the policy's log-probabilities at the start, where later steps see changed weights or advantages are made from them;
-- the reference model's log-probabilities, by swapping its weights in, unless the pack holds them already; its hidden states and
-  its head, where KL is taken over the whole vocabulary;
+- the sampler's log-probabilities again, under its own weights, for some rows of a pack that an
+  older policy sampled;
+- the policy's log-probabilities at the start, where later steps see changed weights or advantages
+  are made from them;
+- the reference model's log-probabilities, by swapping its weights in, unless the pack holds them
+  already; its hidden states and its head, where KL is taken over the whole vocabulary;
 - values of the value head;
 - and before a step, the tokens that Clip-Cov and KL-Cov act on.
 
-Everything lands in `Update.signals` or in the rows themselves, so that microbatches carry it along. `python -m
-ttrl.training.prepass --reference MODEL --packed FILE --output FILE` stores the reference's log-probabilities with a pack.
+Everything lands in `Update.signals` or in the rows themselves, so that microbatches carry it along.
+`python -m ttrl.training.prepass --reference MODEL --packed FILE --output FILE` stores the
+reference's log-probabilities with a pack.
 
-Shapes: R rows of a step on this rank, P rows of the whole pack, T positions, N trained positions, D width, V vocabulary.
+Shapes: R rows of a step on this rank, P rows of the whole pack, T positions, N trained positions, D
+width, V vocabulary.
 """
 
 import argparse
@@ -32,7 +36,12 @@ from ttrl.training.drift import compare_tokens
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import token_keys
 from ttrl.training.objective.objective import Objective
-from ttrl.training.objective.token_rewards import divergence_penalties, implicit_advantages, token_divergences, value_advantages
+from ttrl.training.objective.token_rewards import (
+    divergence_penalties,
+    implicit_advantages,
+    token_divergences,
+    value_advantages,
+)
 from ttrl.training.parallel.distributed import Ranks, run_on_ranks
 from ttrl.training.policy.adapters import as_policy_of, as_reference
 from ttrl.training.policy.loading import load_policy
@@ -43,11 +52,15 @@ from ttrl.training.references import reference_facts
 logger = logging.getLogger("ttrl.training")
 
 _WATCHED = 12
-"""With `watch_kl`, one row out of so many has its KL measured: a third of what a gradient costs, so 3% of a step."""
+"""With `watch_kl`, one row out of so many has its KL measured: a third of what a gradient costs, so
+3% of a step.
+"""
 
 
 class Prepass:
-    """The passes of one iteration. `steps`: this rank's parts of its optimizer steps; `first_step`: the step before them."""
+    """The passes of one iteration. `steps`: this rank's parts of its optimizer steps; `first_step`:
+    the step before them.
+    """
 
     def __init__(
         self,
@@ -60,20 +73,31 @@ class Prepass:
         first_step: int,
         value_head: ValueHead | None = None,
     ) -> None:
-        self._policy, self._packed, self._steps, self._config, self._here = policy, packed, steps, config, here
+        self._policy = policy
+        self._packed = packed
+        self._steps = steps
+        self._config = config
+        self._here = here
         self._objectives = [objective.at(first_step + number) for number in range(len(steps))]
         self._value_head = value_head
         self.reference_head: tuple[Tensor, Tensor | None] | None = None
-        """The reference model's output projection [V, D] and its bias, where KL is taken over the whole vocabulary."""
+        """The reference model's output projection [V, D] and its bias, where KL is taken over the
+        whole vocabulary.
+        """
         self.drift: dict[str, Any] | None = None
         """`compare_tokens` over the whole iteration, if a pass was made for it."""
         self.own_weights: dict[str, Any] | None = None
-        """The same for some rows' tokens that `config.sampler_version` sampled, under its own weights; if it is given."""
+        """The same for some rows' tokens that `config.sampler_version` sampled, under its own
+        weights; if it is given.
+        """
         self._spent: defaultdict[str, float] = defaultdict(float)
 
     def take_spent(self) -> dict[str, float]:
-        """Return the FLOPs of this rank's passes since the last call, by `ttrl.training.counts.PARTS`."""
-        spent, self._spent = self._spent, defaultdict(float)
+        """Return the FLOPs of this rank's passes since the last call, by
+        `ttrl.training.counts.PARTS`.
+        """
+        spent = self._spent
+        self._spent = defaultdict(float)
         return dict(spent)
 
     def run(self) -> None:
@@ -85,67 +109,117 @@ class Prepass:
             for step in self._steps:
                 step.signals |= self._own_signals(step)
             self.drift = self._compared([step.signals["start_logprobs"] for step in self._steps])
-        elif self._config.lora_dropout:  # the pass with a gradient computes another model than the one that sampled
-            self.drift = self._compared([self._own_signals(step, values=False)["start_logprobs"] for step in self._steps])
+        # The pass with a gradient computes another model than the one that sampled.
+        elif self._config.lora_dropout:
+            self.drift = self._compared(
+                [self._own_signals(step, values=False)["start_logprobs"] for step in self._steps]
+            )
         self._add_reference()
         if rewards:
             self._add_token_rewards()
 
     def _compared(self, start_logprobs: list[Tensor]) -> dict[str, Any]:
-        """Compare sampler and trainer on all steps. start_logprobs: [R, T] of each step. A collective."""
+        """Compare sampler and trainer on all steps. start_logprobs: [R, T] of each step. A
+        collective.
+        """
         trained = [step.rows.labels != IGNORE for step in self._steps]
-        mine = torch.cat([values[chosen] for values, chosen in zip(start_logprobs, trained, strict=True)])
-        sampled = torch.cat([step.rows.logprobs[chosen] for step, chosen in zip(self._steps, trained, strict=True)])
+        mine = torch.cat(
+            [values[chosen] for values, chosen in zip(start_logprobs, trained, strict=True)]
+        )
+        sampled = torch.cat(
+            [step.rows.logprobs[chosen] for step, chosen in zip(self._steps, trained, strict=True)]
+        )
         gathered = self._here.gather(mine), self._here.gather(sampled)
         shape = (self._packed.num_rows, self._packed.seq_len)
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
     def _compared_under(self, folder: str) -> dict[str, Any]:
-        """Compare the tokens of the policy in `folder`, in rows of the first step, under its own weights. A collective."""
-        config, here, step = self._config, self._here, self._steps[0]
+        """Compare the tokens of the policy in `folder`, in rows of the first step, under its own
+        weights. A collective.
+        """
+        config = self._config
+        here = self._here
+        step = self._steps[0]
         trained = step.rows.labels != IGNORE
         judged = trained & (step.rows.weights_version == config.sampler_version)
-        count = min(-(-config.sampler_rows // here.world_size), step.rows.num_rows)  # the same on all ranks
+        # The same on all ranks.
+        count = min(-(-config.sampler_rows // here.world_size), step.rows.num_rows)
         chosen = sorted(judged.sum(dim=1).topk(count).indices.tolist())
-        part = dataclasses.replace(step, rows=step.rows.rows(chosen), numbers=[step.numbers[row] for row in chosen], signals={})
+        part = dataclasses.replace(
+            step,
+            rows=step.rows.rows(chosen),
+            numbers=[step.numbers[row] for row in chosen],
+            signals={},
+        )
         with as_policy_of(self._policy, config, folder):
             logprobs = self._signals(part)["start_logprobs"]
-        sampled = torch.where(judged, step.rows.logprobs, torch.nan)[chosen]  # tokens of others count as unknown
+        # Tokens of others count as unknown.
+        sampled = torch.where(judged, step.rows.logprobs, torch.nan)[chosen]
         gathered = here.gather(logprobs[trained[chosen]]), here.gather(sampled[trained[chosen]])
-        figures = compare_tokens([part], *gathered, (self._packed.num_rows, self._packed.seq_len), config, here, write=False)
-        figures = {name: value for name, value in figures.items() if name not in ("by_version", "unknown")}
+        figures = compare_tokens(
+            [part],
+            *gathered,
+            (self._packed.num_rows, self._packed.seq_len),
+            config,
+            here,
+            write=False,
+        )
+        figures = {
+            name: value for name, value in figures.items() if name not in ("by_version", "unknown")
+        }
         rows = int(here.sum(judged[chosen].any(dim=1).sum().to(here.device)))
         return {"version": config.sampler_version, "rows": rows} | figures
 
     def choose(self, number: int) -> None:
-        """Choose the tokens that the objective acts on in step `number`, if it chooses any. A collective."""
-        step, objective = self._steps[number], self._objectives[number]
+        """Choose the tokens that the objective acts on in step `number`, if it chooses any. A
+        collective.
+        """
+        step = self._steps[number]
+        objective = self._objectives[number]
         if not objective.needs_prepass:
             return
         if number == 0 and "start_logprobs" in step.signals:
             logprobs = step.signals["start_logprobs"]
         else:
             logprobs = self._own_signals(step, values=False)["start_logprobs"]
-        old = step.signals.get("start_logprobs", logprobs) if objective.needs_start_logprobs else step.rows.logprobs
+        old = (
+            step.signals.get("start_logprobs", logprobs)
+            if objective.needs_start_logprobs
+            else step.rows.logprobs
+        )
         trained = step.rows.labels != IGNORE
         own_keys = token_keys(step.rows)[trained]
         own = (logprobs[trained], old[trained], step.rows.advantages[trained], own_keys)
         logprobs_N, old_N, advantages_N, keys_N = (self._here.gather(values) for values in own)
-        chosen_N = objective.choose(logprobs_N, old_N, advantages_N, keys_N, self._config.seed + objective.global_step)
+        chosen_N = objective.choose(
+            logprobs_N, old_N, advantages_N, keys_N, self._config.seed + objective.global_step
+        )
         step.signals["chosen"] = torch.zeros_like(trained)
         step.signals["chosen"][trained] = torch.isin(own_keys, keys_N[chosen_N])
 
     def _own_signals(self, step: Update, values: bool = True) -> dict[str, Tensor]:
         return self._signals(step, self._value_head if values else None)
 
-    def _signals(self, step: Update, head: ValueHead | None = None, part: str = "prepass") -> dict[str, Tensor]:
-        self._spent[part] += forward_work(step.rows, self._policy.decoder.config, self._counted(part))
+    def _signals(
+        self, step: Update, head: ValueHead | None = None, part: str = "prepass"
+    ) -> dict[str, Tensor]:
+        self._spent[part] += forward_work(
+            step.rows, self._policy.decoder.config, self._counted(part)
+        )
         replays = part != "reference"  # another model chooses its own experts
-        return row_signals(self._policy, step, self._config, self._here.device, head, replays=replays)
+        return row_signals(
+            self._policy, step, self._config, self._here.device, head, replays=replays
+        )
 
     def _counted(self, part: str) -> TrainingConfig:
-        """Return the settings by which passes are counted: the reference is the base without its adapters."""
-        return dataclasses.replace(self._config, lora_rank=None) if part == "reference" else self._config
+        """Return the settings by which passes are counted: the reference is the base without its
+        adapters.
+        """
+        return (
+            dataclasses.replace(self._config, lora_rank=None)
+            if part == "reference"
+            else self._config
+        )
 
     def _add_reference(self) -> None:
         estimates = any(objective.needs_reference for objective in self._objectives)
@@ -159,54 +233,85 @@ class Prepass:
                     signals = self._signals(step, part="reference")
                     step.rows.reference_logprobs = signals["start_logprobs"]
                 if whole:
-                    work = forward_work(step.rows, self._policy.decoder.config, self._counted("reference"), head=False)
+                    work = forward_work(
+                        step.rows,
+                        self._policy.decoder.config,
+                        self._counted("reference"),
+                        head=False,
+                    )
                     self._spent["reference"] += work
-                    step.reference_hidden = row_hidden(self._policy, step, self._config, self._here.device)
+                    step.reference_hidden = row_hidden(
+                        self._policy, step, self._config, self._here.device
+                    )
             if whole:
                 self.reference_head = self._policy.whole_head()
 
     def _watch_reference(self) -> None:
-        """Measure the reference's log-probabilities of some rows, for the first step's KL; a collective."""
-        config, here = self._config, self._here
+        """Measure the reference's log-probabilities of some rows, for the first step's KL; a
+        collective.
+        """
+        config = self._config
+        here = self._here
         rows = sum(one.num_rows for one in self._steps)
         known = self._packed.reference_logprobs is not None
         if not (config.watch_kl and rows) or known or (config.iteration - 1) % -(-_WATCHED // rows):
             return
         step = self._steps[0]
-        count = min(-(-rows // (_WATCHED * here.world_size)), step.rows.num_rows)  # the same on all ranks
+        # The same on all ranks.
+        count = min(-(-rows // (_WATCHED * here.world_size)), step.rows.num_rows)
         chosen = torch.linspace(0, step.rows.num_rows - 1, count).long().tolist()
-        part = dataclasses.replace(step, rows=step.rows.rows(chosen), numbers=[step.numbers[row] for row in chosen], signals={})
+        part = dataclasses.replace(
+            step,
+            rows=step.rows.rows(chosen),
+            numbers=[step.numbers[row] for row in chosen],
+            signals={},
+        )
         with as_reference(self._policy, config):
             measured = self._signals(part, part="reference")["start_logprobs"]
         step.rows.reference_logprobs = torch.full(step.rows.labels.shape, torch.nan)
         step.rows.reference_logprobs[chosen] = measured
 
     def _add_token_rewards(self) -> None:
-        """Compute new advantages over the whole pack, on every rank alike, and give each step its own."""
-        config, packed = self._config, self._packed
+        """Compute new advantages over the whole pack, on every rank alike, and give each step its
+        own.
+        """
+        config = self._config
+        packed = self._packed
         logprobs = self._over_pack(lambda step: step.signals["start_logprobs"])
         reference = packed.reference_logprobs
         if reference is None and any(objective.needs_reference for objective in self._objectives):
             reference = self._over_pack(lambda step: step.rows.reference_logprobs)
         if config.token_rewards == "implicit":
             assert reference is not None
-            self._deal_out(implicit_advantages(packed, logprobs, reference, config.implicit_beta, config.gamma))
+            self._deal_out(
+                implicit_advantages(packed, logprobs, reference, config.implicit_beta, config.gamma)
+            )
             return
         for beta in sorted({objective.kl_in_reward for objective in self._objectives}):
-            concerned = [s for s, objective in zip(self._steps, self._objectives, strict=True) if objective.kl_in_reward == beta]
+            concerned = [
+                s
+                for s, objective in zip(self._steps, self._objectives, strict=True)
+                if objective.kl_in_reward == beta
+            ]
             if config.value_head:
                 values = self._over_pack(lambda step: step.signals["old_values"])
                 extra = None
                 if beta:
                     assert reference is not None
-                    extra = token_divergences(packed, logprobs, reference, beta, config.kl_estimator)
-                advantages, returns = value_advantages(packed, values, config.gamma, config.lam, extra)
+                    extra = token_divergences(
+                        packed, logprobs, reference, beta, config.kl_estimator
+                    )
+                advantages, returns = value_advantages(
+                    packed, values, config.gamma, config.lam, extra
+                )
                 self._deal_out(advantages, concerned)
                 for step in concerned:
                     step.signals["returns"] = _of_rows(returns, step.numbers)
             elif beta:
                 assert reference is not None
-                charges = divergence_penalties(packed, logprobs, reference, beta, config.kl_estimator, config.gamma)
+                charges = divergence_penalties(
+                    packed, logprobs, reference, beta, config.kl_estimator, config.gamma
+                )
                 self._deal_out(packed.advantages + charges, concerned)
 
     def _deal_out(self, advantages_PT: Tensor, steps: list[Update] | None = None) -> None:
@@ -219,9 +324,13 @@ class Prepass:
 
 
 def _whole(mine: list[tuple[list[int], Tensor]], packed: PackedTensors, here: Ranks) -> Tensor:
-    """Return [P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without labels."""
+    """Return [P, T] of the whole pack from all ranks' (row numbers, [R, T]); NaN for rows without
+    labels.
+    """
     whole = torch.full(packed.labels.shape, torch.nan)
-    numbers = here.gather(torch.tensor([number for numbers, _ in mine for number in numbers], dtype=torch.int64))
+    numbers = here.gather(
+        torch.tensor([number for numbers, _ in mine for number in numbers], dtype=torch.int64)
+    )
     rows = here.gather(torch.cat([whole[:0], *(values.float().cpu() for _, values in mine)]))
     whole[numbers[numbers >= 0]] = rows[numbers >= 0]
     return whole
@@ -243,12 +352,15 @@ def row_signals(
     *,
     replays: bool = True,
 ) -> dict[str, Tensor]:
-    """Return "start_logprobs" [R, T] of all labels under the policy as it is, NaN elsewhere; with a value head also "old_values"
-    [R, T] of the positions that predict them, 0 elsewhere. A collective if the policy is sharded. replays: with the sampler's
-    experts, where the rows hold them."""
+    """Return "start_logprobs" [R, T] of all labels under the policy as it is, NaN elsewhere; with a
+    value head also "old_values" [R, T] of the positions that predict them, 0 elsewhere. A
+    collective if the policy is sharded. replays: with the sampler's experts, where the rows hold
+    them.
+    """
     labelled = step.rows.labels != IGNORE
     result: dict[str, Tensor] = {}
-    logprobs, values = [], []
+    logprobs = []
+    values = []
     for batch in step.microbatches(config, device):
         options = HeadOptions(value_head=value_head, trained=batch["trained"])
         out = policy(*policy_inputs(batch), options, batch.get("experts") if replays else None)
@@ -264,33 +376,52 @@ def row_signals(
 
 
 @torch.no_grad()
-def row_hidden(policy: Policy, step: Update, config: TrainingConfig, device: torch.device) -> list[Tensor]:
-    """Return the hidden states at the trained positions of each row, [N, D] each, on the CPU. A collective if sharded."""
+def row_hidden(
+    policy: Policy, step: Update, config: TrainingConfig, device: torch.device
+) -> list[Tensor]:
+    """Return the hidden states at the trained positions of each row, [N, D] each, on the CPU. A
+    collective if sharded.
+    """
     parts = [
-        policy(*policy_inputs(batch), HeadOptions(hidden=True, trained=batch["trained"])).hidden.cpu()
+        policy(
+            *policy_inputs(batch), HeadOptions(hidden=True, trained=batch["trained"])
+        ).hidden.cpu()
         for batch in step.microbatches(config, device)
     ]
     return list(torch.cat(parts).split((step.rows.labels != IGNORE).sum(dim=1).tolist()))
 
 
-def store_reference_logprobs(config: GRPOConfig, here: Ranks, packed: PackedTensors) -> PackedTensors:
-    """Return the pack with the log-probabilities of `config.model` as its reference, and what they come from. A collective."""
+def store_reference_logprobs(
+    config: GRPOConfig, here: Ranks, packed: PackedTensors
+) -> PackedTensors:
+    """Return the pack with the log-probabilities of `config.model` as its reference, and what they
+    come from. A collective.
+    """
     policy = load_policy(config, here)
     check_pack(packed, policy)
     (step,) = updates(packed, 1, (config.seed, 0), here, policy.decoder.config)
-    mine = (step.numbers, row_signals(policy, step, config, here.device, replays=False)["start_logprobs"])
+    mine = (
+        step.numbers,
+        row_signals(policy, step, config, here.device, replays=False)["start_logprobs"],
+    )
     metadata = packed.metadata | reference_facts(config)
-    return dataclasses.replace(packed, reference_logprobs=_whole([mine], packed, here), metadata=metadata)
+    return dataclasses.replace(
+        packed, reference_logprobs=_whole([mine], packed, here), metadata=metadata
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Store a reference model's log-probabilities with a pack, so that training needs no second model."""
+    """Store a reference model's log-probabilities with a pack, so that training needs no second
+    model.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--reference", required=True, help="model folder")
     parser.add_argument("--packed", required=True)
     parser.add_argument("--output", required=True, help="may be the same file")
     parser.add_argument("--temperature", type=float, default=1.0, help="the sampler's")
-    parser.add_argument("--context", type=int, help="the server's max_model_len, where it is not the model's own")
+    parser.add_argument(
+        "--context", type=int, help="the server's max_model_len, where it is not the model's own"
+    )
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--rows-per-microbatch", type=int, default=4)
     arguments = parser.parse_args(argv)

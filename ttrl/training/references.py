@@ -1,4 +1,6 @@
-"""Which reference model a pack's stored log-probabilities are of, and whether they are those that a config wants."""
+"""Which reference model a pack's stored log-probabilities are of, and whether they are those that a
+config wants.
+"""
 
 import hashlib
 from pathlib import Path
@@ -16,9 +18,14 @@ TEMPERATURE_KEY = "reference_temperature"
 
 
 def model_digest(folder: str | Path) -> str:
-    """Return the SHA-256 over config.json and the weight files; about a second per GB. Raises ModelFolderError."""
+    """Return the SHA-256 over config.json and the weight files; about a second per GB. Raises
+    ModelFolderError.
+    """
     if not Path(folder, "config.json").is_file():
-        raise ModelFolderError(f"{folder} has no config.json; reference_model must be a model folder in Hugging Face layout")
+        raise ModelFolderError(
+            f"{folder} has no config.json; reference_model must be a model folder in Hugging "
+            "Face layout"
+        )
     total = hashlib.sha256()
     for name in ["config.json", *sorted(files_of(Path(folder)))]:
         total.update(f"{name}\0{digest(Path(folder, name))}\n".encode())
@@ -26,31 +33,48 @@ def model_digest(folder: str | Path) -> str:
 
 
 def reference_facts(config: GRPOConfig) -> dict[str, str]:
-    return {MODEL_KEY: config.model, WEIGHTS_KEY: model_digest(config.model), TEMPERATURE_KEY: repr(float(config.temperature))}
+    return {
+        MODEL_KEY: config.model,
+        WEIGHTS_KEY: model_digest(config.model),
+        TEMPERATURE_KEY: repr(float(config.temperature)),
+    }
 
 
 def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
-    """Check what the objective will compare the policy with, before anything is loaded. Packs that do not say where their
-    log-probabilities come from are trusted.
+    """Check what the objective will compare the policy with, before anything is loaded. Packs that
+    do not say where their log-probabilities come from are trusted.
 
-    Raises PackError if the pack's log-probabilities are of another temperature, or of other weights than `reference_model`'s if
-    one is given; ConfigError if there is neither a reference model nor stored log-probabilities."""
+    Raises PackError if the pack's log-probabilities are of another temperature, or of other weights
+    than `reference_model`'s if one is given; ConfigError if there is neither a reference model nor
+    stored log-probabilities.
+    """
     if not config.needs_estimates:
         return
     if packed.reference_logprobs is None:
         if not config.has_reference:
-            wants = "kl_coefficient is above 0" if config.kl_coefficient > 0 else "token_rewards is 'implicit'"
+            wants = (
+                "kl_coefficient is above 0"
+                if config.kl_coefficient > 0
+                else "token_rewards is 'implicit'"
+            )
             problem = (
-                f"{wants} but reference_model is missing, and {config.packed} holds no reference log-probabilities; give one, or "
+                f"{wants} but reference_model is missing, and {config.packed} holds no reference "
+                "log-probabilities; give one, or "
                 "store them (python -m ttrl.training.prepass)"
             )
             raise ConfigError("config", [problem])
         return
-    model, weights, temperature = (packed.metadata.get(key) for key in (MODEL_KEY, WEIGHTS_KEY, TEMPERATURE_KEY))
-    again = f"store them again (python -m ttrl.training.prepass --reference MODEL --temperature {config.temperature})"
+    model, weights, temperature = (
+        packed.metadata.get(key) for key in (MODEL_KEY, WEIGHTS_KEY, TEMPERATURE_KEY)
+    )
+    again = (
+        "store them again (python -m ttrl.training.prepass --reference MODEL --temperature "
+        f"{config.temperature})"
+    )
     if temperature is not None and temperature != repr(float(config.temperature)):
         raise PackError(
-            f"the reference log-probabilities in {config.packed} are of temperature {temperature}, and temperature is "
+            f"the reference log-probabilities in {config.packed} are of temperature "
+            f"{temperature}, and temperature is "
             f"{config.temperature}; {again}"
         )
     if weights is None or config.reference_model is None:
@@ -58,6 +82,8 @@ def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
     wanted = model_digest(config.reference_model)
     if weights != wanted:
         raise PackError(
-            f"the reference log-probabilities in {config.packed} are of {model} (weights {weights[:12]}), and reference_model is "
-            f"{config.reference_model} (weights {wanted[:12]}); {again}, or leave reference_model out"
+            f"the reference log-probabilities in {config.packed} are of {model} (weights "
+            f"{weights[:12]}), and reference_model is "
+            f"{config.reference_model} (weights {wanted[:12]}); {again}, or leave "
+            "reference_model out"
         )

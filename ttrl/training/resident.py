@@ -1,16 +1,19 @@
-"""Keep a recipe up, and what it needs warm from one iteration to the next: the policy, its optimizer, the value head.
+"""Keep a recipe up, and what it needs warm from one iteration to the next: the policy, its
+optimizer, the value head.
 
-Configs appear one after the other in a folder (`ttrl.system.request_folder`). Each rank looks for the next by itself, so that no
-collective times out while there is nothing to do. Any error ends the process with the same message as the one-shot form: memory
-may hold half a step by then.
+Configs appear one after the other in a folder (`ttrl.system.request_folder`). Each rank looks for
+the next by itself, so that no collective times out while there is nothing to do. Any error ends the
+process with the same message as the one-shot form: memory may hold half a step by then.
 
-An iteration names the files that it starts from, a model folder and a state. What is in memory is used instead if it is known to
-be the same: this process wrote it to these very files, or read it from them, and no file has changed since (by inode, size and
-times). Otherwise the files are read, as in a new process: after a kill, for an iteration that is trained again, for a file that
-was put there by hand, and for any changed setting. So both produce the same weights, bit for bit; with one exception: compiled
-layers, which may have been compiled for lengths of earlier iterations.
+An iteration names the files that it starts from, a model folder and a state. What is in memory is
+used instead if it is known to be the same: this process wrote it to these very files, or read it
+from them, and no file has changed since (by inode, size and times). Otherwise the files are read,
+as in a new process: after a kill, for an iteration that is trained again, for a file that was put
+there by hand, and for any changed setting. So both produce the same weights, bit for bit; with one
+exception: compiled layers, which may have been compiled for lengths of earlier iterations.
 
-If files hold less than memory does (weights or moments that are rounded when written), memory takes over what they hold.
+If files hold less than memory does (weights or moments that are rounded when written), memory takes
+over what they hold.
 """
 
 import contextlib
@@ -49,9 +52,21 @@ from ttrl.training.stepper import Stepper
 
 logger = logging.getLogger("ttrl.training")
 
-# Settings that change from iteration to iteration while model, optimizer and schedule stay the same.
+# Settings that change from iteration to iteration while model, optimizer and schedule stay the
+# same.
 _OF_ONE_ITERATION = (
-    *("model", "state", "packed", "output_dir", "iteration", "follow", "sampler_model", "sampler_version", "save", "kept"),
+    *(
+        "model",
+        "state",
+        "packed",
+        "output_dir",
+        "iteration",
+        "follow",
+        "sampler_model",
+        "sampler_version",
+        "save",
+        "kept",
+    ),
 )
 
 
@@ -64,43 +79,62 @@ class Trained(NamedTuple):
 
 
 def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
-    """Load what `config` starts from. A collective. Raises ModelFolderError, RunFolderError and ConfigError."""
+    """Load what `config` starts from. A collective. Raises ModelFolderError, RunFolderError and
+    ConfigError.
+    """
     policy = load_policy(config, here)
-    values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here) if config.value_head else None
+    values = (
+        ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here)
+        if config.value_head
+        else None
+    )
     return Trained(policy, Stepper(policy, config, here, config.state, values), values)
 
 
 Files = tuple[tuple[Any, ...], ...]
-"""Tells whether files are the same as before: name, device, inode, size, and times of content and entry of each."""
+"""Tells whether files are the same as before: name, device, inode, size, and times of content and
+entry of each.
+"""
 
 
 class Residence:
-    """Holds what was trained until the next iteration asks for it; one per rank. Its methods are collectives.
+    """Holds what was trained until the next iteration asks for it; one per rank. Its methods are
+    collectives.
 
     trained = residence.enter(config)
     …                                     # train, write checkpoint and state
-    residence.leave(config, trained)      # without it nothing is kept: half a step must not be continued
+    residence.leave(config, trained)      # without it nothing is kept: half a step must not be
+                                          continued
     """
 
-    def __init__(self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None) -> None:
-        """Make an empty one. `handed_over` is called with what servers are told, while checkpoint and state are still to be
-        written."""
-        self._here, self._tell = here, handed_over
+    def __init__(
+        self, here: Ranks, handed_over: Callable[[dict[str, Any]], None] = lambda facts: None
+    ) -> None:
+        """Make an empty one. `handed_over` is called with what servers are told, while checkpoint
+        and state are still to be written."""
+        self._here = here
+        self._tell = handed_over
         self._kept: tuple[Trained, dict[str, Any], Files | int] | None = None
-        """What it is, of which settings, and of which files; of which iteration, where those were not written."""
+        """What it is, of which settings, and of which files; of which iteration, where those were
+        not written.
+        """
         self._memory = WeightMemory(here)
         self._is_parked = False
         self.canary: dict[str, Any] | None = None
         """Of what was held out last."""
 
     def enter(self, config: GRPOConfig, computes: bool = True) -> Trained:
-        """Return what `config` starts from: from memory if it is the same there, else from its files. Raises ModelFolderError,
-        RunFolderError and ConfigError as loading does, RunFolderError also where it has to be in memory and is not.
+        """Return what `config` starts from: from memory if it is the same there, else from its
+        files. Raises ModelFolderError, RunFolderError and ConfigError as loading does,
+        RunFolderError also where it has to be in memory and is not.
 
-        computes: what is parked comes back to the device; else it stays where it is, as servers may have the device.
+        computes: what is parked comes back to the device; else it stays where it is, as servers may
+            have the device.
         """
-        kept, self._kept = self._kept, None
-        is_parked, self._is_parked = self._is_parked, False
+        kept = self._kept
+        self._kept = None
+        is_parked = self._is_parked
+        self._is_parked = False
         wanted = _inputs(config) if config.kept is None else config.kept
         same = kept is not None and kept[1] == _settings(config) and kept[2] == wanted
         if self._agreed(same):
@@ -112,12 +146,16 @@ class Residence:
                 self._is_parked = is_parked
         elif config.kept is not None:
             raise RunFolderError(
-                f"this process does not hold what iteration {config.kept} left, and no file has it; the same command trains it "
+                f"this process does not hold what iteration {config.kept} left, and no file has "
+                "it; the same command trains it "
                 f"again from {config.model}"
             )
         else:
             if kept is not None:
-                logger.info("the files or settings of this iteration are not what is in memory; loading %s", config.model)
+                logger.info(
+                    "the files or settings of this iteration are not what is in memory; loading %s",
+                    config.model,
+                )
             del kept  # two models would not fit
             gc.collect()
             trained = load_trained(config, self._here)
@@ -125,26 +163,38 @@ class Residence:
         return trained
 
     def leave(self, config: GRPOConfig, trained: Trained, is_written: bool = True) -> None:
-        """Keep what was trained for the iteration that continues from it. Call it after checkpoint and state were written, if
-        they are."""
+        """Keep what was trained for the iteration that continues from it. Call it after checkpoint
+        and state were written, if they are."""
         if not is_written:
             return self._keep(config, trained, config.iteration)
         output = Path(config.output_dir)
-        written = dataclasses.replace(config, model=str(output / "checkpoint"), state=str(output / "state"))
+        written = dataclasses.replace(
+            config, model=str(output / "checkpoint"), state=str(output / "state")
+        )
         if config.checkpoint_dtype != "fp32" and config.lora_rank is None:
-            fill_parameters(trained.policy.parameters_by_name(), written.model, decoder=trained.policy.chosen_decoder)
+            fill_parameters(
+                trained.policy.parameters_by_name(),
+                written.model,
+                decoder=trained.policy.chosen_decoder,
+            )
         if config.optimizer == "adamw_8bit" and self._here.processes > 1:
             trained.stepper.load(output / "state")
         self.keep(written, trained)
 
     def hand_over(
-        self, config: GRPOConfig, trained: Trained, canary: dict[str, Any], compared: dict[str, Any] | None = None
+        self,
+        config: GRPOConfig,
+        trained: Trained,
+        canary: dict[str, Any],
+        compared: dict[str, Any] | None = None,
     ) -> bool:
-        """Hold the policy out to servers, if `config` says so, before anything is written; return whether it is there. Where they
-        share the device, they may have it then: all of this has left it, and is written from where it is parked. From then on no
-        process runs anything on the device, until it is asked for the next iteration.
+        """Hold the policy out to servers, if `config` says so, before anything is written; return
+        whether it is there. Where they share the device, they may have it then: all of this has
+        left it, and is written from where it is parked. From then on no process runs anything on
+        the device, until it is asked for the next iteration.
 
-        canary: what they must compute. compared: what train.jsonl will say of sampler and trainer, so that it is known by then.
+        canary: what they must compute. compared: what train.jsonl will say of sampler and trainer,
+            so that it is known by then.
         """
         if not config.hand_over:
             return False
@@ -162,22 +212,27 @@ class Residence:
         return True
 
     def prepare(self, config: GRPOConfig) -> None:
-        """Load what `config` starts from before it is asked for. What is wrong with it is left for the iteration to report."""
+        """Load what `config` starts from before it is asked for. What is wrong with it is left for
+        the iteration to report.
+        """
         try:
             self.keep(config, load_trained(config, self._here))
-        except (TtrlError, MemoryError, RuntimeError) as error:  # of memory: PyTorch has no class of its own for the CPU's
+        # Of memory: PyTorch has no class of its own for the CPU's.
+        except (TtrlError, MemoryError, RuntimeError) as error:
             self._kept = None
             logger.info("nothing is loaded yet: %s", error)
 
     def keep(self, config: GRPOConfig, trained: Trained) -> None:
-        """Keep what was loaded for `config`, and has not changed since, for whoever asks for that; nothing where it should leave
-        the GPU and the CPU's memory is too small."""
+        """Keep what was loaded for `config`, and has not changed since, for whoever asks for that;
+        nothing where it should leave the GPU and the CPU's memory is too small."""
         try:
             self._keep(config, trained, _inputs(config))
         except StorageError as error:
             logger.warning(
-                "the next iteration will read the trainer's weights and state from files: they cannot wait in memory while "
-                "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need less, placement 'split' none",
+                "the next iteration will read the trainer's weights and state from files: they "
+                "cannot wait in memory while "
+                "servers have the GPU; %s; adapters (lora_rank) or optimizer 'adamw_8bit' need "
+                "less, placement 'split' none",
                 error,
             )
 
@@ -191,21 +246,31 @@ class Residence:
         self._is_parked = True
 
     def _agreed(self, mine: bool) -> bool:
-        """Return the first rank's answer: a file on its way to another host looks different there."""
+        """Return the first rank's answer: a file on its way to another host looks different
+        there.
+        """
         answers = self._here.rows_of_each(torch.tensor([mine]))
         return bool(answers[0])
 
 
 def _settings(config: GRPOConfig) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(config).items() if name not in _OF_ONE_ITERATION}
+    return {
+        name: value
+        for name, value in dataclasses.asdict(config).items()
+        if name not in _OF_ONE_ITERATION
+    }
 
 
 def _inputs(config: GRPOConfig) -> Files:
-    """Return the facts of the files that a policy, an optimizer and a value head are loaded from."""
+    """Return the facts of the files that a policy, an optimizer and a value head are loaded
+    from.
+    """
     folders = [Path(config.model), Path(config.model, ADAPTER_FOLDER)]
     if config.lora_rank is not None:
         folders.append(Path(base_folder(config)))
-    weights = [found for number, folder in enumerate(folders) for found in _files(folder, str(number))]
+    weights = [
+        found for number, folder in enumerate(folders) for found in _files(folder, str(number))
+    ]
     state = [] if config.state is None else list(_files(Path(config.state), "state"))
     return (*weights, *state)
 
@@ -218,18 +283,29 @@ def _files(folder: Path, label: str) -> Iterator[tuple[Any, ...]]:
             if path.name == "canary.json":  # describes the weights, and holds none
                 continue
             stat = path.stat()
-            yield label, path.name, stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+            yield (
+                label,
+                path.name,
+                stat.st_dev,
+                stat.st_ino,
+                stat.st_size,
+                stat.st_mtime_ns,
+                stat.st_ctime_ns,
+            )
 
 
 @torch.no_grad()
 def park(trained: Trained) -> None:
-    """Move everything into the CPU's memory, except what is there for good. A collective. Raises StorageError where there is too
-    little of it; everything is where it was then."""
+    """Move everything into the CPU's memory, except what is there for good. A collective. Raises
+    StorageError where there is too little of it; everything is where it was then."""
     if trained.stepper.lives_on_cpu:
         return
-    memory, found = trained.policy.host_memory, _places(trained)
+    memory = trained.policy.host_memory
+    found = _places(trained)
     assert memory is not None
-    for (owner, name), copy in zip(found, memory.hold([getattr(owner, name) for owner, name in found]), strict=True):
+    for (owner, name), copy in zip(
+        found, memory.hold([getattr(owner, name) for owner, name in found]), strict=True
+    ):
         setattr(owner, name, copy)
     reset_shards(trained.policy)
     _empty_caches()
@@ -247,7 +323,8 @@ def unpark(trained: Trained, device: torch.device) -> None:
 
 def _places(trained: Trained) -> list[tuple[Any, str]]:
     """Return where the tensors of policy, value head and optimizers are that live on the device."""
-    tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())  # shards, also where a pass left them whole
+    # Shards, also where a pass left them whole.
+    tensors: list[Tensor] = list(trained.policy.parameters_by_name().values())
     if trained.values is not None:
         tensors += trained.values.head.parameters()
     tensors += trained.stepper.tensors()
@@ -263,13 +340,20 @@ def _empty_caches() -> None:
 
 
 def follow_requests(train: Callable[[GRPOConfig, Ranks, Residence], None], raw: Any) -> int:
-    """Train every config that appears in the folder `raw.follow`, until told to stop or it is gone. Returns the exit code."""
-    return run_on_ranks(lambda: parse_config(GRPOConfig, raw), functools.partial(_serve, train), logger)
+    """Train every config that appears in the folder `raw.follow`, until told to stop or it is gone.
+    Returns the exit code.
+    """
+    return run_on_ranks(
+        lambda: parse_config(GRPOConfig, raw), functools.partial(_serve, train), logger
+    )
 
 
-def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOConfig, here: Ranks) -> None:
+def _serve(
+    train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOConfig, here: Ranks
+) -> None:
     assert start.follow is not None
-    folder, number = RequestFolder(start.follow), 0
+    folder = RequestFolder(start.follow)
+    number = 0
 
     def tell(handover: dict[str, Any]) -> None:
         if here.is_first:
@@ -295,7 +379,9 @@ def _serve(train: Callable[[GRPOConfig, Ranks, Residence], None], start: GRPOCon
 
 
 def _give_back_memory() -> None:
-    """Return what PyTorch and C's allocator hold on to, the latter a third as measured, for the server to use while we wait."""
+    """Return what PyTorch and C's allocator hold on to, the latter a third as measured, for the
+    server to use while we wait.
+    """
     _empty_caches()
     with contextlib.suppress(OSError, AttributeError):  # of glibc alone
         ctypes.CDLL(None).malloc_trim(0)
@@ -303,8 +389,11 @@ def _give_back_memory() -> None:
 
 @contextlib.contextmanager
 def _output_to(log: Path) -> Iterator[None]:
-    """Append everything that this process prints, C libraries included, to `log`; after an error that stays so."""
-    if (node := os.environ.get("GROUP_RANK", "0")) != "0":  # appending from several hosts is not atomic
+    """Append everything that this process prints, C libraries included, to `log`; after an error
+    that stays so.
+    """
+    # Appending from several hosts is not atomic.
+    if (node := os.environ.get("GROUP_RANK", "0")) != "0":
         log = log.with_name(f"train-node{node}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     _flush()

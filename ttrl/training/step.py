@@ -1,9 +1,11 @@
-"""The gradient of one optimizer step: microbatch by microbatch, through the head, the objective and the value head.
+"""The gradient of one optimizer step: microbatch by microbatch, through the head, the objective and
+the value head.
 
     Σ w·(ℓ + c_v·ℓ_value) / Z      over all trained tokens of the step, on all ranks
 
-Where the objective allows it (`Objective.per_token`), the head takes the gradient of a chunk's logits at once, in the forward
-pass; else the chunks are computed again in the backward pass. What is reported comes from the same numbers, without gradient.
+Where the objective allows it (`Objective.per_token`), the head takes the gradient of a chunk's
+logits at once, in the forward pass; else the chunks are computed again in the backward pass. What
+is reported comes from the same numbers, without gradient.
 
 Shapes: N trained positions of a microbatch.
 """
@@ -33,32 +35,42 @@ from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
 TOKENS = ("trained_tokens", "row_tokens", "padding_tokens", "logical_tokens")
-_WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")  # facts that are reported as Σ w·fact / Z, as the loss is
-_SHARES = ("clipped_low", "clipped_high", "dual_clipped", "chosen", "correction", "capped")  # … as means over trained tokens
+# Facts that are reported as Σ w·fact / Z, as the loss is.
+_WEIGHTED = ("policy_loss", "kl_loss", "entropy_loss", "kl")
+# … as means over trained tokens.
+_SHARES = ("clipped_low", "clipped_high", "dual_clipped", "chosen", "correction", "capped")
 
 
 @dataclass
 class StepResult:
-    """What is known of a step once its gradient is there; the same on all ranks but for `first_bad`."""
+    """What is known of a step once its gradient is there; the same on all ranks but for
+    `first_bad`.
+    """
 
     sums: dict[str, float]
     """Over all tokens and ranks."""
     ratio: tuple[float, float]
     """The smallest and largest π/π_old."""
     compared: tuple[Tensor, Tensor] | None
-    """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; if they were asked for."""
+    """Log-probabilities of all trained tokens under the trainer and the sampler, [N] each; if they
+    were asked for.
+    """
     first_bad: str | None
     """Where the first loss of this rank is that is not finite."""
     pieces: dict[str, Any] | None = None
     """What `GradientPieces` saw; if it looked."""
     kl_share: float | None = None
-    """See `ttrl.training.gradient_parts`; None where there is no KL in the loss, or where a value head trains the decoder."""
+    """See `ttrl.training.gradient_parts`; None where there is no KL in the loss, or where a value
+    head trains the decoder.
+    """
     routing: list[LayerRouting] = field(default_factory=list)
     """Of each layer with experts."""
 
 
 class GradientStep:
-    """Computes gradients. `reference_head`: the reference's output projection [V, D] and bias, for KL over the vocabulary."""
+    """Computes gradients. `reference_head`: the reference's output projection [V, D] and bias, for
+    KL over the vocabulary.
+    """
 
     def __init__(
         self,
@@ -71,26 +83,44 @@ class GradientStep:
         reference_head: tuple[Tensor, Tensor | None] | None = None,
         pieces: GradientPieces | None = None,
     ) -> None:
-        self._policy, self._config, self._here = policy, config, here
-        self._watch, self._progress = watch, progress
-        self._value_head, self._pieces = value_head, pieces
-        self._reference_head = [None if part is None else part.to(here.device) for part in reference_head or ()]
+        self._policy = policy
+        self._config = config
+        self._here = here
+        self._watch = watch
+        self._progress = progress
+        self._value_head = value_head
+        self._pieces = pieces
+        self._reference_head = [
+            None if part is None else part.to(here.device) for part in reference_head or ()
+        ]
 
     def accumulate(
-        self, step: Update, objective: Objective, *, compare: bool = False, before: Mapping[str, float] | None = None
+        self,
+        step: Update,
+        objective: Objective,
+        *,
+        compare: bool = False,
+        before: Mapping[str, float] | None = None,
     ) -> StepResult:
-        """Add the gradient of the whole step to the parameters. With `compare`, the result holds all log-probabilities. before:
-        FLOPs that were spent for this step already, by PARTS."""
-        sums, ratio, finite = Sums(), Range(), Finite()
+        """Add the gradient of the whole step to the parameters. With `compare`, the result holds
+        all log-probabilities. before: FLOPs that were spent for this step already, by PARTS."""
+        sums = Sums()
+        ratio = Range()
+        finite = Finite()
         compared: list[Tensor] = []
         if self._pieces is not None:
-            self._pieces.begin(objective.global_step, -(-step.rows.num_rows // self._config.rows_per_microbatch))
-        size, batches = self._config.rows_per_microbatch, step.microbatches(self._config, self._here.device)
+            self._pieces.begin(
+                objective.global_step, -(-step.rows.num_rows // self._config.rows_per_microbatch)
+            )
+        size = self._config.rows_per_microbatch
+        batches = step.microbatches(self._config, self._here.device)
         routing = getattr(self._policy.decoder, "routing", None)
         if routing is not None:
             routing.forget()
         parts = None
-        if objective.kl_in_loss > 0 and not (self._config.value_head and self._config.value_grad_in_decoder):
+        if objective.kl_in_loss > 0 and not (
+            self._config.value_head and self._config.value_grad_in_decoder
+        ):
             parts = GradientParts(objective.distribution_terms)
         while True:
             with self._watch.part("data"):
@@ -114,11 +144,14 @@ class GradientStep:
             if compare:
                 compared.append(torch.stack([out.logprobs.detach().float(), tokens.sampled]))
             self._progress.advance()
-        again, reference = int(not objective.per_token), objective.needs_divergence_grad
+        again = int(not objective.per_token)
+        reference = objective.needs_divergence_grad
         again += len(objective.distribution_terms) if parts is not None else 0
         model = self._policy.decoder.config
         sums.add(not_finite=finite.count())
-        sums.add(**work_counts(step.rows, model, self._config, head_again=again, reference=reference))
+        sums.add(
+            **work_counts(step.rows, model, self._config, head_again=again, reference=reference)
+        )
         sums.add(**dict.fromkeys(PARTS, 0.0) | dict(before or {}))
         both = torch.cat(compared, dim=1) if compare else None
         return StepResult(
@@ -132,7 +165,11 @@ class GradientStep:
         )
 
     def _head_options(
-        self, batch: dict[str, Tensor], tokens: "_Tokens", objective: Objective, parts: GradientParts | None
+        self,
+        batch: dict[str, Tensor],
+        tokens: "_Tokens",
+        objective: Objective,
+        parts: GradientParts | None,
     ) -> HeadOptions:
         reference = None
         if objective.needs_divergence_grad:
@@ -142,7 +179,9 @@ class GradientStep:
         watch_layers = None
         if self._pieces is not None:
             of_tokens = tokens.samples, tokens.weights, tokens.advantages
-            watch_layers = self._pieces.watch_layers(batch["sample_keys"], *of_tokens, tokens.trained)
+            watch_layers = self._pieces.watch_layers(
+                batch["sample_keys"], *of_tokens, tokens.trained
+            )
         return HeadOptions(
             trained=tokens.trained,
             token_loss=tokens.weighted_loss if objective.per_token else None,
@@ -155,36 +194,59 @@ class GradientStep:
             watch_layers=watch_layers,
         )
 
-    def _losses(self, out: PolicyOutput, tokens: "_Tokens", objective: Objective) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the weighted loss of the microbatch, to be differentiated, and facts about each token [N], without gradient."""
+    def _losses(
+        self, out: PolicyOutput, tokens: "_Tokens", objective: Objective
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the weighted loss of the microbatch, to be differentiated, and facts about each
+        token [N], without gradient.
+        """
         if objective.per_token:
             with torch.no_grad():
                 loss_N, facts = tokens.loss(out.logprobs)
             assert out.loss is not None, "the head was given the loss"
             total = out.loss
         else:
-            loss_N, facts = tokens.loss(out.logprobs, extras={"entropy": out.entropy, "divergence": out.divergence})
+            loss_N, facts = tokens.loss(
+                out.logprobs, extras={"entropy": out.entropy, "divergence": out.divergence}
+            )
             total = (loss_N * tokens.weights).sum()
         facts = facts | {"loss": loss_N.detach()}
         if out.values is not None:
             assert tokens.returns is not None
             config = self._config
-            values_N = value_loss(out.values, tokens.returns, tokens.old_values, config.value_clip) * config.value_coefficient
+            values_N = (
+                value_loss(out.values, tokens.returns, tokens.old_values, config.value_clip)
+                * config.value_coefficient
+            )
             total = total + (values_N * tokens.weights).sum()
             facts |= {"loss": facts["loss"] + values_N.detach(), "value_loss": values_N.detach()}
         return total, facts
 
     @torch.no_grad()
     def _report(
-        self, sums: Sums, batch: dict[str, Tensor], tokens: "_Tokens", out: PolicyOutput, facts: dict[str, Tensor]
+        self,
+        sums: Sums,
+        batch: dict[str, Tensor],
+        tokens: "_Tokens",
+        out: PolicyOutput,
+        facts: dict[str, Tensor],
     ) -> None:
-        if "kl" not in facts and tokens.reference is not None:  # in the reward, or not yet in the loss
+        # In the reward, or not yet in the loss.
+        if "kl" not in facts and tokens.reference is not None:
             kind = self._config.kl_estimator
-            facts["kl"] = ESTIMATORS["k3" if kind == "full" else kind](out.logprobs.detach(), tokens.reference)
+            facts["kl"] = ESTIMATORS["k3" if kind == "full" else kind](
+                out.logprobs.detach(), tokens.reference
+            )
             if self._config.watch_kl:  # of some rows alone
                 sums.add(kl_weights=tokens.weights * ~torch.isnan(tokens.reference))
         sums.add(loss=facts["loss"] * tokens.weights, entropy=out.entropy)
-        sums.add(**{name: facts[name] * tokens.weights for name in (*_WEIGHTED, "value_loss") if name in facts})
+        sums.add(
+            **{
+                name: facts[name] * tokens.weights
+                for name in (*_WEIGHTED, "value_loss")
+                if name in facts
+            }
+        )
         sums.add(**{name: facts[name] for name in _SHARES if name in facts})
         ratio = facts["ratio"].double()
         sums.add(ratio=ratio, ratio_squared=ratio.square())
@@ -194,7 +256,9 @@ class GradientStep:
 
 
 class _Tokens:
-    """What is known of a microbatch's trained tokens, [N] each, and their loss under an objective."""
+    """What is known of a microbatch's trained tokens, [N] each, and their loss under an
+    objective.
+    """
 
     def __init__(self, batch: dict[str, Tensor], objective: Objective) -> None:
         self.trained = trained = batch["trained"]
@@ -204,27 +268,49 @@ class _Tokens:
 
         self._objective = objective
         self.sampled, self.weights, self.advantages, self.samples = (
-            batch[name].flatten()[trained] for name in ("logprobs", "weights", "advantages", "sample_ids")
+            batch[name].flatten()[trained]
+            for name in ("logprobs", "weights", "advantages", "sample_ids")
         )
         self.reference = of("reference_logprobs")
         self.returns, self.old_values = of("returns"), of("old_values")
-        self._extras = {"start_logprobs": of("start_logprobs"), "chosen": of("chosen"), "reference_logprobs": self.reference}
+        self._extras = {
+            "start_logprobs": of("start_logprobs"),
+            "chosen": of("chosen"),
+            "reference_logprobs": self.reference,
+        }
 
     def loss(
-        self, logprobs_n: Tensor, at: slice = slice(None), extras: dict[str, Tensor | None] | None = None
+        self,
+        logprobs_n: Tensor,
+        at: slice = slice(None),
+        extras: dict[str, Tensor | None] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the objective's loss of the tokens in `at`, and facts about them."""
-        known = {name: None if value is None else value[at] for name, value in self._extras.items()} | (extras or {})
-        return self._objective.loss(logprobs_n, self.sampled[at], self.advantages[at], self.samples[at], known)
+        known = {
+            name: None if value is None else value[at] for name, value in self._extras.items()
+        } | (extras or {})
+        return self._objective.loss(
+            logprobs_n, self.sampled[at], self.advantages[at], self.samples[at], known
+        )
 
     def slopes(self, out: PolicyOutput) -> tuple[Tensor, Tensor]:
-        """Return the derivatives of the weighted loss, and of KL's part of it, by the log-probabilities, [N] each; of what
-        depends on whole distributions, nothing."""
-        fixed = {"entropy": out.entropy.detach(), "divergence": None if out.divergence is None else out.divergence.detach()}
+        """Return the derivatives of the weighted loss, and of KL's part of it, by the
+        log-probabilities, [N] each; of what depends on whole distributions, nothing."""
+        fixed = {
+            "entropy": out.entropy.detach(),
+            "divergence": None if out.divergence is None else out.divergence.detach(),
+        }
         with torch.enable_grad():
             at_N = out.logprobs.detach().requires_grad_()
-            losses = self.loss(at_N, extras=fixed)[0], self._objective.divergence_loss(at_N, self._extras | fixed)
-            found = [torch.autograd.grad((loss_N * self.weights).sum(), at_N)[0] for loss_N in losses if loss_N.requires_grad]
+            losses = (
+                self.loss(at_N, extras=fixed)[0],
+                self._objective.divergence_loss(at_N, self._extras | fixed),
+            )
+            found = [
+                torch.autograd.grad((loss_N * self.weights).sum(), at_N)[0]
+                for loss_N in losses
+                if loss_N.requires_grad
+            ]
         return found[0], found[1] if len(found) > 1 else torch.zeros_like(found[0])
 
     def weighted_loss(self, logprobs_n: Tensor, at: slice) -> Tensor:
@@ -236,7 +322,11 @@ def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
     """Return what train.jsonl says about a step's loss, from sums over all ranks."""
     sums = result.sums
     tokens = max(sums["trained_tokens"], 1)
-    metrics: dict[str, Any] = {name: sums[name] / step.normaliser for name in ("loss", *_WEIGHTED, "value_loss") if name in sums}
+    metrics: dict[str, Any] = {
+        name: sums[name] / step.normaliser
+        for name in ("loss", *_WEIGHTED, "value_loss")
+        if name in sums
+    }
     if "kl_weights" in sums and not sums["kl_weights"] > 0:
         del metrics["kl"]
     elif "kl_weights" in sums:
@@ -244,15 +334,29 @@ def step_metrics(result: StepResult, step: Update) -> dict[str, Any]:
     if result.kl_share is not None:
         metrics["kl_share"] = result.kl_share
     metrics["entropy"] = sums["entropy"] / tokens
-    metrics |= {f"clip_fraction_{side}": sums[f"clipped_{side}"] / tokens for side in ("low", "high")}
-    others = {"dual_clipped": "dual_clip_fraction", "chosen": "chosen_fraction", "capped": "capped_fraction"}
-    metrics |= {ours: sums[name] / tokens for name, ours in (others | {"correction": "correction"}).items() if name in sums}
+    metrics |= {
+        f"clip_fraction_{side}": sums[f"clipped_{side}"] / tokens for side in ("low", "high")
+    }
+    others = {
+        "dual_clipped": "dual_clip_fraction",
+        "chosen": "chosen_fraction",
+        "capped": "capped_fraction",
+    }
+    metrics |= {
+        ours: sums[name] / tokens
+        for name, ours in (others | {"correction": "correction"}).items()
+        if name in sums
+    }
     if "value_error" in sums:
         metrics["value_error"] = (sums["value_error"] / tokens) ** 0.5
     metrics |= {"ratio_min": result.ratio[0], "ratio_max": result.ratio[1]}
-    metrics["ess"] = effective_sample_size(sums["ratio"], sums["ratio_squared"], sums["trained_tokens"])
+    metrics["ess"] = effective_sample_size(
+        sums["ratio"], sums["ratio_squared"], sums["trained_tokens"]
+    )
     metrics |= {name: int(sums[name]) for name in TOKENS}
     if result.routing:
         metrics["routing"] = routing_metrics(result.routing)
-    metrics["flops_by_part"] = {name: sums["flops" if name == "training" else name] for name in PARTS}
+    metrics["flops_by_part"] = {
+        name: sums["flops" if name == "training" else name] for name in PARTS
+    }
     return metrics | {"normaliser": step.normaliser}

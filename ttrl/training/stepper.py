@@ -1,4 +1,6 @@
-"""Taking an optimizer step, or not: the optimizers of policy and value head, the run's step count, and their state on disk."""
+"""Taking an optimizer step, or not: the optimizers of policy and value head, the run's step count,
+and their state on disk.
+"""
 
 import json
 import math
@@ -31,7 +33,9 @@ _SKIPPED_FILE = "skipped.json"
 
 
 class Stepper:
-    """Takes optimizer steps, on from the folder `state`, if any. Raises RunFolderError if that cannot be read or does not fit."""
+    """Takes optimizer steps, on from the folder `state`, if any. Raises RunFolderError if that
+    cannot be read or does not fit.
+    """
 
     def __init__(
         self,
@@ -41,7 +45,9 @@ class Stepper:
         state: str | None = None,
         values: ValueTraining | None = None,
     ) -> None:
-        self._policy, self._config, self._here = policy, config, here
+        self._policy = policy
+        self._config = config
+        self._here = here
         self.optimizer = make_optimizer(policy, config)
         self.global_step = load_state(state, policy, self.optimizer) if state else 0
         """Optimizer steps of the run so far, taken or skipped."""
@@ -58,7 +64,8 @@ class Stepper:
         optimizers: list[torch.optim.Optimizer]
         if isinstance(self.optimizer, OptimizerInBackward):
             optimizers = list(self.optimizer.by_parameter.values())
-        elif isinstance(self.optimizer, CPUOffloadOptimizer):  # what it has on the device is of small parameters only
+        # What it has on the device is of small parameters only.
+        elif isinstance(self.optimizer, CPUOffloadOptimizer):
             optimizers = [] if self.optimizer.d_opt is None else [self.optimizer.d_opt]
         else:
             optimizers = [self.optimizer]
@@ -66,21 +73,30 @@ class Stepper:
             yield from tensors_with_parameters(optimizer)
 
     def load(self, folder: Path) -> None:
-        """Load the optimizer's state as it was written: 8-bit moments of several processes may be rounded once more."""
+        """Load the optimizer's state as it was written: 8-bit moments of several processes may be
+        rounded once more.
+        """
         self.global_step = load_state(folder, self._policy, self.optimizer)
 
     def begin(self, lr_scale: float = 1.0) -> None:
-        """Set the step's learning rate. Call it before the step's first backward pass, in which some optimizers work."""
+        """Set the step's learning rate. Call it before the step's first backward pass, in which
+        some optimizers work.
+        """
         begin_step(self.optimizer, self._config, self.global_step, lr_scale)
 
-    def take(self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0) -> dict[str, Any]:
-        """Take the step if all losses and the gradient are finite; else discard the gradient (with `optimizer_in_backward`, what
-        is left of it, as the reason says). Either way the run's step count goes up, and with it the schedules. Returns what
-        train.jsonl says about it. A collective.
+    def take(
+        self, not_finite: float, first_bad: str | None, lr_scale: float = 1.0
+    ) -> dict[str, Any]:
+        """Take the step if all losses and the gradient are finite; else discard the gradient (with
+        `optimizer_in_backward`, what is left of it, as the reason says). Either way the run's step
+        count goes up, and with it the schedules. Returns what train.jsonl says about it. A
+        collective.
 
-        not_finite: how many losses were not, over all ranks. first_bad: where the first of this rank lies, in words.
+        not_finite: how many losses were not, over all ranks. first_bad: where the first of this
+            rank lies, in words.
 
-        Raises DivergedError where too many steps in a row were skipped, or the weights are not finite.
+        Raises DivergedError where too many steps in a row were skipped, or the weights are not
+        finite.
         """
         facts: dict[str, Any] = {"lr": learning_rate(self._config, self.global_step) * lr_scale}
         why = None
@@ -91,11 +107,20 @@ class Stepper:
             self._forget()
         else:
             facts |= self._step(lr_scale)
-            norms = {name: norm for name, norm in facts.items() if name.endswith("grad_norm") and not math.isfinite(norm)}
+            norms = {
+                name: norm
+                for name, norm in facts.items()
+                if name.endswith("grad_norm") and not math.isfinite(norm)
+            }
             if norms:
-                why = "the gradient norm is " + " and ".join(f"{norm} ({name})" for name, norm in norms.items())
+                why = "the gradient norm is " + " and ".join(
+                    f"{norm} ({name})" for name, norm in norms.items()
+                )
         if why is not None and isinstance(self.optimizer, OptimizerInBackward):
-            why += "; with optimizer_in_backward, parameters whose gradients are finite have been stepped already"
+            why += (
+                "; with optimizer_in_backward, parameters whose gradients are finite have been "
+                "stepped already"
+            )
         self.global_step += 1
         if why is None:
             self._skipped.taken()
@@ -113,7 +138,15 @@ class Stepper:
                 write_json(temporary / _SKIPPED_FILE, {"in_a_row": self._skipped.in_a_row})
 
         config = self._config
-        save_state(folder, self._policy, self.optimizer, self.global_step, self._here, config.state_format, beside)
+        save_state(
+            folder,
+            self._policy,
+            self.optimizer,
+            self.global_step,
+            self._here,
+            config.state_format,
+            beside,
+        )
 
     def _step(self, lr_scale: float) -> dict[str, float]:
         norms: dict[str, float] = {}
@@ -122,7 +155,9 @@ class Stepper:
         if not all(map(math.isfinite, norms.values())):
             self._forget()
             return norms
-        norms["grad_norm"] = clip_and_step(self._policy, self.optimizer, self._config, self.global_step, lr_scale=lr_scale)
+        norms["grad_norm"] = clip_and_step(
+            self._policy, self.optimizer, self._config, self.global_step, lr_scale=lr_scale
+        )
         if self._values is not None:
             if math.isfinite(norms["grad_norm"]):
                 self._values.step(self.global_step, lr_scale)
@@ -132,7 +167,8 @@ class Stepper:
 
     def _forget(self) -> None:
         if isinstance(self.optimizer, OptimizerInBackward):
-            self.optimizer.finish_step()  # parameters with a finite gradient have been stepped already
+            # Parameters with a finite gradient have been stepped already.
+            self.optimizer.finish_step()
         else:
             self.optimizer.zero_grad()
         if self._values is not None:
@@ -140,7 +176,9 @@ class Stepper:
 
 
 def _skipped_before(state: str | None) -> int:
-    """Return how many steps in a row were skipped at the end of the last iteration. Raises RunFolderError."""
+    """Return how many steps in a row were skipped at the end of the last iteration. Raises
+    RunFolderError.
+    """
     path = Path(state, _SKIPPED_FILE) if state else None
     if path is None or not path.is_file():
         return 0
@@ -148,6 +186,7 @@ def _skipped_before(state: str | None) -> int:
         return int(json.loads(path.read_text(encoding="utf-8"))["in_a_row"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(
-            f"{path} is damaged ({type(error).__name__}: {error}); it counts the skipped steps in a row: delete it to count "
+            f"{path} is damaged ({type(error).__name__}: {error}); it counts the skipped steps "
+            "in a row: delete it to count "
             "from 0, or train the iteration before again"
         ) from error

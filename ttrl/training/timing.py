@@ -1,4 +1,6 @@
-"""Time of a recipe's parts: a stopwatch by part, the profiler's traces, and the speed of the largest matrix product."""
+"""Time of a recipe's parts: a stopwatch by part, the profiler's traces, and the speed of the
+largest matrix product.
+"""
 
 import contextlib
 import functools
@@ -18,8 +20,10 @@ from ttrl.training.parallel.distributed import Ranks
 
 
 class Stopwatch:
-    """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the stream, and `take` waits for
-    them; one that mostly runs on the CPU is measured by its clock, and leaves the device as it is."""
+    """Seconds by part, added up until they are read. On CUDA, a part is measured by events on the
+    stream, and `take` waits for them; one that mostly runs on the CPU is measured by its clock, and
+    leaves the device as it is.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -28,9 +32,12 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def part(self, name: str, on_cpu: bool = False) -> Iterator[None]:
-        """Add the time of the block to `name`. on_cpu: it ends where the CPU's work does, and begins when the device is idle."""
+        """Add the time of the block to `name`. on_cpu: it ends where the CPU's work does, and
+        begins when the device is idle.
+        """
         if self._on_cuda and not on_cpu:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             begin.record()
             yield
             end.record()
@@ -52,7 +59,9 @@ class Stopwatch:
 
 
 def memory_peaks(device: torch.device) -> dict[str, int]:
-    """Return bytes: "host" is the largest resident size of this process so far, "cuda" the most that PyTorch had allocated."""
+    """Return bytes: "host" is the largest resident size of this process so far, "cuda" the most
+    that PyTorch had allocated.
+    """
     peaks = {"host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
     if device.type == "cuda":
         peaks["cuda"] = torch.cuda.max_memory_allocated(device)
@@ -60,13 +69,21 @@ def memory_peaks(device: torch.device) -> dict[str, int]:
 
 
 class Profiler:
-    """Traces the first `steps` optimizer steps; each rank writes output_dir/profile/rank-N.json after the last of them."""
+    """Traces the first `steps` optimizer steps; each rank writes output_dir/profile/rank-N.json
+    after the last of them.
+    """
 
     def __init__(self, output_dir: str | Path, steps: int, ranks: Ranks) -> None:
         self._left = steps
         self._path = Path(output_dir, "profile", f"rank-{ranks.rank}.json")
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if ranks.device.type == "cuda" else [])
-        self._profile = profile(activities=activities, record_shapes=True, profile_memory=True) if steps else None
+        activities = [ProfilerActivity.CPU] + (
+            [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
+        )
+        self._profile = (
+            profile(activities=activities, record_shapes=True, profile_memory=True)
+            if steps
+            else None
+        )
         if self._profile is not None:
             self._profile.start()
 
@@ -96,39 +113,57 @@ _CPU_OPERATIONS = 2e9  # of one product: some ten milliseconds on a core
 
 
 def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, int]:
-    """Return (tokens, width in, width out) of the largest matrix product of the layers, without embedding and head."""
-    linears = [m for name, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in f".{name}"]
+    """Return (tokens, width in, width out) of the largest matrix product of the layers, without
+    embedding and head.
+    """
+    linears = [
+        m
+        for name, m in model.named_modules()
+        if isinstance(m, nn.Linear) and ".layers." in f".{name}"
+    ]
     largest = max(linears, key=lambda m: m.in_features * m.out_features)
-    k, n = largest.in_features, largest.out_features
-    tokens = 4096 if device.type == "cuda" else int(max(16, min(2048, _CPU_OPERATIONS / (2 * k * n))))
+    k = largest.in_features
+    n = largest.out_features
+    tokens = (
+        4096 if device.type == "cuda" else int(max(16, min(2048, _CPU_OPERATIONS / (2 * k * n))))
+    )
     return tokens, k, n
 
 
 @functools.cache
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication and an addition counted as one
-    each: by each library that may compute it (on CPUs MKL and oneDNN), in this process or an earlier one of this user (see
-    `best_product`). Measured once in a process."""
+    """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication
+    and an addition counted as one each: by each library that may compute it (on CPUs MKL and
+    oneDNN), in this process or an earlier one of this user (see `best_product`). Measured once in a
+    process.
+    """
     tokens, k, n = shape
-    x, w = torch.ones(tokens, k, dtype=dtype, device=device), torch.ones(n, k, dtype=dtype, device=device)
+    x = torch.ones(tokens, k, dtype=dtype, device=device)
+    w = torch.ones(n, k, dtype=dtype, device=device)
     products: list[Callable[[], object]] = [lambda: torch.mm(x, w.T)]
     if fast(x, w):
         products.append(lambda: product(x, w))
     seconds = min(_fastest(one, device) for one in products)
-    cpu = f"{cpu_name()} {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
+    cpu = (
+        f"{cpu_name()} {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
+    )
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
     return best_product(shape, str(dtype), name, 2.0 * tokens * k * n / seconds)
 
 
 def _fastest(compute: Callable[[], object], device: torch.device) -> float:
-    fastest, taken, rounds = float("inf"), 0.0, 0
+    fastest = float("inf")
+    taken = 0.0
+    rounds = 0
     while taken < SECONDS or rounds < 3:
         _wait(device)
         began = time.perf_counter()
         compute()
         _wait(device)
         elapsed = time.perf_counter() - began
-        fastest, taken, rounds = min(fastest, elapsed), taken + elapsed, rounds + 1
+        fastest = min(fastest, elapsed)
+        taken = taken + elapsed
+        rounds = rounds + 1
     return fastest
 
 

@@ -16,12 +16,16 @@ from ttrl.training.timing import Stopwatch, largest_product, matmul_peak, memory
 
 
 class TrainProgress:
-    """Counts microbatches; rank 0 writes the count, at most ten times a second, to the file that PROGRESS_VARIABLE names."""
+    """Counts microbatches; rank 0 writes the count, at most ten times a second, to the file that
+    PROGRESS_VARIABLE names.
+    """
 
     def __init__(self, total: int, ranks: Ranks) -> None:
         path = os.environ.get(PROGRESS_VARIABLE)
         self._path = Path(path) if path and ranks.is_first else None
-        self._done, self._total, self._written = 0, total, 0.0
+        self._done = 0
+        self._total = total
+        self._written = 0.0
         self._write()
 
     def advance(self) -> None:
@@ -31,17 +35,23 @@ class TrainProgress:
 
     def _write(self) -> None:
         if self._path is not None:
-            with contextlib.suppress(OSError):  # the folder may be on another machine: no reason to stop
+            # The folder may be on another machine: no reason to stop.
+            with contextlib.suppress(OSError):
                 self._path.write_text(f"{self._done} {self._total}\n")
             self._written = time.monotonic()
 
 
 class TrainLog:
-    """Writes a new file, on the first rank. A line is held back until the next one, or `close`, which adds to it."""
+    """Writes a new file, on the first rank. A line is held back until the next one, or `close`,
+    which adds to it.
+    """
 
-    def __init__(self, config: GRPOConfig | SFTConfig, policy: Policy, here: Ranks, watch: Stopwatch) -> None:
+    def __init__(
+        self, config: GRPOConfig | SFTConfig, policy: Policy, here: Ranks, watch: Stopwatch
+    ) -> None:
         self._path = Path(config.output_dir, "train.jsonl")
-        self._here, self._watch = here, watch
+        self._here = here
+        self._watch = watch
         self._held: dict[str, Any] | None = None
         self.compared: dict[str, Any] | None = None
         """What the first step said of sampler and trainer."""
@@ -49,25 +59,40 @@ class TrainLog:
         if here.is_first:
             self._path.unlink(missing_ok=True)
         if config.measure_peak and here.is_first:
-            self._peak = matmul_peak(largest_product(policy.decoder, here.device), policy.compute_dtype, here.device)
+            self._peak = matmul_peak(
+                largest_product(policy.decoder, here.device), policy.compute_dtype, here.device
+            )
         self._began = time.perf_counter()
 
     def line(self, row: dict[str, Any], flops: float) -> None:
-        """Add one step: what is known of it, and the FLOPs of all ranks. Its time is counted from the line before."""
+        """Add one step: what is known of it, and the FLOPs of all ranks. Its time is counted from
+        the line before.
+        """
         now = time.perf_counter()
-        wall, self._began = now - self._began, now
+        wall = now - self._began
+        self._began = now
         parts = self._watch.take()
         if "sampler_trainer" in row:
             self.compared = _without_nan(row["sampler_trainer"])
         if not self._here.is_first:
             return
         self._write(durable=False)
-        speed = {"seconds": wall, "tokens_per_second": row["row_tokens"] / wall, "flops": flops, "flops_per_second": flops / wall}
+        speed = {
+            "seconds": wall,
+            "tokens_per_second": row["row_tokens"] / wall,
+            "flops": flops,
+            "flops_per_second": flops / wall,
+        }
         if self._peak is not None:
             own = flops / wall / self._here.processes
-            self._peak = max(self._peak, own)  # measured beside a busy server, with no better one known
+            # Measured beside a busy server, with no better one known.
+            self._peak = max(self._peak, own)
             speed |= {"matmul_peak": self._peak, "peak_share": own / self._peak}
-        self._held = row | speed | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
+        self._held = (
+            row
+            | speed
+            | {"seconds_by_part": parts, "memory_peaks": memory_peaks(self._here.device)}
+        )
 
     def close(self) -> None:
         """Add what was measured since the last step to its line, and write it."""
@@ -77,7 +102,8 @@ class TrainLog:
 
     def _write(self, durable: bool = True) -> None:
         if self._held is not None:
-            append_jsonl(self._path, _without_nan(self._held), durable=durable)  # the last line makes all of them so
+            # The last line makes all of them so.
+            append_jsonl(self._path, _without_nan(self._held), durable=durable)
             self._held = None
 
 

@@ -1,4 +1,6 @@
-"""Runs inside vLLM's worker processes: new weights in place, their comparison with the files, shared prompts."""
+"""Runs inside vLLM's worker processes: new weights in place, their comparison with the files,
+shared prompts.
+"""
 
 import os
 

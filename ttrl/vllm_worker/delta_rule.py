@@ -1,11 +1,11 @@
 """Compute the gated delta rule (Qwen 3.5, Qwen 3 Next) in float32 on CPUs.
 
-vLLM 0.32 has kernels for bf16 alone, with heads of 128. A server on a CPU computes in float32, so that
-it can be held to the trainer to the last digits. There, these functions take the place of vLLM's
-kernels: a step of one token for each sequence, and transformers' own scan for prompts.
+vLLM 0.32 has kernels for bf16 alone, with heads of 128. A server on a CPU computes in float32, so
+that it can be held to the trainer to the last digits. There, these functions take the place of
+vLLM's kernels: a step of one token for each sequence, and transformers' own scan for prompts.
 
-Shapes: n sequences, L tokens, K and V widths of a head's keys and values, H heads of keys, G heads of
-values.
+Shapes: n sequences, L tokens, K and V widths of a head's keys and values, H heads of keys, G heads
+of values.
 """
 
 import importlib
@@ -25,19 +25,26 @@ def compute_in_float32() -> None:
     own_core = theirs.cpu_gdn_attention_core
     theirs.ops = _Operations(theirs.ops)
 
-    def core(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
+    def core(
+        mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType
+    ) -> None:
         if mixed_qkv.dtype is not torch.float32:
             own_core(mixed_qkv, b, a, core_attn_out, layer_name)
             return
         context = theirs.get_forward_context()
         layer = context.no_compile_layers[theirs._resolve_layer_name(layer_name)]
-        if context.attn_metadata is None or not context.attn_metadata[layer.prefix].num_actual_tokens:
+        if (
+            context.attn_metadata is None
+            or not context.attn_metadata[layer.prefix].num_actual_tokens
+        ):
             return
         # Weights of convolutions are packed for kernels of bf16 alone.
         packed: Any = torch.cpu._is_avx512_bf16_supported
         torch.cpu._is_avx512_bf16_supported = lambda: False
         try:
-            theirs._cpu_gdn_attention_nonspec(layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out)
+            theirs._cpu_gdn_attention_nonspec(
+                layer, context.attn_metadata[layer.prefix], mixed_qkv, b, a, core_attn_out
+            )
         finally:
             torch.cpu._is_avx512_bf16_supported = packed
 
@@ -53,10 +60,14 @@ class _Operations:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._theirs, name)
 
-    def fused_gdn_gating_cpu(self, A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    def fused_gdn_gating_cpu(
+        self, A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return log decays and rates of change, [1, L, G] each, of a and b [L, G]."""
         if a.dtype is not torch.float32:
-            found: tuple[Tensor, Tensor] = self._theirs.fused_gdn_gating_cpu(A_log=A_log, a=a, b=b, dt_bias=dt_bias)
+            found: tuple[Tensor, Tensor] = self._theirs.fused_gdn_gating_cpu(
+                A_log=A_log, a=a, b=b, dt_bias=dt_bias
+            )
             return found
         decay = -A_log.float().exp() * F.softplus(a + dt_bias)
         return decay.unsqueeze(0), b.sigmoid().unsqueeze(0)
@@ -67,10 +78,13 @@ class _Operations:
             return self._theirs.fused_sigmoid_gating_delta_rule_update_cpu(**given)  # type: ignore[no-any-return]
         value = given["v"].flatten(0, -3)
         times = value.shape[1] // given["q"].shape[-2]
-        query, key = (_unit(given[name].flatten(0, -3)).repeat_interleave(times, 1) for name in ("q", "k"))
+        query, key = (
+            _unit(given[name].flatten(0, -3)).repeat_interleave(times, 1) for name in ("q", "k")
+        )
         gates = {name: given[name] for name in ("A_log", "a", "b", "dt_bias")}
         decay, rate = (part[0] for part in self.fused_gdn_gating_cpu(**gates))
-        states, index = given["initial_state_source"], given["initial_state_indices"].long()
+        states = given["initial_state_source"]
+        index = given["initial_state_indices"].long()
         state = states[index] * decay.exp()[..., None, None]
         change = (value - torch.einsum("ngk,ngkv->ngv", key, state)) * rate.unsqueeze(-1)
         state = state + torch.einsum("ngk,ngv->ngkv", key, change)
@@ -83,7 +97,9 @@ class _Operations:
         if given["query"].dtype is not torch.float32:
             return self._theirs.chunk_gated_delta_rule_cpu(**given)  # type: ignore[no-any-return]
         modeling: Any = importlib.import_module("transformers.models.qwen3_5.modeling_qwen3_5")
-        value, states, index = given["value"], given["initial_state"], given["initial_state_indices"].tolist()
+        value = given["value"]
+        states = given["initial_state"]
+        index = given["initial_state_indices"].tolist()
         times = value.shape[2] // given["query"].shape[2]
         query, key = (given[name].repeat_interleave(times, 2) for name in ("query", "key"))
         bounds = given["cu_seqlens"].tolist()

@@ -1,4 +1,5 @@
-"""Let vLLM serve the models whose modelling files are ours, by its backend for transformers' classes.
+"""Let vLLM serve the models whose modelling files are ours, by its backend for transformers'
+classes.
 
 That backend looks classes up in transformers, and takes one window for all layers from a config.
 Both are extended here: our class is found, and each layer has the window that the config gives it.
@@ -16,11 +17,14 @@ from ttrl.nanochat import modeling
 
 
 def serve_own_models() -> None:
-    """Make the classes known, in whichever of vLLM's processes this is called; harmless if repeated."""
+    """Make the classes known, in whichever of vLLM's processes this is called; harmless if
+    repeated.
+    """
     modeling.register()
     if hasattr(transformers, modeling.ARCHITECTURE):
         return
-    setattr(transformers, modeling.ARCHITECTURE, modeling.Nanochat2026ForCausalLM)  # where vLLM looks classes up
+    # Where vLLM looks classes up.
+    setattr(transformers, modeling.ARCHITECTURE, modeling.Nanochat2026ForCausalLM)
     base: Any = importlib.import_module("vllm.model_executor.models.transformers.base").Base
     theirs = base._get_attn_cls
 

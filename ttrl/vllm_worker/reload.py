@@ -3,8 +3,8 @@
 - A tied head on CPUs: no tensor of a checkpoint names it, so it keeps the packed copy of the old
   embeddings (`pack_again`).
 - Experts on CPUs: vLLM packs them for a new kernel alone (`unpack_experts`).
-- Parameters that a model's `load_weights` copies into without their loaders: the reload has put them
-  on the meta device, where a copy is lost (`KeepDirectWrites`).
+- Parameters that a model's `load_weights` copies into without their loaders: the reload has put
+  them on the meta device, where a copy is lost (`KeepDirectWrites`).
 """
 
 from collections.abc import Callable
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.model_loader.reload.layerwise import make_online_process_loader
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
@@ -41,7 +43,9 @@ def pack_again(model: nn.Module) -> None:
 def packs_experts(layer: nn.Module) -> bool:
     """Tell whether vLLM computes a layer's experts from packed copies alone, as it does on CPUs."""
     method: Any = getattr(layer, "quant_method", None)
-    return isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU"
+    return (
+        isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend.name == "CPU"
+    )
 
 
 class KeepDirectWrites(TorchDispatchMode):
@@ -82,7 +86,9 @@ class KeepDirectWrites(TorchDispatchMode):
         return self._parameters.get(tensor.untyped_storage()._cdata)
 
     def _collect(self) -> dict[int, nn.Parameter]:
-        """Give each such parameter a loader that copies all of it. Call it once the reload has begun."""
+        """Give each such parameter a loader that copies all of it. Call it once the reload has
+        begun.
+        """
         found = {}
         for layer in self._model.modules():
             for name, parameter in layer.named_parameters(recurse=False):

@@ -21,13 +21,15 @@ ASKED = "routed_experts_prompt_start"
 
 
 def stream_experts() -> None:
-    """Add `routed_experts` to the last chunk of each choice of a streamed chat completion, encoded as
-    in whole answers: `.npy` in base64, [tokens - 1, layers, experts per token]."""
+    """Add `routed_experts` to the last chunk of each choice of a streamed chat completion, encoded
+    as in whole answers: `.npy` in base64, [tokens - 1, layers, experts per token]."""
     serving: Any = importlib.import_module("vllm.entrypoints.openai.chat_completion.serving")
     encode: Any = importlib.import_module("vllm.utils.serial_utils").numpy2base64
     theirs = serving.OpenAIServingChat.chat_completion_stream_generator
 
-    async def generate(self: Any, request: Any, results: Any, *given: Any, **named: Any) -> AsyncIterator[str]:
+    async def generate(
+        self: Any, request: Any, results: Any, *given: Any, **named: Any
+    ) -> AsyncIterator[str]:
         experts: dict[int, str] = {}
 
         async def watched() -> AsyncIterator[Any]:
@@ -50,7 +52,9 @@ def _with_experts(event: str, experts: dict[int, str]) -> str:
     if not event.startswith(prefix + "{"):
         return event
     chunk = json.loads(event[len(prefix) :])
-    ended = [choice for choice in chunk.get("choices", ()) if choice.get("finish_reason") is not None]
+    ended = [
+        choice for choice in chunk.get("choices", ()) if choice.get("finish_reason") is not None
+    ]
     for choice in ended:
         choice["routed_experts"] = experts.pop(choice["index"], None)
     return f"{prefix}{json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event
@@ -73,7 +77,9 @@ class _Recorder:
         self.step = list(zip(batch.req_ids, starts, counts.tolist(), strict=True))
 
     def end(self, scheduled: Any) -> dict[str, Any]:
-        """Keep the choices of the step, and return for each request those that were not yet returned."""
+        """Keep the choices of the step, and return for each request those that were not yet
+        returned.
+        """
         connector: Any = importlib.import_module("vllm.distributed.aux_output_connector.connector")
         for request in scheduled.finished_req_ids:
             self.rows.pop(request, None)
@@ -92,7 +98,9 @@ class _Recorder:
     def _room(self, request: str, length: int) -> np.ndarray:
         rows = self.rows.get(request)
         if rows is None or len(rows) < length:
-            larger = np.zeros((2 * length, *self.capturer.shape_per_token), self.capturer.output_dtype_name)
+            larger = np.zeros(
+                (2 * length, *self.capturer.shape_per_token), self.capturer.output_dtype_name
+            )
             if rows is not None:
                 larger[: len(rows)] = rows
             self.rows[request] = rows = larger
@@ -104,9 +112,13 @@ def capture_on_cpus() -> None:
     prefix cache: the experts of a cached prompt would be lost."""
     config: Any = importlib.import_module("vllm.config.vllm").VllmConfig
     runners: Any = importlib.import_module("vllm.v1.worker.cpu_model_runner")
-    capturers: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.routed_experts_capturer")
+    capturers: Any = importlib.import_module(
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer"
+    )
     runner = runners.CPUModelRunner
-    load, prepare, sample = runner.load_model, runner._prepare_inputs, runner.sample_tokens
+    load = runner.load_model
+    prepare = runner._prepare_inputs
+    sample = runner.sample_tokens
 
     def verify(self: Any) -> None:
         """Stand in for checks that ask for the runner for GPUs."""

@@ -1,11 +1,15 @@
-"""Start vLLM's API server as `python -m vllm.entrypoints.openai.api_server` does; on a CPU in half of the time.
+"""Start vLLM's API server as `python -m vllm.entrypoints.openai.api_server` does; on a CPU in half
+of the time.
 
-There the engine is forked from the API server, which has imported everything, instead of importing it all again, and ranks are
-counted without compiling C++ for the first request. Measured with vLLM 0.32, a tiny model and two cores: healthy after 15 s
-instead of 24, for 15 CPU seconds instead of 23; the first validation of a run after 24 s instead of 55 to 71.
+There the engine is forked from the API server, which has imported everything, instead of importing
+it all again, and ranks are counted without compiling C++ for the first request. Measured with vLLM
+0.32, a tiny model and two cores: healthy after 15 s instead of 24, for 15 CPU seconds instead of
+23; the first validation of a run after 24 s instead of 55 to 71.
 
-Adapters are applied by plain products there: vLLM copies an adapter's matrix for every token, and gives a token without an
-adapter the last one that was loaded. With SmolLM2-135M and 32 to 96 sequences, sampling took four times as long."""
+Adapters are applied by plain products there: vLLM copies an adapter's matrix for every token, and
+gives a token without an adapter the last one that was loaded. With SmolLM2-135M and 32 to 96
+sequences, sampling took four times as long.
+"""
 
 import contextlib
 import importlib
@@ -47,7 +51,9 @@ def main() -> None:
         try:
             _start_sooner()
         except ImportError as error:
-            logger.warning("another vLLM than this was written for starts its own way, more slowly: %s", error)
+            logger.warning(
+                "another vLLM than this was written for starts its own way, more slowly: %s", error
+            )
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
@@ -61,7 +67,9 @@ def _is_own_model(folder: Path) -> bool:
 
 
 def share_port(port: int) -> None:
-    """Let this process bind a port that the one that started it holds, whatever sockets vLLM makes."""
+    """Let this process bind a port that the one that started it holds, whatever sockets vLLM
+    makes.
+    """
     bind = socket.socket.bind
 
     def bind_shared(self: Any, address: Any) -> None:
@@ -73,11 +81,12 @@ def share_port(port: int) -> None:
 
 
 def _stand_in_for_torchvision() -> None:
-    """Let classes of models that also see pictures be imported for their text: next to torch for CPUs there is no torchvision,
-    which only their pictures need."""
+    """Let classes of models that also see pictures be imported for their text: next to torch for
+    CPUs there is no torchvision, which only their pictures need."""
     from transformers.utils.import_utils import is_torchvision_available
 
-    if is_torchvision_available():  # remembers the answer, so that nothing takes what follows for the package
+    # Remembers the answer, so that nothing takes what follows for the package.
+    if is_torchvision_available():
         return
     name = ""
     for part in ("torchvision", ".transforms", ".v2", ".functional"):
@@ -90,7 +99,8 @@ def _stand_in_for_torchvision() -> None:
 
 def _start_sooner() -> None:
     registry: Any = importlib.import_module("vllm.model_executor.models.registry")
-    registry._run_in_subprocess = lambda inspect: inspect()  # another Python would import all of this again
+    # Another Python would import all of this again.
+    registry._run_in_subprocess = lambda inspect: inspect()
     importlib.import_module("vllm.v1.worker.cpu_worker")  # for the engine
     importlib.import_module("vllm.v1.engine.core")
     sampler: Any = importlib.import_module("vllm.v1.sample.sampler")
@@ -107,12 +117,18 @@ def _start_sooner() -> None:
 
 
 def _rotate_every_head() -> None:
-    """Flatten queries and keys [tokens, heads, width] before vLLM rotates them on a CPU. Its kernel turns one head of such a
-    tensor and leaves the others as they are; LFM2 passes them in this form."""
-    rotary: Any = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding
+    """Flatten queries and keys [tokens, heads, width] before vLLM rotates them on a CPU. Its kernel
+    turns one head of such a tensor and leaves the others as they are; LFM2 passes them in this
+    form.
+    """
+    rotary: Any = importlib.import_module(
+        "vllm.model_executor.layers.rotary_embedding.base"
+    ).RotaryEmbedding
     theirs = rotary.forward_cpu
 
-    def forward_cpu(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward_cpu(
+        self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         flat_key = None if key is None else key.flatten(positions.dim())
         turned, turned_key = theirs(self, positions, query.flatten(positions.dim()), flat_key)
         return turned.view(query.shape), turned_key if key is None else turned_key.view(key.shape)
@@ -121,12 +137,16 @@ def _rotate_every_head() -> None:
 
 
 def count_at_least(x: Tensor, values: Tensor) -> Tensor:
-    """Return how many elements of each row of `x`, (rows, n) in float32, are at least `values`, (rows, 1): the rank of each value
-    in its row, (rows,) of int64. As fast as what vLLM compiles for it (5 ms for 256 × 49,152 on one core; 73 ms in one piece)."""
+    """Return how many elements of each row of `x`, (rows, n) in float32, are at least `values`,
+    (rows, 1): the rank of each value in its row, (rows,) of int64. As fast as what vLLM compiles
+    for it (5 ms for 256 × 49,152 on one core; 73 ms in one piece).
+    """
     rows = max(1, _ROWS_AT_ONCE // max(1, x.shape[1]))
     parts = zip(x.split(rows), values.split(rows), strict=True)
     # Sums of floats are vectorized, and exact up to 2**24.
-    return torch.cat([torch.ge(part, least, out=torch.empty_like(part)).sum(-1) for part, least in parts]).long()
+    return torch.cat(
+        [torch.ge(part, least, out=torch.empty_like(part)).sum(-1) for part, least in parts]
+    ).long()
 
 
 def _apply_adapters_by_products() -> None:
@@ -139,19 +159,35 @@ def _apply_adapters_by_products() -> None:
             setattr(module, ours.__name__, ours)
 
 
-def bgmv_shrink(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0) -> None:
-    """Set `output`, (tokens, r or more), to scaling · A x of the adapter of each token, zero without one; arguments as those of
-    vLLM's operation of this name. inputs: (tokens, n). weights: (adapters, 1, r, n). slots: (tokens,), -1 for no adapter."""
+def bgmv_shrink(
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, scaling: float = 1.0
+) -> None:
+    """Set `output`, (tokens, r or more), to scaling · A x of the adapter of each token, zero
+    without one; arguments as those of vLLM's operation of this name. inputs: (tokens, n). weights:
+    (adapters, 1, r, n). slots: (tokens,), -1 for no adapter.
+    """
     output[:, : weights.shape[-2]] = scaling * _products(inputs, weights, slots, output.dtype)
 
 
-def bgmv_expand(inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True) -> None:
-    """Add B x of the adapter of each token to the first columns of `output`, or set them to it; as `bgmv_shrink`."""
-    bgmv_expand_slice(inputs, weights, output, slots, 0, min(weights.shape[-2], output.shape[1]), add_inputs)
+def bgmv_expand(
+    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, add_inputs: bool = True
+) -> None:
+    """Add B x of the adapter of each token to the first columns of `output`, or set them to it; as
+    `bgmv_shrink`.
+    """
+    bgmv_expand_slice(
+        inputs, weights, output, slots, 0, min(weights.shape[-2], output.shape[1]), add_inputs
+    )
 
 
 def bgmv_expand_slice(
-    inputs: Tensor, weights: Tensor, output: Tensor, slots: Tensor, offset: int, size: int, add_inputs: bool = True
+    inputs: Tensor,
+    weights: Tensor,
+    output: Tensor,
+    slots: Tensor,
+    offset: int,
+    size: int,
+    add_inputs: bool = True,
 ) -> None:
     """Do as `bgmv_expand` with `size` columns of `output` from `offset` on."""
     part = output[:, offset : offset + size]
@@ -164,7 +200,8 @@ def bgmv_expand_slice(
 
 def _products(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return each token's input times the matrix of its adapter, (tokens, rows of a matrix)."""
-    inputs, matrices = inputs.to(dtype), weights.flatten(0, -3)
+    inputs = inputs.to(dtype)
+    matrices = weights.flatten(0, -3)
     found = inputs.new_zeros(len(inputs), matrices.shape[1])
     for slot, matrix in enumerate(matrices):
         mine = slots == slot
@@ -176,10 +213,14 @@ def _products(inputs: Tensor, weights: Tensor, slots: Tensor, dtype: torch.dtype
 
 
 def close_listening_sockets() -> None:
-    """Close the ports that this process inherited: a server's port would stay in use as long as its engine lives."""
+    """Close the ports that this process inherited: a server's port would stay in use as long as its
+    engine lives.
+    """
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:
-            if found.family != socket.AF_UNIX and found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            if found.family != socket.AF_UNIX and found.getsockopt(
+                socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+            ):
                 os.close(int(name))
 
 

@@ -1,20 +1,28 @@
-"""Load new weights in place inside vLLM's workers, and compare what a worker holds with a checkpoint's files.
+"""Load new weights in place inside vLLM's workers, and compare what a worker holds with a
+checkpoint's files.
 
-Either also makes prompts be computed once for all their samples (`ttrl.vllm_worker.shared_prompts`).
+Either also makes prompts be computed once for all their samples
+(`ttrl.vllm_worker.shared_prompts`).
 
-vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls ttrl.vllm_worker.WeightSync`); its methods are called over
-/collective_rpc, by `ttrl.server.weights`. Written for vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
+vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls
+ttrl.vllm_worker.WeightSync`); its methods are called over /collective_rpc, by
+`ttrl.server.weights`. Written for vLLM 0.32's way to reload
+(`vllm.model_executor.model_loader.reload`).
 
-Loading. On CPU, vLLM computes linear layers from packed copies, which `process_weights_after_loading` makes. Its reload re-runs
-that for layers that are loaded; `ttrl.vllm_worker.reload` does the rest.
+Loading. On CPU, vLLM computes linear layers from packed copies, which
+`process_weights_after_loading` makes. Its reload re-runs that for layers that are loaded;
+`ttrl.vllm_worker.reload` does the rest.
 
-Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`, in a mode in which a copy
-into a parameter compares and writes nothing. So vLLM's own names, fusing and sharding decide what belongs where, and every
-element of every parameter is compared with the file, bit for bit. If a parameter was discarded after packing, the file's goes
-into a buffer, and the packed copy is read out: given the rows of the identity it returns its content bit for bit; if that costs
-too much, it is asked for sums with random signs. Experts are packed once more from the files. Not compared:
-quantised layers, adapters, experts that a GPU's kernels hold in another order, and buffers (tables of rotary
-embeddings); those are verified by the canary. Has run on one H100, where nothing is packed."""
+Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`,
+in a mode in which a copy into a parameter compares and writes nothing. So vLLM's own names, fusing
+and sharding decide what belongs where, and every element of every parameter is compared with the
+file, bit for bit. If a parameter was discarded after packing, the file's goes into a buffer, and
+the packed copy is read out: given the rows of the identity it returns its content bit for bit; if
+that costs too much, it is asked for sums with random signs. Experts are packed once more from the
+files. Not compared: quantised layers, adapters, experts that a GPU's kernels hold in another order,
+and buffers (tables of rotary embeddings); those are verified by the canary. Has run on one H100,
+where nothing is packed.
+"""
 
 import contextlib
 import copy
@@ -29,11 +37,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    get_layerwise_info,
+)
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -41,8 +54,11 @@ from ttrl.vllm_worker.memory import MappedWeights
 from ttrl.vllm_worker.reload import KeepDirectWrites, pack_again, packs_experts, unpack_experts
 
 logger = logging.getLogger(__name__)
-# Checkpoints are in fp32 and servers in bf16: a line for each tensor, twice at each sync, would hide what matters.
-logging.getLogger("vllm.model_executor.models.utils").addFilter(lambda line: "with dtype %s into" not in str(line.msg))
+# Checkpoints are in fp32 and servers in bf16: a line for each tensor, twice at each sync, would
+# hide what matters.
+logging.getLogger("vllm.model_executor.models.utils").addFilter(
+    lambda line: "with dtype %s into" not in str(line.msg)
+)
 
 EXACT_FLOPS = 2e10
 """Packed copies are read out whole if that costs no more than this; else they are probed."""
@@ -56,7 +72,9 @@ class WeightSync:
     """Methods for vLLM's worker; `self` is the worker."""
 
     def ttrl_share_prompts(self) -> None:
-        """Compute prompts once from now on; for weights that neither of the other methods has loaded or compared."""
+        """Compute prompts once from now on; for weights that neither of the other methods has
+        loaded or compared.
+        """
         _share_prompts(self)
 
     def ttrl_load_weights(self, folder: str) -> None:
@@ -71,26 +89,44 @@ class WeightSync:
             pack_again(model)
 
     def ttrl_compare_weights(
-        self, folder: str | None = None, memory: str | None = None, parts: list[tuple[str, list[int], list[int]]] | None = None
+        self,
+        folder: str | None = None,
+        memory: str | None = None,
+        parts: list[tuple[str, list[int], list[int]]] | None = None,
     ) -> dict[str, Any]:
-        """Compare what this worker computes with to the files of `folder`, or to what lies in `memory`.
+        """Compare what this worker computes with to the files of `folder`, or to what lies in
+        `memory`.
 
-        parts: those of the tensors that the trainer recorded digests of, as (name, where they begin, how long they are); each
-            worker reads its share of them. None: each of the tensors.
-        {"problems": what differs, in words; "tensors": name (and number, with `parts`) → SHA-256 of the bytes that were read;
-        "compared": elements compared with the files, "exact": whether packed copies were compared bit for bit too;
-        "unchecked": elements of parameters that cannot be compared; "failed": why nothing could be compared, or None}
+        parts: those of the tensors that the trainer recorded digests of, as (name, where they
+            begin, how long they are); each worker reads its share of them. None: each of the
+            tensors.
+        {"problems": what differs, in words; "tensors": name (and number, with `parts`) → SHA-256 of
+        the bytes that were read; "compared": elements compared with the files, "exact": whether
+        packed copies were compared bit for bit too; "unchecked": elements of parameters that cannot
+        be compared; "failed": why nothing could be compared, or None}
         """
         worker: Any = self
         _share_prompts(worker)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             try:
-                weights = MappedWeights(memory) if memory is not None else _stored(worker, str(folder))
-                return _compare(worker, weights, None if parts is None else _share(worker, parts)) | {"failed": None}
-            except Exception as error:  # a model or a vLLM that does this differently: there is still the canary
+                weights = (
+                    MappedWeights(memory) if memory is not None else _stored(worker, str(folder))
+                )
+                return _compare(
+                    worker, weights, None if parts is None else _share(worker, parts)
+                ) | {"failed": None}
+            # A model or a vLLM that does this differently: there is still the canary.
+            except Exception as error:
                 logger.exception("weights cannot be compared")
                 why = f"{type(error).__name__}: {error}"
-                return {"problems": [], "tensors": {}, "compared": 0, "unchecked": 0, "exact": False, "failed": why}
+                return {
+                    "problems": [],
+                    "tensors": {},
+                    "compared": 0,
+                    "unchecked": 0,
+                    "exact": False,
+                    "failed": why,
+                }
 
 
 def _share_prompts(worker: Any) -> None:
@@ -105,9 +141,13 @@ def _share_prompts(worker: Any) -> None:
 
 def _stored(worker: Any, folder: str) -> Iterable[tuple[str, Tensor]]:
     config = copy.copy(worker.vllm_config.model_config)
-    config.model, config.model_weights, config.revision = folder, "", None
+    config.model = folder
+    config.model_weights = ""
+    config.revision = None
     loader: Any = get_model_loader(worker.vllm_config.load_config)
-    weights: Iterable[tuple[str, Tensor]] = loader.get_all_weights(config, worker.model_runner.get_model())
+    weights: Iterable[tuple[str, Tensor]] = loader.get_all_weights(
+        config, worker.model_runner.get_model()
+    )
     return weights
 
 
@@ -116,16 +156,22 @@ _Parts = dict[str, list[tuple[str, tuple[slice, ...]]]]
 
 
 def _share(worker: Any, parts: list[tuple[str, list[int], list[int]]]) -> _Parts:
-    """Return the parts that this worker hashes; together the workers hash all of them, each once."""
+    """Return the parts that this worker hashes; together the workers hash all of them, each
+    once.
+    """
     mine: _Parts = {}
     for number, (name, starts, lengths) in enumerate(parts):
         if number % worker.parallel_config.world_size == worker.rank:
-            slices = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+            slices = tuple(
+                slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+            )
             mine.setdefault(name, []).append((f"{name} {number}", slices))
     return mine
 
 
-def _compare(worker: Any, weights: Iterable[tuple[str, Tensor]], parts: _Parts | None) -> dict[str, Any]:
+def _compare(
+    worker: Any, weights: Iterable[tuple[str, Tensor]], parts: _Parts | None
+) -> dict[str, Any]:
     model = worker.model_runner.get_model()
     held = _Held(model)
     digests: dict[str, Future[str]] = {}
@@ -165,25 +211,32 @@ class _Held:
         self.compared = self.unchecked = 0
         self.exact = True
         self._live: dict[int, str] = {}  # address of the storage → name of the parameter
-        self._left: dict[str, int] = {}  # elements that were not compared with a tensor of the files yet
+        # Elements that were not compared with a tensor of the files yet.
+        self._left: dict[str, int] = {}
         self._wrong: dict[str, int] = {}  # elements that differ
         self._packed: dict[str, nn.Module] = {}
         self._gone: set[str] = set()  # parameters of which only a packed copy is left
         self._stand_ins: list[tuple[nn.Module, str, nn.Parameter]] = []
         self._expected: dict[str, Tensor] = {}
-        self._experts: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}  # by the name of their layer
-        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}  # parameter, and what the files make of it
-        names = {name for name, _ in model.named_parameters()}  # a tied one under its first name only
+        # By the name of their layer.
+        self._experts: dict[str, tuple[nn.Module, dict[str, Tensor]]] = {}
+        # Parameter, and what the files make of it.
+        self._loaded: dict[str, tuple[Tensor, Tensor]] = {}
+        # A tied one under its first name only.
+        names = {name for name, _ in model.named_parameters()}
         for prefix, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is not None:
                     self._sort(f"{prefix}.{key}".lstrip("."), module, key, parameter, names)
 
-    def _sort(self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, names: set[str]) -> None:
+    def _sort(
+        self, name: str, module: nn.Module, key: str, parameter: nn.Parameter, names: set[str]
+    ) -> None:
         original = get_layerwise_info(module).restore_metadata[0].get(key, parameter)
         if not (_is_plain(module) or packs_experts(module)) or parameter.is_meta:
             self.unchecked += original.numel()
-            self._stand_ins.append((module, key, _restored(original, module)))  # on the meta device: copies do nothing
+            # On the meta device: copies do nothing.
+            self._stand_ins.append((module, key, _restored(original, module)))
             return
         if _is_transformed(original):
             loaded: Any = materialize_meta_tensor(_restored(original, module))
@@ -201,7 +254,8 @@ class _Held:
         if is_packed and not parameter.numel():
             stand_in: Any = materialize_meta_tensor(_restored(original, module))
             parameter = stand_in
-            parameter.fill_(math.nan)  # so that what no tensor of the files fills can be told from the rest
+            # So that what no tensor of the files fills can be told from the rest.
+            parameter.fill_(math.nan)
             self._stand_ins.append((module, key, parameter))
             self._gone.add(name)
         elif name in names:
@@ -212,7 +266,9 @@ class _Held:
 
     @contextlib.contextmanager
     def in_place_of_what_is_packed(self) -> Iterator[None]:
-        """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can be loaded."""
+        """Give layers whose parameter is gone, or is no longer what a checkpoint has, one that can
+        be loaded.
+        """
         own = [(module, key, module._parameters[key]) for module, key, _ in self._stand_ins]
         for module, key, stand_in in self._stand_ins:
             module._parameters[key] = stand_in
@@ -234,7 +290,9 @@ class _Held:
             self._wrong[name] = self._wrong.get(name, 0) + int((held != wanted).sum())
 
     def compare_loaded(self) -> None:
-        """Compare parameters that vLLM computes from the files' tensors, such as Mamba's A = -exp(A_log)."""
+        """Compare parameters that vLLM computes from the files' tensors, such as Mamba's A =
+        -exp(A_log).
+        """
         for name, (parameter, loaded) in self._loaded.items():
             self._left[name] = parameter.numel()
             self.take(name, parameter, loaded)
@@ -243,7 +301,9 @@ class _Held:
         """Compare packed experts with those that vLLM packs from the files' tensors."""
         for prefix, (module, loaded) in self._experts.items():
             packed: Any = copy.copy(module)
-            parameters = {key: nn.Parameter(tensor, requires_grad=False) for key, tensor in loaded.items()}
+            parameters = {
+                key: nn.Parameter(tensor, requires_grad=False) for key, tensor in loaded.items()
+            }
             packed.__dict__["_parameters"] = {**module._parameters, **parameters}
             method: Any = copy.copy(module.quant_method)
             method.moe_kernel = None  # a method with a kernel does not pack
@@ -256,7 +316,9 @@ class _Held:
                 self.take(name, held, packed._parameters[key])
 
     def compare_packed(self) -> None:
-        """Compare what packed copies compute with what the files' tensors do, or the parameters that were compared."""
+        """Compare what packed copies compute with what the files' tensors do, or the parameters
+        that were compared.
+        """
         total = sum(2 * weight.numel() * weight.shape[1] for weight in self._expected.values())
         self.exact = total <= EXACT_FLOPS
         for name, module in self._packed.items():
@@ -271,14 +333,23 @@ class _Held:
 
     @property
     def not_reached(self) -> int:
-        """Elements that no tensor of the files was compared to, such as the bias of Phi's head; verified by the canary."""
+        """Elements that no tensor of the files was compared to, such as the bias of Phi's head;
+        verified by the canary.
+        """
         return sum(max(0, left) for left in self._left.values())
 
     def problems(self) -> list[str]:
         """Return what differs, in words, one line each."""
         what = "elements" if self.exact else "elements, or rows of a packed copy,"
-        found = [f"{name}: {count} {what} are not those of the files" for name, count in self._wrong.items()]
-        return found if len(found) <= _MOST_NAMED else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
+        found = [
+            f"{name}: {count} {what} are not those of the files"
+            for name, count in self._wrong.items()
+        ]
+        return (
+            found
+            if len(found) <= _MOST_NAMED
+            else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
+        )
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -298,7 +369,8 @@ def _is_transformed(parameter: Tensor) -> bool:
 def _restored(original: Tensor, module: nn.Module) -> nn.Parameter:
     """Return a parameter on the meta device, with its loader, as vLLM first made it."""
     found: Any = restore_layer_refs(to_meta_tensor(original), module)
-    found.weight_loader = _get_original_loader(found)  # not the wrapper that an earlier reload has put around it
+    # Not the wrapper that an earlier reload has put around it.
+    found.weight_loader = _get_original_loader(found)
     parameter: nn.Parameter = found
     return parameter
 
@@ -312,19 +384,33 @@ class _CompareInsteadOfCopying(TorchDispatchMode):
         self._held = held
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        writes = {torch.ops.aten.copy_.default: 1, torch.ops.aten.fill_.Scalar: 1, torch.ops.aten.zero_.default: None}
+        writes = {
+            torch.ops.aten.copy_.default: 1,
+            torch.ops.aten.fill_.Scalar: 1,
+            torch.ops.aten.zero_.default: None,
+        }
         if func in writes and (name := self._held.owner(args[0])) is not None:
             place = writes[func]
             value = 0 if place is None else args[place]
-            self._held.take(name, args[0], value if isinstance(value, Tensor) else torch.tensor(value, dtype=args[0].dtype))
+            self._held.take(
+                name,
+                args[0],
+                value if isinstance(value, Tensor) else torch.tensor(value, dtype=args[0].dtype),
+            )
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
 def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> int:
-    """Count the elements [rows, columns] of a packed copy that are not `weight`'s, or, if it is probed, the rows with such."""
+    """Count the elements [rows, columns] of a packed copy that are not `weight`'s, or, if it is
+    probed, the rows with such.
+    """
     columns = weight.shape[1]
     if exact:
         wrong = 0
@@ -333,11 +419,19 @@ def _differences(packed: Callable[..., Tensor], weight: Tensor, exact: bool) -> 
             one_hot[torch.arange(len(part)), part] = 1
             wrong += int((packed(one_hot, weight, None) != weight[:, part].T).sum())
         return wrong
-    # Sums with random signs: one element that is off by d is off by d in each. Products are exact; sums are rounded, in float32,
-    # by about sqrt(columns)·2⁻²⁴ of the sum of magnitudes, and then to the weights' type.
-    signs = torch.randint(2, (PROBES, columns), generator=torch.Generator().manual_seed(0)).mul(2).sub(1)
+    # Sums with random signs: one element that is off by d is off by d in each. Products are exact;
+    # sums are rounded, in float32, by about sqrt(columns)·2⁻²⁴ of the sum of magnitudes, and then
+    # to the weights' type.
+    signs = (
+        torch.randint(2, (PROBES, columns), generator=torch.Generator().manual_seed(0))
+        .mul(2)
+        .sub(1)
+    )
     doubled = weight.double()  # once: it is twice the size of the weights
     wanted = signs.double() @ doubled.T
-    rounding = 4 * math.sqrt(columns) * 2**-24 * doubled.norm(1, dim=1) + torch.finfo(weight.dtype).eps * wanted.abs()
+    rounding = (
+        4 * math.sqrt(columns) * 2**-24 * doubled.norm(1, dim=1)
+        + torch.finfo(weight.dtype).eps * wanted.abs()
+    )
     off = (packed(signs.to(weight.dtype), weight, None).double() - wanted).abs()
     return int((~(off <= rounding)).any(0).sum())

@@ -30,12 +30,19 @@ def rendered(source, messages, **variables):
 @pytest.mark.parametrize("asked", [False, True])
 def test_every_template_writes_the_same_with_tags(templates, asked):
     for name, source in templates.items():
-        messages = MESSAGES if name != "parts" else [m | {"content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+        messages = (
+            MESSAGES
+            if name != "parts"
+            else [m | {"content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]
+        )
         variables = {"add_generation_prompt": asked, "strftime_now": lambda form: "now"}
-        text, marked = rendered(with_generation_tags(source, ["<|im_end|>", "</s>", "<|final|>"]), messages, **variables)
+        text, marked = rendered(
+            with_generation_tags(source, ["<|im_end|>", "</s>", "<|final|>"]), messages, **variables
+        )
         assert text == rendered(source, messages, **variables)[0], name
         expected = {
-            "ends of text": None,  # </s> comes behind the end of turn, so it must not be given for this one
+            # </s> comes behind the end of turn, so it must not be given for this one.
+            "ends of text": None,
             "spaced": [],
             "opens": [],
             "skips": [],
@@ -45,7 +52,10 @@ def test_every_template_writes_the_same_with_tags(templates, asked):
             "instructs": ["First.</s>", "Second.</s>"],
             "blanks": [" First. </s>", " Second. </s>"],
             "two ends": ["<|say|>First.<|said|><|im_end|>", "<|say|>Second.<|said|><|im_end|>"],
-            "never asks": ["<|im_start|>assistant\nFirst.<|im_end|>", "<|im_start|>assistant\nSecond.<|im_end|>"],
+            "never asks": [
+                "<|im_start|>assistant\nFirst.<|im_end|>",
+                "<|im_start|>assistant\nSecond.<|im_end|>",
+            ],
         }.get(name, ["First.<|im_end|>", "Second.<|im_end|>"])
         assert expected is None or marked == expected, name
 
@@ -60,7 +70,9 @@ def test_own_tags_are_kept_where_they_are_right(tokenizer_of, templates):
 def test_a_template_that_no_tags_can_be_put_into(tokenizer_of, templates):
     """`varargs` means something else inside a macro."""
     tokenizer = tokenizer_of("{{ varargs is defined }}" + templates["plain"])
-    with pytest.raises(TokenizationError, match=r"with \{% generation %} tags it writes another text, marked at"):
+    with pytest.raises(
+        TokenizationError, match=r"with \{% generation %} tags it writes another text, marked at"
+    ):
         tokenize_chat(tokenizer, MESSAGES)
 
 
@@ -74,7 +86,10 @@ def test_the_table(table, tmp_path, templates, capsys):
     assert table.main([str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "| a/plain.jinja | handled | 1/1 | 1/1 | 3/3 |" in said
-    assert "| open ends.jinja | refused | ! |" in said and "there is no special token of the tokenizer" in said
+    assert (
+        "| open ends.jinja | refused | ! |" in said
+        and "there is no special token of the tokenizer" in said
+    )
     assert "| tokenizer_config.json:rag | refused | - |" in said
 
 
@@ -84,9 +99,9 @@ def test_all_shared_templates(table, shared_templates):
         cells, reasons, faults = table.check(name, source)
         assert not faults, (name, faults)
         assert cells["plain"] == "1/1", (name, reasons)
-        assert {cells[title] for title in ("system", "turns", "blanks", "specials", "no think")} <= {
-            *("1/1", "2/2", "3/3", "1/3 (3)", "1/2 (2)", "-")
-        }, (name, cells)
+        assert {
+            cells[title] for title in ("system", "turns", "blanks", "specials", "no think")
+        } <= {*("1/1", "2/2", "3/3", "1/3 (3)", "1/2 (2)", "-")}, (name, cells)
         for reason in reasons:
             assert any(
                 known in reason

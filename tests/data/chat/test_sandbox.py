@@ -1,4 +1,6 @@
-"""Chat templates that would take all memory are stopped before they do; real ones write what they write for transformers."""
+"""Chat templates that would take all memory are stopped before they do; real ones write what they
+write for transformers.
+"""
 
 import contextlib
 import datetime
@@ -23,7 +25,10 @@ HI = [{"role": "user", "content": "hi"}]
 MOST = 80e6
 """Bytes; each of these took hundreds of megabytes, or all that there are."""
 
-DOUBLED = "{% set ns = namespace(x=['x' * 1000]) %}{% for i in range(50) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+DOUBLED = (
+    "{% set ns = namespace(x=['x' * 1000]) %}{% for i in range(50) %}{% set ns.x = [ns.x, ns.x] "
+    "%}{% endfor %}"
+)
 """A list that holds the same text 2⁵⁰ times, in no memory."""
 ATTACKS = {
     # operators
@@ -32,11 +37,15 @@ ATTACKS = {
     "list * number": "{{ ([0] * 10**9) | length }}",
     "tuple * number": "{{ ((0,) * 10**9) | length }}",
     "messages * number": "{{ (messages * 10**8) | length }}",
-    "+": "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "~": "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "list + list": "{% set ns = namespace(x=[0]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "+": "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% "
+    "endfor %}",
+    "~": "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% "
+    "endfor %}",
+    "list + list": "{% set ns = namespace(x=[0]) %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% "
+    "endfor %}",
     "power": "{{ 9 ** (9 ** 9) }}",
-    "product": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "product": "{% set ns = namespace(x=9) %}{% for i in range(60) %}{% set ns.x = ns.x * ns.x %}{% "
+    "endfor %}",
     # widths
     "%d": "{{ '%1000000000d' % 1 }}",
     "%f": "{{ '%.1000000000f' % 1.0 }}",
@@ -76,7 +85,8 @@ ATTACKS = {
     "wordwrap": "{{ ('a ' * 10**5) | wordwrap(1, true, 'b' * 10**5) | length }}",
     "translate": "{{ ('a' * 10**5).translate({97: 'b' * 10**5}) | length }}",
     "urlize": "{{ ('http://a.bc ' * 10**4) | urlize(10**9, rel='b' * 10**5) | length }}",
-    "filter block": "{% filter replace('a', 'b' * 10**6) %}{% for i in range(1000) %}a{% endfor %}{% endfilter %}",
+    "filter block": "{% filter replace('a', 'b' * 10**6) %}{% for i in range(1000) %}a{% endfor %}{% "
+    "endfilter %}",
     "sort, by small letters": "{{ (['A' * 10**6] * 10**4) | sort | length }}",
     "map": "{{ (['A' * 10**6] * 10**4) | map('upper') | list | length }}",
     "map with arguments": "{{ range(99999) | map('center', 10**6) | list | length }}",
@@ -100,9 +110,12 @@ ATTACKS = {
     + "0, " * 99
     + "]] %}{% endfor %}",
     "many names": "".join(f"{{% set a{i} = 'x' * 9000000 %}}" for i in range(100)),
-    "a block": "{% set x %}" + "{% for i in range(99999) %}" * 2 + "a{% endfor %}{% endfor %}{% endset %}",
+    "a block": "{% set x %}"
+    + "{% for i in range(99999) %}" * 2
+    + "a{% endfor %}{% endfor %}{% endset %}",
     "what is written": "{% for i in range(99999) %}" * 2 + "a{{ i }}{% endfor %}{% endfor %}",
-    "a macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) * 2 }}{% else %}x{% endif %}{% endmacro %}{{ m(60) }}",
+    "a macro": "{% macro m(n) %}{% if n %}{{ m(n - 1) * 2 }}{% else %}x{% endif %}{% endmacro %}{{ "
+    "m(60) }}",
     "slice filter": "{{ 'abc' | slice(10**9) | list | length }}",
     "the length of a loop": "{% for a in 'abc' | slice(10**9) %}{% if loop.length %}{% endif %}{% endfor %}",
     "letters": "{{ ('x' * 10**6) | list | length }}",
@@ -134,12 +147,15 @@ def peak_of(function):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_template_that_takes_all_memory_is_stopped_before(attack, tokenizer_of, monkeypatch):
-    monkeypatch.setattr("ttrl.data.chat.rendering.RENDER_SECONDS", 600.0)  # not by the limit of time
+    # Not by the limit of time.
+    monkeypatch.setattr("ttrl.data.chat.rendering.RENDER_SECONDS", 600.0)
     template = ChatTemplate(tokenizer_with(ATTACKS[attack], tokenizer_of), now=NOW)
     peak, error = peak_of(lambda: template.render(HI, answer_next=True))
     assert isinstance(error, ModelFolderError), error
     assert peak < MOST
-    assert "the chat template of" in str(error) and "for one conversation; look at it, or take another" in str(error)
+    assert "the chat template of" in str(
+        error
+    ) and "for one conversation; look at it, or take another" in str(error)
 
 
 def test_a_template_is_stopped_with_tags_too(tokenizer_of):
@@ -151,7 +167,11 @@ def test_a_template_is_stopped_with_tags_too(tokenizer_of):
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ range(10**9) | list | length }}", "{{ lipsum(n=10**6) }}", "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}"],
+    [
+        "{{ range(10**9) | list | length }}",
+        "{{ lipsum(n=10**6) }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    ],
 )
 def test_what_jinja_refuses_itself_takes_no_memory(source, tokenizer_of):
     template = ChatTemplate(tokenizer_with(source, tokenizer_of), now=NOW)
@@ -160,26 +180,36 @@ def test_what_jinja_refuses_itself_takes_no_memory(source, tokenizer_of):
 
 
 def test_an_error_that_a_template_writes_is_short(tokenizer_of):
-    template = ChatTemplate(tokenizer_with("{{ raise_exception('x' * 10**6) }}", tokenizer_of), now=NOW)
+    template = ChatTemplate(
+        tokenizer_with("{{ raise_exception('x' * 10**6) }}", tokenizer_of), now=NOW
+    )
     with pytest.raises(TemplateRefusalError) as refused:
         template.render(HI, answer_next=True)
     assert 1000 < len(str(refused.value)) < 3000
 
 
 LONG = [
-    {"role": ("user", "assistant")[number % 2], "content": f"{number}: " + "What is said? é 世 " * 300} for number in range(200)
+    {
+        "role": ("user", "assistant")[number % 2],
+        "content": f"{number}: " + "What is said? é 世 " * 300,
+    }
+    for number in range(200)
 ]
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="the collection of templates is not here")
-@pytest.mark.parametrize("name", [name for name, _ in check_chat_templates.templates_in(REAL)] if REAL.is_dir() else [])
+@pytest.mark.parametrize(
+    "name", [name for name, _ in check_chat_templates.templates_in(REAL)] if REAL.is_dir() else []
+)
 def test_real_templates_write_what_they_write_for_transformers(name, tokenizer_of):
     """Tags included, of short conversations of every kind and of one with a megabyte."""
     source = dict(check_chat_templates.templates_in(REAL))[name]
     conversations = check_chat_templates.CONVERSATIONS | {"long": {"messages": LONG}}
     written = 0
     for title, conversation in conversations.items():
-        given = {key: value for key, value in conversation.items() if key not in ("messages", "tools")}
+        given = {
+            key: value for key, value in conversation.items() if key not in ("messages", "tools")
+        }
         tokenizer = tokenizer_with(source, tokenizer_of)
         template = ChatTemplate(tokenizer, conversation.get("tools"), NOW, given)
         try:
@@ -196,14 +226,21 @@ def test_real_templates_write_what_they_write_for_transformers(name, tokenizer_o
             continue  # the program with the tags goes through it 400 times
         tagged = with_generation_tags(source, ["<|im_end|>", "</s>", "<|eot_id|>", "<end_of_turn>"])
         ours["chat_template"] = tagged
-        theirs, regions = render_jinja_template(**ours, return_assistant_tokens_mask=True, **variables)
+        theirs, regions = render_jinja_template(
+            **ours, return_assistant_tokens_mask=True, **variables
+        )
         assert template.render_tagged(tagged, messages) == (theirs[0], regions[0]), title
     assert written >= 5
 
 
 def test_a_conversation_may_be_copied_for_each_of_its_messages(tokenizer_of):
-    """As by a template that appends each message to what it has: two megabytes that way make 200."""
-    source = "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m.content %}{% endfor %}{{ ns.x }}"
+    """As by a template that appends each message to what it has: two megabytes that way make
+    200.
+    """
+    source = (
+        "{% set ns = namespace(x='') %}{% for m in messages %}{% set ns.x = ns.x + m.content "
+        "%}{% endfor %}{{ ns.x }}"
+    )
     template = ChatTemplate(tokenizer_with(source, tokenizer_of), now=NOW)
     long = [{"role": "user", "content": "x" * 10_000}] * 200
     assert template.render(long, answer_next=True) == "x" * 2_000_000
@@ -229,14 +266,17 @@ def test_an_allowance_is_one_conversations(tokenizer_of):
         "{{ 'abc' | list | reverse | join }}{{ 'abc' | reverse }}{{ {'a': 1}.items() | list }}",
         "{% for a, b in {'x': 1}.items() %}{{ a }}{{ b }}{% endfor %}{{ (1, 2)[::-1] }}",
         "{{ messages[0:1] }}{{ 2 ** 10 % 7 }}{{ 7 // 2 }}{{ 1 + 1.5 }}{{ [1] + [2] }}{{ [1] * 2 }}",
-        "{% set x %}{% for i in range(3) %}{{ loop.index }}/{{ loop.length }} {% endfor %}{% endset %}{{ x | trim | upper }}",
+        "{% set x %}{% for i in range(3) %}{{ loop.index }}/{{ loop.length }} {% endfor %}{% "
+        "endset %}{{ x | trim | upper }}",
         "{% macro m(a, b=2) %}{{ a }}{{ b }}{{ caller() if caller else '' }}{% endmacro %}"
         "{{ m(1) }}{% call m(3) %}!{% endcall %}",
         "{{ 'a\\nb' | indent(2, true) }}{{ 'abc def' | wordwrap(3) }}{{ ' x ' | center(9) }}",
         "{{ 'ab'.zfill(4) }}{{ 'a,b'.split(',') }}{{ 'a b\\nc'.splitlines() }}{{ 'A'.lower() }}",
         "{{ ['b', 'A'] | map('upper') | unique | list }}{{ [[1], [2]] | sum(start=[]) }}",
-        "{{ 2.567 | round(1) }}{{ undefined_one }}{{ messages | map(attribute='role') | list | first }}",
-        "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}",
+        "{{ 2.567 | round(1) }}{{ undefined_one }}{{ messages | map(attribute='role') | list | "
+        "first }}",
+        "{% for i in range(9) %}{% if i == 2 %}{% continue %}{% elif i == 4 %}{% break %}{% "
+        "endif %}{{ i }}{% endfor %}",
         "{% if true %}{% break_it %}{% endif %}",
         "{{ messages[0].role.__class__ }}",
         "{{ messages | map(attribute='role') | tojson }}",
@@ -249,7 +289,9 @@ def test_everything_else_works_as_for_transformers(source, tokenizer_of):
     template = ChatTemplate(tokenizer, now=NOW)
     theirs = None
     with contextlib.suppress(TemplateError, TypeError):
-        (theirs,) = render_jinja_template([HI], chat_template=source, **tokenizer.special_tokens_map)[0]
+        (theirs,) = render_jinja_template(
+            [HI], chat_template=source, **tokenizer.special_tokens_map
+        )[0]
     if theirs is not None:
         assert template.render(HI, answer_next=False) == theirs
     else:
@@ -273,5 +315,7 @@ print(most() - before)
 
 def test_the_largest_template_takes_little_to_compile():
     """In a process of its own: Python's own counting makes it ten times as slow."""
-    done = subprocess.run([sys.executable, "-c", LARGEST], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LARGEST], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) < 4 * MOST

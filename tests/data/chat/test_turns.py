@@ -10,7 +10,11 @@ from ttrl.errors import ModelFolderError, TokenizationError
 Q1, Q2 = {"role": "user", "content": "One?"}, {"role": "user", "content": "Two?"}
 A1, A2 = {"role": "assistant", "content": "First."}, {"role": "assistant", "content": "Second."}
 SYSTEM = {"role": "system", "content": "Be short."}
-CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"x": {"y": "a \\"b\\""}, "n": 1}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": '{"x": {"y": "a \\"b\\""}, "n": 1}'},
+}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "7"}
 TWO_TURNS = [Q1, A1, Q2, A2]
 
@@ -34,7 +38,9 @@ TWO_TURNS = [Q1, A1, Q2, A2]
 )
 def test_all_turns_and_their_ends(tokenizer_of, trained, template, turns):
     tokenizer = tokenizer_of(template)
-    if template == "spaced":  # its prompt and its answers differ in blanks: each turn is trained after the prompt as it is sent
+    # Its prompt and its answers differ in blanks: each turn is trained after the prompt as it is
+    # sent.
+    if template == "spaced":
         found = tokenize_chat_turns(tokenizer, TWO_TURNS)
         assert [trained(tokenizer, chat) for chat in found] == [{3: turns[1]}, {1: turns[0]}]
         assert all(chat.tagged_template is None for chat in found)
@@ -45,12 +51,21 @@ def test_all_turns_and_their_ends(tokenizer_of, trained, template, turns):
     assert trained(tokenizer, tokenize_chat(tokenizer, TWO_TURNS, turns="last")) == {3: turns[1]}
 
 
-def test_thinking_that_earlier_turns_lose_is_trained_in_a_sequence_of_its_own(tokenizer_of, trained):
+def test_thinking_that_earlier_turns_lose_is_trained_in_a_sequence_of_its_own(
+    tokenizer_of, trained
+):
     tokenizer = tokenizer_of("thinks")
-    messages = [Q1, A1 | {"reasoning_content": "Hm."}, Q2, {"role": "assistant", "content": "<think>\nAh.\n</think>\n\nSecond."}]
+    messages = [
+        Q1,
+        A1 | {"reasoning_content": "Hm."},
+        Q2,
+        {"role": "assistant", "content": "<think>\nAh.\n</think>\n\nSecond."},
+    ]
     chat = tokenize_chat(tokenizer, messages)
     assert trained(tokenizer, chat) == {3: "<think>\nAh.\n</think>\n\nSecond.<|im_end|>"}
-    assert "another way once the conversation goes on: 'First.<|im_end|>" in chat.untrained[0].reason
+    assert (
+        "another way once the conversation goes on: 'First.<|im_end|>" in chat.untrained[0].reason
+    )
     both = tokenize_chat_turns(tokenizer, messages)
     assert [trained(tokenizer, one) for one in both] == [
         trained(tokenizer, chat),
@@ -62,7 +77,9 @@ def test_thinking_that_earlier_turns_lose_is_trained_in_a_sequence_of_its_own(to
 
 def test_thinking_that_the_prompt_skips_is_not_trained(tokenizer_of, trained):
     tokenizer = tokenizer_of("thinks")
-    assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1])) == {1: "<think>\n\n</think>\n\nFirst.<|im_end|>"}
+    assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1])) == {
+        1: "<think>\n\n</think>\n\nFirst.<|im_end|>"
+    }
     chat = tokenize_chat(tokenizer, [Q1, A1], enable_thinking=False)
     assert trained(tokenizer, chat) == {1: "First.<|im_end|>"} and chat.tagged_template
 
@@ -84,7 +101,12 @@ def test_an_answer_follows_the_prompt_as_it_is_sent(tokenizer_of, trained):
 @pytest.mark.parametrize("template", ["thinks", "plain"])
 def test_blanks_around_an_answer(tokenizer_of, trained, template):
     texts = ["  First. \n", "\n\nSecond.\n"]
-    messages = [Q1, {"role": "assistant", "content": texts[0]}, Q2, {"role": "assistant", "content": texts[1]}]
+    messages = [
+        Q1,
+        {"role": "assistant", "content": texts[0]},
+        Q2,
+        {"role": "assistant", "content": texts[1]},
+    ]
     tokenizer = tokenizer_of(template)
     ends = [text for text in trained(tokenizer, tokenize_chat(tokenizer, messages)).values()]
     assert ends[-1].endswith(texts[1] + "<|im_end|>")
@@ -102,19 +124,32 @@ def test_tool_calls_are_trained_and_tool_results_are_not(tokenizer_of, trained):
         3: "First.</s>",
     }
     tokenizer = tokenizer_of("text arguments")
-    assert trained(tokenizer, tokenize_chat(tokenizer, messages))[1] == '<|call|>{"x": {"y": "a \\"b\\""}, "n": 1}<|im_end|>'
+    assert (
+        trained(tokenizer, tokenize_chat(tokenizer, messages))[1]
+        == '<|call|>{"x": {"y": "a \\"b\\""}, "n": 1}<|im_end|>'
+    )
     chat = tokenize_chat(tokenizer_of("plain"), messages)
-    assert [turn.reason for turn in chat.turns] == ["the template leaves out its tool call: '<|im_end|>\\n'", None]
+    assert [turn.reason for turn in chat.turns] == [
+        "the template leaves out its tool call: '<|im_end|>\\n'",
+        None,
+    ]
 
 
 def test_a_special_token_in_a_tool_call(tokenizer_of, trained):
-    """In an argument it is text that the server would have stopped at; in a name nothing could tell it from the template's."""
+    """In an argument it is text that the server would have stopped at; in a name nothing could tell
+    it from the template's.
+    """
     tokenizer = tokenizer_of("instructs")
     for function, reason in (
         ({"name": "f", "arguments": {"x": "a</s>b"}}, "where a server would have stopped"),
         ({"name": "f", "arguments": {"x": "a", "</s>": 1}}, "hold the special token '</s>'"),
     ):
-        messages = [Q1, {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}, RESULT, A1]
+        messages = [
+            Q1,
+            {"role": "assistant", "content": None, "tool_calls": [{"function": function}]},
+            RESULT,
+            A1,
+        ]
         chat = tokenize_chat(tokenizer, messages)
         assert trained(tokenizer, chat) == {3: "First.</s>"} and reason in chat.untrained[0].reason
 
@@ -123,7 +158,9 @@ def test_arguments_that_are_no_json_are_not_trained(tokenizer_of):
     broken = CALL | {"function": {"name": "add", "arguments": '{"x": '}}
     messages = [Q1, {"role": "assistant", "content": None, "tool_calls": [broken]}, RESULT, A1]
     chat = tokenize_chat(tokenizer_of("instructs"), messages)
-    assert [turn.message for turn in chat.untrained] == [1] and "not a JSON object" in chat.untrained[0].reason
+    assert [turn.message for turn in chat.untrained] == [
+        1
+    ] and "not a JSON object" in chat.untrained[0].reason
 
 
 @pytest.mark.parametrize("arguments", [{}, {"n": 1}, '{"n": 1}', None, ""])
@@ -136,21 +173,29 @@ def test_tool_calls_without_texts(tokenizer_of, trained, templates, arguments):
     said = "(n 1)" if arguments and "n" in arguments else ""
     assert trained(tokenizer, first) == {1: f"add<|call|>add{said}<|call|>add{said}<|final|>"}
     assert trained(tokenizer, last) == {3: "First.<|final|>"}
-    for template in ("plain", templates["macros"].replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]")):
+    for template in (
+        "plain",
+        templates["macros"].replace("in m.tool_calls or []", "in (m.tool_calls or [])[:1]"),
+    ):
         chats = tokenize_chat_turns(tokenizer_of(template), messages)
         assert len(chats) == 1 and "leaves out its tool call" in chats[0].untrained[0].reason
 
 
 @pytest.mark.parametrize(
-    "message", [{"content": None}, {}, {"content": None, "tool_calls": []}, {"function_call": {"name": "f"}}]
+    "message",
+    [{"content": None}, {}, {"content": None, "tool_calls": []}, {"function_call": {"name": "f"}}],
 )
 def test_messages_that_say_nothing(tokenizer_of, message):
-    with pytest.raises(TokenizationError, match=r"message 1: (it says nothing|function_call is the old form)"):
+    with pytest.raises(
+        TokenizationError, match=r"message 1: (it says nothing|function_call is the old form)"
+    ):
         tokenize_chat(tokenizer_of("plain"), [Q1, {"role": "assistant"} | message])
 
 
 def test_macros_that_write_whole_messages(tokenizer_of, trained):
-    """The last answer ends with another token than it has later: each is trained where it stands as it was generated."""
+    """The last answer ends with another token than it has later: each is trained where it stands as
+    it was generated.
+    """
     tokenizer = tokenizer_of("macros")
     messages = [Q1, {"role": "assistant", "content": "", "tool_calls": [CALL]}, RESULT, A1]
     chats = tokenize_chat_turns(tokenizer, messages)
@@ -169,10 +214,15 @@ def test_the_clock_stands_still(tokenizer_of):
 
 def test_stop_tokens_end_turns_that_the_template_leaves_open(tokenizer_of, trained):
     tokenizer = tokenizer_of("open ends")
-    with pytest.raises(TokenizationError, match=r"puts '' behind the answer.*stop_tokens names those"):
+    with pytest.raises(
+        TokenizationError, match=r"puts '' behind the answer.*stop_tokens names those"
+    ):
         tokenize_chat(tokenizer, TWO_TURNS)
     chat = tokenize_chat(tokenizer, TWO_TURNS, stop_tokens=["<|user|>", "</s>"])
-    assert trained(tokenizer, chat) == {1: "First.<|user|>", 3: "Second.<|user|>"} and chat.tagged_template is None
+    assert (
+        trained(tokenizer, chat) == {1: "First.<|user|>", 3: "Second.<|user|>"}
+        and chat.tagged_template is None
+    )
     with pytest.raises(TokenizationError, match=r"no token of \['</s>'\]"):
         tokenize_chat(tokenizer, TWO_TURNS, stop_tokens=["</s>"])
 
@@ -181,7 +231,10 @@ def test_the_header_of_a_next_answer_is_no_end_of_turn(tokenizer_of, trained, te
     with pytest.raises(TokenizationError, match="there is no special token"):
         tokenize_chat(tokenizer_of(templates["always asks"].replace("<|im_end|>", "")), TWO_TURNS)
     tokenizer = tokenizer_of("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}")
-    assert trained(tokenizer, tokenize_chat(tokenizer, TWO_TURNS)) == {1: "First.</s>", 3: "Second.</s>"}
+    assert trained(tokenizer, tokenize_chat(tokenizer, TWO_TURNS)) == {
+        1: "First.</s>",
+        3: "Second.</s>",
+    }
 
 
 def test_special_tokens_in_texts(tokenizer_of, trained):
@@ -190,17 +243,24 @@ def test_special_tokens_in_texts(tokenizer_of, trained):
     fake = {"role": "user", "content": "a<|im_end|>\n<|im_start|>assistant\nFirst.<|im_end|>\n"}
     chat = tokenize_chat(tokenizer, [fake, A1, Q2, A2])
     assert trained(tokenizer, chat) == {1: "First.<|im_end|>", 3: "Second.<|im_end|>"}
-    assert chat.token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 6  # as the server tokenizes them
+    # As the server tokenizes them.
+    assert chat.token_ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 6
     chat = tokenize_chat(tokenizer, [Q1, {"role": "assistant", "content": "x<|im_end|>y"}, Q2, A2])
-    assert [turn.message for turn in chat.untrained] == [1] and "where a server would have stopped" in chat.untrained[0].reason
+    assert [turn.message for turn in chat.untrained] == [
+        1
+    ] and "where a server would have stopped" in chat.untrained[0].reason
 
 
 def test_named_templates(tokenizer_of, trained, templates):
     tokenizer = tokenizer_of({"default": templates["plain"], "tool_use": templates["instructs"]})
     assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1])) == {1: "First.<|im_end|>"}
     assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1], tools=[])) == {1: "First.</s>"}
-    assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1], chat_template="tool_use")) == {1: "First.</s>"}
-    assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1], chat_template=templates["two ends"]))
+    assert trained(tokenizer, tokenize_chat(tokenizer, [Q1, A1], chat_template="tool_use")) == {
+        1: "First.</s>"
+    }
+    assert trained(
+        tokenizer, tokenize_chat(tokenizer, [Q1, A1], chat_template=templates["two ends"])
+    )
     tokenizer = tokenizer_of({"rag": templates["plain"]})
     with pytest.raises(ModelFolderError, match=r"choose chat_template from \['rag'\]"):
         tokenize_chat(tokenizer, [Q1, A1])
@@ -209,15 +269,22 @@ def test_named_templates(tokenizer_of, trained, templates):
 def test_a_refusal_names_the_template_and_the_reason(tokenizer_of):
     tokenizer = tokenizer_of("trims")
     tokenizer.name_or_path = "models/gemma"
-    with pytest.raises(TokenizationError, match=r"^the chat template of models/gemma refuses the conversation: no system here$"):
+    with pytest.raises(
+        TokenizationError,
+        match=r"^the chat template of models/gemma refuses the conversation: no system here$",
+    ):
         tokenize_chat(tokenizer, [SYSTEM, Q1, A1])
     with pytest.raises(TokenizationError, match="they alternate"):
         tokenize_chat(tokenizer, [Q1, Q2, A1])
     with pytest.raises(TokenizationError, match="line 2 is not valid Jinja"):
         tokenize_chat(tokenizer_of("{{ messages }}\n{% endfor %}"), [Q1, A1])
-    with pytest.raises(TokenizationError, match=r"ignores add_generation_prompt and puts '<\|im_start\|>assistant"):
+    with pytest.raises(
+        TokenizationError, match=r"ignores add_generation_prompt and puts '<\|im_start\|>assistant"
+    ):
         tokenize_chat(tokenizer_of("never asks"), [Q1, A1])
-    with pytest.raises(TokenizationError, match=r"renders the prompt as .*<think>.* when an answer is to follow"):
+    with pytest.raises(
+        TokenizationError, match=r"renders the prompt as .*<think>.* when an answer is to follow"
+    ):
         tokenize_chat(tokenizer_of("opens"), [Q1, A1])
     with pytest.raises(TokenizationError, match="message 0: no message comes before it"):
         tokenize_chat(tokenizer_of("plain"), [A1])
@@ -227,8 +294,12 @@ def test_a_refusal_names_the_template_and_the_reason(tokenizer_of):
         tokenize_chat(tokenizer_of("plain"), [Q1, A1 | {"reasoning_content": "Hm."}])
 
 
-@pytest.mark.parametrize("filter", ["upper", "replace('i', 'I')", "truncate(4, true, '')", "tojson", "reverse", "urlize"])
+@pytest.mark.parametrize(
+    "filter", ["upper", "replace('i', 'I')", "truncate(4, true, '')", "tojson", "reverse", "urlize"]
+)
 def test_a_template_that_changes_an_answer_is_refused(tokenizer_of, templates, filter):
-    tokenizer = tokenizer_of(templates["plain"].replace("m['content']", f"(m['content'] | {filter})"))
+    tokenizer = tokenizer_of(
+        templates["plain"].replace("m['content']", f"(m['content'] | {filter})")
+    )
     with pytest.raises(TokenizationError, match=r"changes what it says|leaves out its text"):
         tokenize_chat(tokenizer, [Q1, {"role": "assistant", "content": 'It is "www.firstly.com".'}])

@@ -1,4 +1,6 @@
-"""Masks: drawn matrices are the specification; an independent recursive definition checks what nobody drew."""
+"""Masks: drawn matrices are the specification; an independent recursive definition checks what
+nobody drew.
+"""
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from ttrl.data.packing.masks import block_mask, dense_mask, subtree_ends
 
 
 def drawn(text: str) -> torch.Tensor:
-    return torch.tensor([[char == "1" for char in line.split()[0]] for line in text.split("\n") if line.strip()])
+    return torch.tensor(
+        [[char == "1" for char in line.split()[0]] for line in text.split("\n") if line.strip()]
+    )
 
 
 def ids(*rows: list[int]) -> torch.Tensor:
@@ -75,12 +79,16 @@ def test_a_tree_as_deep_as_the_row_is_long():
     groups = torch.arange(length)[None]
     parents = (groups - 1).clamp(min=0)
     assert subtree_ends(groups, parents).unique().tolist() == [length]
-    assert torch.equal(dense_mask(groups, parents)[0], torch.ones(length, length, dtype=torch.bool).tril())
+    assert torch.equal(
+        dense_mask(groups, parents)[0], torch.ones(length, length, dtype=torch.bool).tril()
+    )
 
 
 @st.composite
 def forests(draw, max_groups: int = 7, max_run: int = 6) -> tuple[list[int], list[int]]:
-    """One row: runs of groups, each continuing the group before or one that this one continues, or a root; then padding."""
+    """One row: runs of groups, each continuing the group before or one that this one continues, or
+    a root; then padding.
+    """
     group_ids, parent_ids, path = [], [], []
     for group in range(draw(st.integers(0, max_groups))):
         path = path[: draw(st.integers(0, len(path)))]
@@ -106,7 +114,9 @@ def sees(groups: list[int], parents: list[int], query: int, key: int) -> bool:
 
 def stack(rows: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
     longest = max(len(groups) for groups, _ in rows)
-    return tuple(torch.tensor([row[i] + [-1] * (longest - len(row[i])) for row in rows]) for i in (0, 1))
+    return tuple(
+        torch.tensor([row[i] + [-1] * (longest - len(row[i])) for row in rows]) for i in (0, 1)
+    )
 
 
 @given(st.lists(forests(), min_size=1, max_size=3))
@@ -136,11 +146,19 @@ def test_block_mask_is_the_dense_mask_and_skips_what_it_can(rows):
     for row in range(len(rows)):
         for query in range(blocks):
             mixed_at = mask.kv_indices[row, 0, query, : mask.kv_num_blocks[row, 0, query]].tolist()
-            full_at = mask.full_kv_indices[row, 0, query, : mask.full_kv_num_blocks[row, 0, query]].tolist()
+            full_at = mask.full_kv_indices[
+                row, 0, query, : mask.full_kv_num_blocks[row, 0, query]
+            ].tolist()
             assert full_at == [key for key in range(blocks) if full[row, query, key]]
-            assert mixed_at == [key for key in range(blocks) if not full[row, query, key] and not empty[row, query, key]]
+            assert mixed_at == [
+                key
+                for key in range(blocks)
+                if not full[row, query, key] and not empty[row, query, key]
+            ]
     # the entries inside the mixed blocks
-    b, q, k = torch.meshgrid(torch.arange(len(rows)), torch.arange(length), torch.arange(length), indexing="ij")
+    b, q, k = torch.meshgrid(
+        torch.arange(len(rows)), torch.arange(length), torch.arange(length), indexing="ij"
+    )
     assert torch.equal(mask.mask_mod(b, torch.zeros_like(b), q, k), dense)
 
 
@@ -148,21 +166,29 @@ def test_flex_attention_with_the_block_mask_equals_plain_masked_attention():
     torch.manual_seed(0)
     rows = [
         ([0] * 150 + [1] * 70 + [2] * 130 + [3] * 20, [0] * 370),  # a prompt and three completions
-        ([0] * 40 + [1] * 60 + [2] * 100 + [3] * 30 + [-1] * 140, [0] * 40 + [0] * 60 + [1] * 100 + [3] * 30 + [-1] * 140),
+        (
+            [0] * 40 + [1] * 60 + [2] * 100 + [3] * 30 + [-1] * 140,
+            [0] * 40 + [0] * 60 + [1] * 100 + [3] * 30 + [-1] * 140,
+        ),
     ]
     groups, parents = stack(rows)
     q, k, v = (torch.randn(2, 3, 370, 16, dtype=torch.float32) for _ in range(3))
     mask = block_mask(subtree_ends(groups, parents))
     assert int(mask.full_kv_num_blocks.sum()) > 0
     out = flex_attention(q, k, v, block_mask=mask)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask(groups, parents).unsqueeze(1))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=dense_mask(groups, parents).unsqueeze(1)
+    )
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
-    # The kernel on CUDA skips full blocks' mask_mod; eager FlexAttention on CPU does not, so the block lists are used here too.
+    # The kernel on CUDA skips full blocks' mask_mod; eager FlexAttention on CPU does not, so the
+    # block lists are used here too.
     torch.testing.assert_close(attention_by_blocks(q, k, v, mask), expected, atol=1e-5, rtol=1e-5)
 
 
 def attention_by_blocks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask) -> torch.Tensor:
-    """Attention that visits the listed blocks alone and asks mask_mod in the mixed ones alone, as the CUDA kernel does."""
+    """Attention that visits the listed blocks alone and asks mask_mod in the mixed ones alone, as
+    the CUDA kernel does.
+    """
     batch, heads, length, dim = q.shape
     size = mask.BLOCK_SIZE[0]
     scores = torch.full((batch, heads, length, length), -torch.inf)

@@ -18,7 +18,9 @@ from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
 
-def result(task: str, sample: int, prompt: list[int], completion: list[int], **changes) -> TokenizedResult:
+def result(
+    task: str, sample: int, prompt: list[int], completion: list[int], **changes
+) -> TokenizedResult:
     length = len(prompt) + len(completion)
     values = dict(
         task_id=task,
@@ -45,7 +47,9 @@ def same_float(a: float, b: float) -> bool:
 
 
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:
-    """Every sample read back out of the tensors: the tokens that its last position may attend to, and its last label."""
+    """Every sample read back out of the tensors: the tokens that its last position may attend to,
+    and its last label.
+    """
     allowed = dense_mask(packed.group_ids, packed.parent_ids)
     out = []
     for number, sample in enumerate(packed.samples):
@@ -63,9 +67,14 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
                 packed.advantages,
             )
         )
-        mask, logprobs, versions, advantages = ([first, *column] for first, column in zip([False, math.nan, -1, 0.0], columns))
-        advantages = [value if trained else math.nan for value, trained in zip(advantages, mask, strict=True)]
-        assert mask[1:] == [label != -100 for label in labels]  # what stands at a position speaks of the token after it
+        mask, logprobs, versions, advantages = (
+            [first, *column] for first, column in zip([False, math.nan, -1, 0.0], columns)
+        )
+        advantages = [
+            value if trained else math.nan for value, trained in zip(advantages, mask, strict=True)
+        ]
+        # What stands at a position speaks of the token after it.
+        assert mask[1:] == [label != -100 for label in labels]
         assert all(label in (-100, token) for label, token in zip(labels, ids[1:]))
         ids.append(labels[-1])
         out.append(
@@ -91,7 +100,10 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
 def assert_same(got: TokenizedResult, expected: TokenizedResult) -> None:
     """Equal up to the last trained token: what follows it is not stored."""
     end = max(i for i, trained in enumerate(expected.assistant_mask) if trained) + 1
-    cut = {name: getattr(expected, name)[:end] for name in ("token_ids", "assistant_mask", "input_pos", "logprobs")}
+    cut = {
+        name: getattr(expected, name)[:end]
+        for name in ("token_ids", "assistant_mask", "input_pos", "logprobs")
+    }
     for name, values in cut.items():
         if name == "logprobs":
             for token, (a, b) in enumerate(zip(values, got.logprobs, strict=True)):
@@ -103,17 +115,22 @@ def assert_same(got: TokenizedResult, expected: TokenizedResult) -> None:
         assert getattr(got, name) == getattr(expected, name), name
     completion = slice(expected.prompt_length, end)
     each = expected.token_versions or [expected.weights_version] * len(expected.token_ids)
-    for mask, a, b in zip(expected.assistant_mask[completion], each, got.token_versions, strict=False):
+    for mask, a, b in zip(
+        expected.assistant_mask[completion], each, got.token_versions, strict=False
+    ):
         assert b == (a if mask else -1)
     assert len(got.token_versions) == end - expected.prompt_length
     assert expected.advantage == got.advantage
     one_each = expected.token_advantages or [expected.advantage] * len(expected.token_ids)
-    for trained, a, b in zip(cut["assistant_mask"][completion], one_each, got.token_advantages, strict=False):
+    for trained, a, b in zip(
+        cut["assistant_mask"][completion], one_each, got.token_advantages, strict=False
+    ):
         assert same_float(a if trained else math.nan, b)
     assert len(got.token_advantages) == end - expected.prompt_length
 
 
-tokens = st.integers(0, 6)  # few, so that prompts and completions are prefixes and copies of each other
+# Few, so that prompts and completions are prefixes and copies of each other.
+tokens = st.integers(0, 6)
 
 
 @st.composite
@@ -126,14 +143,18 @@ def sample_lists(draw) -> list[TokenizedResult]:
         trained = [draw(st.integers(0, 5)) > 0 for _ in completion]
         one = result(f"t{number}", number, prompt, completion)
         one.assistant_mask[len(prompt) :] = trained
-        one.logprobs[len(prompt) :] = [draw(st.sampled_from([0.0, -0.5, -3.25, math.nan])) for _ in completion]
+        one.logprobs[len(prompt) :] = [
+            draw(st.sampled_from([0.0, -0.5, -3.25, math.nan])) for _ in completion
+        ]
         one.advantage = draw(st.sampled_from([-1.5, 0.0, 0.3, 2.0]))
         one.weights_version = draw(st.integers(-1, 4))
         if draw(st.booleans()):  # continued under other weights
             one.token_versions = sorted(draw(st.integers(-1, 4)) for _ in completion)
         if draw(st.integers(0, 2)) == 0:  # of a token that is not trained, anything
             some = st.sampled_from([-0.7, 0.0, 1.1])
-            one.token_advantages = [draw(some) if is_trained else math.nan for is_trained in trained]
+            one.token_advantages = [
+                draw(some) if is_trained else math.nan for is_trained in trained
+            ]
         out.append(one)
     return out
 
@@ -141,10 +162,19 @@ def sample_lists(draw) -> list[TokenizedResult]:
 @given(sample_lists(), st.integers(3, 24), st.sampled_from(["token", "sequence", "constant"]))
 @settings(deadline=None, max_examples=80)
 def test_unpacking_gives_back_every_sample_that_fits(results, seq_len, aggregation):
-    ends = [max((i for i, trained in enumerate(r.assistant_mask) if trained), default=None) for r in results]
+    ends = [
+        max((i for i, trained in enumerate(r.assistant_mask) if trained), default=None)
+        for r in results
+    ]
     fits = [r for r, end in zip(results, ends) if end is not None and end <= seq_len]
-    dropped = {"too_long": sum(e is not None and e > seq_len for e in ends), "no_trained_token": ends.count(None)}
-    options = {"aggregation": aggregation, "constant_length": 10 if aggregation == "constant" else None}
+    dropped = {
+        "too_long": sum(e is not None and e > seq_len for e in ends),
+        "no_trained_token": ends.count(None),
+    }
+    options = {
+        "aggregation": aggregation,
+        "constant_length": 10 if aggregation == "constant" else None,
+    }
     if not fits:
         with pytest.raises(PackError, match="nothing to pack"):
             pack(results, seq_len, **options)
@@ -167,17 +197,29 @@ def test_unpacking_gives_back_every_sample_that_fits(results, seq_len, aggregati
     allowed = dense_mask(packed.group_ids, packed.parent_ids)
     for row in range(packed.num_rows):
         query, key = allowed[row].nonzero().T
-        assert torch.isin(owners[row, key], torch.tensor(-1)).logical_or(owners[row, key] == owners[row, query]).all()
+        assert (
+            torch.isin(owners[row, key], torch.tensor(-1))
+            .logical_or(owners[row, key] == owners[row, query])
+            .all()
+        )
 
 
 def test_every_token_can_have_an_advantage_of_its_own():
-    packed = pack([result("t", 0, [1, 2], [3, 4, 5], token_advantages=[0.5, -1.0, 2.0]), result("t", 1, [1, 2], [6, 7])])
+    packed = pack(
+        [
+            result("t", 0, [1, 2], [3, 4, 5], token_advantages=[0.5, -1.0, 2.0]),
+            result("t", 1, [1, 2], [6, 7]),
+        ]
+    )
     assert packed.advantages[0, :7].tolist() == [0, 0.5, -1.0, 2.0, 1.5, 1.5, 0]
     assert [sample.advantage for sample in packed.samples] == [1.5, 1.5]
     mine, other = unpack_samples(packed)
     assert mine.token_advantages == [0.5, -1.0, 2.0] and other.token_advantages is None
     again = pack([mine, other])
-    assert all(torch.equal(again.tensors()[name], packed.tensors()[name]) for name in ("advantages", "labels", "tokens"))
+    assert all(
+        torch.equal(again.tensors()[name], packed.tensors()[name])
+        for name in ("advantages", "labels", "tokens")
+    )
     turns = result("t", 0, [1, 2], [3, 4, 5], token_advantages=[0.5, math.nan, 2.0])
     turns.assistant_mask[3] = False
     (back,) = unpack_samples(pack([turns]))
@@ -185,9 +227,17 @@ def test_every_token_can_have_an_advantage_of_its_own():
 
 
 def test_every_token_has_the_version_of_the_weights_that_sampled_it():
-    packed = pack([result("t", 0, [1, 2], [3, 4, 5], token_versions=[0, 0, 2]), result("t", 1, [1, 2], [6, 7])])
-    assert packed.weights_version[0, :6].tolist() == [-1, 0, 0, 2, 3, 3]  # at the positions that predict; -1 for the prompt
-    with pytest.raises(PackError, match=r"task 't', sample 0: 2 token_versions for 3 completion tokens"):
+    packed = pack(
+        [
+            result("t", 0, [1, 2], [3, 4, 5], token_versions=[0, 0, 2]),
+            result("t", 1, [1, 2], [6, 7]),
+        ]
+    )
+    # At the positions that predict; -1 for the prompt.
+    assert packed.weights_version[0, :6].tolist() == [-1, 0, 0, 2, 3, 3]
+    with pytest.raises(
+        PackError, match=r"task 't', sample 0: 2 token_versions for 3 completion tokens"
+    ):
         pack([result("t", 0, [1, 2], [3, 4, 5], token_versions=[0, 0])])
 
 
@@ -203,7 +253,8 @@ def test_the_order_of_results_moves_no_token_between_samples(results, seq_len, r
     by_task = {one.task_id: one for one in unpack(again)}
     for one in unpack(packed):
         assert_same(by_task[one.task_id], dataclasses.replace(one))
-    assert packed.num_tokens == again.num_tokens or packed.num_rows > 1  # splitting may repeat other prompts
+    # Splitting may repeat other prompts.
+    assert packed.num_tokens == again.num_tokens or packed.num_rows > 1
 
 
 @given(sample_lists(), st.integers(8, 24))
@@ -218,21 +269,32 @@ def test_rows_and_padding_keep_the_contract(results, seq_len):
         part.check()
         part.trim().check()
         assert part.tokens.shape == (1, seq_len)
-    assert sorted(s.task_id for part in parts for s in part.samples) == sorted(s.task_id for s in packed.samples)
+    assert sorted(s.task_id for part in parts for s in part.samples) == sorted(
+        s.task_id for s in packed.samples
+    )
     expected = {one.task_id: one for one in unpack(packed)}
     for one in (one for part in parts for one in unpack(part.trim())):
         assert_same(one, expected[one.task_id])
     padded = packed.pad_rows_to_multiple(4)
     padded.check()
     assert padded.num_rows % 4 == 0 and padded.num_rows - packed.num_rows < 4
-    assert padded.num_trained == packed.num_trained and float(padded.weights.sum()) == float(packed.weights.sum())
+    assert padded.num_trained == packed.num_trained and float(padded.weights.sum()) == float(
+        packed.weights.sum()
+    )
     reversed_rows = packed.rows(list(range(packed.num_rows))[::-1])
     reversed_rows.check()
     assert torch.equal(reversed_rows.tokens, packed.tokens.flip(0))
 
 
 def test_the_layout_drawn_by_hand():
-    packed = pack([result("a", 0, [1, 2, 3], [4, 5]), result("b", 0, [7], [8, 9]), result("a", 1, [1, 2, 3], [6])], seq_len=10)
+    packed = pack(
+        [
+            result("a", 0, [1, 2, 3], [4, 5]),
+            result("b", 0, [7], [8, 9]),
+            result("a", 1, [1, 2, 3], [6]),
+        ],
+        seq_len=10,
+    )
     n, nan = -100, math.nan
     assert packed.tokens.tolist() == [[1, 2, 3, 4, 3, 7, 8, 0, 0, 0]]
     assert packed.labels.tolist() == [[n, n, 4, 5, 6, 8, 9, n, n, n]]
@@ -258,11 +320,16 @@ def test_the_first_token_of_a_later_sibling_is_predicted_from_its_own_copy_of_th
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence"])
-def test_a_sampled_end_of_turn_token_keeps_its_advantage_and_nothing_is_added_to_a_cut_one(aggregation):
+def test_a_sampled_end_of_turn_token_keeps_its_advantage_and_nothing_is_added_to_a_cut_one(
+    aggregation,
+):
     # The predecessor zeroed the advantage of the last token.
     end = 99
     packed = pack(
-        [result("a", 0, [1, 2], [5, end]), result("a", 1, [1, 2], [5, 6, 7], finish_reason="length", advantage=-1.0)],
+        [
+            result("a", 0, [1, 2], [5, end]),
+            result("a", 1, [1, 2], [5, 6, 7], finish_reason="length", advantage=-1.0),
+        ],
         aggregation=aggregation,
     )
     at = packed.labels == end
@@ -285,8 +352,15 @@ def test_a_first_sample_longer_than_a_row_leaves_no_row_of_padding():
     packed = pack([result("long", 0, [1, 2], [5] * 20), result("a", 0, [1, 2], [5, 6])], seq_len=8)
     assert packed.num_rows == 1 and packed.dropped == {"too_long": 1, "no_trained_token": 0}
     assert [sample.task_id for sample in packed.samples] == ["a"]
-    with pytest.raises(PackError, match=r"task 'long', sample 0 takes 21 positions .* seq_len is 8, and 1 of 2 .* at least 21"):
-        pack([result("long", 0, [1, 2], [5] * 20), result("a", 0, [1, 2], [5, 6])], seq_len=8, too_long="error")
+    with pytest.raises(
+        PackError,
+        match=r"task 'long', sample 0 takes 21 positions .* seq_len is 8, and 1 of 2 .* at least 21",
+    ):
+        pack(
+            [result("long", 0, [1, 2], [5] * 20), result("a", 0, [1, 2], [5, 6])],
+            seq_len=8,
+            too_long="error",
+        )
 
 
 def test_a_sample_that_exactly_fills_the_row():
@@ -326,7 +400,10 @@ def test_equal_input_gives_equal_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"logprobs": [math.nan, -1.0]}, "task 'a', sample 3: 4 token ids, but 4 assistant_mask, 4 input_pos and 2 logprobs"),
+        (
+            {"logprobs": [math.nan, -1.0]},
+            "task 'a', sample 3: 4 token ids, but 4 assistant_mask, 4 input_pos and 2 logprobs",
+        ),
         ({"prompt_length": 0}, "prompt_length 0 of 4 tokens; a sample needs a prompt"),
         ({"prompt_length": 5}, "prompt_length 5 of 4"),
         ({"assistant_mask": [True] * 4}, "token 0: a trained first token"),
@@ -365,7 +442,9 @@ def test_nothing_to_pack_says_why():
 
 KINDS = {
     "array": lambda code, values: array(code, values),
-    "numpy": lambda code, values: np.array(values, dtype={"i": np.int32, "q": np.int64, "b": np.bool_}.get(code, np.float64)),
+    "numpy": lambda code, values: np.array(
+        values, dtype={"i": np.int32, "q": np.int64, "b": np.bool_}.get(code, np.float64)
+    ),
 }
 
 
@@ -377,7 +456,9 @@ def with_arrays(one: TokenizedResult, kind: str) -> TokenizedResult:
         "input_pos": range(len(one.token_ids)) if kind == "array" else make("i", one.input_pos),
         "logprobs": make("d", one.logprobs),
         "token_versions": None if one.token_versions is None else make("i", one.token_versions),
-        "token_advantages": None if one.token_advantages is None else make("f", one.token_advantages),
+        "token_advantages": None
+        if one.token_advantages is None
+        else make("f", one.token_advantages),
     }
     return dataclasses.replace(one, **per_token)
 
@@ -401,9 +482,15 @@ def test_arrays_are_packed_like_lists(results, seq_len, kind):
     ("changes", "message"),
     [
         ({"token_ids": [1, 2, 2**31]}, "token_ids must be whole numbers of at most 32 bits"),
-        ({"token_ids": np.array([1, 2, 2**31])}, "token_ids must be whole numbers of at most 32 bits"),
+        (
+            {"token_ids": np.array([1, 2, 2**31])},
+            "token_ids must be whole numbers of at most 32 bits",
+        ),
         ({"token_ids": [1, 2, 3.5]}, "token_ids must be whole numbers"),
-        ({"token_ids": np.array([1.0, 2.0, 3.0])}, "token_ids must be whole numbers of at most 32 bits .an array of float64"),
+        (
+            {"token_ids": np.array([1.0, 2.0, 3.0])},
+            "token_ids must be whole numbers of at most 32 bits .an array of float64",
+        ),
         ({"logprobs": [math.nan, math.nan, None]}, "logprobs must be numbers, NaN where unknown"),
         ({"logprobs": [math.nan, math.nan, -1e300]}, "token 2: an infinite logprob"),
         ({"logprobs": np.array([math.nan, math.nan, -1e300])}, "token 2: an infinite logprob"),

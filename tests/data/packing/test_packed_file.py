@@ -18,7 +18,9 @@ from ttrl.records import TokenizedResult
 
 @pytest.fixture
 def packed() -> PackedTensors:
-    """Row 0: a prompt 1 2 (3) with completions [3] 4 5 6 and [3] 7 8, a single sample, and padding."""
+    """Row 0: a prompt 1 2 (3) with completions [3] 4 5 6 and [3] 7 8, a single sample, and
+    padding.
+    """
 
     def sample(task: str, number: int, prompt: list[int], completion: list[int]) -> TokenizedResult:
         length = len(prompt) + len(completion)
@@ -36,8 +38,14 @@ def packed() -> PackedTensors:
             finish_reason="stop",
         )
 
-    results = [sample("a", 0, [1, 2, 3], [4, 5, 6]), sample("a", 1, [1, 2, 3], [7, 8]), sample("ü", 0, [9, 10], [11])]
-    return packed_tensors_from_tokenized_results(results, seq_len=12, pad_id=0, aggregation="sequence")
+    results = [
+        sample("a", 0, [1, 2, 3], [4, 5, 6]),
+        sample("a", 1, [1, 2, 3], [7, 8]),
+        sample("ü", 0, [9, 10], [11]),
+    ]
+    return packed_tensors_from_tokenized_results(
+        results, seq_len=12, pad_id=0, aggregation="sequence"
+    )
 
 
 def test_what_is_saved_is_loaded(packed, tmp_path):
@@ -55,7 +63,9 @@ def test_what_is_saved_is_loaded(packed, tmp_path):
 
 
 def test_reference_logprobs_go_with_their_rows(packed, tmp_path):
-    packed.reference_logprobs = torch.where(packed.labels >= 0, -packed.labels.float() / 8, math.nan)
+    packed.reference_logprobs = torch.where(
+        packed.labels >= 0, -packed.labels.float() / 8, math.nan
+    )
     padded = packed.pad_rows_to_multiple(3)
     padded.check()
     assert padded.num_rows == 3 and padded.reference_logprobs[1:].isnan().all()
@@ -63,9 +73,15 @@ def test_reference_logprobs_go_with_their_rows(packed, tmp_path):
         part.check()
         at = part.labels >= 0
         assert torch.equal(part.reference_logprobs[at], -part.labels[at].float() / 8)
-        assert part.reference_logprobs.shape == part.labels.shape and part.reference_logprobs[~at].isnan().all()
+        assert (
+            part.reference_logprobs.shape == part.labels.shape
+            and part.reference_logprobs[~at].isnan().all()
+        )
         part.save(tmp_path / "part")
-        assert torch.equal(PackedTensors.load(tmp_path / "part").reference_logprobs[at], part.reference_logprobs[at])
+        assert torch.equal(
+            PackedTensors.load(tmp_path / "part").reference_logprobs[at],
+            part.reference_logprobs[at],
+        )
     without = dataclasses.replace(packed, reference_logprobs=None)
     without.save(tmp_path / "without")
     assert PackedTensors.load(tmp_path / "without").reference_logprobs is None
@@ -92,7 +108,10 @@ def test_reference_logprobs_are_checked(packed, column, value, message):
 
 
 def test_reference_logprobs_have_the_shape_and_dtype_of_the_others(packed):
-    for wrong, message in ((packed.logprobs[:, :-1], "has shape"), (packed.logprobs.double(), "expected torch.float32")):
+    for wrong, message in (
+        (packed.logprobs[:, :-1], "has shape"),
+        (packed.logprobs.double(), "expected torch.float32"),
+    ):
         with pytest.raises(PackError, match=f"reference_logprobs .*{message}"):
             dataclasses.replace(packed, reference_logprobs=wrong).check()
 
@@ -120,11 +139,20 @@ def test_foreign_and_missing_files_are_refused(packed, tmp_path):
     ("change", "message"),
     [
         (lambda tensors, header: tensors.pop("weights"), r"missing tensors: \['weights'\]"),
-        (lambda tensors, header: tensors.update(other=torch.zeros(1)), r"unknown tensors: \['other'\]"),
-        (lambda tensors, header: header.update(schema=99), "format 99, this version reads format 1"),
+        (
+            lambda tensors, header: tensors.update(other=torch.zeros(1)),
+            r"unknown tensors: \['other'\]",
+        ),
+        (
+            lambda tensors, header: header.update(schema=99),
+            "format 99, this version reads format 1",
+        ),
         (lambda tensors, header: header.pop("samples"), "header is damaged"),
         (lambda tensors, header: header["samples"].pop(), "outside of the sample table of 2"),
-        (lambda tensors, header: header["samples"][0].update(row=1), r"sample 0 .* the tensors hold"),
+        (
+            lambda tensors, header: header["samples"][0].update(row=1),
+            r"sample 0 .* the tensors hold",
+        ),
         (lambda tensors, header: header["samples"][0].update(unknown=1), "header is damaged"),
         (lambda tensors, header: header.update(aggregation="mean"), "aggregation 'mean'"),
     ],
@@ -160,13 +188,25 @@ def set_tensor(name: str, value):
     ("change", "message"),
     [
         (set_tensor("tokens", lambda t: t[0]), r"shape \[12\]; expected \[rows, positions\]"),
-        (set_tensor("labels", lambda t: t[:, :-1]), r"labels has shape \[1, 11\], tokens have \[1, 12\]"),
-        (set_tensor("weights", lambda t: t.double()), "weights is torch.float64; expected torch.float32"),
+        (
+            set_tensor("labels", lambda t: t[:, :-1]),
+            r"labels has shape \[1, 11\], tokens have \[1, 12\]",
+        ),
+        (
+            set_tensor("weights", lambda t: t.double()),
+            "weights is torch.float64; expected torch.float32",
+        ),
         (set_tensor("labels", lambda t: t.roll(1, 1)), "row 0, position"),
         (set_tensor("logprobs", lambda t: t.roll(1, 1)), "position 9: logprobs is set in padding"),
-        (set_tensor("advantages", lambda t: t.roll(1, 1)), "position 9: advantages is set in padding"),
+        (
+            set_tensor("advantages", lambda t: t.roll(1, 1)),
+            "position 9: advantages is set in padding",
+        ),
         (set_tensor("logprobs", lambda t: t.roll(-1, 1)), "logprob without a label"),
-        (set_tensor("advantages", lambda t: t.roll(-1, 1)), "advantages is set where nothing is trained"),
+        (
+            set_tensor("advantages", lambda t: t.roll(-1, 1)),
+            "advantages is set where nothing is trained",
+        ),
         (set_tensor("weights", lambda t: t.roll(-1, 1)), "weights is set where nothing is trained"),
         (set_tensor("assistant_mask", lambda t: ~t), "assistant_mask is set in padding"),
         (set_at("tokens", 10, 5), "position 10: tokens is set in padding"),
@@ -196,14 +236,16 @@ def test_every_broken_rule_is_found(packed, change, message):
 
 def test_a_shift_of_all_input_positions_of_a_completion_is_found(packed):
     packed.input_pos[0, 2:5] += 1
-    with pytest.raises(PackError, match="position 2: input_pos of a group does not continue its parent's"):
+    with pytest.raises(
+        PackError, match="position 2: input_pos of a group does not continue its parent's"
+    ):
         packed.check()
 
 
 @pytest.fixture
 def tree() -> PackedTensors:
-    """Row 0: 0 is a system prompt (columns 0 1), 1 a question (2 3) with samples 0 and 1 (4 | 5), 2 another (6 7) with 2, 3
-    and 4 (8 | 9 | 10); 11 padding."""
+    """Row 0: 0 is a system prompt (columns 0 1), 1 a question (2 3) with samples 0 and 1 (4 | 5), 2
+    another (6 7) with 2, 3 and 4 (8 | 9 | 10); 11 padding."""
 
     def sample(number: int, prompt: list[int], completion: int) -> TokenizedResult:
         length = len(prompt) + 1
@@ -247,17 +289,41 @@ def test_the_tree_of_these_tests(tree):
     [
         (set_columns("parent_ids", [8], 1), "position 8: groups do not stand depth first"),
         (set_columns("parent_ids", [8, 9], 1), "position 6: a shared group with one child"),
-        (set_columns("parent_ids", [5], 0), "position 5: input_pos of a group does not continue its parent's"),
-        (set_columns("parent_ids", [6, 7], 6), "position 6: a parent does not come before its child"),
-        (set_columns("parent_ids", [6, 7], 4), "position 6: input_pos of a root group does not begin at 0"),
+        (
+            set_columns("parent_ids", [5], 0),
+            "position 5: input_pos of a group does not continue its parent's",
+        ),
+        (
+            set_columns("parent_ids", [6, 7], 6),
+            "position 6: a parent does not come before its child",
+        ),
+        (
+            set_columns("parent_ids", [6, 7], 4),
+            "position 6: input_pos of a root group does not begin at 0",
+        ),
         (set_columns("tokens", [6], 4), "position 2: siblings do not begin with the same token"),
         (set_columns("tokens", [9], 5), "position 9: siblings do not begin with the same token"),
-        (set_columns("sample_ids", [2, 3], 0), "position 4: a group continues a group that belongs to one sample"),
-        (set_columns("sample_ids", [5], -1), "shared token or padding has a label|a shared group that nothing continues"),
-        (in_table(2, groups=[0, 5]), r"sample 2 .* \(0, \[0, 5\], 1\), but the tensors hold \(0, \[0, 4, 5\], 1\)"),
-        (in_table(3, prompt_length=4, completion_length=2), "sample 3 .* shares 4 positions and has 6 tokens"),
+        (
+            set_columns("sample_ids", [2, 3], 0),
+            "position 4: a group continues a group that belongs to one sample",
+        ),
+        (
+            set_columns("sample_ids", [5], -1),
+            "shared token or padding has a label|a shared group that nothing continues",
+        ),
+        (
+            in_table(2, groups=[0, 5]),
+            r"sample 2 .* \(0, \[0, 5\], 1\), but the tensors hold \(0, \[0, 4, 5\], 1\)",
+        ),
+        (
+            in_table(3, prompt_length=4, completion_length=2),
+            "sample 3 .* shares 4 positions and has 6 tokens",
+        ),
         (in_table(3, prompt_length=6), None),
-        (in_table(1, prompt_length=5, completion_length=0), "sample 1 .* shares 4 positions and has 6 tokens"),
+        (
+            in_table(1, prompt_length=5, completion_length=0),
+            "sample 1 .* shares 4 positions and has 6 tokens",
+        ),
     ],
 )
 def test_every_broken_rule_of_trees_is_found(tree, change, message):
@@ -271,10 +337,14 @@ def test_every_broken_rule_of_trees_is_found(tree, change, message):
 
 
 def test_a_shared_group_with_one_child_is_refused(tree):
-    for tensor in tree.tensors().values():  # without samples 3 and 4, their question has one child left
+    # Without samples 3 and 4, their question has one child left.
+    for tensor in tree.tensors().values():
         tensor[0, 9:11] = tensor[0, 11]
     del tree.samples[3:]
-    with pytest.raises(PackError, match="row 0, position 6: a shared group with one child, which should be one with it"):
+    with pytest.raises(
+        PackError,
+        match="row 0, position 6: a shared group with one child, which should be one with it",
+    ):
         tree.check()
 
 
@@ -287,7 +357,9 @@ def test_places_are_right_beyond_the_rows_that_are_checked_at_a_time(tree):
         padded.check()
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs Linux's list of what is mapped")
+@pytest.mark.skipif(
+    not os.path.exists("/proc/self/maps"), reason="needs Linux's list of what is mapped"
+)
 def test_a_loaded_file_is_mapped_into_memory(packed, tmp_path):
     path = tmp_path / "packed.safetensors"
     packed.save(path)

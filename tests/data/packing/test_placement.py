@@ -1,4 +1,6 @@
-"""Rows of whole forests: every sample once, never over the limit, never worse than in order, and close to the fewest rows."""
+"""Rows of whole forests: every sample once, never over the limit, never worse than in order, and
+close to the fewest rows.
+"""
 
 import functools
 import itertools
@@ -17,7 +19,9 @@ from ttrl.data.packing.row_building import best_fit, best_subset, fill, filled_b
 
 @st.composite
 def forests(draw, max_nodes=7, max_samples=25):
-    """Trees of any depth, also with empty nodes and single samples; (forest, seq_len), where every sample fits alone."""
+    """Trees of any depth, also with empty nodes and single samples; (forest, seq_len), where every
+    sample fits alone.
+    """
     seq_len = draw(st.integers(8, 60))
     parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(0, max_nodes)))]
     sizes = [draw(st.integers(0, seq_len // 5)) for _ in parents]
@@ -25,7 +29,9 @@ def forests(draw, max_nodes=7, max_samples=25):
     open_nodes = [-1] + [node for node, size in enumerate(above) if size < seq_len]
     nodes = draw(st.lists(st.sampled_from(open_nodes), max_size=max_samples))
     room = [seq_len - (above[node] if node >= 0 else 0) for node in nodes]
-    return Forest(sizes, parents, nodes, [draw(st.integers(1, min(r, seq_len // 2))) for r in room]), seq_len
+    return Forest(
+        sizes, parents, nodes, [draw(st.integers(1, min(r, seq_len // 2))) for r in room]
+    ), seq_len
 
 
 def fewest_rows(forest: Forest, seq_len: int) -> int:
@@ -86,13 +92,15 @@ def test_in_order_takes_the_last_row_as_long_as_there_is_room(case):
 
 
 def test_a_group_is_split_where_its_pieces_fill_rows():
-    # Five groups of 2 + 6·1 in rows of 12: whole groups would take five rows, but one of them can be cut up for the others' room.
+    # Five groups of 2 + 6·1 in rows of 12: whole groups would take five rows, but one of them can
+    # be cut up for the others' room.
     forest = Forest([2] * 5, [-1] * 5, [group for group in range(5) for _ in range(6)], [1] * 30)
     assert len(place(forest, 12)) == 4
 
 
 def test_a_shared_beginning_is_paid_once_per_row_at_any_depth():
-    # A system prompt of 10, two questions of 5, two samples of 5 each: 10 + 5 + 5 + 20 = 40 in one row, and only there.
+    # A system prompt of 10, two questions of 5, two samples of 5 each: 10 + 5 + 5 + 20 = 40 in one
+    # row, and only there.
     forest = Forest([10, 5, 5], [-1, 0, 0], [1, 1, 2, 2], [5, 5, 5, 5])
     assert place(forest, 40) == [[0, 1, 2, 3]]
     assert sorted(place(forest, 39)) == [[0, 1], [2, 3]]
@@ -106,7 +114,8 @@ def test_nothing_and_a_sample_that_cannot_fit():
 
 
 def test_the_last_rows_are_spread_over_the_ranks():
-    # 9 samples of 4 behind a prompt of 1 in rows of 13: three rows, one of which 2 ranks would wait for.
+    # 9 samples of 4 behind a prompt of 1 in rows of 13: three rows, one of which 2 ranks would wait
+    # for.
     forest = Forest([1], [-1], [0] * 9, [4] * 9)
     rows = place(forest, 13, multiple=2)
     assert sorted(map(len, rows)) == [1, 2, 3, 3]
@@ -130,7 +139,9 @@ def test_the_work_of_a_row_is_its_positions_and_its_attention_area():
     groups = torch.tensor([[0, 0, 1, 1, 2, 3, -1], [0, 1, 2, -1, -1, -1, -1], [-1] * 7])
     parents = torch.tensor([[0, 0, 0, 0, 0, 3, -1], [0, 0, 0, -1, -1, -1, -1], [-1] * 7])
     used = groups >= 0
-    pairs = [int(mask[here].sum()) for mask, here in zip(dense_mask(groups, parents), used, strict=True)]
+    pairs = [
+        int(mask[here].sum()) for mask, here in zip(dense_mask(groups, parents), used, strict=True)
+    ]
     assert pairs == [1 + 2 + 3 + 4 + 3 + 1, 1 + 2 + 2, 0]
     expected = [6 + 14 / 60, 3 + 5 / 60, 0]
     assert row_work(groups, parents, width=10) == pytest.approx(expected)
@@ -142,7 +153,11 @@ def test_every_rank_is_dealt_as_many_rows_and_as_much_work(work, ranks):
     dealt = deal(work, ranks)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(work)))
     counts = [len(rows) for rows in dealt]
-    assert len(dealt) == ranks and max(counts) - min(counts) <= 1 and counts == sorted(counts, reverse=True)
+    assert (
+        len(dealt) == ranks
+        and max(counts) - min(counts) <= 1
+        and counts == sorted(counts, reverse=True)
+    )
     sums = [sum(work[row] for row in rows) for rows in dealt]
     assert max(sums) - min(sums) <= max(work, default=0)
     assert deal(work, ranks) == dealt
@@ -152,7 +167,10 @@ def test_every_rank_is_dealt_as_many_rows_and_as_much_work(work, ranks):
 @settings(deadline=None, max_examples=60)
 def test_no_way_of_dealing_has_ranks_wait_less(work, ranks):
     rows = list(range(len(work)))
-    least = min(waiting(work, [order[rank::ranks] for rank in range(ranks)]) for order in itertools.permutations(rows))
+    least = min(
+        waiting(work, [order[rank::ranks] for rank in range(ranks)])
+        for order in itertools.permutations(rows)
+    )
     assert waiting(work, deal(work, ranks)) == pytest.approx(least)
 
 

@@ -13,12 +13,17 @@ from ttrl.data.packing.placement import Forest, place
 
 def forest_of(prompts, members) -> Forest:
     owner = [group for group, sizes in enumerate(members) for _ in sizes]
-    return Forest(prompts, [-1] * len(prompts), owner, [size for sizes in members for size in sizes])
+    return Forest(
+        prompts, [-1] * len(prompts), owner, [size for sizes in members for size in sizes]
+    )
 
 
 def fewest_rows(forest: Forest, seq_len: int, at_most: int) -> int:
     """By trying every row for every sample, the largest first; `at_most` rows are known to do."""
-    order = sorted(range(len(forest.sample_node)), key=lambda s: (forest.sample_node[s], -forest.sample_size[s]))
+    order = sorted(
+        range(len(forest.sample_node)),
+        key=lambda s: (forest.sample_node[s], -forest.sample_size[s]),
+    )
     best = at_most
 
     @functools.cache
@@ -35,7 +40,15 @@ def fewest_rows(forest: Forest, seq_len: int, at_most: int) -> int:
             left = free - size - (0 if group in groups else forest.node_size[group])
             if left >= 0:
                 others = rows[:i] + rows[i + 1 :]
-                search(done + 1, tuple(sorted((*others, (left, groups | {group})), key=lambda row: (row[0], sorted(row[1])))))
+                search(
+                    done + 1,
+                    tuple(
+                        sorted(
+                            (*others, (left, groups | {group})),
+                            key=lambda row: (row[0], sorted(row[1])),
+                        )
+                    ),
+                )
 
     search(0, ())
     return best
@@ -47,7 +60,9 @@ def cases(draw):
     same = draw(st.booleans())
     prompts = [draw(st.integers(0, seq_len // 2)) for _ in range(draw(st.integers(1, 4)))]
     prompts = [prompts[0]] * len(prompts) if same else prompts
-    members = [[draw(st.integers(1, seq_len - p)) for _ in range(draw(st.integers(1, 3)))] for p in prompts]
+    members = [
+        [draw(st.integers(1, seq_len - p)) for _ in range(draw(st.integers(1, 3)))] for p in prompts
+    ]
     return prompts, members, seq_len
 
 
@@ -75,7 +90,9 @@ def test_ours_is_the_optimum_and_the_bound_near_it_in_most_small_cases():
     assert best >= 38 and tight >= 30, (best, tight)
 
 
-@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.lists(st.integers(1, 100), max_size=5))
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=8), st.lists(st.integers(1, 100), max_size=5)
+)
 @settings(deadline=None, max_examples=80)
 def test_what_fits_into_a_row_never_weighs_more_than_one(sizes, marks):
     relative = np.array(sizes) / max(100, sum(sizes))
@@ -85,7 +102,8 @@ def test_what_fits_into_a_row_never_weighs_more_than_one(sizes, marks):
 
 
 def test_prompts_of_half_a_row_cannot_share_one():
-    # Every group needs two rows of its own: the sum alone (7 · 2 · 20 + 63 of 40 per row) would not show it.
+    # Every group needs two rows of its own: the sum alone (7 · 2 · 20 + 63 of 40 per row) would not
+    # show it.
     bounds = lower_bounds([20] * 7, [[11, 11]] * 7, 40)
     assert bounds["members"] >= 14 - 1e-6
     assert lower_bound([20] * 7, [[11, 11]] * 7, 40) == 14

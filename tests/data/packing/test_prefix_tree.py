@@ -16,7 +16,9 @@ from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
 
-def sample(number: int, prompt: list[int], completion: list[int], trained: list[bool] | None = None) -> TokenizedResult:
+def sample(
+    number: int, prompt: list[int], completion: list[int], trained: list[bool] | None = None
+) -> TokenizedResult:
     """A sample whose logprobs, reward and advantage tell it from all others."""
     trained = [True] * len(completion) if trained is None else trained
     length = len(prompt) + len(completion)
@@ -26,7 +28,8 @@ def sample(number: int, prompt: list[int], completion: list[int], trained: list[
         token_ids=prompt + completion,
         assistant_mask=[False] * len(prompt) + trained,
         input_pos=list(range(length)),
-        logprobs=[math.nan] * len(prompt) + [-number - 0.125 * i if t else math.nan for i, t in enumerate(trained)],
+        logprobs=[math.nan] * len(prompt)
+        + [-number - 0.125 * i if t else math.nan for i, t in enumerate(trained)],
         prompt_length=len(prompt),
         reward=float(number),
         advantage=number - 2.5,
@@ -36,7 +39,9 @@ def sample(number: int, prompt: list[int], completion: list[int], trained: list[
 
 
 def pack(results, seq_len=16, shortest_shared=1, **options) -> PackedTensors:
-    return packed_tensors_from_tokenized_results(results, seq_len=seq_len, pad_id=0, shortest_shared=shortest_shared, **options)
+    return packed_tensors_from_tokenized_results(
+        results, seq_len=seq_len, pad_id=0, shortest_shared=shortest_shared, **options
+    )
 
 
 def end_of(one: TokenizedResult) -> int:
@@ -47,7 +52,10 @@ def end_of(one: TokenizedResult) -> int:
 def stored(one: TokenizedResult) -> TokenizedResult:
     """What packing keeps of it: all up to the last trained token."""
     end = end_of(one)
-    cut = {name: getattr(one, name)[:end] for name in ("token_ids", "assistant_mask", "input_pos", "logprobs")}
+    cut = {
+        name: getattr(one, name)[:end]
+        for name in ("token_ids", "assistant_mask", "input_pos", "logprobs")
+    }
     return dataclasses.replace(one, **cut)
 
 
@@ -56,13 +64,15 @@ def shareable(one: TokenizedResult) -> int:
 
 
 def positions_by_definition(members: list[TokenizedResult], share: str) -> int:
-    """What a row of these samples takes. Position i is common to the samples that have the tokens up to i and the next one in
-    common, before anything that one of them generated."""
+    """What a row of these samples takes. Position i is common to the samples that have the tokens
+    up to i and the next one in common, before anything that one of them generated."""
     found = set()
     for number, one in enumerate(members):
         for i in range(end_of(one) - 1):
             common = i + 2 <= shareable(one) and share != "none"
-            beginning = one.token_ids[: i + 2] if share == "tree" else one.token_ids[: shareable(one)]
+            beginning = (
+                one.token_ids[: i + 2] if share == "tree" else one.token_ids[: shareable(one)]
+            )
             found.add((i, tuple(beginning)) if common else (i, number))
     return len(found)
 
@@ -72,8 +82,10 @@ tokens = st.integers(0, 2)
 
 @st.composite
 def sample_trees(draw) -> list[TokenizedResult]:
-    """Prompts that continue beginnings of each other, or are equal, or one token long; few different completions, so that some
-    are equal or branch behind their first tokens; several turns."""
+    """Prompts that continue beginnings of each other, or are equal, or one token long; few
+    different completions, so that some are equal or branch behind their first tokens; several
+    turns.
+    """
     prompts = [draw(st.lists(tokens, min_size=1, max_size=4))]
     for _ in range(draw(st.integers(0, 5))):
         base = draw(st.sampled_from(prompts))
@@ -90,9 +102,16 @@ def sample_trees(draw) -> list[TokenizedResult]:
     return out
 
 
-@given(sample_trees(), st.integers(6, 30), st.sampled_from(["tree", "tree", "prompt", "none"]), st.integers(1, 4))
+@given(
+    sample_trees(),
+    st.integers(6, 30),
+    st.sampled_from(["tree", "tree", "prompt", "none"]),
+    st.integers(1, 4),
+)
 @settings(deadline=None, max_examples=80)
-def test_unpacking_gives_back_every_sample_and_rows_hold_what_the_definition_says(results, seq_len, share, shortest):
+def test_unpacking_gives_back_every_sample_and_rows_hold_what_the_definition_says(
+    results, seq_len, share, shortest
+):
     fits = [one for one in results if 0 < end_of(one) <= seq_len + 1]
     if not fits:
         return
@@ -101,7 +120,9 @@ def test_unpacking_gives_back_every_sample_and_rows_hold_what_the_definition_say
         for field in dataclasses.fields(TokenizedResult):
             a, b = getattr(got, field.name), getattr(stored(expected), field.name)
             if field.name == "logprobs":
-                torch.testing.assert_close(torch.tensor(a), torch.tensor(b), equal_nan=True, rtol=0, atol=0)
+                torch.testing.assert_close(
+                    torch.tensor(a), torch.tensor(b), equal_nan=True, rtol=0, atol=0
+                )
             else:
                 assert a == b, field.name
     for number, one in enumerate(fits):  # trained once per sample, whatever other samples say
@@ -124,7 +145,11 @@ def test_every_token_sees_the_beginning_of_its_own_sample_and_nothing_else(resul
     allowed = dense_mask(packed.group_ids, packed.parent_ids)
     for number, place in enumerate(packed.samples):
         row, ids = place.row, fits[number].token_ids
-        groups, owners, positions = packed.group_ids[row], packed.sample_ids[row], packed.input_pos[row]
+        groups, owners, positions = (
+            packed.group_ids[row],
+            packed.sample_ids[row],
+            packed.input_pos[row],
+        )
         on_path = torch.isin(groups, torch.tensor(place.groups))
         for query in on_path.nonzero().flatten().tolist():
             seen = allowed[row, query].nonzero().flatten()
@@ -151,27 +176,49 @@ def test_a_system_prompt_questions_and_the_given_part_of_a_conversation_drawn_by
         ],
         seq_len=20,
     )
-    # 0: system | 1: question | 2: conversation, 3 4: its samples | 5 6: samples of the question | 7: the other one, 8 9
+    # 0: system | 1: question | 2: conversation, 3 4: its samples | 5 6: samples of the question |
+    # 7: the other one, 8 9
     assert packed.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 7, 5, 21, 5, 3, 8, 9, 9, 0, 0, 0, 0, 0]]
     assert packed.group_ids.tolist() == [[0, 0, 1, 1, 2, 2, 3, 4, 5, 5, 6, 7, 7, 8, 9, *[-1] * 5]]
     assert packed.parent_ids.tolist() == [[0, 0, 0, 0, 1, 1, 2, 2, 1, 1, 1, 0, 0, 7, 7, *[-1] * 5]]
     assert packed.input_pos.tolist() == [[0, 1, 2, 3, 4, 5, 6, 6, 4, 5, 4, 2, 3, 4, 4, *[0] * 5]]
     assert packed.sample_ids.tolist() == [[-1] * 6 + [0, 3, 1, 1, 4, -1, -1, 2, 5, *[-1] * 5]]
     assert packed.labels[0, :15].tolist() == [-100] * 6 + [20, 24, 21, 22, 25, -100, -100, 23, 26]
-    assert [one.groups for one in packed.samples] == [[0, 1, 2, 3], [0, 1, 5], [0, 7, 8], [0, 1, 2, 4], [0, 1, 6], [0, 7, 9]]
+    assert [one.groups for one in packed.samples] == [
+        [0, 1, 2, 3],
+        [0, 1, 5],
+        [0, 7, 8],
+        [0, 1, 2, 4],
+        [0, 1, 6],
+        [0, 7, 9],
+    ]
 
 
 def test_what_was_generated_is_never_merged():
-    # Turns of a conversation trained at once; the tool's answer (8, 9) follows what the model wrote, so it is each sample's own.
+    # Turns of a conversation trained at once; the tool's answer (8, 9) follows what the model
+    # wrote, so it is each sample's own.
     turns = [True, True, False, False, True]
     packed = pack([sample(i, [1, 2, 3], [5, 6, 8, 9, 7], turns) for i in range(3)], seq_len=32)
     assert packed.num_tokens == 2 + 3 * 5
     assert packed.labels[packed.sample_ids == 1].tolist() == [5, 6, -100, -100, 7]
     # Branches inside generated text
-    packed = pack([sample(0, [1, 2, 3], [5, 6, 7]), sample(1, [1, 2, 3], [5, 6, 8]), sample(2, [1, 2, 3], [5, 6, 7])])
+    packed = pack(
+        [
+            sample(0, [1, 2, 3], [5, 6, 7]),
+            sample(1, [1, 2, 3], [5, 6, 8]),
+            sample(2, [1, 2, 3], [5, 6, 7]),
+        ]
+    )
     assert packed.num_tokens == 2 + 3 * 3 and packed.num_trained == 9
-    # A later turn's prompt holds the earlier turn, generated but given: it is shared with another of the kind, not with the turn.
-    packed = pack([sample(0, [1, 2], [5, 6]), sample(1, [1, 2, 5, 6, 9], [7]), sample(2, [1, 2, 5, 6, 9], [8])])
+    # A later turn's prompt holds the earlier turn, generated but given: it is shared with another
+    # of the kind, not with the turn.
+    packed = pack(
+        [
+            sample(0, [1, 2], [5, 6]),
+            sample(1, [1, 2, 5, 6, 9], [7]),
+            sample(2, [1, 2, 5, 6, 9], [8]),
+        ]
+    )
     assert packed.num_tokens == 1 + 2 + 3 + 1 + 1
     assert packed.tokens[packed.sample_ids == 0].tolist() == [2, 5]
 
@@ -186,29 +233,42 @@ def test_nodes_without_branches_in_their_row_are_merged():
     results = [sample(i, [1, 2, 3, 4, 5 + i // 2, 7, 7], [9] * (6 + i % 2)) for i in range(4)]
     packed = pack(results, seq_len=19)
     assert packed.num_rows == 2
-    assert [len(one.groups) for one in packed.samples] == [2] * 4  # the common 1 2 3 (4) is a part of each row's question
+    # The common 1 2 3 (4) is a part of each row's question.
+    assert [len(one.groups) for one in packed.samples] == [2] * 4
 
 
 def test_short_common_beginnings_of_different_prompts_make_no_node():
     results = [sample(i, [1, 2, 3, 10 + i // 2, 20, 30], [9]) for i in range(4)]
     assert [len(one.groups) for one in pack(results, 40, shortest_shared=3).samples] == [2] * 4
     assert [len(one.groups) for one in pack(results, 40, shortest_shared=2).samples] == [3] * 4
-    assert pack(results, 40, shortest_shared=3).num_tokens == pack(results, 40, share="prompt").num_tokens
+    assert (
+        pack(results, 40, shortest_shared=3).num_tokens
+        == pack(results, 40, share="prompt").num_tokens
+    )
 
 
 def test_the_modes_of_sharing_take_ever_more_positions():
     results = [sample(i, [1] * 20 + [2 + i // 4] * 5, [9, i]) for i in range(12)]
-    taken = [pack(results, 512, share=share, shortest_shared=8).num_tokens for share in ("tree", "prompt", "none")]
+    taken = [
+        pack(results, 512, share=share, shortest_shared=8).num_tokens
+        for share in ("tree", "prompt", "none")
+    ]
     assert taken == [19 + 3 * 5 + 12 * 2, 3 * 24 + 12 * 2, 12 * 26]
 
 
 def long_samples() -> list[TokenizedResult]:
-    return [sample(0, [1, 2], [5] * 20), sample(1, [1, 2], [5, 6]), sample(2, [3] * 12, [4]), sample(3, [1, 2], [7] * 6)]
+    return [
+        sample(0, [1, 2], [5] * 20),
+        sample(1, [1, 2], [5, 6]),
+        sample(2, [3] * 12, [4]),
+        sample(3, [1, 2], [7] * 6),
+    ]
 
 
 def test_too_long_samples_can_be_truncated():
     packed = pack(long_samples(), 8, too_long="truncate")
-    assert packed.dropped == {"too_long": 1, "no_trained_token": 0, "truncated": 1}  # of sample 2, nothing trained would be left
+    # Of sample 2, nothing trained would be left.
+    assert packed.dropped == {"too_long": 1, "no_trained_token": 0, "truncated": 1}
     back = unpack(packed)
     assert [one.task_id for one in back] == ["t0", "t1", "t3"]
     assert back[0].token_ids == [1, 2] + [5] * 7 and packed.samples[0].num_trained == 7
@@ -220,7 +280,12 @@ def test_too_long_samples_can_be_truncated():
 def test_too_long_samples_can_have_longer_rows():
     packed = pack(long_samples(), 8, too_long="extend")
     assert packed.dropped == {"too_long": 0, "no_trained_token": 0, "extended": 2}
-    assert packed.seq_len == 21 and [one.task_id for one in unpack(packed)] == ["t0", "t1", "t2", "t3"]
+    assert packed.seq_len == 21 and [one.task_id for one in unpack(packed)] == [
+        "t0",
+        "t1",
+        "t2",
+        "t3",
+    ]
     used = (packed.group_ids >= 0).sum(dim=1).tolist()
     long_rows = {packed.samples[0].row, packed.samples[2].row}
     assert all(length <= 8 for row, length in enumerate(used) if row not in long_rows)
@@ -248,7 +313,9 @@ def test_wrong_options_are_named(options, message):
 
 def test_the_tree_of_many_long_prompts_is_that_of_its_pairs():
     draw = random.Random(0)
-    prompts = [[1] * 300 + [draw.randrange(3) for _ in range(draw.randrange(1, 40))] for _ in range(300)]
+    prompts = [
+        [1] * 300 + [draw.randrange(3) for _ in range(draw.randrange(1, 40))] for _ in range(300)
+    ]
     results = [sample(i, prompt, [7]) for i, prompt in enumerate(prompts)]
     packed = pack(results, seq_len=1 << 15)
     assert packed.num_rows == 1
@@ -263,4 +330,7 @@ def test_the_example_of_a_node_begins_with_its_tokens():
     lengths = np.array([len(prompt) for prompt in prompts])
     tree = prefix_tree(flat, np.cumsum(lengths) - lengths, lengths, "tree", 1)
     assert (tree.cut, tree.parent, tree.node_of) == ([1, 3], [-1, 0], [1, 0, 1, -1])
-    assert [prompts[one][:2] for one in tree.example] == [[1, 2], [1, 2]] and tree.example[1] in (0, 2)
+    assert [prompts[one][:2] for one in tree.example] == [[1, 2], [1, 2]] and tree.example[1] in (
+        0,
+        2,
+    )

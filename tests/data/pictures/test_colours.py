@@ -6,12 +6,25 @@ import pytest
 
 from ttrl.data.pictures import colours
 
-# What people without one kind of cone see, on linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
+# What people without one kind of cone see, on linear RGB (Machado, Oliveira and Fernandes 2009,
+# severity 1).
 SIGHT = {
     "all three": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "no long": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
-    "no medium": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.011820, 0.042940, 0.968881)),
-    "no short": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.303900)),
+    "no long": (
+        (0.152286, 1.052583, -0.204868),
+        (0.114503, 0.786281, 0.099216),
+        (-0.003882, -0.048116, 1.051998),
+    ),
+    "no medium": (
+        (0.367322, 0.860646, -0.227968),
+        (0.280085, 0.672501, 0.047413),
+        (-0.011820, 0.042940, 0.968881),
+    ),
+    "no short": (
+        (1.255528, -0.076749, -0.178779),
+        (-0.078411, 0.930809, 0.147602),
+        (0.004733, 0.691367, 0.303900),
+    ),
 }
 
 
@@ -52,7 +65,8 @@ def distance(one: str, other: str, sight: str) -> float:
 def contrast(one: str, other: str) -> float:
     """WCAG."""
     light, dark = sorted(
-        (sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(one))) for one in (one, other)), reverse=True
+        (sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear(one))) for one in (one, other)),
+        reverse=True,
     )
     return (light + 0.05) / (dark + 0.05)
 
@@ -61,7 +75,9 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_neighbouring_trees_and_depths_differ_for_everybody(theme: str, sight: str) -> None:
     for depth, least in ((0, 0.08), (1, 0.035)):
-        trees = [colours.group_colour(tree, depth, 2, theme) for tree in range(len(colours.HUES) + 1)]
+        trees = [
+            colours.group_colour(tree, depth, 2, theme) for tree in range(len(colours.HUES) + 1)
+        ]
         assert trees[0] == trees[-1]
         assert min(distance(a, b, sight) for a, b in itertools.pairwise(trees)) > least
     for tree in range(len(colours.HUES)):

@@ -1,4 +1,6 @@
-"""The page of packed rows and its text form: is everything on it, once and right, and can no token do harm?"""
+"""The page of packed rows and its text form: is everything on it, once and right, and can no token
+do harm?
+"""
 
 import base64
 import hashlib
@@ -14,7 +16,12 @@ from typing import Any
 
 import pytest
 
-from ttrl.data.packing.pack import IGNORE_LABEL, PackedTensors, packed_tensors_from_tokenized_results, unpack
+from ttrl.data.packing.pack import (
+    IGNORE_LABEL,
+    PackedTensors,
+    packed_tensors_from_tokenized_results,
+    unpack,
+)
 from ttrl.data.pictures import page as row_html
 from ttrl.data.pictures.page import packed_rows_html
 from ttrl.data.pictures.segments import figures_of, figures_of_pack, segments_of, visible
@@ -35,7 +42,9 @@ HOSTILE = [
 ]
 
 
-def result(task: str, number: int, prompt: list[int], completion: list[int], advantage: float = 0.0) -> TokenizedResult:
+def result(
+    task: str, number: int, prompt: list[int], completion: list[int], advantage: float = 0.0
+) -> TokenizedResult:
     length = len(prompt) + len(completion)
     return TokenizedResult(
         task_id=task,
@@ -54,7 +63,9 @@ def result(task: str, number: int, prompt: list[int], completion: list[int], adv
 
 @pytest.fixture
 def tree() -> PackedTensors:
-    """A tree of three levels (10 tokens for all, 10 more for three, a prompt for two of those), and a row of padding."""
+    """A tree of three levels (10 tokens for all, 10 more for three, a prompt for two of those), and
+    a row of padding.
+    """
     system, question = list(range(100, 110)), list(range(110, 120))
     results = [
         result("a", 0, system + question + [30, 31], [1, 2, 3], 1.5),
@@ -62,7 +73,9 @@ def tree() -> PackedTensors:
         result("b", 0, system + question + list(range(40, 50)), [5, 6], 0.0),
         result("c", 0, system + list(range(60, 70)), [7, 8, 9], 0.25),
     ]
-    return packed_tensors_from_tokenized_results(results, seq_len=128, pad_id=0).pad_rows_to_multiple(2)
+    return packed_tensors_from_tokenized_results(
+        results, seq_len=128, pad_id=0
+    ).pad_rows_to_multiple(2)
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -78,8 +91,18 @@ def spread(runs: list[Any]) -> list[Any]:
 def labels_of(row: dict[str, Any], data: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """By position: what the page says of its label, read as its script reads it."""
     stops = {stop: label for _, _, _, _, stop, _, _, _, label in row["segments"]}
-    places = [at for begin, stop in zip(row["trained"][::2], row["trained"][1::2], strict=True) for at in range(begin, stop)]
-    values = zip(spread(row["advantages"]), spread(row["weights"]), spread(row["versions"]), row["logprobs"], strict=True)
+    places = [
+        at
+        for begin, stop in zip(row["trained"][::2], row["trained"][1::2], strict=True)
+        for at in range(begin, stop)
+    ]
+    values = zip(
+        spread(row["advantages"]),
+        spread(row["weights"]),
+        spread(row["versions"]),
+        row["logprobs"],
+        strict=True,
+    )
     found = {}
     for at, (advantage, weight, version, logprob) in zip(places, values, strict=True):
         label = stops[at + 1] if at + 1 in stops else row["tokens"][at + 1]
@@ -101,23 +124,38 @@ def assert_page_equals(page: str, packed: PackedTensors, rows: list[int]) -> Non
         used = len(values["tokens"])
         assert [data["ids"][one] for one in values["tokens"]] == packed.tokens[row, :used].tolist()
         assert (packed.group_ids[row, used:] == -1).all()
-        groups = [group for group, one in enumerate(values["segments"]) for _ in range(one[3], one[4])]
+        groups = [
+            group for group, one in enumerate(values["segments"]) for _ in range(one[3], one[4])
+        ]
         parents = [one[0] for one in values["segments"] for _ in range(one[3], one[4])]
         samples = [one[6] for one in values["segments"] for _ in range(one[3], one[4])]
         positions = [one[7] + at for one in values["segments"] for at in range(one[4] - one[3])]
-        assert groups == packed.group_ids[row, :used].tolist() and parents == packed.parent_ids[row, :used].tolist()
-        assert samples == packed.sample_ids[row, :used].tolist() and positions == packed.input_pos[row, :used].tolist()
+        assert (
+            groups == packed.group_ids[row, :used].tolist()
+            and parents == packed.parent_ids[row, :used].tolist()
+        )
+        assert (
+            samples == packed.sample_ids[row, :used].tolist()
+            and positions == packed.input_pos[row, :used].tolist()
+        )
         assert {str(one) for one in samples if one >= 0} <= data["samples"].keys()
         found = labels_of(values, data)
         trained = (packed.labels[row] != IGNORE_LABEL).nonzero().flatten().tolist()
         assert list(found) == trained
         for at in trained:
             one = found[at]
-            assert one["label"] == packed.labels[row, at] and one["version"] == packed.weights_version[row, at]
+            assert (
+                one["label"] == packed.labels[row, at]
+                and one["version"] == packed.weights_version[row, at]
+            )
             assert one["advantage"] == pytest.approx(packed.advantages[row, at].item(), rel=1e-5)
             assert one["weight"] == pytest.approx(packed.weights[row, at].item(), rel=1e-5)
             logprob = packed.logprobs[row, at].item()
-            assert one["logprob"] is None if math.isnan(logprob) else abs(one["logprob"] - logprob) <= 0.51e-4
+            assert (
+                one["logprob"] is None
+                if math.isnan(logprob)
+                else abs(one["logprob"] - logprob) <= 0.51e-4
+            )
 
 
 def test_every_position_and_every_label_is_on_the_page_once(tree: PackedTensors) -> None:
@@ -137,7 +175,12 @@ def test_figures_of_a_row_and_of_the_pack(tree: PackedTensors) -> None:
     assert (figures.samples, figures.trees, figures.trained) == (4, 1, 9)
     assert figures.saved == alone - figures.tokens > 30
     whole = figures_of_pack(tree)
-    assert (whole.tokens, whole.saved, whole.positions, whole.trees) == (figures.tokens, figures.saved, 256, 1)
+    assert (whole.tokens, whole.saved, whole.positions, whole.trees) == (
+        figures.tokens,
+        figures.saved,
+        256,
+        1,
+    )
     ends = [(one.begin, one.stop, one.end) for one in segments_of(tree, 0)]
     assert ends[0][2] == figures.tokens and ends[1][2] == ends[-1][0] and ends[2][2] == ends[4][1]
 
@@ -147,13 +190,25 @@ def test_random_packs_are_on_the_page_as_they_are() -> None:
     for _ in range(20):
         prompts = [[chance.randrange(3) for _ in range(chance.randrange(1, 30))] for _ in range(4)]
         results = [
-            result(f"t{task}", number, prompt, [chance.randrange(9) for _ in range(chance.randrange(1, 9))], chance.gauss(0, 1))
+            result(
+                f"t{task}",
+                number,
+                prompt,
+                [chance.randrange(9) for _ in range(chance.randrange(1, 9))],
+                chance.gauss(0, 1),
+            )
             for task, prompt in enumerate(prompts)
             for number in range(chance.randrange(1, 5))
         ]
-        packed = packed_tensors_from_tokenized_results(results, seq_len=48, pad_id=0, aggregation="sequence", shortest_shared=1)
-        assert_page_equals(packed_rows_html(packed, range(packed.num_rows)), packed, list(range(packed.num_rows)))
-        figures = [figures_of(packed, row, segments_of(packed, row)) for row in range(packed.num_rows)]
+        packed = packed_tensors_from_tokenized_results(
+            results, seq_len=48, pad_id=0, aggregation="sequence", shortest_shared=1
+        )
+        assert_page_equals(
+            packed_rows_html(packed, range(packed.num_rows)), packed, list(range(packed.num_rows))
+        )
+        figures = [
+            figures_of(packed, row, segments_of(packed, row)) for row in range(packed.num_rows)
+        ]
         whole = figures_of_pack(packed)
         for name in ("tokens", "trained", "samples", "trees", "saved", "padding"):
             assert getattr(whole, name) == sum(getattr(one, name) for one in figures)
@@ -165,7 +220,9 @@ def test_reference_and_unknown_logprobs(tree: PackedTensors) -> None:
     tree.reference_logprobs = tree.logprobs - 0.5
     values = data_of(packed_rows_html(tree, [0]))["rows"][0]
     assert None in values["logprobs"] and -1250 in values["logprobs"]
-    assert [r for r in values["reference"] if r is not None] == [v - 5000 for v in values["logprobs"] if v is not None]
+    assert [r for r in values["reference"] if r is not None] == [
+        v - 5000 for v in values["logprobs"] if v is not None
+    ]
 
 
 @pytest.mark.parametrize("text", HOSTILE)
@@ -175,7 +232,9 @@ def test_no_text_becomes_markup_or_control(tree: PackedTensors, text: str) -> No
     plain = packed_rows_html(tree, [0], str, "title")
     page = packed_rows_html(tree, [0], lambda token: text, text)
     page.encode("utf-8")
-    assert re.findall(r"</?[a-z]+", page, re.IGNORECASE) == re.findall(r"</?[a-z]+", plain, re.IGNORECASE)
+    assert re.findall(r"</?[a-z]+", page, re.IGNORECASE) == re.findall(
+        r"</?[a-z]+", plain, re.IGNORECASE
+    )
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f\u2028\u2029\u200b\u202e]", page)
     data = data_of(page)
     assert set(data["texts"]) == {visible(text)} and data["samples"]["0"][0] == visible(text)
@@ -187,10 +246,15 @@ def test_no_text_becomes_markup_or_control(tree: PackedTensors, text: str) -> No
 def test_the_page_loads_nothing_and_allows_its_own_script_alone(tree: PackedTensors) -> None:
     page = packed_rows_html(tree, [0])
     script = re.search(r"<script>(.*?)</script>", page, re.DOTALL)[1]
-    policy = html.unescape(re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1])
+    policy = html.unescape(
+        re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
+    )
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    assert not re.search(r"https?:|//cdn|@import|url\(|innerHTML|outerHTML|insertAdjacent|eval\(|\ssrc=|\shref=", page)
+    assert not re.search(
+        r"https?:|//cdn|@import|url\(|innerHTML|outerHTML|insertAdjacent|eval\(|\ssrc=|\shref=",
+        page,
+    )
     assert not re.search(r"{{ (title|data|script|style)", page)
 
 
@@ -201,7 +265,10 @@ def test_a_page_is_small_and_says_when_it_would_not_be(monkeypatch: pytest.Monke
     assert len(page) < 16_000 * 11 + 60_000
     assert page.count("<") < 300  # no element for any token
     monkeypatch.setattr(row_html, "MAX_BYTES", 150_000)
-    with pytest.raises(PackError, match=r"2 rows with 16,\d+ tokens would make a page of up to 0 MB.*choose about 1 rows"):
+    with pytest.raises(
+        PackError,
+        match=r"2 rows with 16,\d+ tokens would make a page of up to 0 MB.*choose about 1 rows",
+    ):
         packed_rows_html(packed, [0, 1])
     with pytest.raises(PackError, match="row 2, 7 of 2 rows; give rows from 0 to 1"):
         packed_rows_html(packed, [2, 0, 7])
@@ -226,7 +293,9 @@ def test_what_cannot_be_seen_is_made_visible() -> None:
     assert visible("a\n\t\x00\x7f\u00a0\u202e\ud800") == "a↵⇥␀␡\u00a0⟨202e⟩⟨d800⟩"
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 @pytest.mark.long(but=["0:24-expected1"])
@@ -234,7 +303,15 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 @pytest.mark.parametrize(
     ("place", "expected"),
     [
-        ("0:0", ["“<100>” (id 100)", "row 0, position 0 · position 0 in the sample", "group 0, a root", "shared by 4 samples"]),
+        (
+            "0:0",
+            [
+                "“<100>” (id 100)",
+                "row 0, position 0 · position 0 in the sample",
+                "group 0, a root",
+                "shared by 4 samples",
+            ],
+        ),
         (
             "0:24",
             [
@@ -250,16 +327,31 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
         ("1:5", ["padding", "row 1, positions 0 to 127"]),
     ],
 )
-def test_a_browser_shows_what_is_known_of_a_token(tree, tmp_path: Path, place: str, expected: list[str]) -> None:
+def test_a_browser_shows_what_is_known_of_a_token(
+    tree, tmp_path: Path, place: str, expected: list[str]
+) -> None:
     """Long for the other tokens: only these lie in a prompt and in a second row."""
     path = tmp_path / "page.html"
     path.write_text(packed_rows_html(tree, [0, 1], lambda token: f"<{token}>"), encoding="utf-8")
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+    ]
     command += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", f"file://{path}#{place}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     dom = done.stdout
     if done.returncode or 'id="info"' not in dom:  # some are walled off from /tmp
         pytest.skip(f"{BROWSER} cannot open a file here (exit code {done.returncode})")
-    info = html.unescape(re.sub(r"<b>(.*?)</b>", r"\1\n", re.search(r'<div id="info"[^>]*>(.*?)</div>', dom, re.DOTALL)[1]))
+    info = html.unescape(
+        re.sub(
+            r"<b>(.*?)</b>",
+            r"\1\n",
+            re.search(r'<div id="info"[^>]*>(.*?)</div>', dom, re.DOTALL)[1],
+        )
+    )
     assert info.split("\n")[: len(expected)] == expected
-    assert len(re.findall(r"<span[^>]*data-at", dom)) == tree.num_tokens + len(tree.samples)  # the last labels, dashed
+    # The last labels, dashed.
+    assert len(re.findall(r"<span[^>]*data-at", dom)) == tree.num_tokens + len(tree.samples)

@@ -18,9 +18,13 @@ from ttrl.records import TokenizedResult
 
 @pytest.fixture
 def packed() -> PackedTensors:
-    """Row 0: prompt 1 2 (3) with completions 4 5 and 6; prompt and completion 7 8 9 in one group. Then padding."""
+    """Row 0: prompt 1 2 (3) with completions 4 5 and 6; prompt and completion 7 8 9 in one group.
+    Then padding.
+    """
 
-    def sample(task: str, number: int, prompt: list[int], completion: list[int], advantage: float) -> TokenizedResult:
+    def sample(
+        task: str, number: int, prompt: list[int], completion: list[int], advantage: float
+    ) -> TokenizedResult:
         length = len(prompt) + len(completion)
         return TokenizedResult(
             task_id=task,
@@ -34,7 +38,11 @@ def packed() -> PackedTensors:
             advantage=advantage,
         )
 
-    results = [sample("a", 0, [1, 2, 3], [4, 5], 1.0), sample("a", 1, [1, 2, 3], [6], -2.0), sample("b<", 0, [7, 8], [9], 0.0)]
+    results = [
+        sample("a", 0, [1, 2, 3], [4, 5], 1.0),
+        sample("a", 1, [1, 2, 3], [6], -2.0),
+        sample("b<", 0, [7, 8], [9], 0.0),
+    ]
     return packed_tensors_from_tokenized_results(results, seq_len=12, pad_id=0)
 
 
@@ -47,8 +55,20 @@ def test_every_position_of_a_row_is_drawn_with_what_is_known_of_it(packed):
     row = packed_row_html(packed, 0)
     titles = hovers(row)
     cells = [title for title in titles if "never read" not in title]
-    assert [re.search(r"id (\d+)", title)[1] for title in cells] == ["1", "2", "3", "4", "3", "7", "8"]
-    assert [re.search(r"id (\d+)", title)[1] for title in titles if "never read" in title] == ["5", "6", "9"]
+    assert [re.search(r"id (\d+)", title)[1] for title in cells] == [
+        "1",
+        "2",
+        "3",
+        "4",
+        "3",
+        "7",
+        "8",
+    ]
+    assert [re.search(r"id (\d+)", title)[1] for title in titles if "never read" in title] == [
+        "5",
+        "6",
+        "9",
+    ]
     assert cells[0].split("\n") == [
         "token '1', id 1",
         "group 0, a root",
@@ -65,24 +85,38 @@ def test_every_position_of_a_row_is_drawn_with_what_is_known_of_it(packed):
         "advantage -2.000, logprob -0.250",
     ]
     assert "task b<, sample 0" in cells[6]
-    assert "12 positions, 7 tokens, 4 trained (57.1%), 5 padding (41.7%), 3 samples in 2 trees" in row
+    assert (
+        "12 positions, 7 tokens, 4 trained (57.1%), 5 padding (41.7%), 3 samples in 2 trees" in row
+    )
     assert "2 shared tokens saved (22.2%)" in row  # 1 2 for the second completion
 
 
 def test_any_text_is_safe_inside_of_html(packed):
-    strings = {1: "<script>", 2: "&amp;", 3: '"', 4: "\x00\n\t\x07", 5: "]]>", 6: "é", 7: "日本\u202e"}
+    strings = {
+        1: "<script>",
+        2: "&amp;",
+        3: '"',
+        4: "\x00\n\t\x07",
+        5: "]]>",
+        6: "é",
+        7: "日本\u202e",
+    }
     packed.samples[0].task_id = "<b>\x1b"
     row = packed_row_html(packed, 0, lambda token: strings.get(token, ""))
     assert "<script" not in row and "&lt;script&gt;" in row and "&lt;b&gt;␛" in row
-    assert any("␀↵⇥␇" in title for title in hovers(row)) and any("日本⟨202e⟩" in title for title in hovers(row))
-    assert any("]]>" in title and "never read" in title for title in hovers(row))  # a label that is no input has its text too
+    assert any("␀↵⇥␇" in title for title in hovers(row)) and any(
+        "日本⟨202e⟩" in title for title in hovers(row)
+    )
+    # A label that is no input has its text too.
+    assert any("]]>" in title and "never read" in title for title in hovers(row))
 
 
 def test_a_long_row_says_what_is_not_drawn(packed):
     row = packed_row_html(packed, 0, max_positions=3)
     assert len([title for title in hovers(row) if "never read" not in title]) == 3
     assert "… and 4 more positions" in row
-    ElementTree.fromstring(packed_row_html(packed.pad_rows_to_multiple(2), 1))  # a row of padding alone
+    # A row of padding alone.
+    ElementTree.fromstring(packed_row_html(packed.pad_rows_to_multiple(2), 1))
 
 
 def test_what_cannot_be_drawn_is_named(packed):
@@ -94,11 +128,17 @@ def test_what_cannot_be_drawn_is_named(packed):
 
 def test_the_figure_shows_the_advantages_where_they_are(packed, tmp_path, tokenizer):
     pytest.importorskip("matplotlib")
-    figure = plot_packed_tensors(packed.pad_rows_to_multiple(3), tmp_path / "rows.png", tokenizer=tokenizer)
+    figure = plot_packed_tensors(
+        packed.pad_rows_to_multiple(3), tmp_path / "rows.png", tokenizer=tokenizer
+    )
     assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
-    assert "3 rows of 12 positions, 19.4% filled: 3 samples, 4 trained tokens" in figure.get_suptitle()
+    assert (
+        "3 rows of 12 positions, 19.4% filled: 3 samples, 4 trained tokens" in figure.get_suptitle()
+    )
     bars = boxes(figure.axes[0])
-    advantages = [(left, right, low, high) for left, right, low, high in bars if low > 1.4 and high < 4.2]
+    advantages = [
+        (left, right, low, high) for left, right, low, high in bars if low > 1.4 and high < 4.2
+    ]
     zero, size = 2.8, 1.3
     assert advantages == [
         (2, 4, zero, pytest.approx(zero + size / 2)),  # 1.0 of at most 2.0
@@ -106,8 +146,17 @@ def test_the_figure_shows_the_advantages_where_they_are(packed, tmp_path, tokeni
         (6, 7, pytest.approx(zero - 0.06), pytest.approx(zero + 0.06)),  # trained, advantage 0
     ]
     masked = [(left, right) for left, right, low, high in bars if (low, high) == (4.4, 5.2)]
-    assert sorted(masked) == [(0, 7), (2, 5), (6, 7)]  # all tokens, and before them the trained ones
-    assert [one.get_text() for one in figure.axes[0].texts] == ['"', "#", r"\$", "%", r"\$", "(", ")"]
+    # All tokens, and before them the trained ones.
+    assert sorted(masked) == [(0, 7), (2, 5), (6, 7)]
+    assert [one.get_text() for one in figure.axes[0].texts] == [
+        '"',
+        "#",
+        r"\$",
+        "%",
+        r"\$",
+        "(",
+        ")",
+    ]
     assert figure.axes[2].get_title(loc="left") == "row 2: padding alone"
     with pytest.raises(PackError, match=r"row 4 of 1 row"):
         plot_packed_tensors(packed, rows=[4])
@@ -124,5 +173,8 @@ def boxes(axis) -> list[tuple[float, float, float, float]]:
 
 
 def test_a_row_is_drawn_without_loading_matplotlib():
-    code = "import sys, ttrl.data.pictures.plot, ttrl.data.pictures.page; sys.exit('matplotlib' in sys.modules)"
+    code = (
+        "import sys, ttrl.data.pictures.plot, ttrl.data.pictures.page; sys.exit('matplotlib' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

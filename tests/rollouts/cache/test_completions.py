@@ -1,4 +1,6 @@
-"""The cache over memory and folders: order of stores, back-filling, damage, races, event loops, addresses."""
+"""The cache over memory and folders: order of stores, back-filling, damage, races, event loops,
+addresses.
+"""
 
 import asyncio
 import logging
@@ -25,7 +27,9 @@ KEY = sample_key(DIGEST, 0)
 
 
 def answer(number: int = 0) -> Answer:
-    return Answer(b'{"message": {"content": "%d"}}' % number, f"id-{number}", 17, "m", [1, 2, 3], 3, 1, 5)
+    return Answer(
+        b'{"message": {"content": "%d"}}' % number, f"id-{number}", 17, "m", [1, 2, 3], 3, 1, 5
+    )
 
 
 def opened(address: Any) -> Cache:
@@ -38,7 +42,12 @@ def opened(address: Any) -> Cache:
 def address(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     memory = f"memory://{uuid4()}"
     folder = tmp_path / "some cache"
-    return {"memory": memory, "folder": folder, "file URL": folder.as_uri(), "two layers": [memory, str(folder)]}[request.param]
+    return {
+        "memory": memory,
+        "folder": folder,
+        "file URL": folder.as_uri(),
+        "two layers": [memory, str(folder)],
+    }[request.param]
 
 
 def test_what_is_put_is_got_also_by_another_cache_and_in_another_loop(address: Any) -> None:
@@ -64,9 +73,20 @@ counts = st.none() | st.integers(0, 2**40)
 
 
 @settings(max_examples=30)
-@given(st.binary(max_size=2000), texts, st.none() | st.lists(st.integers(0, 200_000), max_size=50), counts, texts)
+@given(
+    st.binary(max_size=2000),
+    texts,
+    st.none() | st.lists(st.integers(0, 200_000), max_size=50),
+    counts,
+    texts,
+)
 def test_any_answer_comes_back_as_it_was(
-    tmp_path_factory: pytest.TempPathFactory, choice: bytes, name: str, ids: list[int] | None, count: int | None, prompt: str
+    tmp_path_factory: pytest.TempPathFactory,
+    choice: bytes,
+    name: str,
+    ids: list[int] | None,
+    count: int | None,
+    prompt: str,
 ) -> None:
     put = Answer(choice, name, 1, name, ids, count, count, count)
     body = {"messages": [{"content": prompt}]}
@@ -126,7 +146,10 @@ def copied_from_another_key(data: bytes, folder: Path) -> bytes:
     ],
 )
 def test_damage_is_a_miss_is_said_once_and_is_overwritten(
-    kind: str, damage: Callable[[bytes, Path], bytes], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    damage: Callable[[bytes, Path], bytes],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     cache = opened(tmp_path)
     asyncio.run(cache.put(KEY, answer(1), BODY))
@@ -179,14 +202,20 @@ asyncio.run(main())
 def test_processes_write_the_same_keys(tmp_path: Path) -> None:
     """Whoever wins, all see the same answer from then on, and nobody half of one."""
     processes = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path), str(number)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(tmp_path), str(number)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
         for number in range(4)
     ]
     outputs = [process.communicate(timeout=120)[0].split() for process in processes]
     assert all(process.returncode == 0 for process in processes)
     assert sum(int(output[0]) for output in outputs) == 100  # every key was written by exactly one
     assert len({tuple(output[1:]) for output in outputs}) == 1
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".entry"] == []
+    assert [
+        path.name for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".entry"
+    ] == []
 
 
 def test_memory_stores_are_shared_by_name_within_the_process() -> None:
@@ -196,7 +225,9 @@ def test_memory_stores_are_shared_by_name_within_the_process() -> None:
     assert asyncio.run(opened(f"memory://{name}-2").get(KEY)) is None
 
 
-def test_a_folder_is_made_by_the_first_write_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_made_by_the_first_write_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache = opened(tmp_path / "a" / "b")
     assert asyncio.run(cache.get(KEY)) is None
     assert list(tmp_path.iterdir()) == []
@@ -222,7 +253,10 @@ def test_none_and_caches_pass_through() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("ftp://host/folder", "known are a folder's path, file:///folder, memory://, s3://bucket/folder"),
+        (
+            "ftp://host/folder",
+            "known are a folder's path, file:///folder, memory://, s3://bucket/folder",
+        ),
         ("s3:bucket", "known are"),
         ("memory:", "known are"),
         ("s3://", "a cache cannot be at 's3://'"),
@@ -251,11 +285,20 @@ def test_wrong_addresses(wrong: Any, message: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_credentials_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = opened("s3://bucket/x?access_key_id=AKIAXX&secret_access_key=topsecret&endpoint=http://127.0.0.1:1&region=eu-1")
-    assert cache.describe() == "s3://bucket/x?access_key_id=***&secret_access_key=***&endpoint=http://127.0.0.1:1&region=eu-1"
+    cache = opened(
+        "s3://bucket/x?access_key_id=AKIAXX&secret_access_key=topsecret&endpoint=http://127.0.0.1:1&region=eu-1"
+    )
+    assert (
+        cache.describe()
+        == "s3://bucket/x?access_key_id=***&secret_access_key=***&endpoint=http://127.0.0.1:1&region=eu-1"
+    )
     assert "topsecret" not in repr(cache) + repr(cache.stores) + str(vars(cache))
-    text = "GET https://me:pw@host/a?sig=abc&region=x#f failed (https://host/b?token=t) for s3://k:s@b"
-    assert redact(text) == "GET https://***@host/a?sig=***&region=x#f failed (https://host/b?token=***) for s3://***@b"
+    text = (
+        "GET https://me:pw@host/a?sig=abc&region=x#f failed (https://host/b?token=t) for s3://k:s@b"
+    )
+    assert redact(text) == (
+        "GET https://***@host/a?sig=***&region=x#f failed (https://host/b?token=***) for s3://***@b"
+    )
 
 
 def test_known_cloud_addresses_open_without_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Keys: what makes two requests the same. Entries: exact both ways, and nothing served that was changed by a single byte."""
+"""Keys: what makes two requests the same. Entries: exact both ways, and nothing served that was
+changed by a single byte.
+"""
 
 import asyncio
 import gzip
@@ -31,12 +33,21 @@ from ttrl.rollouts.cache.entries import (
 from ttrl.rollouts.client.wire import Answer
 
 NOW = datetime(2026, 3, 1, 12, 30, tzinfo=UTC)
-BODY = {"model": "m", "messages": [{"role": "user", "content": "héllo 😀"}], "temperature": 0.7, "seed": 5}
+BODY = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "héllo 😀"}],
+    "temperature": 0.7,
+    "seed": 5,
+}
 KEY = sample_key(request_digest({"weights": "abc"}, BODY), 3)
 
 any_text = st.text(st.characters(codec=None, categories=None), max_size=8)  # lone surrogates too
 json_values: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | any_text,
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | any_text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
     max_leaves=8,
 )
@@ -67,7 +78,9 @@ def same_json(a: Any, b: Any) -> bool:
 
 
 @given(bodies, bodies)
-def test_requests_have_one_key_exactly_when_they_are_equal(a: dict[str, Any], b: dict[str, Any]) -> None:
+def test_requests_have_one_key_exactly_when_they_are_equal(
+    a: dict[str, Any], b: dict[str, Any]
+) -> None:
     assert (request_digest("x", a) == request_digest("x", b)) == same_json(a, b)
 
 
@@ -88,7 +101,8 @@ def test_order_of_names_does_not_count(body: dict[str, Any]) -> None:
         (1, "1", False),
         ((1, 2), [1, 2], True),
         ({7: -100}, {"7": -100}, True),
-        ("\ud83d\ude00", "😀", False),  # two lone surrogates are not the character that their escapes would make
+        # Two lone surrogates are not the character that their escapes would make.
+        ("\ud83d\ude00", "😀", False),
         ("é", "e\u0301", False),
         ([], {}, False),
         ([[1], 2], [1, [2]], False),
@@ -99,7 +113,9 @@ def test_what_is_equal(one: Any, other: Any, same: bool) -> None:
 
 
 def test_identity_is_part_of_the_key() -> None:
-    """A request to other weights, or to another server, is another request; body and identity cannot be confused."""
+    """A request to other weights, or to another server, is another request; body and identity
+    cannot be confused.
+    """
     digests = {
         request_digest(identity, body)
         for identity, body in [
@@ -119,16 +135,25 @@ def test_identity_is_part_of_the_key() -> None:
 def test_key_is_the_same_in_every_process() -> None:
     """Pinned: a change here makes every stored answer a miss, so it needs a new KEY_SCHEMA."""
     expected = "v1/f2/f2fd07b4039a60bf"
-    code = f"from ttrl.rollouts.cache.entries import *\nprint(sample_key(request_digest({{'weights': 'abc'}}, {BODY!r}), 3))"
+    code = (
+        "from ttrl.rollouts.cache.entries import "
+        f"*\nprint(sample_key(request_digest({{'weights': 'abc'}}, {BODY!r}), 3))"
+    )
     for seed in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert done.stdout.strip() == KEY
     assert KEY.startswith(expected)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), b"x", object(), {1, 2}, {(1, 2): 3}, {1: "a", "1": "b"}])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), b"x", object(), {1, 2}, {(1, 2): 3}, {1: "a", "1": "b"}]
+)
 def test_what_is_no_json_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(UserError, match=r"request\.stop\[0\]"):
         request_digest("x", {"stop": [value]})
@@ -144,8 +169,21 @@ def test_keys_split_into_what_they_were_made_of(sample: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "v1/x", KEY + "x", "x" + KEY, KEY + "#1", KEY + "\n", KEY.upper(), KEY.replace("v1", "v2")),
-        *(KEY.replace("00003", "3"), KEY.replace("00003", "000003"), "v1/00/" + KEY.split("/", 2)[2]),
+        *(
+            "",
+            "v1/x",
+            KEY + "x",
+            "x" + KEY,
+            KEY + "#1",
+            KEY + "\n",
+            KEY.upper(),
+            KEY.replace("v1", "v2"),
+        ),
+        *(
+            KEY.replace("00003", "3"),
+            KEY.replace("00003", "000003"),
+            "v1/00/" + KEY.split("/", 2)[2],
+        ),
     ],
 )
 def test_other_names_are_not_ours(name: str) -> None:
@@ -168,7 +206,9 @@ def entry_bytes() -> bytes:
         "token_ids": [1, 2],
         "logprobs": {"content": [{"logprob": -1}]},
     }
-    return encode_entry(KEY, Answer(msgspec.json.encode(choice), "id", 1, "m", [5, 6], 2, 0, 2), BODY, NOW)
+    return encode_entry(
+        KEY, Answer(msgspec.json.encode(choice), "id", 1, "m", [5, 6], 2, 0, 2), BODY, NOW
+    )
 
 
 def test_every_truncation_is_noticed() -> None:
@@ -225,7 +265,9 @@ def bomb(size: int) -> bytes:
 
 
 def test_a_small_entry_does_not_become_a_large_one() -> None:
-    """200 MB are packed into 0.2 MB; a store that others can write to has as many of them as they like."""
+    """200 MB are packed into 0.2 MB; a store that others can write to has as many of them as they
+    like.
+    """
     assert len(decode_entry(KEY, bomb(10**6)).choice) == 10**6
     data = bomb(2 * 10**8)
     assert len(data) < 10**6

@@ -1,4 +1,6 @@
-"""Stores that fail: nothing is raised, everything is counted, one line is said, and nobody waits for a dead one."""
+"""Stores that fail: nothing is raised, everything is counted, one line is said, and nobody waits
+for a dead one.
+"""
 
 import asyncio
 import subprocess
@@ -57,10 +59,18 @@ class Bucket:
             if self.status == "silence":
                 await asyncio.sleep(30)
             length = next(
-                (int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")), 0
+                (
+                    int(line.split(b":")[1])
+                    for line in head.lower().split(b"\r\n")
+                    if line.startswith(b"content-length")
+                ),
+                0,
             )
             await reader.readexactly(length)
-            writer.write(b'HTTP/1.1 %d X\r\nETag: "1"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n' % self.status)
+            writer.write(
+                b'HTTP/1.1 %d X\r\nETag: "1"\r\nContent-Length: 0\r\nConnection: close\r\n\r\n'
+                % self.status
+            )
             await writer.drain()
         finally:
             writer.close()
@@ -123,15 +133,22 @@ assert cache.stats.writes == 1 and cache.stats.failed_writes == 9 and cache.stat
 
 
 def test_files_that_cannot_be_written_to_their_end(tmp_path: Path) -> None:
-    """A limit on the size of files stands for a full disk: the write breaks off in its middle, and no half entry is left."""
-    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    """A limit on the size of files stands for a full disk: the write breaks off in its middle, and
+    no half entry is left.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("cannot be written") == 1
     assert len([path for path in tmp_path.rglob("*.entry") if path.is_file()]) == 1
 
 
 def test_nobody_answers_at_the_address(caplog: pytest.LogCaptureFixture) -> None:
-    cache = opened("s3://bucket/x?endpoint=http://127.0.0.1:9&secret_access_key=topsecret", f"memory://{uuid4()}")
+    cache = opened(
+        "s3://bucket/x?endpoint=http://127.0.0.1:9&secret_access_key=topsecret",
+        f"memory://{uuid4()}",
+    )
 
     async def use() -> None:
         await asyncio.gather(*(cache.put(key, ANSWER, BODY) for key in KEYS))
@@ -156,10 +173,13 @@ def test_a_silent_store_is_left_alone_after_its_first_failures() -> None:
 
     cache = asyncio.run(use())
     assert (cache.stats.misses, cache.stats.failed_reads) == (300, 300)
-    assert bucket.requests <= 66  # as many as may be under way at once until the third has failed; the others were not tried
+    # As many as may be under way at once until the third has failed; the others were not tried.
+    assert bucket.requests <= 66
 
 
-def test_a_store_that_comes_back_is_used_again(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_comes_back_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     now = [0.0]
     monkeypatch.setattr(object_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
     bucket = Bucket()
@@ -200,7 +220,9 @@ def test_every_refusal_is_counted_and_not_raised(status: int) -> None:
 
 
 def test_a_store_without_conditional_writes_is_written_plainly() -> None:
-    """501 to the first request, as some S3 look-alikes answer to If-None-Match; 200 to the second."""
+    """501 to the first request, as some S3 look-alikes answer to If-None-Match; 200 to the
+    second.
+    """
 
     class OldBucket(Bucket):
         async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

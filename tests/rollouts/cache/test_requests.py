@@ -1,4 +1,6 @@
-"""The same call twice with a cache, counted at the server: nothing is asked for twice, nothing comes from another policy."""
+"""The same call twice with a cache, counted at the server: nothing is asked for twice, nothing
+comes from another policy.
+"""
 
 import asyncio
 
@@ -11,27 +13,48 @@ from ttrl.tasks import Task
 
 def tasks(count=5):
     return [
-        Task([{"role": "user", "content": f"task {i}"}], lambda choice: float(len(choice.message.content))) for i in range(count)
+        Task(
+            [{"role": "user", "content": f"task {i}"}],
+            lambda choice: float(len(choice.message.content)),
+        )
+        for i in range(count)
     ]
 
 
 def content(results):
     return [
-        (s.task_id, s.sample, s.text, s.token_ids, s.prompt_token_ids, s.logprobs, s.finish_reason, s.reward)
+        (
+            s.task_id,
+            s.sample,
+            s.text,
+            s.token_ids,
+            s.prompt_token_ids,
+            s.logprobs,
+            s.finish_reason,
+            s.reward,
+        )
         for s in results.samples
     ]
 
 
 def in_turn(*calls, faults="", **settings):
-    """Calls against one server, each (tasks, arguments): [(results, requests, choices delivered)] of each."""
+    """Calls against one server, each (tasks, arguments): [(results, requests, choices delivered)]
+    of each.
+    """
 
     async def main():
         outcomes = []
-        async with bad_server.serving(faults, retry_after=0.1, refused_for=0.05, **settings) as server:
+        async with bad_server.serving(
+            faults, retry_after=0.1, refused_for=0.05, **settings
+        ) as server:
             for its_tasks, arguments in calls:
                 requests, completions = server.requests, server.completions
-                results = await get_task_results(its_tasks, server.url, "m", pbar=False, **arguments)
-                outcomes.append((results, server.requests - requests, server.completions - completions))
+                results = await get_task_results(
+                    its_tasks, server.url, "m", pbar=False, **arguments
+                )
+                outcomes.append(
+                    (results, server.requests - requests, server.completions - completions)
+                )
         return outcomes
 
     return asyncio.run(main())
@@ -42,7 +65,11 @@ def cache(request, tmp_path):
     """Not seeded: only a cache can return the same answers again."""
     from ttrl.rollouts.cache.completions import Cache
 
-    return {"folder": tmp_path / "c", "memory": Cache.of("memory://"), "list": [tmp_path / "a", tmp_path / "b"]}[request.param]
+    return {
+        "folder": tmp_path / "c",
+        "memory": Cache.of("memory://"),
+        "list": [tmp_path / "a", tmp_path / "b"],
+    }[request.param]
 
 
 def test_the_same_call_twice(cache):
@@ -64,7 +91,12 @@ def test_the_same_call_twice(cache):
     assert asked_again == none == 0
     assert content(second) == content(first)
     assert (first.stats.num_cached, second.stats.num_cached, fewer.stats.num_cached) == (0, 20, 10)
-    assert second.stats.new_completion_tokens == 0 < second.stats.completion_tokens == first.stats.completion_tokens
+    assert (
+        second.stats.new_completion_tokens
+        == 0
+        < second.stats.completion_tokens
+        == first.stats.completion_tokens
+    )
     for result in first:
         assert len({s.text for s in result.samples}) == 4
     assert (asked_more, made_more) == (5, 15)  # the three new ones of each task, together
@@ -74,11 +106,18 @@ def test_the_same_call_twice(cache):
         assert len({s.text for s in new.samples}) == 7
     assert made_for_other == 20
     assert not {s.text for s in other.samples} & {s.text for s in first.samples}
-    assert [[s.text for s in r.samples] for r in fewer] == [[s.text for s in r.samples[:2]] for r in first]
+    assert [[s.text for s in r.samples] for r in fewer] == [
+        [s.text for s in r.samples[:2]] for r in first
+    ]
 
 
 def test_whatever_changes_the_answer_shares_nothing_and_what_does_not_shares_all(tmp_path):
-    same = {"n": 2, "cache": tmp_path / "c", "weights_digest": "w", "params": {"temperature": 0.7, "max_tokens": 30}}
+    same = {
+        "n": 2,
+        "cache": tmp_path / "c",
+        "weights_digest": "w",
+        "params": {"temperature": 0.7, "max_tokens": 30},
+    }
     changed = [
         {"params": {"temperature": 0.8, "max_tokens": 30}},
         {"params": {"temperature": 0.7, "max_tokens": 31}},
@@ -113,7 +152,14 @@ def test_equal_tasks_of_one_call_do_not_share_samples(tmp_path):
 
 
 def test_what_failed_is_asked_for_again_and_only_that(tmp_path):
-    same = {"n": 3, "cache": tmp_path / "c", "weights_digest": "w", "params": {"seed": 5}, "max_retries": 0, "max_downtime": 2.0}
+    same = {
+        "n": 3,
+        "cache": tmp_path / "c",
+        "weights_digest": "w",
+        "params": {"seed": 5},
+        "max_retries": 0,
+        "max_downtime": 2.0,
+    }
     faults = {0: "http_500", 1: "abort", 2: "http_404"}
     (first, _, _), (second, requests, made) = in_turn(
         (tasks(20), same),

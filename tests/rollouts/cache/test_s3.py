@@ -1,4 +1,6 @@
-"""The cache over a real S3 server (moto's), through the same addresses and variables that a person would use."""
+"""The cache over a real S3 server (moto's), through the same addresses and variables that a person
+would use.
+"""
 
 import asyncio
 import subprocess
@@ -19,7 +21,9 @@ KEYS = [sample_key(DIGEST, k) for k in range(40)]
 
 
 def answer(number: int) -> Answer:
-    return Answer(b'{"message": {"content": "%d"}}' % number, f"id-{number}", 1, "m", [1, 2, 3], 3, 1, 5)
+    return Answer(
+        b'{"message": {"content": "%d"}}' % number, f"id-{number}", 1, "m", [1, 2, 3], 3, 1, 5
+    )
 
 
 def opened(*addresses: str | Path) -> Cache:
@@ -44,13 +48,22 @@ def test_there_and_back(bucket: str) -> None:
     assert asyncio.run(read(cache)) == [None] * 40
     asyncio.run(fill(cache))
     assert asyncio.run(read(opened(bucket))) == EXPECTED
-    assert (cache.stats.writes, cache.stats.misses, cache.stats.failed_reads, cache.stats.failed_writes) == (40, 40, 0, 0)
+    assert (
+        cache.stats.writes,
+        cache.stats.misses,
+        cache.stats.failed_reads,
+        cache.stats.failed_writes,
+    ) == (40, 40, 0, 0)
 
 
-def test_endpoint_and_credentials_in_the_address(bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_and_credentials_in_the_address(
+    bucket: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
         monkeypatch.delenv(name)
-    cache = opened(f"{bucket}?endpoint={s3_server}&access_key_id=AKIATEST&secret_access_key=topsecret&region=us-east-1")
+    cache = opened(
+        f"{bucket}?endpoint={s3_server}&access_key_id=AKIATEST&secret_access_key=topsecret&region=us-east-1"
+    )
     asyncio.run(fill(cache))
     assert asyncio.run(read(cache)) == EXPECTED
     assert "topsecret" not in cache.describe() and "AKIATEST" not in cache.describe()
@@ -101,13 +114,16 @@ print(cache.stats.writes, *seen)
 
 def test_processes_write_the_same_keys(bucket: str) -> None:
     processes = [
-        subprocess.Popen([sys.executable, "-c", WRITER, bucket, str(number)], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, bucket, str(number)], stdout=subprocess.PIPE, text=True
+        )
         for number in range(3)
     ]
     outputs = [process.communicate(timeout=120)[0].split() for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0]
     assert len(asyncio.run(names(bucket))) == 30
-    # S3 decides who wins; moto's check and write are not one step, so two may believe that they won, but all whole.
+    # S3 decides who wins; moto's check and write are not one step, so two may believe that they
+    # won, but all whole.
     assert all(set(output[1:]) <= {"0", "1", "2"} for output in outputs)
     assert sum(int(output[0]) for output in outputs) >= 30
 
@@ -135,12 +151,19 @@ def test_the_tools(bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     asyncio.run(Store(bucket).overwrite(KEYS[3], b"ttrl-cache 1 half"))
     asyncio.run(Store(bucket).overwrite("v1/notes.txt", b"mine"))
     totals = tools.stats(bucket)
-    assert (totals.entries, totals.requests, totals.unreadable["damaged"], totals.others) == (39, 1, 1, 1)
+    assert (totals.entries, totals.requests, totals.unreadable["damaged"], totals.others) == (
+        39,
+        1,
+        1,
+        1,
+    )
     assert tools.export(bucket, tmp_path / "all.jsonl") == 39
     assert cli.main(["cache", "prune", bucket, "--damaged"]) == 0
     assert cli.main(["cache", "prune", bucket, "--older-than", "1h"]) == 0
     assert cli.main(["cache", "prune", bucket, "--all"]) == 0
-    removed = [line.split("removed ")[1].split()[0] for line in capsys.readouterr().out.splitlines()]
+    removed = [
+        line.split("removed ")[1].split()[0] for line in capsys.readouterr().out.splitlines()
+    ]
     assert removed == ["1", "0", "39"]
     assert asyncio.run(names(bucket)) == ["v1/notes.txt"]
     assert cli.main(["cache", "stats", bucket]) == 2

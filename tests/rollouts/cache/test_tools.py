@@ -1,4 +1,6 @@
-"""`ttrl cache stats|export|prune`, as a person uses them: on folders, with damaged entries and with files of other people."""
+"""`ttrl cache stats|export|prune`, as a person uses them: on folders, with damaged entries and with
+files of other people.
+"""
 
 import asyncio
 import json
@@ -19,7 +21,11 @@ from ttrl.rollouts.client.wire import Answer
 
 
 def body(number: int) -> dict[str, Any]:
-    return {"model": "m", "messages": [{"role": "user", "content": f"question {number} é"}], "temperature": 0.5}
+    return {
+        "model": "m",
+        "messages": [{"role": "user", "content": f"question {number} é"}],
+        "temperature": 0.5,
+    }
 
 
 def key(number: int, sample: int) -> str:
@@ -38,9 +44,16 @@ def fill(folder: Path, requests: int = 3, samples: int = 4) -> Path:
                     "message": {"role": "assistant", "content": f"answer {number}.{sample} \ud800"},
                     "finish_reason": "stop",
                     "token_ids": [number, sample],
-                    "logprobs": {"content": [{"token": "a", "logprob": -0.5}, {"token": "b", "logprob": -0.25}]},
+                    "logprobs": {
+                        "content": [
+                            {"token": "a", "logprob": -0.5},
+                            {"token": "b", "logprob": -0.25},
+                        ]
+                    },
                 }
-                answer = Answer(json.dumps(choice).encode(), "id", 1, f"model-{number % 2}", [1, 2, 3], 3, 0, 2)
+                answer = Answer(
+                    json.dumps(choice).encode(), "id", 1, f"model-{number % 2}", [1, 2, 3], 3, 0, 2
+                )
                 await cache.put(key(number, sample), answer, body(number))
 
     asyncio.run(put())
@@ -49,7 +62,9 @@ def fill(folder: Path, requests: int = 3, samples: int = 4) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """12 entries, of which one is damaged, one foreign, one misplaced and one of a later ttrl; and 3 files of other people."""
+    """12 entries, of which one is damaged, one foreign, one misplaced and one of a later ttrl; and
+    3 files of other people.
+    """
     folder = fill(tmp_path / "cache")
     data = (folder / key(0, 0)).read_bytes()
     (folder / key(0, 1)).write_bytes(data[:-5])
@@ -74,8 +89,12 @@ def test_stats(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (totals.entries, totals.requests, totals.tokens, totals.others) == (8, 3, 16, 2)
     assert totals.unreadable == {"damaged": 1, "foreign": 1, "misplaced": 1, "newer": 1}
     assert totals.models == {"model-0": 5, "model-1": 3}
-    assert totals.oldest is not None and totals.newest is not None and totals.oldest <= totals.newest
-    assert totals.bytes == sum((folder / name).stat().st_size for name in files(folder) if name.endswith(".entry"))
+    assert (
+        totals.oldest is not None and totals.newest is not None and totals.oldest <= totals.newest
+    )
+    assert totals.bytes == sum(
+        (folder / name).stat().st_size for name in files(folder) if name.endswith(".entry")
+    )
 
     assert run("stats", folder) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -90,8 +109,17 @@ def test_export(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert len(rows) == 8
     row = next(row for row in rows if row["digest"] in key(2, 0) and row["sample"] == 1)
     assert row["request"] == body(2)
-    assert (row["text"], row["token_ids"], row["logprobs"]) == ("answer 2.1 \ud800", [2, 1], [-0.5, -0.25])
-    assert (row["model"], row["finish_reason"], row["prompt_token_ids"], row["completion_tokens"]) == (
+    assert (row["text"], row["token_ids"], row["logprobs"]) == (
+        "answer 2.1 \ud800",
+        [2, 1],
+        [-0.5, -0.25],
+    )
+    assert (
+        row["model"],
+        row["finish_reason"],
+        row["prompt_token_ids"],
+        row["completion_tokens"],
+    ) == (
         "model-0",
         "stop",
         [1, 2, 3],
@@ -103,7 +131,9 @@ def test_export_of_choices_of_any_shape(tmp_path: Path) -> None:
     """Without logprobs, without a message, and what is no JSON at all."""
     cache = Cache.of(tmp_path / "cache")
     assert cache is not None
-    for sample, choice in enumerate([b'{"message": {"content": "x"}, "logprobs": null}', b'{"message": null}', b"[1]", b"\xff{"]):
+    for sample, choice in enumerate(
+        [b'{"message": {"content": "x"}, "logprobs": null}', b'{"message": null}', b"[1]", b"\xff{"]
+    ):
         asyncio.run(cache.put(key(0, sample), Answer(choice), body(0)))
     assert tools.export(tmp_path / "cache", tmp_path / "out.jsonl") == 4
     texts = [json.loads(line)["text"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -128,7 +158,10 @@ def test_a_failed_export_leaves_the_old_file(tmp_path: Path) -> None:
     ],
 )
 def test_prune_removes_what_was_asked_and_nothing_else(
-    folder: Path, arguments: list[str], gone: list[tuple[int, int]], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    arguments: list[str],
+    gone: list[tuple[int, int]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for sample in (0, 1):
         os.utime(folder / key(2, sample), (time.time() - 31 * 86400,) * 2)
@@ -140,7 +173,11 @@ def test_prune_removes_what_was_asked_and_nothing_else(
     wet = capsys.readouterr().out
     assert before - files(folder) == {key(*which) for which in gone}
     noun = f"{len(gone)} entr"
-    assert f"would remove {noun}" in dry and f"removed {noun}" in wet and f"{12 - len(gone)} kept" in wet
+    assert (
+        f"would remove {noun}" in dry
+        and f"removed {noun}" in wet
+        and f"{12 - len(gone)} kept" in wet
+    )
     assert {"notes.txt", "v1/README", key(0, 0) + ".bak"} <= files(folder)
 
 
@@ -177,20 +214,29 @@ def test_empty_and_missing_stores(work: Callable[[Any], object], tmp_path: Path)
     "arguments",
     [
         ["stats", "/no/such/folder"],
-        ["stats", "s3://bucket/x?endpoint=http://127.0.0.1:9&access_key_id=a&secret_access_key=topsecret"],
+        [
+            "stats",
+            "s3://bucket/x?endpoint=http://127.0.0.1:9&access_key_id=a&secret_access_key=topsecret",
+        ],
         ["prune", "/no/such/folder", "--all"],
         ["prune", "/no/such/folder", "--older-than", "soon"],
         ["prune", "/no/such/folder", "--older-than=-3d"],
         ["export", "", "x.jsonl"],
     ],
 )
-def test_mistakes_are_a_line_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_a_line_and_exit_code_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(*arguments) == 2
     error = capsys.readouterr().err
-    assert error.startswith("ttrl: error:") and "Traceback" not in error and "topsecret" not in error
+    assert (
+        error.startswith("ttrl: error:") and "Traceback" not in error and "topsecret" not in error
+    )
 
 
-@pytest.mark.parametrize("arguments", [["prune", "x"], ["prune", "x", "--all", "--damaged"], ["stats"], []])
+@pytest.mark.parametrize(
+    "arguments", [["prune", "x"], ["prune", "x", "--all", "--damaged"], ["stats"], []]
+)
 def test_prune_wants_to_know_what(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         run(*arguments)

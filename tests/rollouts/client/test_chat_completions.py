@@ -1,4 +1,6 @@
-"""What is checked before a request, what is sent, what is tried again and what is not, and how failures read."""
+"""What is checked before a request, what is sent, what is tried again and what is not, and how
+failures read.
+"""
 
 import asyncio
 import json
@@ -36,14 +38,20 @@ def test_retried_until_good(kit, status):
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 422])
 def test_other_refusals_are_final(kit, status):
-    results, server = kit.run(lambda body, attempt: kit.error(status, "too long: 9 > 8"), [task()], n=2)
-    assert [s.error.split("/v1: ")[1] for s in results.samples] == [f"HTTP {status}: too long: 9 > 8"] * 2
+    results, server = kit.run(
+        lambda body, attempt: kit.error(status, "too long: 9 > 8"), [task()], n=2
+    )
+    assert [s.error.split("/v1: ")[1] for s in results.samples] == [
+        f"HTTP {status}: too long: 9 > 8"
+    ] * 2
     assert len(server.requests) == 1
 
 
 def test_even_when_the_server_asks_for_a_retry(kit):
     def behaviour(body, attempt):
-        return kit.Reply({"error": {"message": "no"}}, status=400, headers={"x-should-retry": "true"})
+        return kit.Reply(
+            {"error": {"message": "no"}}, status=400, headers={"x-should-retry": "true"}
+        )
 
     assert len(kit.run(behaviour, [task()])[1].requests) == 1
 
@@ -71,10 +79,14 @@ def test_null_fields_are_not_sent(kit):
 
 
 def test_retries_end(kit):
-    results, server = kit.run(lambda body, attempt: kit.error(500, "engine died"), [task()], max_retries=2)
+    results, server = kit.run(
+        lambda body, attempt: kit.error(500, "engine died"), [task()], max_retries=2
+    )
     assert len(server.requests) == 3
     assert results.samples[0].error.endswith("HTTP 500: engine died (3 attempts)")
-    assert len(kit.run(lambda body, attempt: kit.error(500), [task()], max_retries=0)[1].requests) == 1
+    assert (
+        len(kit.run(lambda body, attempt: kit.error(500), [task()], max_retries=0)[1].requests) == 1
+    )
 
 
 def test_timeouts_are_retried_and_named(kit):
@@ -87,7 +99,9 @@ def test_timeouts_are_retried_and_named(kit):
 
     assert kit.run(slow_at_first, [task()], client={"timeout": 0.3})[0][0].rewards == [1.0]
     results, _ = kit.run(slow, [task()], client={"timeout": 0.2}, max_retries=1)
-    assert results.samples[0].error.endswith("no answer within the client's timeout of 0.2 s (2 attempts)")
+    assert results.samples[0].error.endswith(
+        "no answer within the client's timeout of 0.2 s (2 attempts)"
+    )
 
 
 def test_a_slot_is_free_again_after_a_failure(kit):
@@ -99,7 +113,9 @@ def test_a_slot_is_free_again_after_a_failure(kit):
 
 
 def test_the_clients_own_retries_do_not_multiply_ours(kit):
-    _, server = kit.run(lambda body, attempt: kit.error(500), [task()], client={"max_retries": 7}, max_retries=1)
+    _, server = kit.run(
+        lambda body, attempt: kit.error(500), [task()], client={"max_retries": 7}, max_retries=1
+    )
     assert len(server.requests) == 2
 
 
@@ -107,8 +123,18 @@ def test_the_clients_own_retries_do_not_multiply_ours(kit):
 
 
 def test_where_parameters_go():
-    params = {"temperature": 1, "top_k": 5, "extra_body": {"seed_of_mine": 1}, "max_tokens": None, "stop": ["\n"]}
-    assert request_kwargs(params) == {"temperature": 1, "stop": ["\n"], "extra_body": {"seed_of_mine": 1, "top_k": 5}}
+    params = {
+        "temperature": 1,
+        "top_k": 5,
+        "extra_body": {"seed_of_mine": 1},
+        "max_tokens": None,
+        "stop": ["\n"],
+    }
+    assert request_kwargs(params) == {
+        "temperature": 1,
+        "stop": ["\n"],
+        "extra_body": {"seed_of_mine": 1, "top_k": 5},
+    }
     assert params["extra_body"] == {"seed_of_mine": 1}  # the caller's dict is left alone
     assert request_kwargs(None) == {}
     assert request_kwargs({"stop": openai.NOT_GIVEN}) == {}
@@ -146,7 +172,14 @@ def test_wrong_parameters(params, words):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"model": ""}, {"n": 0}, {"n": True}, {"max_retries": -1}, {"stall_timeout": 0}, {"stall_timeout": "1"}],
+    [
+        {"model": ""},
+        {"n": 0},
+        {"n": True},
+        {"max_retries": -1},
+        {"stall_timeout": 0},
+        {"stall_timeout": "1"},
+    ],
 )
 def test_wrong_arguments(changes):
     given = {"model": "m", "params": None, "token_ids": True, "max_retries": 0, **changes}
@@ -155,12 +188,30 @@ def test_wrong_arguments(changes):
 
 
 def test_what_is_sent():
-    params = {"seed": 10, "top_k": 3, "extra_body": {"mine": {"a": (1, 2)}}, "response_format": Schema(a=1), "max_tokens": 5}
+    params = {
+        "seed": 10,
+        "top_k": 3,
+        "extra_body": {"mine": {"a": (1, 2)}},
+        "response_format": Schema(a=1),
+        "max_tokens": 5,
+    }
     request = ChatRequest.of("m", params=params, token_ids=True, max_retries=0)
-    known = {"model": "m", "messages": MESSAGES, "seed": 10, "top_k": 3, "mine": {"a": [1, 2]}, "max_tokens": 5}
+    known = {
+        "model": "m",
+        "messages": MESSAGES,
+        "seed": 10,
+        "top_k": 3,
+        "mine": {"a": [1, 2]},
+        "max_tokens": 5,
+    }
     known |= {"response_format": {"a": 1}, "logprobs": True, "return_token_ids": True}
     assert request.cache_body(MESSAGES) == known
-    assert request.body(MESSAGES, 4) == {**known, "n": 4, "stream": False, "return_prompt_text": True}
+    assert request.body(MESSAGES, 4) == {
+        **known,
+        "n": 4,
+        "stream": False,
+        "return_prompt_text": True,
+    }
     streamed = {
         **known,
         "return_prompt_text": True,
@@ -170,9 +221,22 @@ def test_what_is_sent():
         "seed": 13,
     }
     assert request.body(MESSAGES, 1, seed_offset=3, stream=True) == streamed
-    assert request.body(MESSAGES, 1, seed_offset=3, stream=True, interval=8) == {**streamed, "stream_interval": 8}
-    assert (request.seed, request.max_tokens, request.wants_logprobs, request.token_ids) == (10, 5, True, True)
-    own = ChatRequest.of("m", params={"extra_body": {"stream_interval": 2}, "logprobs": False}, token_ids=False, max_retries=0)
+    assert request.body(MESSAGES, 1, seed_offset=3, stream=True, interval=8) == {
+        **streamed,
+        "stream_interval": 8,
+    }
+    assert (request.seed, request.max_tokens, request.wants_logprobs, request.token_ids) == (
+        10,
+        5,
+        True,
+        True,
+    )
+    own = ChatRequest.of(
+        "m",
+        params={"extra_body": {"stream_interval": 2}, "logprobs": False},
+        token_ids=False,
+        max_retries=0,
+    )
     assert own.cache_body(MESSAGES) == {"model": "m", "messages": MESSAGES, "logprobs": False}
     assert own.body(MESSAGES, 1, stream=True, interval=8)["stream_interval"] == 2
     assert (own.seed, own.max_tokens, own.wants_logprobs) == (None, None, False)
@@ -184,13 +248,29 @@ def test_streamed_only_where_somebody_listens(kit):
             transport = transport_for(f"http://127.0.0.1:{server.port}/v1")
             for token_ids in (True, False):
                 request = ChatRequest.of("m", params=None, token_ids=token_ids, max_retries=0)
-                for listening in ({}, {"cut": asyncio.Event()}, {"on_chunk": lambda chunk, completion: None}):
-                    answers = await ChatAttempt(request=request, messages=MESSAGES, n=2, **listening)(transport)
-                    assert [json.loads(a.choice)["message"]["content"] for a in answers] == ["x#0", "x#1"]
+                for listening in (
+                    {},
+                    {"cut": asyncio.Event()},
+                    {"on_chunk": lambda chunk, completion: None},
+                ):
+                    answers = await ChatAttempt(
+                        request=request, messages=MESSAGES, n=2, **listening
+                    )(transport)
+                    assert [json.loads(a.choice)["message"]["content"] for a in answers] == [
+                        "x#0",
+                        "x#1",
+                    ]
             await transport.close()
             return [(body["stream"], body.get("stream_interval")) for body in server.requests]
 
-    assert asyncio.run(main()) == [(False, None), (True, 8), (True, None), (False, None), (True, None), (True, None)]
+    assert asyncio.run(main()) == [
+        (False, None),
+        (True, 8),
+        (True, None),
+        (False, None),
+        (True, None),
+        (True, None),
+    ]
 
 
 def test_vllm_knows_the_parameters_that_we_send_it():
@@ -203,7 +283,13 @@ def test_vllm_knows_the_parameters_that_we_send_it():
         pytest.skip("vLLM is not installed")
     folder = pathlib.Path(spec.submodule_search_locations[0], "entrypoints/openai/chat_completion")
     source = (folder / "protocol.py").read_text()
-    for name in [*chat_completions.VLLM_PARAMS, "return_token_ids", "return_prompt_text", "stream_interval", "stream_options"]:
+    for name in [
+        *chat_completions.VLLM_PARAMS,
+        "return_token_ids",
+        "return_prompt_text",
+        "stream_interval",
+        "stream_options",
+    ]:
         assert f"\n    {name}: " in source, name
 
 
@@ -219,7 +305,9 @@ def one(kit, behaviour, *calls, **arguments):
             results = []
             for call in calls or ({},):
                 try:
-                    results.append(await get_chat_completion(url, MESSAGES, "m", **{**arguments, **call}))
+                    results.append(
+                        await get_chat_completion(url, MESSAGES, "m", **{**arguments, **call})
+                    )
                 except (UserError, ServerError) as error:
                     results.append(error)
             return results, server
@@ -233,7 +321,15 @@ def test_one_completion(kit, tmp_path):
     def behaviour(body, attempt):
         return kit.error(500) if attempt == 1 else kit.echo(body)
 
-    [completion], server = one(kit, behaviour, token_ids=True, sample=3, params={"seed": 5}, log_path=log, requests_log=requests)
+    [completion], server = one(
+        kit,
+        behaviour,
+        token_ids=True,
+        sample=3,
+        params={"seed": 5},
+        log_path=log,
+        requests_log=requests,
+    )
     assert completion.choices[0].message.content == "x#0"
     assert completion.choices[0].token_ids == [*map(ord, "x#0"), 0]
     assert completion.choices[0].logprobs.content[0].logprob == -1 / 8
@@ -241,7 +337,12 @@ def test_one_completion(kit, tmp_path):
     assert [body["seed"] for body in server.requests] == [8, 8]
     assert "x#0" in log.read_text() and "user" in log.read_text()
     [row] = map(json.loads, requests.read_text().splitlines())
-    assert (row["samples"], row["hit"], row["completion_tokens"], row["error"]) == ([3], False, 4, None)
+    assert (row["samples"], row["hit"], row["completion_tokens"], row["error"]) == (
+        [3],
+        False,
+        4,
+        None,
+    )
 
 
 def test_one_completion_from_the_cache(kit, tmp_path):
@@ -250,7 +351,12 @@ def test_one_completion_from_the_cache(kit, tmp_path):
     def behaviour(body, attempt):
         return kit.completion([kit.choice(0, f"answer {next(count)}", logprobs=None)])
 
-    cached = {"cache": tmp_path / "cache", "weights_digest": "w1", "params": {"logprobs": False}, "token_ids": True}
+    cached = {
+        "cache": tmp_path / "cache",
+        "weights_digest": "w1",
+        "params": {"logprobs": False},
+        "token_ids": True,
+    }
     results, server = one(
         kit,
         behaviour,
@@ -261,13 +367,25 @@ def test_one_completion_from_the_cache(kit, tmp_path):
         {"params": {"temperature": 0.5, "logprobs": False}},
         **cached,
     )
-    assert [r.choices[0].message.content for r in results] == ["answer 0", "answer 0", "answer 1", "answer 2", "answer 3"]
+    assert [r.choices[0].message.content for r in results] == [
+        "answer 0",
+        "answer 0",
+        "answer 1",
+        "answer 2",
+        "answer 3",
+    ]
     assert len(server.requests) == 4
 
 
 def test_one_completion_that_fails(kit, tmp_path):
-    [error], server = one(kit, lambda body, attempt: kit.error(400, "no"), requests_log=tmp_path / "requests.jsonl")
-    assert isinstance(error, RequestError) and str(error).endswith("/v1: HTTP 400: no") and len(server.requests) == 1
+    [error], server = one(
+        kit, lambda body, attempt: kit.error(400, "no"), requests_log=tmp_path / "requests.jsonl"
+    )
+    assert (
+        isinstance(error, RequestError)
+        and str(error).endswith("/v1: HTTP 400: no")
+        and len(server.requests) == 1
+    )
     assert "HTTP 400: no" in json.loads((tmp_path / "requests.jsonl").read_text())["error"]
     [error], _ = one(kit, lambda body, attempt: kit.completion([]))
     assert "returned 0 choices" in str(error)
@@ -280,7 +398,14 @@ def test_one_completion_that_fails(kit, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"sample": -1}, {"sample": 1.0}, {"on_chunk": 3}, {"weights_digest": ""}, {"params": {"n": 2}}, {"cache": "ftp://x"}],
+    [
+        {"sample": -1},
+        {"sample": 1.0},
+        {"on_chunk": 3},
+        {"weights_digest": ""},
+        {"params": {"n": 2}},
+        {"cache": "ftp://x"},
+    ],
 )
 def test_wrong_arguments_for_one_completion(changes):
     with pytest.raises(UserError):
@@ -297,8 +422,12 @@ def test_nobody_listens(monkeypatch):
         port = unused.getsockname()[1]
 
         async def main():
-            async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="k") as client:
-                return await get_task_results([task("a"), task("b")], client, "m", n=2, max_retries=1, pbar=False)
+            async with openai.AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="k"
+            ) as client:
+                return await get_task_results(
+                    [task("a"), task("b")], client, "m", n=2, max_retries=1, pbar=False
+                )
 
         results = asyncio.run(main())
     assert results.stats.num_failed == 4

@@ -1,4 +1,6 @@
-"""Samples and openai's objects carry what the server said; the lazy logprobs are like openai's own in every way."""
+"""Samples and openai's objects carry what the server said; the lazy logprobs are like openai's own
+in every way.
+"""
 
 import copy
 import json
@@ -11,7 +13,12 @@ from openai.types.chat.chat_completion import ChatCompletion, Choice, ChoiceLogp
 
 from ttrl.errors import ServerError, TokenizationError
 from ttrl.records import Sample
-from ttrl.rollouts.client.choices import chat_completion, choice_of_sample, openai_choice, read_choice
+from ttrl.rollouts.client.choices import (
+    chat_completion,
+    choice_of_sample,
+    openai_choice,
+    read_choice,
+)
 from ttrl.rollouts.client.wire import Answer, read_answers
 
 
@@ -39,8 +46,27 @@ def test_a_sample_is_what_the_server_said(kit):
 
 @pytest.mark.parametrize(
     ("sent", "kept"),
-    [("0.0", 0.0), ("0", 0.0), ("-1e-300", -1e-300), ("-0.12345678901234567", -0.12345678901234567), ("-9998.5", -9998.5)]
-    + [(value, math.nan) for value in ("-9999.0", "-9999", "-1e9", "null", "NaN", "-Infinity", '"-1"', "true", "1e999")],
+    [
+        ("0.0", 0.0),
+        ("0", 0.0),
+        ("-1e-300", -1e-300),
+        ("-0.12345678901234567", -0.12345678901234567),
+        ("-9998.5", -9998.5),
+    ]
+    + [
+        (value, math.nan)
+        for value in (
+            "-9999.0",
+            "-9999",
+            "-1e9",
+            "null",
+            "NaN",
+            "-Infinity",
+            '"-1"',
+            "true",
+            "1e999",
+        )
+    ],
 )
 def test_every_logprob_is_exact_or_unknown(kit, sent, kept):
     choice = json.dumps(kit.choice(0, "a")).replace("-0.125", sent)
@@ -95,7 +121,11 @@ def test_the_bytes_of_tokens(kit):
 def test_without_ids(kit):
     given = answer(kit.choice(0, "abc", token_ids=None), prompt_token_ids=None)
     sample = read(given, token_ids=False)
-    assert (sample.logprobs, sample.token_ids, sample.prompt_token_ids) == (kit.expected_logprobs("abc"), None, None)
+    assert (sample.logprobs, sample.token_ids, sample.prompt_token_ids) == (
+        kit.expected_logprobs("abc"),
+        None,
+        None,
+    )
     with pytest.raises(TokenizationError, match="returned no prompt_token_ids"):
         read(answer(kit.choice(0, "abc"), prompt_token_ids=None))
     assert (
@@ -116,9 +146,22 @@ def choices(kit):
     yield kit.choice(0, "hello")
     yield kit.choice(3, "", finish_reason="abort", logprobs=None, token_ids=None)
     yield {"index": 1, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
-    yield kit.choice(0, "x", message={"role": "assistant", "content": None, "tool_calls": [TOOL]}, finish_reason="tool_calls")
     yield kit.choice(
-        0, "x", message={"role": "assistant", "content": "x", "annotations": [], "tool_calls": [], "odd": {"a": [1]}}
+        0,
+        "x",
+        message={"role": "assistant", "content": None, "tool_calls": [TOOL]},
+        finish_reason="tool_calls",
+    )
+    yield kit.choice(
+        0,
+        "x",
+        message={
+            "role": "assistant",
+            "content": "x",
+            "annotations": [],
+            "tool_calls": [],
+            "odd": {"a": [1]},
+        },
     )
     yield kit.choice(0, "x", routed={"a": 1}, logprobs={"content": [], "refusal": None, "more": 1})
     yield kit.choice(0, "x", logprobs={"content": None})
@@ -153,7 +196,9 @@ def choices(kit):
         lambda c: c.logprobs and copy.deepcopy(c.logprobs),
         lambda c: c.logprobs and hasattr(c.logprobs, "nonsense"),
         lambda c: isinstance(c.logprobs, ChoiceLogprobs),
-        lambda c: ChatCompletion.construct(id="x", choices=[c], created=1, model="m").model_dump_json(warnings=False),
+        lambda c: ChatCompletion.construct(
+            id="x", choices=[c], created=1, model="m"
+        ).model_dump_json(warnings=False),
     ],
 )
 def test_choices_are_openais(kit, look):
@@ -176,7 +221,9 @@ def test_choices_can_be_changed(kit):
 
 def test_null_content_is_empty_where_no_tool_is_called(kit):
     assert openai_choice(answer(kit.choice(0, None))).message.content == ""
-    with_tool = kit.choice(0, None, message={"role": "assistant", "content": None, "tool_calls": [TOOL]})
+    with_tool = kit.choice(
+        0, None, message={"role": "assistant", "content": None, "tool_calls": [TOOL]}
+    )
     assert openai_choice(answer(with_tool)).message.content is None
 
 
@@ -203,7 +250,12 @@ def test_the_choice_of_a_sample(kit):
     sample = read(answer(kit.choice(2, "ab")))
     sample.sample, sample.logprobs = 2, [-0.5, math.nan, 0.0]
     choice = choice_of_sample(sample)
-    assert (choice.index, choice.message.content, choice.message.role, choice.finish_reason) == (2, "ab", "assistant", "stop")
+    assert (choice.index, choice.message.content, choice.message.role, choice.finish_reason) == (
+        2,
+        "ab",
+        "assistant",
+        "stop",
+    )
     assert choice.token_ids == sample.token_ids
     assert [entry.logprob for entry in choice.logprobs.content] == [-0.5, -9999.0, 0.0]
     assert pickle.loads(pickle.dumps(choice)) == choice
@@ -216,6 +268,12 @@ def test_a_completion_for_people(kit):
     completion = chat_completion(read_answers(json.dumps(body).encode(), 2, "x"))
     theirs = construct_type(type_=ChatCompletion, value=body)
     assert completion.choices == theirs.choices
-    assert (completion.id, completion.model, completion.prompt_token_ids) == (theirs.id, theirs.model, theirs.prompt_token_ids)
-    assert completion.usage.model_dump(exclude_none=True) == theirs.usage.model_dump(exclude_none=True)
+    assert (completion.id, completion.model, completion.prompt_token_ids) == (
+        theirs.id,
+        theirs.model,
+        theirs.prompt_token_ids,
+    )
+    assert completion.usage.model_dump(exclude_none=True) == theirs.usage.model_dump(
+        exclude_none=True
+    )
     assert json.loads(completion.model_dump_json())["choices"][1]["message"]["content"] == "c"

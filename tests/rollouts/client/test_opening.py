@@ -1,4 +1,6 @@
-"""What the prompt or the server holds of a reply reaches the grader: prefilled tags, thinking that a parser took out."""
+"""What the prompt or the server holds of a reply reaches the grader: prefilled tags, thinking that
+a parser took out.
+"""
 
 import asyncio
 import gzip
@@ -104,7 +106,12 @@ REPLY = "9 + 9</think>\n<answer>18</answer>"
 def test_format_counts_what_the_prompt_prefilled(kit, streamed):
     grader = GSM8KGrader(18, "r1", format_reward=0.5)
     sample = run(kit, REPLY, CHATML + "<think>\n", grader, streamed=streamed)
-    assert (sample.error, sample.reward, sample.metrics["format"], sample.opening) == (None, 1.0, 1.0, "<think>\n")
+    assert (sample.error, sample.reward, sample.metrics["format"], sample.opening) == (
+        None,
+        1.0,
+        1.0,
+        "<think>\n",
+    )
     again = Sample.from_json(json.loads(json.dumps(sample.to_json())))
     assert grader(choice_of_sample(again)) == (sample.reward, sample.metrics)
 
@@ -163,7 +170,10 @@ def test_a_cache_keeps_the_opening_and_not_the_prompt(kit, tmp_path):
         async with kit.serving(behaviour) as server:
             asked = {"token_ids": True, "cache": str(tmp_path), "weights_digest": "w"}
             url = f"http://127.0.0.1:{server.port}/v1"
-            both = [await get_chat_completion(url, [{"role": "user", "content": "x"}], "m", **asked) for _ in range(2)]
+            both = [
+                await get_chat_completion(url, [{"role": "user", "content": "x"}], "m", **asked)
+                for _ in range(2)
+            ]
             return both, len(server.requests)
 
     both, asked = asyncio.run(main())
@@ -176,7 +186,10 @@ def test_a_cache_keeps_the_opening_and_not_the_prompt(kit, tmp_path):
 
 def test_a_stream_renders_its_prompt_once():
     live = LiveCompletion()
-    for part in ({"prompt_text": CHATML + "<think>", "delta": {"role": "assistant"}}, {"delta": {"content": "a"}}):
+    for part in (
+        {"prompt_text": CHATML + "<think>", "delta": {"role": "assistant"}},
+        {"delta": {"content": "a"}},
+    ):
         chunk = {"choices": [{"index": 0, "delta": part.pop("delta"), "token_ids": [1]}], **part}
         live.take(decoded_chunk(json.dumps(chunk).encode(), "here"))
     (answer,) = live.answers()

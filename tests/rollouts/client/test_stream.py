@@ -1,4 +1,6 @@
-"""Streams give what an answer that is not streamed gives, however they are cut; and they end in every way that streams end."""
+"""Streams give what an answer that is not streamed gives, however they are cut; and they end in
+every way that streams end.
+"""
 
 import asyncio
 import contextlib
@@ -12,7 +14,13 @@ from openai.types.chat import ChatCompletionChunk
 from ttrl.errors import RequestError
 from ttrl.rollouts.client.stream import Events, consume_chat_completion_stream, stream_answers
 
-ENTRY = {"token": "é", "logprob": -0.1234567890123, "bytes": [195, 169], "top_logprobs": [], "more": "é"}
+ENTRY = {
+    "token": "é",
+    "logprob": -0.1234567890123,
+    "bytes": [195, 169],
+    "top_logprobs": [],
+    "more": "é",
+}
 
 
 def spoken(k, text, finish="stop"):
@@ -26,10 +34,21 @@ def events_of(choices, interval=1, usage=True, done=True):
     """What vLLM streams for these choices, in turns."""
 
     def event(parts, **more):
-        return {"id": "c", "object": "chat.completion.chunk", "created": 5, "model": "m", "choices": parts, **more}
+        return {
+            "id": "c",
+            "object": "chat.completion.chunk",
+            "created": 5,
+            "model": "m",
+            "choices": parts,
+            **more,
+        }
 
     out = [
-        event([{"index": c["index"], "delta": {"role": "assistant", "content": ""}}], prompt_token_ids=[1, 2]) for c in choices
+        event(
+            [{"index": c["index"], "delta": {"role": "assistant", "content": ""}}],
+            prompt_token_ids=[1, 2],
+        )
+        for c in choices
     ]
     longest = max(len(c["ids"]) for c in choices)
     for start in range(0, longest, interval):
@@ -38,8 +57,15 @@ def events_of(choices, interval=1, usage=True, done=True):
             if not ids:
                 continue
             end = c["finish"] if start + interval >= len(c["ids"]) else None
-            part = {"index": c["index"], "delta": {"content": c["text"][start : start + interval]}, "token_ids": ids}
-            part |= {"logprobs": {"content": c["entries"][start : start + interval]}, "finish_reason": end}
+            part = {
+                "index": c["index"],
+                "delta": {"content": c["text"][start : start + interval]},
+                "token_ids": ids,
+            }
+            part |= {
+                "logprobs": {"content": c["entries"][start : start + interval]},
+                "finish_reason": end,
+            }
             out.append(event([part]))
     if usage:
         counts = {"prompt_tokens": 2, "completion_tokens": sum(len(c["ids"]) for c in choices)}
@@ -52,7 +78,9 @@ def as_bytes(events, newline="\n", space=" "):
 
 
 class Fake:
-    """A transport whose stream has these parts; an exception among them is raised, a number is a pause."""
+    """A transport whose stream has these parts; an exception among them is raised, a number is a
+    pause.
+    """
 
     base_url = "http://fake/v1"
     read_timeout = 5.0
@@ -96,7 +124,12 @@ def run(*parts, n=1, **arguments):
 
 def said(answer):
     choice = json.loads(answer.choice)
-    return choice["message"]["content"], choice["token_ids"], choice["logprobs"]["content"], choice["finish_reason"]
+    return (
+        choice["message"]["content"],
+        choice["token_ids"],
+        choice["logprobs"]["content"],
+        choice["finish_reason"],
+    )
 
 
 texts = st.text(st.sampled_from('ab é\u2028\x85🙂\r\n"\\{}'), max_size=6)
@@ -112,17 +145,27 @@ texts = st.text(st.sampled_from('ab é\u2028\x85🙂\r\n"\\{}'), max_size=6)
     done=st.booleans(),
     comment=st.booleans(),
 )
-def test_property_streams_cut_anywhere_are_exact(said_by, interval, newline, space, size, done, comment):
+def test_property_streams_cut_anywhere_are_exact(
+    said_by, interval, newline, space, size, done, comment
+):
     choices = [spoken(k, text, "length" if k % 2 else "stop") for k, text in enumerate(said_by)]
     data = as_bytes(events_of(choices, interval, done=done), newline, space)
     if comment:
         data = f": ping{newline}{newline}event: x{newline}".encode() + data
     counted = []
-    answers = run(*(data[i : i + size] for i in range(0, len(data), size)), n=len(choices), on_tokens=counted.append)
+    answers = run(
+        *(data[i : i + size] for i in range(0, len(data), size)),
+        n=len(choices),
+        on_tokens=counted.append,
+    )
     for c, answer in zip(choices, answers, strict=True):
         assert said(answer) == (c["text"], c["ids"], c["entries"], c["finish"])
         assert (answer.completion_id, answer.created, answer.model) == ("c", 5, "m")
-        assert (answer.prompt_token_ids, answer.prompt_tokens, answer.cached_tokens) == ([1, 2], 2, 1)
+        assert (answer.prompt_token_ids, answer.prompt_tokens, answer.cached_tokens) == (
+            [1, 2],
+            2,
+            1,
+        )
         assert answer.completion_tokens == len(c["ids"])
     assert sum(counted) == sum(len(c["ids"]) for c in choices)
 
@@ -140,7 +183,10 @@ def test_a_long_event_is_joined_once(monkeypatch):
     events, part = Events(), b"x" * 2**16
     assert events.feed(b"data: ") == [] and not any(events.feed(part) for _ in range(2**10))
     assert len(events._parts) == 2**10 + 1
-    assert [len(one) for one in events.feed(b"\n\ndata")] == [2**26] and events.end() == (b"", b"data")
+    assert [len(one) for one in events.feed(b"\n\ndata")] == [2**26] and events.end() == (
+        b"",
+        b"data",
+    )
 
 
 def test_choices_late_out_of_order_and_wrongly_numbered():
@@ -155,7 +201,8 @@ def test_choices_late_out_of_order_and_wrongly_numbered():
 def test_no_done_and_no_usage():
     [answer] = run(as_bytes(events_of([spoken(0, "ab")], usage=False, done=False)))
     assert (said(answer)[0], answer.prompt_tokens, answer.cached_tokens) == ("ab", 2, None)
-    [answer] = run(as_bytes(events_of([spoken(0, "ab")], done=False))[:-2])  # the last empty line is missing
+    # The last empty line is missing.
+    [answer] = run(as_bytes(events_of([spoken(0, "ab")], done=False))[:-2])
     assert answer.cached_tokens == 1
 
 
@@ -171,7 +218,8 @@ def test_broken_ends():
     with pytest.raises(RequestError, match="gone"):  # the second choice might still have come
         run(finished, gone, n=2)
     half = as_bytes(events_of([spoken(0, "abc", None)], usage=False))
-    for parts in [(half,), (half, gone), (half, 30)]:  # [DONE] ends the stream, but no completion that was not at its end
+    # [DONE] ends the stream, but no completion that was not at its end.
+    for parts in [(half,), (half, gone), (half, 30)]:
         with pytest.raises(RequestError) as caught:
             run(*parts)
         assert caught.value.kind == "connection"
@@ -189,7 +237,8 @@ def test_malformed_chunks_errors_and_other_answers(kit):
         run(b"<html>hello</html>")
     whole = json.dumps(kit.completion([kit.choice(0, "ab")]).body).encode()
     counted = []
-    [answer] = run(whole[:50], whole[50:], on_tokens=counted.append)  # a server that does not stream
+    # A server that does not stream.
+    [answer] = run(whole[:50], whole[50:], on_tokens=counted.append)
     assert (json.loads(answer.choice), sum(counted)) == (kit.choice(0, "ab"), 3)
 
 
@@ -200,15 +249,23 @@ def test_stalls_and_silence():
     assert caught.value.kind == "stall"
     transport = Fake(30)
     transport.read_timeout = 0.05
-    with pytest.raises(RequestError, match=r"no answer within the client's timeout of 0.05 s") as caught:
+    with pytest.raises(
+        RequestError, match=r"no answer within the client's timeout of 0.05 s"
+    ) as caught:
         asyncio.run(stream_answers(transport, {}, 1, stall_timeout=5))
     assert caught.value.kind == "timeout"
     assert said(run(data, 30)[0])[0] == "abc"  # the connection stays open after [DONE]
-    assert said(run(as_bytes(events_of([spoken(0, "abc")], done=False)), 30, stall_timeout=0.05)[0])[0] == "abc"
+    assert (
+        said(run(as_bytes(events_of([spoken(0, "abc")], done=False)), 30, stall_timeout=0.05)[0])[0]
+        == "abc"
+    )
 
 
 def test_cut():
-    events = [as_bytes([event]) for event in events_of([spoken(0, "a"), spoken(1, "abcdef"), spoken(2, "xyz")])]
+    events = [
+        as_bytes([event])
+        for event in events_of([spoken(0, "a"), spoken(1, "abcdef"), spoken(2, "xyz")])
+    ]
 
     async def main(after, pause):
         cut = asyncio.Event()
@@ -223,7 +280,9 @@ def test_cut():
         if after == 0:
             asyncio.get_running_loop().call_later(0.02, cut.set)
         transport = Fake(*events[:3], pause, *events[3:])
-        return await stream_answers(transport, {}, 3, stall_timeout=9, on_tokens=on_tokens, cut=cut), transport
+        return await stream_answers(
+            transport, {}, 3, stall_timeout=9, on_tokens=on_tokens, cut=cut
+        ), transport
 
     answers, transport = asyncio.run(main(6, 0))
     assert [said(a)[::3] for a in answers] == [("a", "stop"), ("ab", None), ("xy", None)]
@@ -251,15 +310,22 @@ def test_on_chunk_sees_everything_and_may_end_choices():
         assert [c.index for c in completion.choices] == sorted(c.index for c in completion.choices)
         for c in completion.choices:
             assert len(c.token_ids or ()) == (len(c.logprobs.content) if c.logprobs else 0)
-            assert len(c.message.content or "") in (len(c.token_ids or ()), len(c.token_ids or ()) - 1)
+            assert len(c.message.content or "") in (
+                len(c.token_ids or ()),
+                len(c.token_ids or ()) - 1,
+            )
 
     run(*events, n=2, on_chunk=watch)
-    assert [s[1:] for s in seen if s[0] == 1] == [(e["token"], e["logprob"]) for e in choices[1]["entries"]]
+    assert [s[1:] for s in seen if s[0] == 1] == [
+        (e["token"], e["logprob"]) for e in choices[1]["entries"]
+    ]
 
     def stop_first(chunk, completion):
         if any(part.index == 0 and part.delta.content == "b" for part in chunk.choices):
             raise StopIteration
-        assert not any(part.index == 0 and part.delta.content in ("c", "d") for part in chunk.choices)
+        assert not any(
+            part.index == 0 and part.delta.content in ("c", "d") for part in chunk.choices
+        )
 
     first, second = run(*events, n=2, on_chunk=stop_first)
     assert said(first) == ("ab", choices[0]["ids"][:2], choices[0]["entries"][:2], "stopped_early")
@@ -294,7 +360,18 @@ def test_tool_calls_reasoning_and_refusals():
         event({"reasoning": "m", "reasoning_content": "x"}),
         event({"tool_calls": [{"index": 0, "id": "t0", "type": "function", "function": function}]}),
         event({"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]}),
-        event({"tool_calls": [{"index": 1, "id": "t1", "type": "function", "function": {"name": "sub", "arguments": "{}"}}]}),
+        event(
+            {
+                "tool_calls": [
+                    {
+                        "index": 1,
+                        "id": "t1",
+                        "type": "function",
+                        "function": {"name": "sub", "arguments": "{}"},
+                    }
+                ]
+            }
+        ),
         event({"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}], "refusal": "no"}),
         event({}, finish_reason="tool_calls"),
     ]
@@ -332,11 +409,19 @@ def test_public_function():
 
     seen = []
     for items in (chunks, [ChatCompletionChunk.construct(**chunk) for chunk in chunks]):
-        completion = asyncio.run(consume_chat_completion_stream(stream(items), lambda chunk, _: seen.append(chunk), n=2))
+        completion = asyncio.run(
+            consume_chat_completion_stream(stream(items), lambda chunk, _: seen.append(chunk), n=2)
+        )
         assert [c.message.content for c in completion.choices] == ["abé", "c"]
         assert [c.token_ids for c in completion.choices] == [c["ids"] for c in choices]
-        assert [e.logprob for e in completion.choices[0].logprobs.content] == [e["logprob"] for e in choices[0]["entries"]]
-        assert (completion.usage.prompt_tokens, completion.usage.completion_tokens, completion.id) == (2, 6, "c")
+        assert [e.logprob for e in completion.choices[0].logprobs.content] == [
+            e["logprob"] for e in choices[0]["entries"]
+        ]
+        assert (
+            completion.usage.prompt_tokens,
+            completion.usage.completion_tokens,
+            completion.id,
+        ) == (2, 6, "c")
         assert completion.prompt_token_ids == [1, 2]
         assert seen == items
         seen.clear()
@@ -348,4 +433,7 @@ def test_public_function():
             raise StopIteration
 
     completion = asyncio.run(consume_chat_completion_stream(stream(chunks), stop))
-    assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == ("a", "stopped_early")
+    assert (completion.choices[0].message.content, completion.choices[0].finish_reason) == (
+        "a",
+        "stopped_early",
+    )

@@ -1,5 +1,5 @@
-"""Tool calls in streams: by the book, cut anywhere, they are what a whole answer says; and so they are
-from servers that number them wrongly, repeat names or send arguments twice."""
+"""Tool calls in streams: by the book, cut anywhere, they are what a whole answer says; and so they
+are from servers that number them wrongly, repeat names or send arguments twice."""
 
 import asyncio
 import json
@@ -28,7 +28,9 @@ def streamed(*parts, finish="tool_calls"):
 
 def part(index=0, id=None, name=None, arguments=None):
     """A part without the fields that are None."""
-    function = {key: one for key, one in (("name", name), ("arguments", arguments)) if one is not None}
+    function = {
+        key: one for key, one in (("name", name), ("arguments", arguments)) if one is not None
+    }
     fields = {"index": index, "id": id, "function": function or None}
     return {key: one for key, one in fields.items() if one is not None}
 
@@ -159,7 +161,9 @@ def test_property_streams_by_the_book(given, data):
     again=st.integers(0, 2),
 )
 def test_property_streams_of_other_servers(given, zeros, names, ids, again):
-    """One call after the other: all of index 0, names and ids in every part, arguments sent again."""
+    """One call after the other: all of index 0, names and ids in every part, arguments sent
+    again.
+    """
     calls, pieces = given
     parts = []
     for number, ((id, name, text), own) in enumerate(zip(calls, pieces)):

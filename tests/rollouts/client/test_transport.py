@@ -1,4 +1,6 @@
-"""Both ways to a server, over real sockets: the same answers, the same errors, nothing left open."""
+"""Both ways to a server, over real sockets: the same answers, the same errors, nothing left
+open.
+"""
 
 import asyncio
 import contextlib
@@ -33,14 +35,20 @@ async def nothing(_):
 
 @contextlib.asynccontextmanager
 async def transport_of(kind, url, **options):
-    """To a server at `url`: from a base URL, an Endpoint, a plain client, or a client with a hook of its own."""
+    """To a server at `url`: from a base URL, an Endpoint, a plain client, or a client with a hook
+    of its own.
+    """
     client = None
     if kind == "hooked":
         timeout = options.get("timeout", 60)
-        options["http_client"] = httpx.AsyncClient(event_hooks={"request": [nothing]}, follow_redirects=True, timeout=timeout)
+        options["http_client"] = httpx.AsyncClient(
+            event_hooks={"request": [nothing]}, follow_redirects=True, timeout=timeout
+        )
     if kind in ("client", "hooked"):
         client = AsyncOpenAI(base_url=url, api_key="secret-key-123", **options)
-    transport = transport_for(client or (Endpoint(url, "secret-key-123") if kind == "endpoint" else url))
+    transport = transport_for(
+        client or (Endpoint(url, "secret-key-123") if kind == "endpoint" else url)
+    )
     assert type(transport) is (HTTPTransport if client is None else ClientTransport)
     try:
         yield transport
@@ -53,7 +61,9 @@ async def transport_of(kind, url, **options):
 def run(kit, kind, behaviour, act, **options):
     async def main():
         async with kit.serving(behaviour) as server:
-            async with transport_of(kind, f"http://127.0.0.1:{server.port}/v1", **options) as transport:
+            async with transport_of(
+                kind, f"http://127.0.0.1:{server.port}/v1", **options
+            ) as transport:
                 result = await act(transport)
             return result, server
 
@@ -96,11 +106,23 @@ def test_refusals(kit, kind, act, monkeypatch):
     def expect(reply, words, status, wait=None):
         with pytest.raises(RequestError, match=words) as caught:
             run(kit, kind, lambda body, attempt: reply, act)
-        assert (caught.value.kind, caught.value.status, caught.value.retry_after) == ("status", status, wait)
+        assert (caught.value.kind, caught.value.status, caught.value.retry_after) == (
+            "status",
+            status,
+            wait,
+        )
         assert "secret-key-123" not in str(caught.value)
 
-    expect(kit.error(400, "too long: 9 > 8"), r"^http://127.0.0.1:\d+/v1: HTTP 400: too long: 9 > 8$", 400)
-    expect(kit.Reply(b"<html>bad\n gateway</html>", status=502), "HTTP 502: <html>bad gateway</html>$", 502)
+    expect(
+        kit.error(400, "too long: 9 > 8"),
+        r"^http://127.0.0.1:\d+/v1: HTTP 400: too long: 9 > 8$",
+        400,
+    )
+    expect(
+        kit.Reply(b"<html>bad\n gateway</html>", status=502),
+        "HTTP 502: <html>bad gateway</html>$",
+        502,
+    )
     expect(kit.Reply({"detail": "Not Found"}, status=404), "HTTP 404: Not Found$", 404)
     expect(kit.Reply({"error": "plain"}, status=422), "HTTP 422: plain$", 422)
     expect(kit.Reply({"error": "\x1b]0;a\x07"}, status=422), r"HTTP 422: \\x1b\]0;a\\x07$", 422)
@@ -111,20 +133,27 @@ def test_refusals(kit, kind, act, monkeypatch):
 
 @pytest.mark.parametrize(("status", "hint"), [(401, "OPENAI_API_KEY"), (404, None), (400, None)])
 def test_what_is_likely_wrong_with_an_address(kit, status, hint):
-    """Of a client object nothing is said: its key comes from where its owner took it, and this address ends in /v1."""
+    """Of a client object nothing is said: its key comes from where its owner took it, and this
+    address ends in /v1.
+    """
     for kind in KINDS:
         with pytest.raises(RequestError) as caught:
             run(kit, kind, lambda body, attempt: kit.error(status, "no"), post)
         assert ("OPENAI_API_KEY" in str(caught.value)) == (hint is not None and kind == "url")
         assert "most addresses" not in str(caught.value)
-    said = [str(status_error(place, 404, b"{}", {}, address=True)) for place in ("http://h:1", "http://h:1/v1")]
+    said = [
+        str(status_error(place, 404, b"{}", {}, address=True))
+        for place in ("http://h:1", "http://h:1/v1")
+    ]
     assert said[0].endswith("(most addresses end in /v1)") and not said[1].endswith(")")
 
 
 def test_retry_after():
     assert retry_after({"retry-after": "3"}) == 3.0
     assert retry_after({"retry-after": "3", "retry-after-ms": "1500"}) == 1.5
-    soon = retry_after({"retry-after": format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)})
+    soon = retry_after(
+        {"retry-after": format_datetime(datetime.now(UTC) + timedelta(seconds=60), usegmt=True)}
+    )
     assert 50 < soon <= 60
     assert retry_after({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}) == 0.0
     for nonsense in ("soon", "-1", "nan", "inf", ""):
@@ -143,7 +172,9 @@ def test_broken_connections_and_timeouts(kit, kind, act):
             run(kit, kind, lambda body, attempt, reply=reply: reply, act)
         assert caught.value.kind == "connection"
     if kind in ("client", "hooked"):  # elsewhere the reader of the stream keeps the time
-        with pytest.raises(RequestError, match=r"no answer within the client's timeout of 0.5 s$") as caught:
+        with pytest.raises(
+            RequestError, match=r"no answer within the client's timeout of 0.5 s$"
+        ) as caught:
             run(kit, kind, slow, act, timeout=0.5)
         assert caught.value.kind == "timeout"
 
@@ -159,14 +190,18 @@ def test_nobody_listens(kind):
                 await act(transport)
 
         for act in (post, streamed, lambda transport: transport.get("/models")):
-            with pytest.raises(RequestError, match=f"^{url}: no connection: .*; is the server running\\?$") as caught:
+            with pytest.raises(
+                RequestError, match=f"^{url}: no connection: .*; is the server running\\?$"
+            ) as caught:
                 asyncio.run(main(act))
             assert caught.value.kind == "connection"
 
 
 @contextlib.asynccontextmanager
 async def listening(answer):
-    """A server that reads a request's head and hands the connection to `answer(head, reader, writer)`."""
+    """A server that reads a request's head and hands the connection to `answer(head, reader,
+    writer)`.
+    """
     seen = []
 
     async def serve(reader, writer):
@@ -219,8 +254,15 @@ def test_settings_of_the_client_are_honoured():
             return transport, url, seen[0].lower()
 
     transport, url, head = asyncio.run(main())
-    assert head.startswith("post /v1/chat/completions?version=a+b http/1.1") or "version=a%20b" in head
-    for line in ("authorization: bearer secret-key-123", "x-mine: yes", "openai-organization: org", "openai-project: proj"):
+    assert (
+        head.startswith("post /v1/chat/completions?version=a+b http/1.1") or "version=a%20b" in head
+    )
+    for line in (
+        "authorization: bearer secret-key-123",
+        "x-mine: yes",
+        "openai-organization: org",
+        "openai-project: proj",
+    ):
         assert line in head
     assert transport.identity == {"base_url": url, "organization": "org", "project": "proj"}
     assert "secret" not in repr(transport)
@@ -241,7 +283,10 @@ def test_the_key_for_a_base_url(monkeypatch):
 
     assert "Authorization: Bearer EMPTY" in head()
     assert "Authorization: Bearer mine" in head(OPENAI_API_KEY="mine")
-    assert "GET /v1/models" in head(http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9")  # no proxy for ourselves
+    # No proxy for ourselves.
+    assert "GET /v1/models" in head(
+        http_proxy="http://127.0.0.1:9", HTTP_PROXY="http://127.0.0.1:9"
+    )
 
 
 def test_cancelling_closes_the_connection_and_leaves_nothing():
@@ -265,7 +310,11 @@ def test_cancelling_closes_the_connection_and_leaves_nothing():
                 await task
             await asyncio.wait_for(closed.wait(), 60)
             async with asyncio.timeout(60):
-                while [t for t in asyncio.all_tasks() - {asyncio.current_task()} if "serve" not in repr(t)]:
+                while [
+                    t
+                    for t in asyncio.all_tasks() - {asyncio.current_task()}
+                    if "serve" not in repr(t)
+                ]:
                     await asyncio.sleep(0.01)
 
     async def chunked(transport):
@@ -335,12 +384,20 @@ def test_wrong_clients(client, words):
 
 
 def test_the_same_json_whatever_the_way(kit):
-    body = {"messages": [{"role": "user", "content": "a\u2028é\ud800"}], "temperature": 0.1, "n": 1, "stop": None}
+    body = {
+        "messages": [{"role": "user", "content": "a\u2028é\ud800"}],
+        "temperature": 0.1,
+        "n": 1,
+        "stop": None,
+    }
 
     async def act(transport):
         await transport.post("/chat/completions", body)
 
-    seen = [run(kit, kind, lambda b, attempt: kit.Reply(b"{}"), act)[1].requests[0] for kind in ("url", "endpoint")]
+    seen = [
+        run(kit, kind, lambda b, attempt: kit.Reply(b"{}"), act)[1].requests[0]
+        for kind in ("url", "endpoint")
+    ]
     assert seen == [json.loads(json.dumps(body))] * 2
 
 
@@ -375,7 +432,9 @@ def streamed_answers(transport):
     return stream_answers(transport, SMALL, 1, stall_timeout=5.0)
 
 
-@pytest.mark.parametrize("act", [lambda transport: transport.post("/chat/completions", SMALL), streamed_answers])
+@pytest.mark.parametrize(
+    "act", [lambda transport: transport.post("/chat/completions", SMALL), streamed_answers]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_answer_without_end_is_left(kind, act):
     """It sends 64 MB, and would go on."""
@@ -391,7 +450,9 @@ def test_an_answer_without_end_is_left(kind, act):
 
     async def main():
         async with listening(endless) as (url, _), transport_of(kind, url) as transport:
-            with pytest.raises(RequestError, match="the server's answer is larger than 4 MiB") as caught:
+            with pytest.raises(
+                RequestError, match="the server's answer is larger than 4 MiB"
+            ) as caught:
                 await act(transport)
             return caught.value.kind
 
@@ -400,16 +461,34 @@ def test_an_answer_without_end_is_left(kind, act):
 
 
 def test_how_large_an_answer_may_be():
-    """A token with 20 alternatives, as vLLM writes them, in a chunk of its own; and what asks for more gets more."""
+    """A token with 20 alternatives, as vLLM writes them, in a chunk of its own; and what asks for
+    more gets more.
+    """
     entry = {"token": "€" * 8, "logprob": -12.345678901234567, "bytes": [226, 130, 172] * 8}
-    chunk = {"id": "chatcmpl-" + "0" * 32, "object": "chat.completion.chunk", "created": 1767225600, "model": "m" * 100}
-    delta = {"index": 0, "delta": {"content": "€" * 8}, "token_ids": [123456], "finish_reason": None, "stop_reason": None}
+    chunk = {
+        "id": "chatcmpl-" + "0" * 32,
+        "object": "chat.completion.chunk",
+        "created": 1767225600,
+        "model": "m" * 100,
+    }
+    delta = {
+        "index": 0,
+        "delta": {"content": "€" * 8},
+        "token_ids": [123456],
+        "finish_reason": None,
+        "stop_reason": None,
+    }
     for alternatives in (0, 20):
         logprobs = {"content": [{**entry, "top_logprobs": [entry] * alternatives}]}
-        size = len(f"data: {json.dumps({**chunk, 'choices': [{**delta, 'logprobs': logprobs}]})}\n\n")
+        size = len(
+            f"data: {json.dumps({**chunk, 'choices': [{**delta, 'logprobs': logprobs}]})}\n\n"
+        )
         asked = {"n": 8, "max_tokens": 1000, "logprobs": True, "top_logprobs": alternatives}
         assert 8 * 1000 * size < most_bytes(asked) < 8 * 1000 * size * 4 + 2**22
-    assert most_bytes({"max_tokens": 1, "prompt_logprobs": 1}) > most_bytes({"max_tokens": 1}) and most_bytes(None) > 10**8
+    assert (
+        most_bytes({"max_tokens": 1, "prompt_logprobs": 1}) > most_bytes({"max_tokens": 1})
+        and most_bytes(None) > 10**8
+    )
     assert most_bytes({"max_completion_tokens": 1, "top_logprobs": -1}) > 2**17 * 512
 
 

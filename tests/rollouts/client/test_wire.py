@@ -10,18 +10,28 @@ from ttrl.text import one_line
 
 
 def response(kit, *texts, **changes):
-    return json.dumps(kit.completion([kit.choice(k, text) for k, text in enumerate(texts)], **changes).body).encode()
+    return json.dumps(
+        kit.completion([kit.choice(k, text) for k, text in enumerate(texts)], **changes).body
+    ).encode()
 
 
 def test_each_choice_with_what_belongs_to_it(kit):
-    usage = {"prompt_tokens": 3, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 2}}
+    usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     first, second = read_answers(response(kit, "ab", "cde", usage=usage), 2, "here")
     assert json.loads(first.choice) == kit.choice(0, "ab")
     assert json.loads(second.choice) == kit.choice(1, "cde")
     assert (first.completion_tokens, second.completion_tokens) == (3, 4)
     for answer in (first, second):
         assert (answer.completion_id, answer.created, answer.model) == ("chatcmpl-1", 1, "m")
-        assert (answer.prompt_token_ids, answer.prompt_tokens, answer.cached_tokens) == (kit.prompt_ids, 3, 2)
+        assert (answer.prompt_token_ids, answer.prompt_tokens, answer.cached_tokens) == (
+            kit.prompt_ids,
+            3,
+            2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -45,10 +55,15 @@ def test_order(kit, indexes, expected):
 
 def test_counts_where_the_server_says_less(kit):
     choice = kit.choice(0, "abc", token_ids=None)
-    [answer] = read_answers(json.dumps(kit.completion([choice], usage=None).body).encode(), 1, "here")
-    assert (answer.completion_tokens, answer.prompt_tokens, answer.cached_tokens) == (4, 3, None)  # of logprobs; of prompt ids
+    [answer] = read_answers(
+        json.dumps(kit.completion([choice], usage=None).body).encode(), 1, "here"
+    )
+    # Of logprobs; of prompt ids.
+    assert (answer.completion_tokens, answer.prompt_tokens, answer.cached_tokens) == (4, 3, None)
     choice["logprobs"] = None
-    body = kit.completion([choice], usage={"prompt_tokens": 9, "completion_tokens": 5}, prompt_token_ids=None).body
+    body = kit.completion(
+        [choice], usage={"prompt_tokens": 9, "completion_tokens": 5}, prompt_token_ids=None
+    ).body
     [answer] = read_answers(json.dumps(body).encode(), 1, "here")
     assert (answer.completion_tokens, answer.prompt_tokens, answer.prompt_token_ids) == (5, 9, None)
     body["usage"] = {"prompt_tokens": "9", "completion_tokens": -5, "prompt_tokens_details": 3}
@@ -59,7 +74,10 @@ def test_counts_where_the_server_says_less(kit):
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (b"<html>  hello\n</html>", "the server answered <html> hello </html>, which is no chat completion"),
+        (
+            b"<html>  hello\n</html>",
+            "the server answered <html> hello </html>, which is no chat completion",
+        ),
         (b"", "the server answered nothing, which is no chat completion"),
         (b"null", "the server answered None, which is no chat completion"),
         (b"[1, 2]", r"the server answered \[1, 2\], which is no chat completion"),
@@ -72,7 +90,10 @@ def test_counts_where_the_server_says_less(kit):
         (b'{"error": "out of luck", "choices": []}', "the server failed: out of luck"),
         (b"[" * 100_000, "cannot be read"),
         (b'{"choices": [{"message": ' + b"[" * 100_000 + b"]" * 100_000 + b"}]}", "cannot be read"),
-        (b'{"choices": [' + b"{}," * 999_999 + b"{}]}", "the server returned 1000000 choices, 1 asked for"),
+        (
+            b'{"choices": [' + b"{}," * 999_999 + b"{}]}",
+            "the server returned 1000000 choices, 1 asked for",
+        ),
     ],
 )
 def test_no_chat_completion(data, words):
@@ -84,8 +105,14 @@ def test_no_chat_completion(data, words):
 @pytest.mark.parametrize(("code", "worth_retry"), [(400, False), (429, True), (500, True)])
 def test_errors_with_a_status_of_their_own(code, worth_retry):
     with pytest.raises(RequestError, match="as told") as caught:
-        read_answers(json.dumps({"error": {"message": "as told", "code": code}}).encode(), 1, "here")
-    assert (caught.value.kind, caught.value.status, caught.value.worth_retry) == ("status", code, worth_retry)
+        read_answers(
+            json.dumps({"error": {"message": "as told", "code": code}}).encode(), 1, "here"
+        )
+    assert (caught.value.kind, caught.value.status, caught.value.worth_retry) == (
+        "status",
+        code,
+        worth_retry,
+    )
 
 
 def test_json_that_only_python_reads():
@@ -97,37 +124,63 @@ def test_json_that_only_python_reads():
 
 def test_empty_answers(kit):
     assert read_answers(response(kit), 2, "here") == [None, None]
-    assert read_answers(response(kit).replace(b'"choices": []', b'"choices": [null, null]'), 2, "here") == [None, None]
+    assert read_answers(
+        response(kit).replace(b'"choices": []', b'"choices": [null, null]'), 2, "here"
+    ) == [None, None]
 
 
 def test_chunks():
     logprobs = b'"logprobs":{"content":[{"token":"a","logprob":-0.5}]}'
-    data = b'{"id":"c","choices":[{"index":1,"delta":{"content":"\xc3\xa9"},%b,"token_ids":[7]}]}' % logprobs
+    data = (
+        b'{"id":"c","choices":[{"index":1,"delta":{"content":"\xc3\xa9"},%b,"token_ids":[7]}]}'
+        % logprobs
+    )
     chunk = decoded_chunk(data, "here")
     [part] = chunk.choices
-    assert (part.index, part.delta.content, part.token_ids, part.finish_reason) == (1, "é", [7], None)
+    assert (part.index, part.delta.content, part.token_ids, part.finish_reason) == (
+        1,
+        "é",
+        [7],
+        None,
+    )
     assert (part.logprobs.content[0].token, part.logprobs.content[0].logprob) == ("a", -0.5)
     assert decoded_chunk(b'{"choices":[]}', "here") == Chunk(choices=[])
     lenient = decoded_chunk(
         b'{"created":"12","choices":[{"index":"1","delta":{"content":"\\ud800"},"logprobs":{"content":[{"logprob":-Infinity}]}}]}',
         "x",
     )
-    assert (lenient.created, lenient.choices[0].index, lenient.choices[0].delta.content) == (12, 1, "\ud800")
+    assert (lenient.created, lenient.choices[0].index, lenient.choices[0].delta.content) == (
+        12,
+        1,
+        "\ud800",
+    )
     assert lenient.choices[0].logprobs.content[0].logprob == float("-inf")
 
 
 @pytest.mark.parametrize(
-    "data", [b"{", b"[]", b"<html>", b'{"choices":[3]}', b'{"choices":[{"delta":{"content":"\xff"}}]}', b'{"choices":7}']
+    "data",
+    [
+        b"{",
+        b"[]",
+        b"<html>",
+        b'{"choices":[3]}',
+        b'{"choices":[{"delta":{"content":"\xff"}}]}',
+        b'{"choices":7}',
+    ],
 )
 def test_broken_chunks(data):
-    with pytest.raises(RequestError, match=r"^here: a chunk of the stream cannot be read") as caught:
+    with pytest.raises(
+        RequestError, match=r"^here: a chunk of the stream cannot be read"
+    ) as caught:
         decoded_chunk(data, "here")
     assert caught.value.kind == "malformed"
 
 
 def test_an_error_within_a_stream():
     with pytest.raises(RequestError, match="engine died") as caught:
-        decoded_chunk(b'{"error":{"message":"engine died","type":"X","param":null,"code":500}}', "here")
+        decoded_chunk(
+            b'{"error":{"message":"engine died","type":"X","param":null,"code":500}}', "here"
+        )
     assert (caught.value.kind, caught.value.status) == ("status", 500)
     assert decoded_chunk(b'{"choices":[],"error":null}', "here").choices == []
 

@@ -58,7 +58,9 @@ def test_sync_graders_run_in_threads_and_async_ones_on_the_loop():
 
 
 def test_a_sync_grader_does_not_block_the_loop():
-    """Two graders that wait for each other, and for the loop, can only end if all three run at once."""
+    """Two graders that wait for each other, and for the loop, can only end if all three run at
+    once.
+    """
     barrier = threading.Barrier(2, timeout=20)
     loop_ran = threading.Event()
 
@@ -128,7 +130,10 @@ def test_what_a_grader_raises_is_kept_with_place_and_traceback(make, kind, args,
     assert "ttrl/rollouts/graders/grading.py" not in "\n".join(traceback)  # their code, not ours
 
 
-@pytest.mark.parametrize("output", [float("nan"), float("inf"), "1.0", None, (1.0,), (1.0, {"m": float("nan")}), [1.0], 1j])
+@pytest.mark.parametrize(
+    "output",
+    [float("nan"), float("inf"), "1.0", None, (1.0,), (1.0, {"m": float("nan")}), [1.0], 1j],
+)
 def test_what_is_no_finite_number_is_refused(output):
     for grader in (lambda choice: output, lambda choice: later(output)):
         with pytest.raises(GraderError, match=r"^task 't', sample 2: the grader"):
@@ -161,7 +166,9 @@ def test_graders_built_on_signals_are_told_of_isolated():
         with pytest.raises(GraderError) as caught:
             run(grader)
         first = str(caught.value).split("\n")[0]
-        assert "ValueError" in first and first.endswith("with isolated=True they run in main threads of processes")
+        assert "ValueError" in first and first.endswith(
+            "with isolated=True they run in main threads of processes"
+        )
     with pytest.raises(GraderError) as caught:
         run(its_own_cause)
     assert "isolated" not in str(caught.value)
@@ -171,11 +178,17 @@ def test_graders_built_on_signals_work_in_processes_of_their_own(kit):
     def behaviour(body, attempt):
         return kit.completion([kit.choice(0, "x")])
 
-    tasks = [Task([{"role": "user", "content": "x"}], grader) for grader in (by_alarm, by_alarm_explained)]
+    tasks = [
+        Task([{"role": "user", "content": "x"}], grader)
+        for grader in (by_alarm, by_alarm_explained)
+    ]
     threads, _ = kit.run(behaviour, tasks[:1])
     assert "with isolated=True" in threads.samples[0].error
     isolated, _ = kit.run(behaviour, tasks, isolated=True)
-    assert isolated.samples[0].error is None and [one.reward for one in isolated.samples] == [0.75, 0.75]
+    assert isolated.samples[0].error is None and [one.reward for one in isolated.samples] == [
+        0.75,
+        0.75,
+    ]
 
 
 def test_graders_with_the_wrong_number_of_arguments():
@@ -199,7 +212,10 @@ def test_time_limit():
 
     try:
         for grader in (lambda choice: release.wait(), never, lambda choice: never(choice)):
-            with pytest.raises(GraderError, match=r"^task 't', sample 2: the grader took longer than 0.1 s; .*grader_timeout"):
+            with pytest.raises(
+                GraderError,
+                match=r"^task 't', sample 2: the grader took longer than 0.1 s; .*grader_timeout",
+            ):
                 run(grader, timeout=0.1)
     finally:
         release.set()
@@ -245,7 +261,10 @@ def test_threads_end_with_the_call(kit):
         return {thread for thread in threading.enumerate() if thread.name == "ttrl-grader"}
 
     before = ours()
-    tasks = [Task(messages=[{"role": "user", "content": str(i)}], grader=lambda choice: 1.0) for i in range(20)]
+    tasks = [
+        Task(messages=[{"role": "user", "content": str(i)}], grader=lambda choice: 1.0)
+        for i in range(20)
+    ]
     results, _ = kit.run(kit.echo, tasks, n=4)
     assert results.stats.num_graded == 80
     for thread in ours() - before:
@@ -260,6 +279,12 @@ def test_a_grader_cannot_change_what_was_sampled(kit):
         choice.logprobs.content.clear()
         return 1.0
 
-    results, _ = kit.run(kit.echo, [Task(messages=[{"role": "user", "content": "x"}], grader=vandal)])
+    results, _ = kit.run(
+        kit.echo, [Task(messages=[{"role": "user", "content": "x"}], grader=vandal)]
+    )
     sample = results.samples[0]
-    assert (sample.text, sample.token_ids, len(sample.logprobs)) == ("x#0", [*map(ord, "x#0"), 0], 4)
+    assert (sample.text, sample.token_ids, len(sample.logprobs)) == (
+        "x#0",
+        [*map(ord, "x#0"), 0],
+        4,
+    )

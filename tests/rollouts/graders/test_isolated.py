@@ -1,4 +1,6 @@
-"""Graders in processes: the same grades as in threads, and whatever a grader does costs its own sample alone."""
+"""Graders in processes: the same grades as in threads, and whatever a grader does costs its own
+sample alone.
+"""
 
 import asyncio
 import functools
@@ -121,7 +123,11 @@ def test_errors_read_as_in_threads(bench, make, kind, args):
         in_thread(make(kind, *args), bench.choice())
     text = bench.error(make(kind, *args))
     assert text == str(caught.value)
-    assert "in my_grader" in text and "grader_worker" not in text and len(text) < MAX_ERROR_LENGTH + 1000
+    assert (
+        "in my_grader" in text
+        and "grader_worker" not in text
+        and len(text) < MAX_ERROR_LENGTH + 1000
+    )
 
 
 def test_keyboard_interrupts_of_a_grader_are_errors_too(bench):
@@ -129,7 +135,10 @@ def test_keyboard_interrupts_of_a_grader_are_errors_too(bench):
         assert "the grader raised KeyboardInterrupt" in bench.error(make(KeyboardInterrupt))
 
 
-@pytest.mark.parametrize("output", [float("nan"), float("inf"), "1.0", None, (1.0,), (1.0, {"m": float("nan")}), [1.0], 1j])
+@pytest.mark.parametrize(
+    "output",
+    [float("nan"), float("inf"), "1.0", None, (1.0,), (1.0, {"m": float("nan")}), [1.0], 1j],
+)
 def test_what_is_no_finite_number_is_refused(bench, output):
     with pytest.raises(GraderError) as caught:
         in_thread(lambda choice: output, bench.choice())
@@ -138,10 +147,27 @@ def test_what_is_no_finite_number_is_refused(bench, output):
 
 def look(choice):
     """Tells by its error everything that can be seen of a choice."""
-    seen = [repr(choice), choice.model_dump(), choice.to_json(), sorted(choice.model_fields_set), choice.model_extra]
-    seen += [sorted(choice.message.model_fields_set), choice.message.model_extra, type(choice), type(choice.message)]
-    seen += [type(choice.logprobs), choice.logprobs and type(choice.logprobs.content[0]), choice == choice.model_copy(deep=True)]
-    raise ValueError(hashlib.sha256(repr(seen).encode("utf-8", "surrogatepass")).hexdigest(), str(seen)[:2000])
+    seen = [
+        repr(choice),
+        choice.model_dump(),
+        choice.to_json(),
+        sorted(choice.model_fields_set),
+        choice.model_extra,
+    ]
+    seen += [
+        sorted(choice.message.model_fields_set),
+        choice.message.model_extra,
+        type(choice),
+        type(choice.message),
+    ]
+    seen += [
+        type(choice.logprobs),
+        choice.logprobs and type(choice.logprobs.content[0]),
+        choice == choice.model_copy(deep=True),
+    ]
+    raise ValueError(
+        hashlib.sha256(repr(seen).encode("utf-8", "surrogatepass")).hexdigest(), str(seen)[:2000]
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,12 +176,25 @@ def look(choice):
         {},
         {"message": {"role": "assistant", "content": None}, "logprobs": None},
         {"message": {"role": "assistant", "content": "ünï\u2028 \x00"}, "finish_reason": "length"},
-        {"message": {"role": "assistant", "content": "", "reasoning_content": {"a": [1, None]}, "annotations": None}},
+        {
+            "message": {
+                "role": "assistant",
+                "content": "",
+                "reasoning_content": {"a": [1, None]},
+                "annotations": None,
+            }
+        },
         {
             "message": {
                 "role": "assistant",
                 "content": None,
-                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": '{"a": 1}'},
+                    }
+                ],
             }
         },
         {"finish_reason": "stopped_early", "stopped_early": True},
@@ -172,12 +211,19 @@ def test_logprobs_that_somebody_has_looked_into(bench):
     assert looked.logprobs.content[0].logprob == -0.5
     errors = [bench.error(look, looked), bench.error(look, untouched)]
     assert errors[0] == errors[1]
-    assert type(untouched.__dict__["logprobs"]).__name__ == "_LazyLogprobs"  # sent as they came, without being built here
+    # Sent as they came, without being built here.
+    assert type(untouched.__dict__["logprobs"]).__name__ == "_LazyLogprobs"
 
 
 def test_choices_of_stored_samples(bench):
     sample = Sample(
-        task_id="t", sample=1, messages=[], text="x", token_ids=[5, 6], logprobs=[-0.5, math.nan], finish_reason="stop"
+        task_id="t",
+        sample=1,
+        messages=[],
+        text="x",
+        token_ids=[5, 6],
+        logprobs=[-0.5, math.nan],
+        finish_reason="stop",
     )
     with pytest.raises(GraderError) as caught:
         in_thread(look, choice_of_sample(sample))
@@ -185,7 +231,10 @@ def test_choices_of_stored_samples(bench):
 
 
 def test_what_a_server_left_out_stays_left_out(bench):
-    choice = Choice.construct(index=0, message={"role": "assistant", "content": "x"}, finish_reason="stop")  # by anybody
+    # By anybody.
+    choice = Choice.construct(
+        index=0, message={"role": "assistant", "content": "x"}, finish_reason="stop"
+    )
     with pytest.raises(GraderError) as caught:
         in_thread(look, choice)
     assert bench.error(look, choice) == str(caught.value)
@@ -196,7 +245,10 @@ def test_lone_surrogates_and_large_choices_arrive(bench):
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     def grader(choice):
-        return float(hashlib.sha256(choice.message.content.encode("utf-8", "surrogatepass")).hexdigest() == digest)
+        return float(
+            hashlib.sha256(choice.message.content.encode("utf-8", "surrogatepass")).hexdigest()
+            == digest
+        )
 
     assert bench.grade(grader, bench.choice(content=text)).reward == 1.0
 
@@ -205,8 +257,12 @@ def test_lone_surrogates_and_large_choices_arrive(bench):
 
 
 def test_graders_of_modules_that_only_we_can_import(bench, tmp_path, monkeypatch):
-    (tmp_path / "ttrl_test_helpers.py").write_text("FACTOR = 3.0\ndef times(x):\n    return FACTOR * x\n")
-    spec = importlib.util.spec_from_file_location("ttrl_test_helpers", tmp_path / "ttrl_test_helpers.py")
+    (tmp_path / "ttrl_test_helpers.py").write_text(
+        "FACTOR = 3.0\ndef times(x):\n    return FACTOR * x\n"
+    )
+    spec = importlib.util.spec_from_file_location(
+        "ttrl_test_helpers", tmp_path / "ttrl_test_helpers.py"
+    )
     helpers = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "ttrl_test_helpers", helpers)  # loaded, and on no path
     spec.loader.exec_module(helpers)
@@ -219,7 +275,9 @@ def test_graders_of_modules_that_only_we_can_import(bench, tmp_path, monkeypatch
 
 def test_sys_path_and_folder_are_ours_and_keys_are_not_passed_on(make_bench, tmp_path, monkeypatch):
     (tmp_path / "ttrl_test_on_path.py").write_text("VALUE = 0.5\n")
-    (tmp_path / "json.py").write_text("raise SystemExit('the current folder came before the standard library')")
+    (tmp_path / "json.py").write_text(
+        "raise SystemExit('the current folder came before the standard library')"
+    )
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "ttrl_test_on_path.py").write_text("VALUE = 0.75\n")
     monkeypatch.chdir(tmp_path)
@@ -275,15 +333,24 @@ def test_graders_of_a_script(tmp_path):
         asyncio.run(main())
         """)
     )
-    done = subprocess.run([sys.executable, "-X", "dev", "-W", "error", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.stdout == "Grade(reward=3.5, metrics={})\n"
-    assert [line for line in done.stderr.splitlines() if not line.startswith("Executing <")] == []  # asyncio on a busy machine
+    # Asyncio on a busy machine.
+    assert [line for line in done.stderr.splitlines() if not line.startswith("Executing <")] == []
 
 
-@pytest.mark.skipif(os.getuid() == 0 and shutil.which("setpriv") is None, reason="needs setpriv: root reads everything")
+@pytest.mark.skipif(
+    os.getuid() == 0 and shutil.which("setpriv") is None,
+    reason="needs setpriv: root reads everything",
+)
 def test_keys_cannot_be_read_from_the_processes_above(tmp_path):
-    """They stand in /proc/PID/environ from a process's start, whatever becomes of os.environ. As any user, or as a container's
-    root, who has no capabilities over others."""
+    """They stand in /proc/PID/environ from a process's start, whatever becomes of os.environ. As
+    any user, or as a container's root, who has no capabilities over others."""
     script = tmp_path / "script.py"
     script.write_text(
         textwrap.dedent("""
@@ -319,7 +386,13 @@ def test_keys_cannot_be_read_from_the_processes_above(tmp_path):
     )
     environment = {**os.environ, "MY_API_KEY": "sesame"}
     powerless = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.getuid() == 0 else []
-    done = subprocess.run([*powerless, sys.executable, script], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(
+        [*powerless, sys.executable, script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
     assert done.stdout == "Grade(reward=1.0, metrics={})\n", done.stderr
 
 
@@ -332,7 +405,9 @@ def test_what_cannot_be_pickled_says_so(bench):
 
     text = bench.error(locked)
     assert re.match(
-        r"task 't', sample 2: the grader .*locked cannot be sent to a process .*'_thread.lock'.*isolated=False$", text
+        r"task 't', sample 2: the grader .*locked cannot be sent to a process "
+        r".*'_thread.lock'.*isolated=False$",
+        text,
     )
 
 
@@ -351,12 +426,15 @@ def explode():
 def test_what_cannot_be_loaded_says_so_each_time(bench):
     grader = ExplodesOnArrival()
     for _ in range(2):
-        assert "could not be loaded in its process: ImportError: no such thing here" in bench.error(grader)
+        assert "could not be loaded in its process: ImportError: no such thing here" in bench.error(
+            grader
+        )
     assert bench.grade(lambda choice: 1.0).reward == 1.0
 
 
 def test_many_graders_each_sent_once_while_it_is_known(make_bench):
-    made, count = make_bench(size=2), isolated._KEPT_PICKLES + 50  # and so more than workers keep, too
+    # And so more than workers keep, too.
+    made, count = make_bench(size=2), isolated._KEPT_PICKLES + 50
     rewards = made.grade_all([closure(k) for k in range(count)] + [closure(k) for k in range(100)])
     assert rewards == [k + 5.0 for k in (*range(count), *range(100))]
     assert len(made.graders._processes._pickles) == isolated._KEPT_PICKLES
@@ -388,7 +466,10 @@ def test_a_grader_is_loaded_once_per_process(make_bench, tmp_path):
         ({"timeout": 0}, "grader_timeout is 0; give a positive number of seconds"),
         ({"timeout": float("nan")}, "grader_timeout is nan"),
         ({"timeout": "1"}, "grader_timeout is '1'"),
-        ({"memory": 100}, r"grader_memory is 100; give a number of bytes of at least 1 MiB \(1048576\)"),
+        (
+            {"memory": 100},
+            r"grader_memory is 100; give a number of bytes of at least 1 MiB \(1048576\)",
+        ),
         ({"memory": 2.5}, "grader_memory is 2.5"),
         ({"size": 0}, "at once is 0; give at least 1"),
         ({"size": True}, "at once is True"),
@@ -412,7 +493,9 @@ def test_messages_survive_any_cut():
         assert found[0][0]["a"] == json.loads('[1, "ü"]') and not buffer
 
 
-@pytest.mark.parametrize("head", [b"{}", b"[]", b"abc", b"null", b'{"parts": [1]}', b'{"parts": 1}', b"[" * 900])
+@pytest.mark.parametrize(
+    "head", [b"{}", b"[]", b"abc", b"null", b'{"parts": [1]}', b'{"parts": 1}', b"[" * 900]
+)
 def test_what_is_no_message_is_refused(head):
     with pytest.raises(ValueError):
         wire.unpack(bytearray(len(head).to_bytes(4, "big") + head), limit=1000)
@@ -430,13 +513,20 @@ def test_no_socket_stays_open_when_the_loop_of_its_worker_is_closed():
     async def graded():
         await graders.grade(
             task,
-            Choice.model_validate({"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "a"}}),
+            Choice.model_validate(
+                {
+                    "index": 0,
+                    "finish_reason": "stop",
+                    "message": {"role": "assistant", "content": "a"},
+                }
+            ),
             "here",
         )
         return len(os.listdir("/proc/self/fd"))
 
     with warnings.catch_warnings(), graders:
-        warnings.simplefilter("ignore", ResourceWarning)  # asyncio's, of a transport whose loop is closed
+        # Asyncio's, of a transport whose loop is closed.
+        warnings.simplefilter("ignore", ResourceWarning)
         gc.collect()
         gc.disable()
         try:

@@ -1,4 +1,6 @@
-"""Whatever a grader in a process of its own does, it costs its own sample alone, and nothing is left behind."""
+"""Whatever a grader in a process of its own does, it costs its own sample alone, and nothing is
+left behind.
+"""
 
 import asyncio
 import contextlib
@@ -61,7 +63,15 @@ def stubborn(choice):
 
 
 def test_graders_that_never_end_cost_their_samples(hasty):
-    bad = [spins, backtracks, lambda choice: time.sleep(3600), never, lambda choice: never(choice), forks_and_waits, stubborn]
+    bad = [
+        spins,
+        backtracks,
+        lambda choice: time.sleep(3600),
+        never,
+        lambda choice: never(choice),
+        forks_and_waits,
+        stubborn,
+    ]
     texts = hasty.grade_all([*bad, *[lambda choice: 1.0] * 8])
     expected = f"{WHERE}: the grader took longer than 2 s; make it faster or raise grader_timeout"
     assert texts[: len(bad)] == [expected] * len(bad)
@@ -112,13 +122,19 @@ def allocates_by_and_by(choice):
         (lambda choice: os._exit(0), "ended its process with exit code 0"),
         (segfaults, "was ended by SIGSEGV"),
         (lambda choice: os.abort(), "was ended by SIGABRT"),
-        (lambda choice: os.kill(os.getpid(), signal.SIGKILL), "was ended by SIGKILL; the machine may have run out of memory"),
+        (
+            lambda choice: os.kill(os.getpid(), signal.SIGKILL),
+            "was ended by SIGKILL; the machine may have run out of memory",
+        ),
         (lambda choice: os.kill(0, signal.SIGTERM) or time.sleep(60), "was ended by SIGTERM"),
         (lambda choice: os.kill(os.getpid(), signal.SIGXCPU) or time.sleep(60), "s of CPU time"),
         (writes_garbage, "wrote into the channel"),
         (claims_much, "wrote into the channel"),
         (lambda choice: os.closerange(3, 64) or 1.0, "ended its process with exit code"),
-        (lambda choice: os.closerange(3, 64) or time.sleep(60), "closed the channel between its process and ttrl"),
+        (
+            lambda choice: os.closerange(3, 64) or time.sleep(60),
+            "closed the channel between its process and ttrl",
+        ),
         (allocates, "ran out of the 512 MiB of memory"),
         (allocates_by_and_by, "ran out of the 512 MiB of memory"),
         (lambda choice: (1.0, {f"m{i}": 1.0 for i in range(100_000)}), "MB; it may have 1.0 MB"),
@@ -174,11 +190,15 @@ def test_modules_do_not_count_as_memory_of_a_grade(make_bench):
 
     made = make_bench(size=1, memory=32 * 2**20)
     assert made.grade(grader).reward == 72 * 2**20
-    assert "ran out of the 32 MiB of memory" in made.error(lambda choice: float(len(bytearray(64 * 2**20))))
+    assert "ran out of the 32 MiB of memory" in made.error(
+        lambda choice: float(len(bytearray(64 * 2**20)))
+    )
 
 
 def test_each_choice_is_graded_once_whatever_happens(bench, tmp_path):
-    """Some graders end their process after they have made their mark; processes are killed between grades too."""
+    """Some graders end their process after they have made their mark; processes are killed between
+    grades too.
+    """
 
     def grader_of(number):
         def grader(choice):
@@ -196,7 +216,8 @@ def test_each_choice_is_graded_once_whatever_happens(bench, tmp_path):
         idle = process_guard.descendants(bench.keeper)
         for pid, _ in idle:
             os.kill(pid, signal.SIGKILL)
-        while any(process_guard.process_id(one[0]) == one for one in idle):  # it may still take an order with it
+        # It may still take an order with it.
+        while any(process_guard.process_id(one[0]) == one for one in idle):
             time.sleep(0.001)
     assert [outcome if isinstance(outcome, float) else None for outcome in outcomes] == [
         None if number % 5 == 0 else float(number) for number in range(60)
@@ -226,7 +247,8 @@ def test_the_keeper_is_started_again(make_bench, tmp_path):
     assert made.grade(lambda choice: 1.0).reward == 1.0
     dying = [(made.keeper, None), *process_guard.descendants(made.keeper)]
     os.kill(made.keeper, signal.SIGKILL)
-    until(lambda: not any(process_guard.process_id(pid) for pid, _ in dying))  # what still lives may take a grade with it
+    # What still lives may take a grade with it.
+    until(lambda: not any(process_guard.process_id(pid) for pid, _ in dying))
     assert made.grade_all([lambda choice: 2.0] * 3) == [2.0] * 3
 
     def hangs(choice):
@@ -294,7 +316,9 @@ def test_leaving_waits_for_nobody_and_leaves_nobody(make_bench, tmp_path):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_nothing_is_left_when_ttrl_is_killed(tmp_path):
-    """Graders of every kind are under way: asleep, spinning in C with the lock held, with children in sessions of their own."""
+    """Graders of every kind are under way: asleep, spinning in C with the lock held, with children
+    in sessions of their own.
+    """
     script = textwrap.dedent(f"""
         import asyncio, os, re, time
         from openai.types.chat.chat_completion import Choice
@@ -332,7 +356,11 @@ def test_nothing_is_left_when_ttrl_is_killed(tmp_path):
     finally:
         process.kill()
         process.wait()
-    until(lambda: not [pid for pid, start in everybody if process_guard.process_id(pid) == (pid, start)])
+    until(
+        lambda: (
+            not [pid for pid, start in everybody if process_guard.process_id(pid) == (pid, start)]
+        )
+    )
 
 
 def test_a_second_loop_starts_anew(make_bench):

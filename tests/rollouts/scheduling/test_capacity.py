@@ -1,4 +1,6 @@
-"""How much a server is sent at once: what it says of itself is read as vLLM writes it, and simulated servers are kept busy."""
+"""How much a server is sent at once: what it says of itself is read as vLLM writes it, and
+simulated servers are kept busy.
+"""
 
 import asyncio
 import dataclasses
@@ -53,7 +55,15 @@ prefix_caching_hash_algo="sha256",sliding_window="None"} 1.0
 
 
 def metrics(**changes: float) -> Metrics:
-    given = {"capacity": 10_000, "block_size": 16, "running": 0, "waiting": 0, "usage": 0, "preemptions": 0, "generated": 0}
+    given = {
+        "capacity": 10_000,
+        "block_size": 16,
+        "running": 0,
+        "waiting": 0,
+        "usage": 0,
+        "preemptions": 0,
+        "generated": 0,
+    }
     return Metrics(**{**given, **changes})
 
 
@@ -62,16 +72,31 @@ def metrics(**changes: float) -> Metrics:
 
 def test_reads_what_a_real_server_writes() -> None:
     assert read_metrics(REAL) == Metrics(
-        capacity=2097152, block_size=128, running=32, waiting=117, usage=0.0036623329060612164, preemptions=3, generated=27070
+        capacity=2097152,
+        block_size=128,
+        running=32,
+        waiting=117,
+        usage=0.0036623329060612164,
+        preemptions=3,
+        generated=27070,
     )
 
 
 def test_engines_are_summed() -> None:
     """Tokens are each engine's own; blocks are those of all engines, in every line."""
-    second = REAL.replace('engine="0"', 'engine="1"').replace("_perc{engine", "_perc{x").replace(" 32.0\n", " 8.0\n")
+    second = (
+        REAL.replace('engine="0"', 'engine="1"')
+        .replace("_perc{engine", "_perc{x")
+        .replace(" 32.0\n", " 8.0\n")
+    )
     both = read_metrics(REAL + second)
     assert both is not None
-    assert (both.capacity, both.running, both.waiting, both.preemptions) == (2 * 2097152, 40, 234, 6)
+    assert (both.capacity, both.running, both.waiting, both.preemptions) == (
+        2 * 2097152,
+        40,
+        234,
+        6,
+    )
     assert both.usage == pytest.approx(0.0036623329060612164)
     older = (REAL + second).replace('kv_cache_size_tokens="2097152",', "")
     assert read_metrics(older).capacity == 16384 * 128  # type: ignore[union-attr]
@@ -132,7 +157,9 @@ def survival(finished: list[float], running: list[float]) -> Survival:
 
 
 def test_the_curve_of_lengths_counts_those_that_still_run() -> None:
-    """Against the product-limit estimate, done by hand: 10 finished at 100, 10 are at 150, 10 finished at 200."""
+    """Against the product-limit estimate, done by hand: 10 finished at 100, 10 are at 150, 10
+    finished at 200.
+    """
     curve = survival([100.0] * 10 + [200.0] * 10, [150.0] * 10)
     assert math.exp(curve.log(np.array([125.0]))[0]) == pytest.approx(2 / 3, abs=0.03)
     assert math.exp(curve.log(np.array([200.0]))[0]) == pytest.approx(0, abs=0.06)
@@ -208,7 +235,10 @@ def test_other_users_of_the_server_are_seen() -> None:
     lengths.observe(300, 100, [200] * 1000)
     room = ServerRoom(lengths)
     for second in range(10):
-        room.update(metrics(capacity=100_000, usage=0.6, running=200, generated=100.0 * second), float(second))
+        room.update(
+            metrics(capacity=100_000, usage=0.6, running=200, generated=100.0 * second),
+            float(second),
+        )
         room.admits(Load(300, 1, 400), float(second))
         if not room.loads:
             room.add(Load(300, 1, 400), float(second))
@@ -252,7 +282,9 @@ def test_a_restart_of_the_server_starts_its_counters_again() -> None:
 
 
 def workload(name: str) -> Any:
-    """Half as much as in the benchmark, on a server of half the size: the same, in half the time."""
+    """Half as much as in the benchmark, on a server of half the size: the same, in half the
+    time.
+    """
     whole = next(workload for workload in bench.WORKLOADS if workload.name == name)
     server = {key: value // 2 for key, value in whole.server.items()}
     return dataclasses.replace(whole, tasks=whole.tasks // 2, server=server)
@@ -269,8 +301,11 @@ def workload(name: str) -> Any:
         ("lognormal, mean 600, n=16", 0.55, 16 * 0.3),
     ],
 )
-def test_servers_are_busy_without_storms_of_preemptions(name: str, least_usage: float, most_preemptions: float) -> None:
-    """The mean over the whole run, with its beginning, and with its end, where nothing is left to send.
+def test_servers_are_busy_without_storms_of_preemptions(
+    name: str, least_usage: float, most_preemptions: float
+) -> None:
+    """The mean over the whole run, with its beginning, and with its end, where nothing is left to
+    send.
 
     Long for the other lengths: only these need no change of the forecast in mid-run.
     """
@@ -283,7 +318,9 @@ def test_servers_are_busy_without_storms_of_preemptions(name: str, least_usage: 
 
 @pytest.mark.long
 def test_as_fast_as_everything_at_once_with_a_fraction_of_the_preemptions() -> None:
-    """Long: only this compares with other rules. That servers are busy without storms of preemptions: below."""
+    """Long: only this compares with other rules. That servers are busy without storms of
+    preemptions: below.
+    """
     work = next(workload for workload in bench.WORKLOADS if workload.name == "lognormal, mean 600")
     ours, everything, few = (bench.simulate(work, concurrency) for concurrency in (None, 10**6, 32))
     assert ours.rate > 0.95 * everything.rate
@@ -299,7 +336,9 @@ def test_a_limit_on_what_runs_at_once_is_found() -> None:
 
 
 @pytest.mark.parametrize(("n", "mean", "most"), [(1, 600, 4096), (8, 300, 1000), (4, 200, 200)])
-def test_what_is_in_flight_is_counted_about_as_the_server_does(n: int, mean: int, most: int) -> None:
+def test_what_is_in_flight_is_counted_about_as_the_server_does(
+    n: int, mean: int, most: int
+) -> None:
     """Answers come whole; in between, what they will be is known from how fast the server is."""
     server = bench.SimulatedVLLM(kv_tokens=80_000, step_seconds=0.05)
     drawn = np.random.default_rng(n).lognormal(math.log(mean) - 0.5, 1.0, (240 // n, n))
@@ -310,7 +349,9 @@ def test_what_is_in_flight_is_counted_about_as_the_server_does(n: int, mean: int
 
             async def send(lengths: list[int]) -> None:
                 nonlocal finished
-                await servers.send(lambda _: server.complete(200, lengths), size=Size(800, n, most), max_retries=0)
+                await servers.send(
+                    lambda _: server.complete(200, lengths), size=Size(800, n, most), max_retries=0
+                )
                 finished += sum(lengths)
 
             async def watch() -> None:
@@ -319,7 +360,9 @@ def test_what_is_in_flight_is_counted_about_as_the_server_does(n: int, mean: int
                     seen.append((finished + servers.tokens_in_flight(finished), server.generated))
 
             watching = asyncio.ensure_future(watch())
-            await asyncio.gather(*(send(np.clip(row, 1, most).astype(int).tolist()) for row in drawn))
+            await asyncio.gather(
+                *(send(np.clip(row, 1, most).astype(int).tolist()) for row in drawn)
+            )
             watching.cancel()
             assert servers.tokens_in_flight(finished) == 0
 
@@ -347,7 +390,10 @@ def test_what_was_learned_serves_the_next_call() -> None:
                     return await server.complete(100, [50])
 
                 size = Size(prompt=400, n=1, max_tokens=4000)
-                sends = [asyncio.create_task(pool.send(attempt, size=size, max_retries=0)) for _ in range(1000)]  # type: ignore[arg-type]
+                sends = [
+                    asyncio.create_task(pool.send(attempt, size=size, max_retries=0))
+                    for _ in range(1000)
+                ]  # type: ignore[arg-type]
                 await asyncio.sleep(0.001)
                 first.append(len(pool.servers[0].leases))
                 await asyncio.gather(*sends)
@@ -369,7 +415,9 @@ def test_two_servers_of_different_size_share_by_their_room() -> None:
                 return await transport.complete(200, [400])  # type: ignore[attr-defined]
 
             size = Size(prompt=800, n=1, max_tokens=1000)
-            await asyncio.gather(*(pool.send(attempt, size=size, max_retries=0) for _ in range(3000)))  # type: ignore[arg-type]
+            await asyncio.gather(
+                *(pool.send(attempt, size=size, max_retries=0) for _ in range(3000))
+            )  # type: ignore[arg-type]
 
     bench.run_virtual(main())
     assert served[id(large)] > 2 * served[id(small)] > 0

@@ -21,9 +21,16 @@ class Nobody:
 
 
 def asked_one_by_one(
-    index: Emptiest, servers: list[Server], load: Load, now: float, last: Server | None, slack: float
+    index: Emptiest,
+    servers: list[Server],
+    load: Load,
+    now: float,
+    last: Server | None,
+    slack: float,
 ) -> int | None:
-    """The place of the emptiest server with room, by the index's lengths; of copies, since asking leaves traces."""
+    """The place of the emptiest server with room, by the index's lengths; of copies, since asking
+    leaves traces.
+    """
     found = []
     for place, server in enumerate(servers):
         room = copy.copy(server.room)
@@ -59,7 +66,9 @@ def test_the_choice_is_that_of_asking_all(seed: int, count: int, mixed: bool) ->
             known, best = index._known, asked_one_by_one(index, servers, load, now, last, slack)
             chosen = index.choose(load, now, last, slack)
             # A renewal of the lengths within the call would be another question.
-            assert (None if chosen is None else servers.index(chosen)) == best or index._known != known
+            assert (
+                None if chosen is None else servers.index(chosen)
+            ) == best or index._known != known
             refusals += chosen is None
             if chosen is not None:
                 chosen.room.add(load, now)
@@ -75,7 +84,12 @@ def test_the_choice_is_that_of_asking_all(seed: int, count: int, mixed: bool) ->
             server.room.refused(now)  # nobody is told: it is fuller than it was
         elif what < 0.9:
             running, waiting = generator.randint(0, 20), generator.choice([0, 0, 30])
-            server.room.update(Metrics(generator.choice([2000, 9000, 50_000]), 16, running, waiting, 0.5, 0, 10 * now), now)
+            server.room.update(
+                Metrics(
+                    generator.choice([2000, 9000, 50_000]), 16, running, waiting, 0.5, 0, 10 * now
+                ),
+                now,
+            )
             index.changed(server)
         elif what < 0.95:
             server.up = False  # nobody is told before it is back

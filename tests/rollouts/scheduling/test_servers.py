@@ -1,4 +1,5 @@
-"""Servers: every send ends once, with a result or an error, whatever the servers do; and no server idles or drowns meanwhile.
+"""Servers: every send ends once, with a result or an error, whatever the servers do; and no server
+idles or drowns meanwhile.
 
 Pauses are checked on a clock that jumps (tools/bench_scheduling.py), connections on real sockets.
 """
@@ -39,9 +40,13 @@ def status(code: int, retry_after: float | None = None) -> RequestError:
 
 
 class Fake:
-    """A server on the virtual clock. `behaviour(number of the request)` gives an error to raise, or seconds until the answer."""
+    """A server on the virtual clock. `behaviour(number of the request)` gives an error to raise, or
+    seconds until the answer.
+    """
 
-    def __init__(self, behaviour: Callable[[int], Exception | float] = lambda number: 1.0, name: str = "a") -> None:
+    def __init__(
+        self, behaviour: Callable[[int], Exception | float] = lambda number: 1.0, name: str = "a"
+    ) -> None:
         self.base_url = f"http://{name}/v1"
         self.behaviour = behaviour
         self.alive = True
@@ -128,7 +133,9 @@ def test_faults_are_tried_again_with_growing_pauses(fault: RequestError) -> None
         assert await nothing_left()
 
     virtual(main())
-    pauses = [later - earlier for earlier, later in zip(fake.sent_at, fake.sent_at[1:], strict=False)]
+    pauses = [
+        later - earlier for earlier, later in zip(fake.sent_at, fake.sent_at[1:], strict=False)
+    ]
     assert len(pauses) == 4
     for pause, most in zip(pauses, [0.5, 1, 2, 4], strict=True):
         assert 0.75 * most <= pause <= most
@@ -250,7 +257,10 @@ def test_a_restart_costs_no_attempt() -> None:
 def test_going_out_and_coming_back_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         test_a_restart_costs_no_attempt()
-    assert [record.message.split(" is ")[0] for record in caplog.records] == ["http://a/v1", "http://a/v1"]
+    assert [record.message.split(" is ")[0] for record in caplog.records] == [
+        "http://a/v1",
+        "http://a/v1",
+    ]
     assert "connection refused" in caplog.records[0].message
     assert "is back" in caplog.records[1].message
 
@@ -264,11 +274,15 @@ def test_a_server_that_stays_away_is_given_up() -> None:
             await send(pool)
             fake.alive = False
             began = loop.time()
-            outcomes = await asyncio.gather(*(send(pool) for _ in range(10)), return_exceptions=True)
+            outcomes = await asyncio.gather(
+                *(send(pool) for _ in range(10)), return_exceptions=True
+            )
             assert loop.time() - began == pytest.approx(20.0)
             for outcome in outcomes:
                 assert isinstance(outcome, RequestError)
-                assert "not answered for 20 s; is it running?" in str(outcome) and "connection refused" in str(outcome)
+                assert "not answered for 20 s; is it running?" in str(
+                    outcome
+                ) and "connection refused" in str(outcome)
             with pytest.raises(RequestError, match="is it running"):  # at once, from now on
                 await send(pool)
             assert loop.time() - began == pytest.approx(20.0)
@@ -287,7 +301,9 @@ def test_an_address_that_never_answered_is_given_up_sooner() -> None:
     async def main() -> float:
         loop = asyncio.get_running_loop()
         async with Servers([fake], concurrency=None) as pool:
-            outcomes = await asyncio.gather(*(send(pool) for _ in range(100)), return_exceptions=True)
+            outcomes = await asyncio.gather(
+                *(send(pool) for _ in range(100)), return_exceptions=True
+            )
             assert all(isinstance(outcome, RequestError) for outcome in outcomes)
             assert at_rest(pool)
         return loop.time()
@@ -362,7 +378,9 @@ def test_requests_move_from_a_machine_that_vanishes_without_a_word() -> None:
 
 
 def test_requests_move_from_a_machine_that_is_cut_off() -> None:
-    """What is sent to it gets no answer, not even a refusal, and its connections stay open; nothing new is sent."""
+    """What is sent to it gets no answer, not even a refusal, and its connections stay open; nothing
+    new is sent.
+    """
 
     class CutOff(Fake):
         is_cut = False
@@ -394,7 +412,9 @@ class PoolTimeout(Exception):  # noqa: N818
     """As httpx calls it."""
 
 
-@pytest.mark.parametrize("pool", [True, False], ids=["no free connection", "now and then no answer"])
+@pytest.mark.parametrize(
+    "pool", [True, False], ids=["no free connection", "now and then no answer"]
+)
 def test_a_server_that_is_slow_to_say_its_load_keeps_its_requests(pool: bool) -> None:
     class Slow(Fake):
         looks = 0
@@ -458,10 +478,15 @@ def test_a_server_that_answers_probes_but_fails_requests_rests() -> None:
 
 
 def test_what_a_server_broke_off_goes_to_another_one_next() -> None:
-    """With the same affinity too: who breaks every second request off is emptier than the others, and answers probes."""
+    """With the same affinity too: who breaks every second request off is emptier than the others,
+    and answers probes.
+    """
 
     async def main() -> None:
-        bad, good = Fake(lambda number: RESET if number % 2 else 5.0, "bad"), Fake(lambda number: 5.0, "good")
+        bad, good = (
+            Fake(lambda number: RESET if number % 2 else 5.0, "bad"),
+            Fake(lambda number: 5.0, "good"),
+        )
         async with Servers([bad, good], concurrency=None) as pool:
             for affinity in range(20):
                 before = good.requests
@@ -519,7 +544,8 @@ def test_the_samples_of_a_task_stay_with_its_server() -> None:
     virtual(main())
     b_only = Counter({task: count for task, count in b.keys.items() if task not in a.keys})
     assert set(b_only.values()) == {6}
-    assert all(a.keys[task] in (5, 6) and b.keys[task] == 1 for task in a.keys)  # those that failed on it first, and moved, are 6
+    # Those that failed on it first, and moved, are 6.
+    assert all(a.keys[task] in (5, 6) and b.keys[task] == 1 for task in a.keys)
     assert len(a.keys) == 15
 
 
@@ -622,7 +648,9 @@ def test_a_limit_of_open_files_limits_what_is_in_flight(
     with caplog.at_level(logging.WARNING):
         virtual(main())
     assert fake.most == 10
-    assert [record.message for record in caplog.records if "files open" in record.message] == [caplog.records[0].message]
+    assert [record.message for record in caplog.records if "files open" in record.message] == [
+        caplog.records[0].message
+    ]
 
 
 def test_the_limit_of_open_files_is_raised() -> None:
@@ -703,7 +731,8 @@ def test_cancelled_while_the_server_is_away() -> None:
 
 
 @settings(max_examples=40)
-@example(seed=108, count=1, fault_share=0.6, concurrency=1, cancelled=False, restarts=False)  # a timer a hair before its time
+# A timer a hair before its time.
+@example(seed=108, count=1, fault_share=0.6, concurrency=1, cancelled=False, restarts=False)
 @given(
     seed=st.integers(0, 10**6),
     count=st.integers(1, 3),
@@ -718,7 +747,8 @@ def test_every_send_ends_once(
     dice = random.Random(seed)
     faults = [
         status(500), status(503, 2.0), status(429), status(429, 5.0), status(400), RESET,
-        RequestError("slow", "timeout"), RequestError("stalled", "stall"), RequestError("no JSON", "malformed"),
+        RequestError("slow", "timeout"), RequestError("stalled", "stall"), RequestError("no JSON",
+        "malformed"),
     ]  # fmt: skip
 
     def behaviour(_: int) -> Exception | float:
@@ -798,7 +828,9 @@ class Wire:
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             body = await reader.readexactly(int(head.split("content-length:")[1].split("\r\n")[0]))
         except (OSError, asyncio.IncompleteReadError) as error:
-            raise RequestError(f"{self.base_url}: {type(error).__name__}: {error}", "connection") from error
+            raise RequestError(
+                f"{self.base_url}: {type(error).__name__}: {error}", "connection"
+            ) from error
         finally:
             if writer is not None:
                 writer.close()
@@ -890,7 +922,9 @@ def test_refused_then_back_over_sockets() -> None:
 def test_resets_and_bursts_of_errors_over_sockets() -> None:
     async def main() -> None:
         async with listening() as (listener,):
-            listener.faults = lambda number: (0, 500, 503, 429, 0, None, None, None, None, None)[number % 10]
+            listener.faults = lambda number: (0, 500, 503, 429, 0, None, None, None, None, None)[
+                number % 10
+            ]
             async with Servers([Wire(listener.port)], concurrency=None) as pool:
                 await asyncio.gather(*(send(pool, max_retries=30) for _ in range(200)))
                 assert at_rest(pool)
@@ -901,7 +935,10 @@ def test_resets_and_bursts_of_errors_over_sockets() -> None:
 @pytest.mark.usefixtures("quick")
 def test_one_of_two_servers_is_killed_and_returns_over_sockets() -> None:
     async def main() -> None:
-        async with listening(2) as (a, b), Servers([Wire(a.port), Wire(b.port)], concurrency=20) as pool:
+        async with (
+            listening(2) as (a, b),
+            Servers([Wire(a.port), Wire(b.port)], concurrency=20) as pool,
+        ):
             sends = [asyncio.create_task(send(pool, max_retries=0)) for _ in range(1000)]
             while a.completions < 50:
                 await asyncio.sleep(0.01)

@@ -15,7 +15,10 @@ class BrokenTask(vf.Task[vf.TaskData]):
 
 class BrokenTaskset(vf.Taskset[BrokenTask, vf.TasksetConfig]):
     def load(self):
-        return [BrokenTask(vf.TaskData(prompt=name, name=name), self.config.task) for name in ("raises", "dies")]
+        return [
+            BrokenTask(vf.TaskData(prompt=name, name=name), self.config.task)
+            for name in ("raises", "dies")
+        ]
 
 
 __all__ = ["BrokenTaskset"]

@@ -17,8 +17,15 @@ class FileTask(vf.Task[vf.TaskData]):
 
 class FilesTaskset(vf.Taskset[FileTask, vf.TasksetConfig]):
     def load(self):
-        messages = [vf.UserMessage(content="Say a word."), vf.AssistantMessage(content="what"), vf.UserMessage(content="Enough?")]
-        return [FileTask(vf.TaskData(prompt=messages, name=f"file {number}"), self.config.task) for number in range(3)]
+        messages = [
+            vf.UserMessage(content="Say a word."),
+            vf.AssistantMessage(content="what"),
+            vf.UserMessage(content="Enough?"),
+        ]
+        return [
+            FileTask(vf.TaskData(prompt=messages, name=f"file {number}"), self.config.task)
+            for number in range(3)
+        ]
 
 
 __all__ = ["FilesTaskset"]

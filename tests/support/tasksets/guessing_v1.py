@@ -15,7 +15,10 @@ class GuessTask(vf.Task[GuessData]):
 
 class GuessingTaskset(vf.Taskset[GuessTask, vf.TasksetConfig]):
     def load(self):
-        return [GuessTask(GuessData(prompt=None, secret=number), self.config.task) for number in range(8)]
+        return [
+            GuessTask(GuessData(prompt=None, secret=number), self.config.task)
+            for number in range(8)
+        ]
 
 
 class GuessingConfig(vf.EnvConfig):

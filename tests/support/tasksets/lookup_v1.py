@@ -38,7 +38,10 @@ class LookupTaskset(vf.Taskset[LookupTask, LookupConfig]):
     def load(self):
         pairs = (("Ada", "1815"), ("Alan", "1912"))
         return [
-            LookupTask(LookupData(prompt=f"Which number has {name}?", answer=number), self.config.task) for name, number in pairs
+            LookupTask(
+                LookupData(prompt=f"Which number has {name}?", answer=number), self.config.task
+            )
+            for name, number in pairs
         ]
 
 

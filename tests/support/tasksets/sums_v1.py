@@ -1,4 +1,6 @@
-"""Single turn: an endless taskset of sums, with an option, a system prompt, a weighted reward and a metric."""
+"""Single turn: an endless taskset of sums, with an option, a system prompt, a weighted reward and a
+metric.
+"""
 
 import verifiers.v1 as vf
 
@@ -14,7 +16,10 @@ class SumTask(vf.Task[SumData]):
 
     @vf.reward(weight=0.5)
     async def parts(self, trace: vf.Trace) -> dict[str, float]:
-        return {"short": float(len(trace.last_reply) < 5), "polite": float("please" in trace.last_reply)}
+        return {
+            "short": float(len(trace.last_reply) < 5),
+            "polite": float("please" in trace.last_reply),
+        }
 
     @vf.metric
     async def length(self, trace: vf.Trace) -> float:
@@ -33,7 +38,10 @@ class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
         while True:
             a, b = number % self.config.largest, number // self.config.largest
             prompt = f"What is {a} + {b}?"
-            yield SumTask(SumData(prompt=prompt, system_prompt="Answer with a number.", answer=a + b), self.config.task)
+            yield SumTask(
+                SumData(prompt=prompt, system_prompt="Answer with a number.", answer=a + b),
+                self.config.task,
+            )
             number += 1
 
 

@@ -1,4 +1,6 @@
-"""Code blocks: which code of a reply is run, against CommonMark's rules and what models write instead."""
+"""Code blocks: which code of a reply is run, against CommonMark's rules and what models write
+instead.
+"""
 
 import pytest
 from hypothesis import given
@@ -82,7 +84,8 @@ def indented(text, by):
         "```def add(a, b): return a + b```",
         f"```python\r\n{FUNCTION}\r\n```\r\n",
         f"```python\nfrom __future__ import annotations\n\n{FUNCTION}\n```",
-        f"```python\n'''Adds.'''\nfrom __future__ import (\n    annotations,\n    division,\n)\n{FUNCTION}\n```",
+        "```python\n'''Adds.'''\nfrom __future__ import (\n    annotations,\n    "
+        f"division,\n)\n{FUNCTION}\n```",
         f"```python\nfrom __future__ import annotations, \\\n    division\n{FUNCTION}\n```",
         f"from __future__ import annotations\n\n{FUNCTION}",
     ],
@@ -106,7 +109,9 @@ def test_replies_that_are_wrong(reply, content):
 
 def test_future_imports_of_both_parts_go_first(reply):
     sources = []
-    grader = HumanEvalGrader(PROBLEM, run=lambda source, limits: sources.append(source) or run_here(source, limits))
+    grader = HumanEvalGrader(
+        PROBLEM, run=lambda source, limits: sources.append(source) or run_here(source, limits)
+    )
     assert grader(reply(f"from __future__ import annotations\n{FUNCTION}"))[0] == 1.0
     assert sources[0].startswith("from __future__ import annotations\nfrom typing import List")
     assert sources[0].count("__future__") == 1
@@ -124,7 +129,9 @@ def test_property_blocks_are_those_of_commonmark(mark, indent, info, lines, clos
     """Any one block, and the words around it, as a parser of Markdown reads it."""
     markdown_it = pytest.importorskip("markdown_it")
     ending = [indent + mark, after] if closed else []
-    text = "\n".join(["Words.", "", indent + mark + info, *(indent + line for line in lines), *ending])
+    text = "\n".join(
+        ["Words.", "", indent + mark + info, *(indent + line for line in lines), *ending]
+    )
     (fence,) = [token for token in markdown_it.MarkdownIt().parse(text) if token.type == "fence"]
     expected = fence.content
     if expected.strip():
@@ -133,13 +140,23 @@ def test_property_blocks_are_those_of_commonmark(mark, indent, info, lines, clos
 
 @given(st.text("`~ \n\t'\"#python{.}def add(:-1>", max_size=200))
 def test_property_every_reply_is_read(text):
-    """Whatever stands in a reply, the code is lines of it, and a fence around it changes nothing."""
+    """Whatever stands in a reply, the code is lines of it, and a fence around it changes
+    nothing.
+    """
     code = read_code(text, "add")
     assert set("".join(code.split())) <= set("".join(text.split()))
 
 
 def test_long_replies(grade_long_replies):
-    pieces = ["```python\n'''\n", "```\n", "~~~markdown\n", "   ```x\n'''\n```\n", "'\"", '"\\', "```a```"]
+    pieces = [
+        "```python\n'''\n",
+        "```\n",
+        "~~~markdown\n",
+        "   ```x\n'''\n```\n",
+        "'\"",
+        '"\\',
+        "```a```",
+    ]
     pieces += ["```python\n\"\"\" '''\n", "````markdown\n```python\n", "1. ```python\n", "\t"]
     pieces += ["from __future__ import ("]
     grader = HumanEvalGrader(PROBLEM, run=lambda source, limits: run_here("", limits))

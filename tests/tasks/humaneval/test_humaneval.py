@@ -9,12 +9,20 @@ import pytest
 from ttrl.errors import TaskError
 from ttrl.tasks.humaneval import sandbox
 from ttrl.tasks.humaneval.code_blocks import read_code
-from ttrl.tasks.humaneval.tasks import HumanEvalGrader, HumanEvalProblem, get_humaneval_tasks, parse_row
+from ttrl.tasks.humaneval.tasks import (
+    HumanEvalGrader,
+    HumanEvalProblem,
+    get_humaneval_tasks,
+    parse_row,
+)
 
 WHY_NOT = sandbox.why_not()
 needs_sandbox = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
-PROMPT = 'from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef add(a: int, b: int) -> int:\n    """Sum."""\n'
+PROMPT = (
+    "from typing import List\n\n\ndef helper(x):\n    return x\n\n\ndef add(a: int, b: int) -> "
+    'int:\n    """Sum."""\n'
+)
 TEST = "def check(candidate):\n    assert candidate(1, 2) == 3\n    assert candidate(-1, 1) == 0\n"
 PROBLEM = HumanEvalProblem("x/1", PROMPT, "add", TEST, "    return a + b\n")
 FUNCTION = "def add(a, b):\n    return a + b"
@@ -48,10 +56,14 @@ def run_here(source, limits):
         ("```python\ndef add(a, b):\n    return helper(a) + b\n```", True),
         (f"```python\n{FUNCTION}\n```\nUse it so:\n```python\nprint(add(1, 2))\n```", True),
         (f"```python\ndef add(a, b): return 0\n```\nBetter:\n```python\n{FUNCTION}\n```", True),
-        (f"<think>```python\ndef add(a, b): return 0\n```</think>\n```python\n{FUNCTION}\n```", True),
+        (
+            f"<think>```python\ndef add(a, b): return 0\n```</think>\n```python\n{FUNCTION}\n```",
+            True,
+        ),
         (f"```python\n{FUNCTION}\n\ndef other(): pass\n```", True),
         (f"```python\n# Größe ٣\n{FUNCTION}\n```", True),
-        ("```python\nadd = lambda a, b: a + b\n```", True),  # behind the prompt, whose docstring is a body
+        # Behind the prompt, whose docstring is a body.
+        ("```python\nadd = lambda a, b: a + b\n```", True),
         (f"```python\n{FUNCTION}\n```\n```python\ndef add(a, b): return 0\n```", False),
         ("```python\ndef add(a, b):\n    return a - b\n```", False),
         ("```python\ndef plus(a, b):\n    return a + b\n```", False),
@@ -75,7 +87,9 @@ def test_grader(reply, content, right):
 
 
 def test_long_replies(grade_long_replies):
-    grader = HumanEvalGrader(PROBLEM, run=lambda source, limits: sandbox.SandboxOutcome(False, "ended"))
+    grader = HumanEvalGrader(
+        PROBLEM, run=lambda source, limits: sandbox.SandboxOutcome(False, "ended")
+    )
     grade_long_replies(grader, "def add", "\ndef add", "```\ndef add(\n", "\ndef ")
     assert read_code("x```python\ny\n```z", "add") == "y\n"
 
@@ -89,7 +103,13 @@ def test_long_replies(grade_long_replies):
     ],
 )
 def test_bad_rows(tmp_path, changes, words):
-    row = {"task_id": "x/1", "prompt": PROMPT, "entry_point": "add", "test": TEST, "canonical_solution": "    pass"}
+    row = {
+        "task_id": "x/1",
+        "prompt": PROMPT,
+        "entry_point": "add",
+        "test": TEST,
+        "canonical_solution": "    pass",
+    }
     (tmp_path / "x.jsonl").write_text(json.dumps({**row, **changes}))
     with pytest.raises(TaskError, match=r"x\.jsonl, line 1: .*" + words):
         get_humaneval_tasks(path=tmp_path / "x.jsonl")
@@ -98,7 +118,13 @@ def test_bad_rows(tmp_path, changes, words):
 
 
 def test_no_tasks_without_a_sandbox(tmp_path, monkeypatch):
-    row = {"task_id": "x/1", "prompt": PROMPT, "entry_point": "add", "test": TEST, "canonical_solution": "    pass"}
+    row = {
+        "task_id": "x/1",
+        "prompt": PROMPT,
+        "entry_point": "add",
+        "test": TEST,
+        "canonical_solution": "    pass",
+    }
     (tmp_path / "x.jsonl").write_text(json.dumps(row))
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(TaskError, match="sandbox: darwin has no namespaces"):
@@ -131,9 +157,13 @@ def test_all_published_problems(shared, reply):
     tasks = get_humaneval_tasks(path=shared / "humaneval" / "HumanEval.jsonl")
     assert len(tasks) == 164
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(lambda t: t.grader(reply(t.grader.reference()))[0], tasks)) == [1.0] * 164
+        assert (
+            list(pool.map(lambda t: t.grader(reply(t.grader.reference()))[0], tasks)) == [1.0] * 164
+        )
         others = [tasks[i - 1].grader.reference() for i in range(164)]
-        assert list(pool.map(lambda t, text: t.grader(reply(text))[0], tasks, others)) == [0.0] * 164
+        assert (
+            list(pool.map(lambda t, text: t.grader(reply(text))[0], tasks, others)) == [0.0] * 164
+        )
 
 
 def test_rows(shared):

@@ -23,9 +23,11 @@ LIMITS = SandboxLimits(seconds=100, cpu_seconds=50, memory=256 * 2**20)
 @pytest.mark.parametrize(
     "source",
     [
-        "import math, re, collections, hashlib, typing, random, heapq, datetime, decimal, json; assert math.pi > 3",
+        "import math, re, collections, hashlib, typing, random, heapq, datetime, decimal, json; "
+        "assert math.pi > 3",
         "open('a', 'w').write('x' * 1000); assert open('/home/a').read() == 'x' * 1000",
-        "import os; os.kill(1, 9); os.kill(1, 15)",  # the first process of the namespace hears nothing from inside
+        # The first process of the namespace hears nothing from inside.
+        "import os; os.kill(1, 9); os.kill(1, 15)",
         "x = bytearray(100 * 2**20)",
         "print('x' * 10**6); import sys; sys.stderr.write('x' * 10**6)",
         "import threading; t = threading.Thread(target=int); t.start(); t.join()",
@@ -44,15 +46,20 @@ def test_what_a_program_may_do(source):
         ("import os; os._exit(0)", "ended by itself"),
         ("import os; os.kill(os.getpid(), 9)", "ended by a signal"),
         (
-            "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"passed\": 1}')\n    except OSError: pass\nos._exit(0)",
+            "import os\nfor fd in range(3, 9):\n    try: os.write(fd, b'{\"passed\": 1}')\n    "
+            "except OSError: pass\nos._exit(0)",
             "ended by itself",
         ),
-        ("class E(Exception):\n    def __str__(self): raise E\nraise E", "an exception without words"),
+        (
+            "class E(Exception):\n    def __str__(self): raise E\nraise E",
+            "an exception without words",
+        ),
         ("x = bytearray(10 * 2**30)", "MemoryError"),
         ("x = [0]\nwhile True: x += x", "MemoryError"),
         ("def f(): f()\nf()", "RecursionError"),
         (
-            "import threading, time\nfor _ in range(50): threading.Thread(target=time.sleep, args=(1000,)).start()",
+            "import threading, time\nfor _ in range(50): threading.Thread(target=time.sleep, "
+            "args=(1000,)).start()",
             "RuntimeError: can't start",
         ),
     ],
@@ -81,7 +88,11 @@ ATTEMPTS = [
     (f"os.listdir({os.path.dirname(__file__)!r})", "FileNotFoundError"),
     ("open('a', 'w').write('x' * 10**8)", "OSError 27"),
     ("os.remove('a'); [open(f'a{i}', 'w').write('x' * 10**6) for i in range(10)]", "OSError 28"),
-    ("[os.remove(name) for name in os.listdir()]; [open(f'b{i}', 'w').close() for i in range(10**4)]", "OSError 28"),
+    (
+        "[os.remove(name) for name in os.listdir()]; [open(f'b{i}', 'w').close() for i in "
+        "range(10**4)]",
+        "OSError 28",
+    ),
     ("f = [open('/dev/null') for _ in range(100)]", "OSError 24"),
     ("socket.create_connection(('127.0.0.1', 22), 2)", "OSError 101"),
     ("socket.create_connection(('1.1.1.1', 53), 2)", "OSError 101"),
@@ -92,15 +103,22 @@ ATTEMPTS = [
     ("assert libc.shmget(0, 10**6, 0o1777) >= 0", "AssertionError"),
     ("assert libc.msgget(0, 0o1777) >= 0", "AssertionError"),
     ("assert libc.ptrace(16, 1, 0, 0) == 0", "AssertionError"),
-    *((f"assert libc.syscall({number}, {arguments}) >= 0", "AssertionError") for number, arguments in FORBIDDEN),
+    *(
+        (f"assert libc.syscall({number}, {arguments}) >= 0", "AssertionError")
+        for number, arguments in FORBIDDEN
+    ),
     ("os.fork() or os._exit(0)", "OSError 38"),  # twice its memory
     ("os.memfd_create('m')", "OSError 38"),
     ("os.execv('/lib64/ld-linux-x86-64.so.2', ['ld'])", "OSError 38"),
-    ("socket.socketpair(30, socket.SOCK_STREAM)", "OSError 38"),  # TIPC, whose module the kernel would load
+    # TIPC, whose module the kernel would load.
+    ("socket.socketpair(30, socket.SOCK_STREAM)", "OSError 38"),
     ("socket.socket(40)", "OSError 38"),  # vsock, by which a virtual machine talks to its host
     ("os.setuid(65534)", "OSError 22"),
     ("import numpy", "ModuleNotFoundError"),
-    ("assert set(os.environ) - {'PATH', 'HOME', 'LANG', 'PYTHONHASHSEED', 'LC_CTYPE'}", "AssertionError"),
+    (
+        "assert set(os.environ) - {'PATH', 'HOME', 'LANG', 'PYTHONHASHSEED', 'LC_CTYPE'}",
+        "AssertionError",
+    ),
 ]
 
 
@@ -113,7 +131,8 @@ def test_what_it_may_not():
     ]
     lines += [
         "    try: exec(attempt)",
-        '    except BaseException as e: found.append(f\'{type(e).__name__} {getattr(e, "errno", None) or ""}\')',
+        '    except BaseException as e: found.append(f\'{type(e).__name__} {getattr(e, "errno", '
+        'None) or ""}\')',
     ]
     lines += ["    else: found.append('')", "raise Exception('|'.join(found))"]
     outcome = run_sandboxed("\n".join(lines), LIMITS)
@@ -124,10 +143,12 @@ def test_what_it_may_not():
 
 
 def test_time():
-    assert run_sandboxed("while True: pass", SandboxLimits(seconds=100, cpu_seconds=1)) == SandboxOutcome(
-        False, "out of CPU time"
-    )
-    assert run_sandboxed("import time; time.sleep(1000)", SandboxLimits(seconds=0.3)) == SandboxOutcome(False, "out of time")
+    assert run_sandboxed(
+        "while True: pass", SandboxLimits(seconds=100, cpu_seconds=1)
+    ) == SandboxOutcome(False, "out of CPU time")
+    assert run_sandboxed(
+        "import time; time.sleep(1000)", SandboxLimits(seconds=0.3)
+    ) == SandboxOutcome(False, "out of time")
 
 
 def test_programs_share_half_of_the_machines_memory(monkeypatch):
@@ -141,20 +162,35 @@ def test_programs_share_half_of_the_machines_memory(monkeypatch):
     monkeypatch.setattr(sandbox, "_exchange", counted)
     with ThreadPoolExecutor(3) as threads:
         outcomes = list(threads.map(run_sandboxed, ["pass"] * 3, [LIMITS] * 3))
-    assert outcomes == [SandboxOutcome(True)] * 3 and running == [[LIMITS.memory]] * 3 and not sandbox._given
+    assert (
+        outcomes == [SandboxOutcome(True)] * 3
+        and running == [[LIMITS.memory]] * 3
+        and not sandbox._given
+    )
 
 
 def test_a_flood_of_answers_is_not_kept():
-    """A program may find the pipe to its judge; what it writes there must not fill the judge's memory."""
-    flood = "import os\nwhile True:\n  for fd in range(3, 32):\n    try: os.write(fd, b'x' * 65536)\n    except OSError: pass"
-    assert run_sandboxed(flood, LIMITS) == SandboxOutcome(False, "ended: it wrote where only its judge may write")
+    """A program may find the pipe to its judge; what it writes there must not fill the judge's
+    memory.
+    """
+    flood = (
+        "import os\nwhile True:\n  for fd in range(3, 32):\n    try: os.write(fd, b'x' * "
+        "65536)\n    except OSError: pass"
+    )
+    assert run_sandboxed(flood, LIMITS) == SandboxOutcome(
+        False, "ended: it wrote where only its judge may write"
+    )
 
 
 def test_a_bomb_of_threads_leaves_nothing(monkeypatch, tmp_path):
-    child = tmp_path / "child.py"  # a path of its own, by which its processes are told from those of other tests
+    # A path of its own, by which its processes are told from those of other tests.
+    child = tmp_path / "child.py"
     child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
     monkeypatch.setattr(sandbox, "_CHILD", child)
-    bomb = "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+    bomb = (
+        "import threading, time\nwhile True:\n    try: threading.Thread(target=time.sleep, "
+        "args=(1000,)).start()\n"
+    )
     bomb += "    except RuntimeError: pass"
     assert run_sandboxed(bomb, SandboxLimits(seconds=0.5)) == SandboxOutcome(False, "out of time")
     deadline = time.monotonic() + 60
@@ -184,7 +220,9 @@ def test_a_machine_that_cannot_is_refused(monkeypatch, tmp_path):
         text.replace('"unshare", sum(_NEW.values())', '"unshare", 1')
     )  # the kernel: EINVAL, as where it is forbidden
     monkeypatch.setattr(sandbox, "_CHILD", child)
-    with pytest.raises(GraderError, match=r"does not allow it: namespaces of its own \(unshare\): Invalid argument"):
+    with pytest.raises(
+        GraderError, match=r"does not allow it: namespaces of its own \(unshare\): Invalid argument"
+    ):
         run_sandboxed("pass")
     assert "namespaces of its own" in sandbox.why_not()
     child.write_text("raise SystemExit(3)")
@@ -197,7 +235,9 @@ def test_a_machine_that_cannot_is_refused(monkeypatch, tmp_path):
 
 
 def test_as_another_user_than_root():
-    """Whoever runs the tests as root, as in a container, tries the other way too. Below a folder, a writable one is mounted."""
+    """Whoever runs the tests as root, as in a container, tries the other way too. Below a folder, a
+    writable one is mounted.
+    """
     if os.getuid() != 0:
         pytest.skip("needs root, to be somebody else")
     with tempfile.TemporaryDirectory() as folder:
@@ -213,19 +253,40 @@ def test_as_another_user_than_root():
     order = """
         program = sandbox._CHILD.read_text(encoding="utf-8").replace("    order = ", start, 1)
         source = (
-            f"import os; assert os.getuid() == 0\ntry: open('{folder}/below/x', 'w')\nexcept OSError as e: assert e.errno == 30"
+            f"import os; assert os.getuid() == 0\ntry: open('{folder}/below/x', 'w')\nexcept "
+            "OSError as e: assert e.errno == 30"
         )
         source += "\nelse: raise Exception('it wrote outside')"
-        order = {"source": source, "passed": "x", "seconds": 9, "cpu_seconds": 9, "memory": 300000000, "processes": 2}
+        order = {
+            "source": source,
+            "passed": "x",
+            "seconds": 9,
+            "cpu_seconds": 9,
+            "memory": 300000000,
+            "processes": 2,
+        }
         order |= {"disk": 100000, "folders": ["/lib", "/lib64", "/usr/lib", folder]}
         done = subprocess.run(
-            [sys.executable, "-ISc", program], input=json.dumps(order), capture_output=True, text=True, cwd="/", check=False
+            [sys.executable, "-ISc", program],
+            input=json.dumps(order),
+            capture_output=True,
+            text=True,
+            cwd="/",
+            check=False,
         )
     assert done.stdout == '{"passed": "x"}', done
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seconds": 0}, {"seconds": float("nan")}, {"memory": 0}, {"processes": 1.5}, {"disk": -1}, {"cpu_seconds": 0}]
+    "changes",
+    [
+        {"seconds": 0},
+        {"seconds": float("nan")},
+        {"memory": 0},
+        {"processes": 1.5},
+        {"disk": -1},
+        {"cpu_seconds": 0},
+    ],
 )
 def test_refusals(changes):
     with pytest.raises(TaskError, match=f"sandbox: {next(iter(changes))} is"):
@@ -256,7 +317,9 @@ print("found" if call(ctypes.c_long(keyctl), search, session, b"user", b"ttrl-te
 
 def test_a_program_has_a_keyring_of_its_own():
     folder = os.path.dirname(sandbox.__file__)
-    done = subprocess.run([sys.executable, "-c", KEYRING, folder], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KEYRING, folder], capture_output=True, text=True, check=False
+    )
     if "no keys" in done.stderr:
         pytest.skip("this machine has no session keyrings")
     assert done.stdout.split() == ["gone"], done.stderr

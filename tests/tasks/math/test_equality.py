@@ -19,7 +19,9 @@ from ttrl.tasks.math.latex import read_answer
 
 pytest.importorskip("math_verify")
 
-PUBLISHED = json.loads((Path(__file__).parent / "math_verify_cases.json").read_text(encoding="utf-8"))["cases"]
+PUBLISHED = json.loads(
+    (Path(__file__).parent / "math_verify_cases.json").read_text(encoding="utf-8")
+)["cases"]
 
 EQUAL = [
     ("\\frac{\\sqrt{3}}{2}", "\\frac{3}{2\\sqrt3}"),
@@ -261,7 +263,9 @@ def test_agreement_with_the_published_cases(every, reply):
     st.integers(1, 12),
     st.integers(0, 5),
 )
-def test_property_roots_are_equal_to_themselves_in_other_forms_and_to_no_others(a, b, root, c, kind):
+def test_property_roots_are_equal_to_themselves_in_other_forms_and_to_no_others(
+    a, b, root, c, kind
+):
     """(a + b √root) / c, against another way to write it and against a neighbour."""
     whole = f"\\frac{{{a}+{b}\\sqrt{{{root}}}}}{{{c}}}"
     parts = f"\\frac{{{b}}}{{{c}}}\\sqrt{{{root}}} + \\frac{{{a}}}{{{c}}}"
@@ -319,10 +323,13 @@ HOSTILE = [
 @pytest.mark.parametrize("answer", HOSTILE, ids=lambda text: text[:20])
 @pytest.mark.parametrize("expected", ["5", pytest.param("x^2+1", marks=pytest.mark.long)])
 def test_hostile_answers_are_wrong_within_the_time_limit(answer, expected):
-    """Long for a polynomial: only it is compared with them as such. Most of them are read in the same way for both."""
+    """Long for a polynomial: only it is compared with them as such. Most of them are read in the
+    same way for both.
+    """
     began = time.process_time()
     assert same_answer(expected, answer, 1.0) is not True
-    assert time.process_time() - began < 15  # a limit, not a measurement: without one, some take days
+    # A limit, not a measurement: without one, some take days.
+    assert time.process_time() - began < 15
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,9 @@ def test_long_replies(grade_long_replies):
 
 
 def choice_of(text):
-    return openai_choice(Answer(encoded({"index": 0, "message": {"role": "assistant", "content": text}})))
+    return openai_choice(
+        Answer(encoded({"index": 0, "message": {"role": "assistant", "content": text}}))
+    )
 
 
 def graded(pairs, **settings):
@@ -132,7 +134,10 @@ def graded(pairs, **settings):
 
     async def main():
         with Graders(**settings) as graders:
-            tasks = [(Task([{"role": "user", "content": "x"}], grader), choice_of(text)) for grader, text in pairs]
+            tasks = [
+                (Task([{"role": "user", "content": "x"}], grader), choice_of(text))
+                for grader, text in pairs
+            ]
             return [await graders.grade(*pair, "here") for pair in tasks]
 
     return asyncio.run(main())
@@ -140,9 +145,15 @@ def graded(pairs, **settings):
 
 @pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_it_is_graded_in_a_process_of_its_own_in_any_run(isolated):
-    """Long for a run in which all graders are: only there nobody asks whether this one wants to be."""
+    """Long for a run in which all graders are: only there nobody asks whether this one wants
+    to be.
+    """
     grader = MathGrader("\\frac{\\sqrt{3}}{2}", seconds=2.0)
-    texts = ("\\boxed{\\frac{3}{2\\sqrt3}}", "\\boxed{\\frac{\\sqrt{2}}{2}}", "\\boxed{9^{9999 \\cdot 9999}}")
+    texts = (
+        "\\boxed{\\frac{3}{2\\sqrt3}}",
+        "\\boxed{\\frac{\\sqrt{2}}{2}}",
+        "\\boxed{9^{9999 \\cdot 9999}}",
+    )
     right, wrong, slow = graded([(grader, text) for text in texts], isolated=isolated, timeout=60.0)
     assert [grade.reward for grade in (right, wrong, slow)] == [1.0, 0.0, 0.0]
     assert slow.metrics["timeout"] == 1.0
@@ -171,7 +182,9 @@ def test_a_grader_asks_for_a_process_through_what_wraps_it():
     )
     assert all(declared("isolated", grader) for grader in asking)
     assert not declared("isolated", lambda choice: 1.0)
-    *elsewhere, here = graded([(grader, "x") for grader in (*asking, lambda choice: float(os.getpid()))])
+    *elsewhere, here = graded(
+        [(grader, "x") for grader in (*asking, lambda choice: float(os.getpid()))]
+    )
     assert os.getpid() not in [grade.reward for grade in elsewhere] and here.reward == os.getpid()
 
 

@@ -146,9 +146,16 @@ def write(path, rows):
 def test_splits_and_filters(tmp_path):
     write(tmp_path / "train.jsonl", math_rows(200))
     write(tmp_path / "test.jsonl", math_rows(230)[200:])
-    train, validation, test = (get_math_tasks(split, path=tmp_path) for split in ("train", "validation", "test"))
+    train, validation, test = (
+        get_math_tasks(split, path=tmp_path) for split in ("train", "validation", "test")
+    )
     ids = [{task.id for task in tasks} for tasks in (train, validation, test)]
-    assert len(ids[0] | ids[1]) == 200 and not ids[0] & ids[1] and 5 < len(ids[1]) < 50 and len(ids[2]) == 30
+    assert (
+        len(ids[0] | ids[1]) == 200
+        and not ids[0] & ids[1]
+        and 5 < len(ids[1]) < 50
+        and len(ids[2]) == 30
+    )
     hard = get_math_tasks("test", path=tmp_path, levels=[5])
     assert len(hard) == 6 and all(int(task.grader.expected) % 5 == 4 for task in hard)
     assert "\\boxed{}" in train[0].messages[0]["content"]
@@ -169,7 +176,10 @@ def test_the_published_folders_of_json_files(tmp_path):
     for split, count in (("train", 6), ("test", 3)):
         for number, row in enumerate(math_rows(count)):
             write(
-                tmp_path / split / ("algebra" if number % 2 else "geometry") / f"{number // 2}.json",
+                tmp_path
+                / split
+                / ("algebra" if number % 2 else "geometry")
+                / f"{number // 2}.json",
                 [row],
             )
     train = get_math_tasks("train", path=tmp_path) + get_math_tasks("validation", path=tmp_path)
@@ -188,7 +198,11 @@ def test_chats_are_used_as_they_are_and_once(tmp_path):
     row, answer = ROWS["DAPO-Math-17k"]
     write(tmp_path / "dapo.jsonl", [row] * 100)
     tasks = get_dapo_tasks("test", path=tmp_path / "dapo.jsonl")
-    assert tasks[0].messages == CHAT and tasks[0].grader.expected == answer and tasks[0].grader.style == "answer"
+    assert (
+        tasks[0].messages == CHAT
+        and tasks[0].grader.expected == answer
+        and tasks[0].grader.style == "answer"
+    )
     assert len({id(task.grader.expected) for task in tasks}) == 1
 
 

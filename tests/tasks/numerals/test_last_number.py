@@ -420,9 +420,10 @@ def test_property_every_notation_is_read_exactly(number, sign, around):
 
 SPOILED = (
     "{}\\pi", "{} \\pi", "\\sqrt{{{}}}", "2\\sqrt{{{}}}", "\\frac{{\\sqrt{{{}}}}}{{2}}",
-    "\\frac{{\\pi}}{{{}}}", "{}x", "{} + x", "x - {}", "{}^{{2}}", "{}^2", "2^{{{}}}", "2 + {}", "2 * {}",
-    "2 \\times {}", "2 \\cdot {}", "2:{}", "(2, {})", "\\{{2, {}\\}}", "2 or {}", "\\pm {}",
-    "\\log_2 {}", "f({})", "{}(x+1)", "\\neq {}", "x < {}", "3 kg - {}", "\\overline{{{}}}", "\\binom{{5}}{{{}}}",
+    "\\frac{{\\pi}}{{{}}}", "{}x", "{} + x", "x - {}", "{}^{{2}}", "{}^2", "2^{{{}}}", "2 + {}",
+    "2 * {}", "2 \\times {}", "2 \\cdot {}", "2:{}", "(2, {})", "\\{{2, {}\\}}", "2 or {}",
+    "\\pm {}", "\\log_2 {}", "f({})", "{}(x+1)", "\\neq {}", "x < {}", "3 kg - {}",
+    "\\overline{{{}}}", "\\binom{{5}}{{{}}}",
 )  # fmt: skip
 
 
@@ -438,7 +439,9 @@ def test_property_nothing_raises(text):
     assert number is None or (isinstance(number, Fraction) and re.search("[0-9½²]", text))
 
 
-@pytest.mark.parametrize("piece", ["(", "\\frac{", "-", "2 + ", "\\sqrt{", "1/", "{", "\\frac1", "9^", "x_"])
+@pytest.mark.parametrize(
+    "piece", ["(", "\\frac{", "-", "2 + ", "\\sqrt{", "1/", "{", "\\frac1", "9^", "x_"]
+)
 def test_deep_and_long_ones_are_not_read(piece):
     assert last_number(piece * 20 + "18") is None or piece in ("(", "{")
     assert last_number(piece * 100_000 + "18") is None

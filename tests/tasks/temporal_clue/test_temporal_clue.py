@@ -1,4 +1,6 @@
-"""Temporal-clue: grades of odd replies, the published puzzles, and puzzles of our own against trying out every possible night."""
+"""Temporal-clue: grades of odd replies, the published puzzles, and puzzles of our own against
+trying out every possible night.
+"""
 
 import json
 from itertools import permutations, product
@@ -7,7 +9,14 @@ import pytest
 
 from ttrl.errors import TaskError
 from ttrl.records import ANSWER_END
-from ttrl.tasks.temporal_clue import SIZES, PuzzleSize, TemporalClueGrader, get_temporal_clue_tasks, load_puzzles, make_puzzle
+from ttrl.tasks.temporal_clue import (
+    SIZES,
+    PuzzleSize,
+    TemporalClueGrader,
+    get_temporal_clue_tasks,
+    load_puzzles,
+    make_puzzle,
+)
 from ttrl.tasks.temporal_clue.grading import normalise, read_answers
 from ttrl.tasks.words import in_validation
 
@@ -105,11 +114,22 @@ def test_where_the_last_answer_ends(before, last, after, reply):
     text = f"{before}A. Miss Violet\nB. Bow\n{last}"
     _, metrics = TemporalClueGrader(SOLUTION)(reply(text + after))
     assert metrics[ANSWER_END] == len(text)
-    assert ANSWER_END not in TemporalClueGrader(SOLUTION)(reply(before + after.replace("Z.", "")))[1]
+    assert (
+        ANSWER_END not in TemporalClueGrader(SOLUTION)(reply(before + after.replace("Z.", "")))[1]
+    )
 
 
 def test_long_replies_take_linear_time(grade_long_replies):
-    grade_long_replies(TemporalClueGrader(SOLUTION), "A. ", "A.\n", "A. **", "A. 1:11 ", "*A", "A. Miss Violet\n", "A.m.")
+    grade_long_replies(
+        TemporalClueGrader(SOLUTION),
+        "A. ",
+        "A.\n",
+        "A. **",
+        "A. 1:11 ",
+        "*A",
+        "A. Miss Violet\n",
+        "A.m.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,8 +156,15 @@ def test_published_solutions_are_right_in_plain_and_in_bold(shared, reply):
     for puzzle in puzzles:
         grader = TemporalClueGrader(puzzle.solution)
         plain = [f"{letter}. {value}" for letter, value in puzzle.solution.items()]
-        for text in ("\n".join(plain), "\n".join(f"**{line}**" for line in plain), "Well.\n\n- " + "\n- ".join(plain)):
-            assert grader(reply(text)) == (1.0, {"accuracy": 1.0, "solved": 1.0, "answered": 1.0, "answer_end": len(text)})
+        for text in (
+            "\n".join(plain),
+            "\n".join(f"**{line}**" for line in plain),
+            "Well.\n\n- " + "\n- ".join(plain),
+        ):
+            assert grader(reply(text)) == (
+                1.0,
+                {"accuracy": 1.0, "solved": 1.0, "answered": 1.0, "answer_end": len(text)},
+            )
         # The form at the prompt's end, filled in by somebody who forgets to fill it in:
         form = puzzle.prompt[puzzle.prompt.index("final answers in the following format") :]
         assert list(read_answers(form)) == list(puzzle.solution)
@@ -148,7 +175,9 @@ def test_published_solutions_are_right_in_plain_and_in_bold(shared, reply):
 
 def test_published_puzzles_as_tasks(shared):
     path = shared / "temporal_clue" / "val.jsonl"
-    train, held_out = (get_temporal_clue_tasks(split, None, path=path) for split in ("train", "validation"))
+    train, held_out = (
+        get_temporal_clue_tasks(split, None, path=path) for split in ("train", "validation")
+    )
     assert len(train) + len(held_out) == 64 and held_out
     assert not {task.id for task in train} & {task.id for task in held_out}
     assert all(in_validation("temporal-clue " + task.messages[0]["content"]) for task in held_out)
@@ -196,7 +225,13 @@ def test_puzzles_are_made_again_by_the_same_seed_and_split(reply):
     size = SIZES["tiny"]
     one, again, other, held_out, same = (
         get_temporal_clue_tasks(split, 2, seed, size=size)
-        for split, seed in (("train", 1), ("train", 1), ("train", 2), ("validation", 1), ("validation", 2))
+        for split, seed in (
+            ("train", 1),
+            ("train", 1),
+            ("train", 2),
+            ("validation", 1),
+            ("validation", 2),
+        )
     )
     ids = [[task.id for task in tasks] for tasks in (one, again, other, held_out, same)]
     assert ids[0] == ids[1] and ids[3] == ids[4]
@@ -216,7 +251,11 @@ def holders(mystery, night, subject):
     kind, name = subject
     if kind == "motive":
         return [s for s, motive in enumerate(motives) if motive == name]
-    return {"mover": [name], "murderer": [murderer], "murder weapon": [weapon + len(mystery.suspects) + 1]}[kind]
+    return {
+        "mover": [name],
+        "murderer": [murderer],
+        "murder weapon": [weapon + len(mystery.suspects) + 1],
+    }[kind]
 
 
 def is_true(mystery, night, clue):
@@ -242,11 +281,17 @@ def is_true(mystery, night, clue):
     if kind == "moved":
         _, _, thing, before, after, t = clue
         things = [None] if thing is None else holders(mystery, night, thing)
-        return any(all(y is None or where[y][t - 1 : t + 1] == (before, after) for y in (x, z)) for x in who for z in things)
+        return any(
+            all(y is None or where[y][t - 1 : t + 1] == (before, after) for y in (x, z))
+            for x in who
+            for z in things
+        )
     others = holders(mystery, night, clue[3] if kind == "beside" else clue[2])
     pairs = [(x, y) for x in who for y in others if x != y]
     if kind == "together":
-        return any(here == there == clue[3] for x, y in pairs for here, there in zip(where[x], where[y]))
+        return any(
+            here == there == clue[3] for x, y in pairs for here, there in zip(where[x], where[y])
+        )
     if kind == "same":
         return any(where[x][clue[3]] == where[y][clue[3]] for x, y in pairs)
     assert kind == "beside"
@@ -260,13 +305,27 @@ def is_true(mystery, night, clue):
 
 
 def nights(mystery):
-    """Every night that the rules allow: (rooms by mover and time, motives by suspect, murderer, weapon, time)."""
-    suspects, rooms, times = len(mystery.suspects), range(len(mystery.rooms)), range(len(mystery.times))
+    """Every night that the rules allow: (rooms by mover and time, motives by suspect, murderer,
+    weapon, time).
+    """
+    suspects, rooms, times = (
+        len(mystery.suspects),
+        range(len(mystery.rooms)),
+        range(len(mystery.times)),
+    )
 
     def near(r, s):
-        return abs(r // mystery.width - s // mystery.width) + abs(r % mystery.width - s % mystery.width) <= 1
+        return (
+            abs(r // mystery.width - s // mystery.width)
+            + abs(r % mystery.width - s % mystery.width)
+            <= 1
+        )
 
-    walks = [walk for walk in product(rooms, repeat=len(times)) if all(near(*walk[t : t + 2]) for t in times[:-1])]
+    walks = [
+        walk
+        for walk in product(rooms, repeat=len(times))
+        if all(near(*walk[t : t + 2]) for t in times[:-1])
+    ]
     all_motives = [name for name, count in mystery.motives.items() for _ in range(count)]
     for people in product(walks, repeat=suspects + 1):
         body = people[-1]
@@ -279,7 +338,11 @@ def nights(mystery):
         steps = {(*walk[t : t + 2], t) for walk in people[:-1] for t in times[:-1]}
         if not alone:
             continue
-        lying = [walk for walk in walks if all(walk[t] == walk[t + 1] or (*walk[t : t + 2], t) in steps for t in times[:-1])]
+        lying = [
+            walk
+            for walk in walks
+            if all(walk[t] == walk[t + 1] or (*walk[t : t + 2], t) in steps for t in times[:-1])
+        ]
         for things in product(lying, repeat=len(mystery.weapons)):
             for t, s in alone:
                 for w, walk in enumerate(things):
@@ -336,7 +399,11 @@ def test_one_answer_and_no_clue_too_many(tool, size, count):
         assert len(mystery.clues) == row["num_clues"]
         possible, without = set(), [set() for _ in mystery.clues]
         for night in nights(mystery):
-            false = [number for number, clue in enumerate(mystery.clues) if not is_true(mystery, night, clue)]
+            false = [
+                number
+                for number, clue in enumerate(mystery.clues)
+                if not is_true(mystery, night, clue)
+            ]
             if len(false) <= 1:
                 found = tuple(answers(mystery, night))
                 for answered in without if not false else [without[false[0]]]:
@@ -353,22 +420,34 @@ def test_a_larger_puzzle_is_written_as_the_prompt_says(tool):
     sizes = (mystery.suspects, mystery.weapons, mystery.rooms, mystery.times, list(mystery.motives))
     assert [len(names) for names in sizes] == [6, 5, 8, 4, 3]
     assert sum(mystery.motives.values()) == 6
-    assert row["num_clues"] == len(mystery.clues) and list(mystery.questions) == list(row["solution"])
+    assert row["num_clues"] == len(mystery.clues) and list(mystery.questions) == list(
+        row["solution"]
+    )
     assert mystery.width == 3 and "W 7|8|- E" in row["prompt"]
     assert row["prompt"].endswith("\n".join(row["prompt"].splitlines()[-len(row["solution"]) :]))
     for letter, value in row["solution"].items():
         assert any(value in names for names in sizes), letter
 
 
-@pytest.mark.parametrize("size", [PuzzleSize(2, 2, 2, 2, "own"), PuzzleSize(3, 2, 2, 1, "shared")], ids=["moving", "still"])
+@pytest.mark.parametrize(
+    "size",
+    [PuzzleSize(2, 2, 2, 2, "own"), PuzzleSize(3, 2, 2, 1, "shared")],
+    ids=["moving", "still"],
+)
 def test_clues_of_the_night_leave_one_night(tool, size):
-    """Every night is tried out: with scope "night", one is possible, and two or more without any one clue."""
+    """Every night is tried out: with scope "night", one is possible, and two or more without any
+    one clue.
+    """
     for seed in range(3):
         row = make_puzzle(seed, size, "night")
         mystery = tool.read_mystery(row["prompt"])
         possible, without = 0, [0] * len(mystery.clues)
         for night in nights(mystery):
-            false = [number for number, clue in enumerate(mystery.clues) if not is_true(mystery, night, clue)]
+            false = [
+                number
+                for number, clue in enumerate(mystery.clues)
+                if not is_true(mystery, night, clue)
+            ]
             possible += not false
             if len(false) == 1:
                 without[false[0]] += 1
@@ -376,7 +455,9 @@ def test_clues_of_the_night_leave_one_night(tool, size):
 
 
 def test_no_setting_is_made_for_both_splits():
-    """Train and validation differ by a hash of what stands before the clues, so that no seeds can bring them together."""
+    """Train and validation differ by a hash of what stands before the clues, so that no seeds can
+    bring them together.
+    """
     for split in ("train", "validation"):
         for task in get_temporal_clue_tasks(split, 20, 5, size=SIZES["tiny"]):
             setting = task.messages[0]["content"].partition("\n\nThese clues are known")[0]

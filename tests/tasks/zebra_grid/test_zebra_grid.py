@@ -1,4 +1,6 @@
-"""Zebra-grid: grades of odd tables, ZebraLogic's format, and puzzles of our own against all grids there are."""
+"""Zebra-grid: grades of odd tables, ZebraLogic's format, and puzzles of our own against all grids
+there are.
+"""
 
 import json
 import re
@@ -15,7 +17,10 @@ from ttrl.tasks.zebra_grid.grading import read_tables
 
 HEADER = ["House", "Name", "Pet"]
 ROWS = [["1", "Dora", "grey goat"], ["2", "Emil", "cat"], ["3", "Anton", "dog"]]
-RIGHT = "| House | Name | Pet |\n|---|---|---|\n| 1 | Dora | grey goat |\n| 2 | Emil | cat |\n| 3 | Anton | dog |"
+RIGHT = (
+    "| House | Name | Pet |\n|---|---|---|\n| 1 | Dora | grey goat |\n| 2 | Emil | cat |\n| 3 | "
+    "Anton | dog |"
+)
 WRONG = RIGHT.replace("Dora", "Flora")
 TALLER = RIGHT + "\n| 4 | Greta | pony |"
 
@@ -33,7 +38,12 @@ TALLER = RIGHT + "\n| 4 | Greta | pony |"
         (RIGHT.replace("|---|---|---|\n", ""), 6),
         (RIGHT.replace("Dora", "**Dora**").replace("cat", "`cat`").replace("dog", "*dog*."), 6),
         (RIGHT.replace("grey goat", " grey \t goat "), 6),
-        (RIGHT.replace("| 1 |", "| House 1 |").replace("| 2 |", "| House 2 |").replace("| 3 |", "| House 3 |"), 6),
+        (
+            RIGHT.replace("| 1 |", "| House 1 |")
+            .replace("| 2 |", "| House 2 |")
+            .replace("| 3 |", "| House 3 |"),
+            6,
+        ),
         (RIGHT.replace("| 1 |", "| １ |"), 6),  # a digit of full width
         (RIGHT.replace("| 1 |", "| first |"), 6),  # told by its place
         (f"```markdown\n{RIGHT}\n```", 6),
@@ -43,7 +53,8 @@ TALLER = RIGHT + "\n| 4 | Greta | pony |"
         (f"{RIGHT}\n\nOn second thoughts:\n\n{WRONG}", 5),
         (f"{WRONG}\n{RIGHT}", 6),  # nothing between them but a heading
         (f"{RIGHT}\n\n{TALLER}", 6),  # another height
-        (f"<think>{RIGHT}</think>\nI give up.", 0),  # words beside the table make one row more of it
+        # Words beside the table make one row more of it.
+        (f"<think>{RIGHT}</think>\nI give up.", 0),
         (f"<think>\n{RIGHT}\n</think>\nI give up.", 0),  # thinking is no answer
         (WRONG, 5),
         (RIGHT.replace("Emil", "").replace("dog", "?"), 4),
@@ -51,11 +62,24 @@ TALLER = RIGHT + "\n| 4 | Greta | pony |"
         (RIGHT.replace("| 2 | Emil | cat |", "| 2 | Emil | cat | pony |"), 6),
         (RIGHT.replace("Emil | cat", "cat | Emil"), 4),
         # Columns and rows in another order, with their headings and numbers:
-        ("| Pet | House | Name |\n|---|---|---|\n| cat | 2 | Emil |\n| dog | 3 | Anton |\n| grey goat | 1 | Dora |", 6),
+        (
+            "| Pet | House | Name |\n|---|---|---|\n| cat | 2 | Emil |\n| dog | 3 | Anton |\n| "
+            "grey goat | 1 | Dora |",
+            6,
+        ),
         ("| Name | Pet |\n|---|---|\n| Dora | grey goat |\n| Emil | cat |\n| Anton | dog |", 6),
-        ("| A | B | C |\n|---|---|---|\n| 1 | Dora | grey goat |\n| 2 | Emil | cat |\n| 3 | Anton | dog |", 6),
-        ("| House | Name | Pet |\n|---|---|---|\n| 2 | Dora | grey goat |\n| 1 | Emil | cat |\n| 3 | Anton | dog |", 2),
-        ("| House | Name | Pet |\n|---|---|---|\n| 1 | | |\n| 2 | | |\n| 3 | | |", 0),  # the form, not filled in
+        (
+            "| A | B | C |\n|---|---|---|\n| 1 | Dora | grey goat |\n| 2 | Emil | cat |\n| 3 | "
+            "Anton | dog |",
+            6,
+        ),
+        (
+            "| House | Name | Pet |\n|---|---|---|\n| 2 | Dora | grey goat |\n| 1 | Emil | cat "
+            "|\n| 3 | Anton | dog |",
+            2,
+        ),
+        # The form, not filled in.
+        ("| House | Name | Pet |\n|---|---|---|\n| 1 | | |\n| 2 | | |\n| 3 | | |", 0),
         ("| House | Name | Pet |\n|---|---|---|", 0),
         (TALLER, 0),
         (RIGHT.rsplit("\n", 1)[0], 0),
@@ -64,7 +88,10 @@ TALLER = RIGHT + "\n| 4 | Greta | pony |"
         (RIGHT.replace("|", ","), 0),
         (json.dumps({"header": HEADER, "rows": ROWS}), 0),
         ("1: Dora, grey goat; 2: Emil, cat; 3: Anton, dog", 0),
-        ("| 家 | 名前 | ペット |\n|---|---|---|\n| 1 | ドラ | 山羊 |\n| 2 | エミル | 猫 |\n| 3 | アントン | 犬 |", 0),
+        (
+            "| 家 | 名前 | ペット |\n|---|---|---|\n| 1 | ドラ | 山羊 |\n| 2 | エミル | 猫 |\n| 3 | アントン | 犬 |",
+            0,
+        ),
         ("| | | |\n| | | |\n| | | |\n| | | |", 0),
         ("|", 0),
         ("", 0),
@@ -118,21 +145,34 @@ def test_solutions_that_cannot_be_graded(header, rows, message):
 
 
 def table_of(header, rows):
-    return "\n".join("| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows])
+    return "\n".join(
+        "| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]
+    )
 
 
 def test_zebralogics_format(tmp_path, reply):
     """Fields as in the published set, in jsonl and with the solution as text, as in csv."""
-    row = {"id": "lgp-test-3x2-0", "size": "3*2", "puzzle": "There are 3 houses.", "solution": {"header": HEADER, "rows": ROWS}}
+    row = {
+        "id": "lgp-test-3x2-0",
+        "size": "3*2",
+        "puzzle": "There are 3 houses.",
+        "solution": {"header": HEADER, "rows": ROWS},
+    }
     path = tmp_path / "zebra.jsonl"
     rows = [{**row, "puzzle": f"There are 3 houses. {number}"} for number in range(30)]
     rows.append({**row, "solution": json.dumps(row["solution"])})
     path.write_text("".join(json.dumps(one) + "\n" for one in rows), encoding="utf-8")
-    train, held_out = (get_zebra_grid_tasks(split, None, path=path) for split in ("train", "validation"))
-    assert len(train) + len(held_out) == 31 and not {task.id for task in train} & {task.id for task in held_out}
+    train, held_out = (
+        get_zebra_grid_tasks(split, None, path=path) for split in ("train", "validation")
+    )
+    assert len(train) + len(held_out) == 31 and not {task.id for task in train} & {
+        task.id for task in held_out
+    }
     for task in train:
         assert task.messages[0]["content"].startswith("There are 3 houses.")
-        assert task.messages[0]["content"].endswith("| House | Name | Pet |\n|---|---|---|\n| 1 | | |\n| 2 | | |\n| 3 | | |")
+        assert task.messages[0]["content"].endswith(
+            "| House | Name | Pet |\n|---|---|---|\n| 1 | | |\n| 2 | | |\n| 3 | | |"
+        )
         assert task.grader(reply(table_of(HEADER, ROWS)))[0] == 1.0
 
 
@@ -143,13 +183,19 @@ def test_zebralogics_format(tmp_path, reply):
         ({"solution": None}, "solution is 'None'; it must be an object with header and rows"),
         ({"solution": "{"}, "it must be an object with header and rows"),
         ({"solution": {"header": HEADER, "rows": [["1", 2, 3]]}}, "must be lists of texts"),
-        ({"solution": {"header": HEADER, "rows": [["___", "___", "___"]]}}, "its solution is hidden"),
+        (
+            {"solution": {"header": HEADER, "rows": [["___", "___", "___"]]}},
+            "its solution is hidden",
+        ),
         ({"solution": {"header": HEADER, "rows": [["1", "Dora"]]}}, "2 cells, the header 3"),
     ],
 )
 def test_rows_that_are_no_puzzles_are_named(tmp_path, change, message):
     path = tmp_path / "zebra.jsonl"
-    path.write_text(json.dumps({"puzzle": "p", "solution": {"header": HEADER, "rows": ROWS}, **change}), encoding="utf-8")
+    path.write_text(
+        json.dumps({"puzzle": "p", "solution": {"header": HEADER, "rows": ROWS}, **change}),
+        encoding="utf-8",
+    )
     with pytest.raises(TaskError) as caught:
         load_puzzles(path)
     assert f"{path}, line 1: " in str(caught.value) and message in str(caught.value)
@@ -166,7 +212,9 @@ def test_wrong_arguments(tmp_path):
         make_puzzle(0, 3, 7)
 
 
-@pytest.mark.parametrize(("houses", "attributes", "count"), [(2, 2, 8), (3, 2, 8), (3, 3, 6), (4, 2, 4), (2, 6, 3)])
+@pytest.mark.parametrize(
+    ("houses", "attributes", "count"), [(2, 2, 8), (3, 2, 8), (3, 3, 6), (4, 2, 4), (2, 6, 3)]
+)
 def test_one_grid_and_no_clue_too_many(houses, attributes, count):
     """Every grid there is, against what each clue allows."""
     for seed in range(count):
@@ -186,7 +234,8 @@ def test_one_grid_and_no_clue_too_many(houses, attributes, count):
             elif len(false) == 1:
                 without[false[0]] += 1
         truth = tuple(
-            tuple(draft.houses[value] for value in sorted(draft.houses) if value.attribute == a) for a in range(attributes)
+            tuple(draft.houses[value] for value in sorted(draft.houses) if value.attribute == a)
+            for a in range(attributes)
         )
         assert possible == [truth]
         assert all(without)
@@ -195,7 +244,13 @@ def test_one_grid_and_no_clue_too_many(houses, attributes, count):
 def test_puzzles_are_made_again_by_the_same_seed_and_split(reply):
     one, again, other, held_out, same = (
         get_zebra_grid_tasks(split, 2, seed, houses=4, attributes=3)
-        for split, seed in (("train", 1), ("train", 1), ("train", 2), ("validation", 1), ("validation", 2))
+        for split, seed in (
+            ("train", 1),
+            ("train", 1),
+            ("train", 2),
+            ("validation", 1),
+            ("validation", 2),
+        )
     )
     ids = [[task.id for task in tasks] for tasks in (one, again, other, held_out, same)]
     assert ids[0] == ids[1] and ids[3] == ids[4]
@@ -203,7 +258,10 @@ def test_puzzles_are_made_again_by_the_same_seed_and_split(reply):
     row = make_puzzle("train 1 0", 4, 3)
     assert row["size"] == "4*3" and row["puzzle"] in one[0].messages[0]["content"]
     table = table_of(**row["solution"])
-    assert one[0].grader(reply(table)) == (1.0, {"solved": 1.0, "table": 1.0, ANSWER_END: len(table)})
+    assert one[0].grader(reply(table)) == (
+        1.0,
+        {"solved": 1.0, "table": 1.0, ANSWER_END: len(table)},
+    )
 
 
 def test_no_setting_is_made_for_both_splits():

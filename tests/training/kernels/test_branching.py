@@ -12,7 +12,9 @@ EXACT = SCAN._replace(fill=None)
 
 
 def scan(x, decay, initial=None, wants=False):
-    """s = s·decay + x, token by token; x and decay [B, T, D]. A token of zeros ends what was before it."""
+    """s = s·decay + x, token by token; x and decay [B, T, D]. A token of zeros ends what was before
+    it.
+    """
     state = torch.zeros_like(x[:, 0]) if initial is None else initial
     out = []
     for t in range(x.shape[1]):
@@ -64,11 +66,17 @@ def test_a_scan_begins_with_the_state_of_its_parent(tree, exact):
     ids, parents = tree
     assume((ids >= 0).any())
     torch.manual_seed(0)
-    x, decay = (torch.rand(*ids.shape, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, decay = (
+        torch.rand(*ids.shape, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
     weights = torch.rand_like(x) * (ids >= 0).unsqueeze(-1)
-    # Zeros make this scan forget, so that filling up is right behind leaves alone: the exact batches have no other.
+    # Zeros make this scan forget, so that filling up is right behind leaves alone: the exact
+    # batches have no other.
     out = branching_scan(
-        scan, EXACT if exact else SCAN._replace(fill={"decay": 1.0}), {"x": x, "decay": decay}, branches_of(ids, parents)
+        scan,
+        EXACT if exact else SCAN._replace(fill={"decay": 1.0}),
+        {"x": x, "decay": decay},
+        branches_of(ids, parents),
     )
     ours = torch.autograd.grad((out * weights).sum(), (x, decay))
     wanted = torch.zeros_like(x)

@@ -1,4 +1,6 @@
-"""Norm, SwiGLU and rotation for CPUs against their plain compositions, and against finite differences."""
+"""Norm, SwiGLU and rotation for CPUs against their plain compositions, and against finite
+differences.
+"""
 
 import pytest
 import torch
@@ -22,7 +24,9 @@ def plain_swiglu(gate, up):
 
 def angles(x, rotated):
     """Cosines and sines [B, T, 1, R] with equal halves."""
-    half = torch.linspace(0.1, 3.0, x.shape[0] * x.shape[1] * rotated // 2, dtype=torch.float64).view(*x.shape[:2], 1, -1)
+    half = torch.linspace(
+        0.1, 3.0, x.shape[0] * x.shape[1] * rotated // 2, dtype=torch.float64
+    ).view(*x.shape[:2], 1, -1)
     both = torch.cat([half, half], dim=-1)
     return both.cos().to(x.dtype), both.sin().to(x.dtype)
 
@@ -30,7 +34,10 @@ def angles(x, rotated):
 def plain_rotation(x, rotated=6):
     cos, sin = angles(x, rotated)
     first, second = x[..., :rotated].chunk(2, dim=-1)
-    return torch.cat([x[..., :rotated] * cos + torch.cat([-second, first], dim=-1) * sin, x[..., rotated:]], dim=-1)
+    return torch.cat(
+        [x[..., :rotated] * cos + torch.cat([-second, first], dim=-1) * sin, x[..., rotated:]],
+        dim=-1,
+    )
 
 
 def own_rotation(x, rotated=6):
@@ -39,14 +46,21 @@ def own_rotation(x, rotated=6):
 
 def inputs(*shapes, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in shapes
+    ]
 
 
 CASES = {
     "norm": (own_norm, plain_norm, ((2, 5, 8), (8,))),
     "SwiGLU": (cpu_ops.silu_times, plain_swiglu, ((2, 5, 8), (2, 5, 8))),
     "rotation of a part": (own_rotation, plain_rotation, ((2, 3, 2, 8),)),
-    "rotation of all": (lambda x: own_rotation(x, 8), lambda x: plain_rotation(x, 8), ((2, 3, 2, 8),)),
+    "rotation of all": (
+        lambda x: own_rotation(x, 8),
+        lambda x: plain_rotation(x, 8),
+        ((2, 3, 2, 8),),
+    ),
 }
 
 
@@ -60,7 +74,9 @@ def test_equal_to_the_plain_form_and_to_finite_differences(name, block):
     own, plain, shapes = CASES[name]
     given = inputs(*shapes)
     torch.testing.assert_close(own(*given), plain(*given), rtol=1e-13, atol=1e-13)
-    direction = torch.randn(shapes[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    direction = torch.randn(
+        shapes[0], generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     ours, theirs = (torch.autograd.grad(form(*given), given, direction) for form in (own, plain))
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
@@ -100,7 +116,11 @@ def test_checkpointing_and_repetition_change_no_bit(name):
     given = inputs(*shapes, dtype=torch.float32)
     first, again, recomputed = (
         torch.autograd.grad(form().square().sum(), given)
-        for form in (lambda: own(*given), lambda: own(*given), lambda: checkpoint(own, *given, use_reentrant=False))
+        for form in (
+            lambda: own(*given),
+            lambda: own(*given),
+            lambda: checkpoint(own, *given, use_reentrant=False),
+        )
     )
     for a, b, c in zip(first, again, recomputed, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)

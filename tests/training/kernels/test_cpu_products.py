@@ -1,4 +1,6 @@
-"""Projections through oneDNN against F.linear, their gradients among them, and when they are not taken."""
+"""Projections through oneDNN against F.linear, their gradients among them, and when they are not
+taken.
+"""
 
 import json
 
@@ -11,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from ttrl.training.kernels import cpu_ops, cpu_products
 from ttrl.training.policy.lora import AdaptedLinear, without_adapters
 
-pytestmark = pytest.mark.skipif(not cpu_products.fast(torch.zeros(1)), reason="PyTorch without oneDNN, or no x86 CPU")
+pytestmark = pytest.mark.skipif(
+    not cpu_products.fast(torch.zeros(1)), reason="PyTorch without oneDNN, or no x86 CPU"
+)
 
 
 def layers(*widths, bias=True):
@@ -47,7 +51,9 @@ def test_equal_to_linear_layers(rows, bias):
 @pytest.mark.parametrize("frozen", [True, False])
 @pytest.mark.parametrize("rows", [(2, 7), (5,), (0,)])
 def test_adapters_in_one_operation_equal_their_formula(rows, frozen):
-    """Two adapted layers around a plain one, the first with its heads' halves as pairs, in float64 with merged matrices."""
+    """Two adapted layers around a plain one, the first with its heads' halves as pairs, in float64
+    with merged matrices.
+    """
     ours = [adapted(8), layers(4)[0].requires_grad_(False), adapted(6, lora_rank=1)]
     for layer in ours[::2]:
         layer.weight.requires_grad_(not frozen)
@@ -60,14 +66,23 @@ def test_adapters_in_one_operation_equal_their_formula(rows, frozen):
     matrices = [layer.weight.double() for layer in ours]
     for number in (0, 2):
         layer = ours[number]
-        matrices[number] = matrices[number] + layer.scaling * layer.lora_b.double() @ layer.lora_a.double()
-    expected = [wide @ matrix.T + layer.bias.double() for matrix, layer in zip(matrices, ours, strict=True)]
+        matrices[number] = (
+            matrices[number] + layer.scaling * layer.lora_b.double() @ layer.lora_a.double()
+        )
+    expected = [
+        wide @ matrix.T + layer.bias.double() for matrix, layer in zip(matrices, ours, strict=True)
+    ]
     expected[0] = expected[0][..., [0, 2, 1, 3, 4, 6, 5, 7]]
     for one, other in zip(own, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(gradients(own, tensors), gradients(expected, tensors), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gradients(own, tensors), gradients(expected, tensors), rtol=1e-4, atol=1e-5
+    )
     with without_adapters(ours[0]):
-        torch.testing.assert_close(cpu_products.project(x, ours[0])[0], nn.functional.linear(x, ours[0].weight, ours[0].bias))
+        torch.testing.assert_close(
+            cpu_products.project(x, ours[0])[0],
+            nn.functional.linear(x, ours[0].weight, ours[0].bias),
+        )
 
 
 def test_an_output_that_nothing_uses_and_frozen_weights():
@@ -84,7 +99,9 @@ def test_an_output_that_nothing_uses_and_frozen_weights():
 def test_the_input_of_frozen_weights_is_not_kept():
     (layer,) = layers(8)
     x, kept = torch.randn(3, 12, requires_grad=True), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.shape) or tensor, lambda tensor: tensor
+    ):
         cpu_products.project(x, layer)
         assert x.shape in kept
         kept.clear()
@@ -115,13 +132,17 @@ def test_scores_and_gradients_of_turned_pairs_are_those_of_turned_halves():
     def scores(q, k):
         return torch.einsum("bqhe,bkhe->bhqk", q, k)
 
-    paired = [part.unflatten(-1, (2, 4)) for part in cpu_products.project(x, query, key, pairs=(4, 4))]
+    paired = [
+        part.unflatten(-1, (2, 4)) for part in cpu_products.project(x, query, key, pairs=(4, 4))
+    ]
     plain = [layer(x).unflatten(-1, (2, 4)) for layer in (query, key)]
     own = scores(*(cpu_ops.turn_pairs(part, turns) for part in paired))
     expected = scores(*(cpu_ops.rotate_halves(part, *halves) for part in plain))
     torch.testing.assert_close(own, expected)
     tensors = [x, *query.parameters(), *key.parameters()]
-    torch.testing.assert_close(gradients([own], tensors), gradients([expected], tensors), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gradients([own], tensors), gradients([expected], tensors), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_logits_in_parts(monkeypatch):
@@ -139,7 +160,8 @@ def test_checkpointing_computes_the_same():
         return torch.tanh(cpu_products.project(x, layer)[0])
 
     torch.testing.assert_close(
-        gradients([checkpoint(run, x, use_reentrant=False)], [x, layer.weight]), gradients([run(x)], [x, layer.weight])
+        gradients([checkpoint(run, x, use_reentrant=False)], [x, layer.weight]),
+        gradients([run(x)], [x, layer.weight]),
     )
 
 
@@ -180,7 +202,9 @@ def test_the_library_of_weight_gradients_is_measured_once_and_kept(ratio, tmp_pa
     def gradient():
         cpu_products.weight_gradients_by_onednn.cache_clear()
         (layer,), x = layers(8), torch.linspace(-1, 1, 36).view(3, 12)
-        return gradients(cpu_products.project(x, layer), [layer.weight])[0], gradients((layer(x),), [layer.weight])[0]
+        return gradients(cpu_products.project(x, layer), [layer.weight])[0], gradients(
+            (layer(x),), [layer.weight]
+        )[0]
 
     try:
         first, plain = gradient()

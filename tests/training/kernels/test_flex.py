@@ -1,5 +1,5 @@
-"""FlexAttention as GPUs get it: compiled, in few graphs, and never otherwise. On the CPU, whose kernels have no backward pass,
-the graphs are run by PyTorch's own operations."""
+"""FlexAttention as GPUs get it: compiled, in few graphs, and never otherwise. On the CPU, whose
+kernels have no backward pass, the graphs are run by PyTorch's own operations."""
 
 import pytest
 import torch
@@ -33,7 +33,9 @@ class Counting:
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch):
-    """Let FlexAttention have gradients, which PyTorch refuses on CPUs, and forget what other tests compiled."""
+    """Let FlexAttention have gradients, which PyTorch refuses on CPUs, and forget what other tests
+    compiled.
+    """
     torch._dynamo.reset()
     monkeypatch.setattr(pytorchs, "_validate_device", lambda *_: None)
     yield
@@ -60,7 +62,10 @@ def test_two_graphs_serve_all_lengths_and_batches_and_two_more_all_windows():
             for one, other in zip(ours, dense, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
             with torch.no_grad():
-                again = flex_attend(*inputs, plan, 0.3, None, window, kernel) * (ids[0] >= 0)[:, None, :, None]
+                again = (
+                    flex_attend(*inputs, plan, 0.3, None, window, kernel)
+                    * (ids[0] >= 0)[:, None, :, None]
+                )
             torch.testing.assert_close(again, ours[0])
     assert number > 8 and (counting.forward, counting.backward) == (4, 2)
 
@@ -84,7 +89,10 @@ def test_soft_caps_have_gradients():
 
 def test_attention_that_is_not_compiled_is_an_error():
     inputs, plan = tensors(1, 20, torch.float32), attention_plan(*trees(1, 1, 20), torch.float32)
-    with torch.compiler.set_stance("force_eager"), pytest.raises(UserError, match="256×256 scores; remove TORCH_COMPILE_DISABLE"):
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(UserError, match="256×256 scores; remove TORCH_COMPILE_DISABLE"),
+    ):
         flex_attend(*inputs, plan, 0.3, None, None, compiled_flex("eager"))
 
 
@@ -103,8 +111,8 @@ def test_too_many_graphs_are_an_error():
 def test_selective_checkpointing_keeps_what_compiled_attention_returned(monkeypatch):
     """With a stand-in for FlexAttention, which no CPU can differentiate when compiled by inductor.
 
-    Long, as C++ is compiled: only this keeps what inductor returned. What is kept of layers that are
-    not compiled: tests/training/test_switches.py.
+    Long, as C++ is compiled: only this keeps what inductor returned. What is kept of layers that
+    are not compiled: tests/training/test_switches.py.
     """
     runs = []
 
@@ -118,7 +126,9 @@ def test_selective_checkpointing_keeps_what_compiled_attention_returned(monkeypa
         lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
         setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
     )
-    monkeypatch.setattr(attention, "attend_trees", lambda q, k, v, *_: attend(q) * k.mean() * v.mean())
+    monkeypatch.setattr(
+        attention, "attend_trees", lambda q, k, v, *_: attend(q) * k.mean() * v.mean()
+    )
     plan = attention_plan(*trees(1, 1, 20), torch.float32)
 
     class Layer(nn.Module):
@@ -146,7 +156,9 @@ def test_selective_checkpointing_keeps_what_compiled_attention_returned(monkeypa
 
 @pytest.mark.parametrize(("head_dim", "shared"), [(64, 99), (128, 99), (256, 163), (256, 227)])
 def test_gpus_with_enough_shared_memory_keep_pytorchs_tiles(head_dim, shared):
-    assert attention.kernel_options(head_dim, torch.bfloat16, shared * 1024) == {"IS_DIVISIBLE": True}
+    assert attention.kernel_options(head_dim, torch.bfloat16, shared * 1024) == {
+        "IS_DIVISIBLE": True
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

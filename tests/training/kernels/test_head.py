@@ -25,7 +25,13 @@ def inputs(dtype=torch.float64, n=N, seed=0):
 
     labels = torch.randint(V, (n,), generator=generator)
     reference = ReferenceHead(normal(n, D), normal(V, D), normal(V))
-    return normal(n, D).requires_grad_(), labels, normal(V, D).requires_grad_(), normal(V).requires_grad_(), reference
+    return (
+        normal(n, D).requires_grad_(),
+        labels,
+        normal(V, D).requires_grad_(),
+        normal(V).requires_grad_(),
+        reference,
+    )
 
 
 def plain(h, labels, weight, bias, reference, temperature, soft_cap):
@@ -39,7 +45,9 @@ def plain(h, labels, weight, bias, reference, temperature, soft_cap):
     logp = logprobs(h, weight, bias)
     logq = logprobs(reference.h_ref_ND, reference.weight_ref_VD, reference.bias_ref_V)
     p = logp.exp()
-    return HeadOutput(logp.gather(1, labels[:, None])[:, 0], -(p * logp).sum(-1), (p * (logp - logq)).sum(-1))
+    return HeadOutput(
+        logp.gather(1, labels[:, None])[:, 0], -(p * logp).sum(-1), (p * (logp - logq)).sum(-1)
+    )
 
 
 def token_loss(coefficients):
@@ -82,7 +90,9 @@ def test_recompute_form_equals_autograd(temperature, soft_cap, with_bias, chunk_
 
 @settings(deadline=None, max_examples=40)
 @given(**settings_of_heads, with_reference=st.booleans())
-def test_gradient_in_the_forward_pass_equals_autograd(temperature, soft_cap, with_bias, chunk_size, with_reference):
+def test_gradient_in_the_forward_pass_equals_autograd(
+    temperature, soft_cap, with_bias, chunk_size, with_reference
+):
     h, labels, weight, bias, reference = inputs()
     coefficients = torch.linspace(-1, 2, N, dtype=torch.float64)
     parameters = (h, weight, bias) if with_bias else (h, weight)
@@ -94,8 +104,21 @@ def test_gradient_in_the_forward_pass_equals_autograd(temperature, soft_cap, wit
     expected = plain(h, labels, weight, bias, reference, temperature, soft_cap)
     loss = token_loss(coefficients)(expected.logprobs_N, slice(0, N)).sum()
     assert not (out.logprobs_N.requires_grad or out.entropy_N.requires_grad)
-    ours = (out.loss, out.logprobs_N, out.entropy_N, *torch.autograd.grad(out.loss * 0.4, parameters))
-    assert_close(ours, (loss, expected.logprobs_N, expected.entropy_N, *torch.autograd.grad(loss * 0.4, parameters)))
+    ours = (
+        out.loss,
+        out.logprobs_N,
+        out.entropy_N,
+        *torch.autograd.grad(out.loss * 0.4, parameters),
+    )
+    assert_close(
+        ours,
+        (
+            loss,
+            expected.logprobs_N,
+            expected.entropy_N,
+            *torch.autograd.grad(loss * 0.4, parameters),
+        ),
+    )
     if with_reference:
         torch.testing.assert_close(out.divergence_N, expected.divergence_N)
     else:
@@ -118,10 +141,15 @@ def test_gradients_equal_finite_differences():
 def test_only_what_is_asked_for_has_a_gradient():
     h, labels, weight, _, reference = inputs()
     head = run_head(h, labels, weight, reference=reference)
-    assert head.logprobs_N.requires_grad and not head.entropy_N.requires_grad and not head.divergence_N.requires_grad
+    assert (
+        head.logprobs_N.requires_grad
+        and not head.entropy_N.requires_grad
+        and not head.divergence_N.requires_grad
+    )
     head = run_head(h, labels, weight, reference=reference, entropy_grad=True)
     assert head.entropy_N.requires_grad and not head.divergence_N.requires_grad
-    (grad,) = torch.autograd.grad(head.entropy_N.sum(), h)  # without the log-probabilities in the loss
+    # Without the log-probabilities in the loss.
+    (grad,) = torch.autograd.grad(head.entropy_N.sum(), h)
     expected = plain(h, labels, weight, None, reference, 1.0, None)
     torch.testing.assert_close(grad, torch.autograd.grad(expected.entropy_N.sum(), h)[0])
 
@@ -129,7 +157,9 @@ def test_only_what_is_asked_for_has_a_gradient():
 def test_frozen_weights_and_no_grad():
     h, labels, weight, _, _ = inputs()
     coefficients = torch.ones(N, dtype=torch.float64)
-    (full,) = torch.autograd.grad(run_head(h, labels, weight, token_loss=token_loss(coefficients)).loss, h)
+    (full,) = torch.autograd.grad(
+        run_head(h, labels, weight, token_loss=token_loss(coefficients)).loss, h
+    )
     frozen = run_head(h, labels, weight.detach(), token_loss=token_loss(coefficients))
     torch.testing.assert_close(torch.autograd.grad(frozen.loss, h)[0], full)
     with torch.no_grad():
@@ -140,7 +170,9 @@ def test_frozen_weights_and_no_grad():
 
 def test_a_gradient_taken_twice_is_refused():
     h, labels, weight, _, _ = inputs()
-    loss = run_head(h, labels, weight, token_loss=token_loss(torch.ones(N, dtype=torch.float64))).loss
+    loss = run_head(
+        h, labels, weight, token_loss=token_loss(torch.ones(N, dtype=torch.float64))
+    ).loss
     loss.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="can be taken once"):
         loss.backward()
@@ -150,7 +182,13 @@ def test_a_gradient_taken_twice_is_refused():
 def test_no_trained_position_keeps_the_graph(fused):
     h, labels, weight, bias, reference = inputs(n=0)
     head = run_head(
-        h, labels, weight, bias_V=bias, reference=reference, num_chunks=4, token_loss=(lambda x, _: x) if fused else None
+        h,
+        labels,
+        weight,
+        bias_V=bias,
+        reference=reference,
+        num_chunks=4,
+        token_loss=(lambda x, _: x) if fused else None,
     )
     (head.loss if fused else head.logprobs_N.sum()).backward()
     assert head.logprobs_N.shape == head.entropy_N.shape == head.divergence_N.shape == (0,)
@@ -160,18 +198,30 @@ def test_no_trained_position_keeps_the_graph(fused):
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("autocast", [True, False])
 def test_bf16_is_near_float64(fused, autocast):
-    """Under autocast from fp32 parameters, and with bf16 parameters; more columns than are added up at once."""
+    """Under autocast from fp32 parameters, and with bf16 parameters; more columns than are added up
+    at once.
+    """
     generator = torch.Generator().manual_seed(1)
     h, weight = (torch.randn(n, 32, generator=generator) / 4 for n in (40, 9000))
     labels = torch.randint(9000, (40,), generator=generator)
-    h, weight = (x.bfloat16().double().requires_grad_() for x in (h, weight))  # the same numbers in both
+    # The same numbers in both.
+    h, weight = (x.bfloat16().double().requires_grad_() for x in (h, weight))
     exact = torch.log_softmax(h @ weight.T, -1)
     logprobs = exact.gather(1, labels[:, None])[:, 0]
     expected = torch.autograd.grad(logprobs.sum(), (h, weight))
 
-    lower = [x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_() for x in (h, weight)]
+    lower = [
+        x.detach().to(torch.float32 if autocast else torch.bfloat16).requires_grad_()
+        for x in (h, weight)
+    ]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        head = run_head(lower[0], labels, lower[1], chunk_size=16, token_loss=(lambda x, _: x) if fused else None)
+        head = run_head(
+            lower[0],
+            labels,
+            lower[1],
+            chunk_size=16,
+            token_loss=(lambda x, _: x) if fused else None,
+        )
     assert head.logprobs_N.dtype == head.entropy_N.dtype == torch.float32
     grads = torch.autograd.grad(head.loss if fused else head.logprobs_N.sum(), lower)
     torch.testing.assert_close(head.logprobs_N.double(), logprobs, rtol=0, atol=0.02)
@@ -190,7 +240,9 @@ def test_bf16_gradients_of_nearly_certain_tokens(fused):
     h = (8 * weight[labels] + noise).bfloat16().requires_grad_()
     exact = h.detach().double().requires_grad_()
     torch.log_softmax(exact, -1)[torch.arange(64), labels].sum().backward()
-    out = run_head(h, labels, weight, token_loss=(lambda logprobs, part: logprobs) if fused else None)
+    out = run_head(
+        h, labels, weight, token_loss=(lambda logprobs, part: logprobs) if fused else None
+    )
     (out.loss if fused else out.logprobs_N.sum()).backward()
     assert (h.grad.double() - exact.grad).norm() < 0.01 * exact.grad.norm()
 
@@ -220,16 +272,40 @@ MINE = (slice(0, 7), slice(7, V))  # parts of different size
 
 
 def sharded(group, rank, seed=0):
-    """What one rank computes from its part of the vocabulary: numbers and gradients in both forms."""
+    """What one rank computes from its part of the vocabulary: numbers and gradients in both
+    forms.
+    """
     h, labels, weight, bias, reference = inputs(seed=seed)
     weight, bias = (x.detach()[MINE[rank]].clone().requires_grad_() for x in (weight, bias))
-    part = ReferenceHead(reference.h_ref_ND, reference.weight_ref_VD[MINE[rank]], reference.bias_ref_V[MINE[rank]])
-    common = {"bias_V": bias, "reference": part, "chunk_size": 3, "soft_cap": 2.0, "temperature": 0.7, "vocab_group": group}
+    part = ReferenceHead(
+        reference.h_ref_ND, reference.weight_ref_VD[MINE[rank]], reference.bias_ref_V[MINE[rank]]
+    )
+    common = {
+        "bias_V": bias,
+        "reference": part,
+        "chunk_size": 3,
+        "soft_cap": 2.0,
+        "temperature": 0.7,
+        "vocab_group": group,
+    }
     head = run_head(h, labels, weight, entropy_grad=True, divergence_grad=True, **common)
     loss = (head.logprobs_N * 2 + head.entropy_N * 3 + head.divergence_N * 5).sum()
-    results = [head.logprobs_N, head.entropy_N, head.divergence_N, *torch.autograd.grad(loss, (h, weight, bias))]
+    results = [
+        head.logprobs_N,
+        head.entropy_N,
+        head.divergence_N,
+        *torch.autograd.grad(loss, (h, weight, bias)),
+    ]
     head = run_head(h, labels, weight, token_loss=lambda logprobs, _: logprobs.sin(), **common)
-    return [x.detach() for x in [*results, head.loss, head.divergence_N, *torch.autograd.grad(head.loss, (h, weight, bias))]]
+    return [
+        x.detach()
+        for x in [
+            *results,
+            head.loss,
+            head.divergence_N,
+            *torch.autograd.grad(head.loss, (h, weight, bias)),
+        ]
+    ]
 
 
 def assert_same_as_whole(ranks):
@@ -243,7 +319,9 @@ def assert_same_as_whole(ranks):
     gradients_of_parts = {4, 5, 9, 10}
     for results, mine in zip(ranks, MINE, strict=True):
         for number, (ours, theirs) in enumerate(zip(results, whole, strict=True)):
-            torch.testing.assert_close(ours, (theirs[mine] if number in gradients_of_parts else theirs).detach())
+            torch.testing.assert_close(
+                ours, (theirs[mine] if number in gradients_of_parts else theirs).detach()
+            )
 
 
 class TwoThreads:
@@ -311,5 +389,9 @@ if rank == 0:
 @pytest.mark.e2e
 def test_a_sharded_vocabulary_over_gloo(tmp_path):
     """Only processes meet in a real group."""
-    subprocess.run([sys.executable, "-c", RANKS, str(tmp_path), str(Path(__file__).parent)], check=True, timeout=250)
+    subprocess.run(
+        [sys.executable, "-c", RANKS, str(tmp_path), str(Path(__file__).parent)],
+        check=True,
+        timeout=250,
+    )
     assert_same_as_whole([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])

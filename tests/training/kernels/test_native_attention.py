@@ -13,7 +13,9 @@ from ttrl.training.kernels import native_attention
 from ttrl.training.kernels.attention import attend, attention_plan, dense_attend
 from ttrl.training.policy.activations import PRODUCTS
 
-needs_the_kernel = pytest.mark.skipif(native_attention.library() is None, reason="no C compiler, or a CPU without AVX-512")
+needs_the_kernel = pytest.mark.skipif(
+    native_attention.library() is None, reason="no C compiler, or a CPU without AVX-512"
+)
 
 
 def served(inputs):
@@ -33,12 +35,18 @@ def assert_exact(ids, scale=None, factor=1.0, **shape):
     scale = inputs[0].shape[-1] ** -0.5 if scale is None else scale
     exact = with_gradients(dense_attend(*double, plan, scale, None, None), double, groups >= 0)
     for one, other in zip(ours, exact, strict=True):
-        assert (one - other).norm() <= 3e-6 * factor * other.norm() + 1e-5  # a query that sees one key has no gradient
+        # A query that sees one key has no gradient.
+        assert (one - other).norm() <= 3e-6 * factor * other.norm() + 1e-5
 
 
 @needs_the_kernel
 @settings(deadline=None, max_examples=25)
-@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 70), st.sampled_from([(4, 2, 32), (2, 2, 64), (3, 1, 96)]))
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 3),
+    st.integers(1, 70),
+    st.sampled_from([(4, 2, 32), (2, 2, 64), (3, 1, 96)]),
+)
 def test_trees(seed, rows, seq_len, shape):
     heads, kv_heads, width = shape
     assert_exact(trees(seed, rows, seq_len), heads=heads, kv_heads=kv_heads, width=width, seed=seed)
@@ -62,7 +70,9 @@ def test_lengths_around_the_blocks(ids, width):
 
 @needs_the_kernel
 def test_scores_far_apart():
-    """Rows whose probabilities are 0 and 1, in which a wrong maximum would overflow; differences of hundreds of nats."""
+    """Rows whose probabilities are 0 and 1, in which a wrong maximum would overflow; differences of
+    hundreds of nats.
+    """
     assert_exact(siblings(70, [40, 41]), factor=100.0, width=32)
     assert_exact(siblings(70, [40, 41]), scale=0.0, width=32)
 
@@ -94,7 +104,11 @@ def test_what_stands_at_padding_is_not_read():
     plan = attention_plan(groups, parents, positions, torch.float32)
     out, other = attend(*inputs, plan), attend(*spoilt, plan)
     assert torch.equal(out, other) and not out[padding.expand_as(out)].any()
-    for one, two in zip(torch.autograd.grad(out.sum(), inputs), torch.autograd.grad(other.sum(), spoilt), strict=True):
+    for one, two in zip(
+        torch.autograd.grad(out.sum(), inputs),
+        torch.autograd.grad(other.sum(), spoilt),
+        strict=True,
+    ):
         assert torch.equal(one, two)
 
 
@@ -102,7 +116,9 @@ def test_what_stands_at_padding_is_not_read():
 @pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_not_lost(which, value):
-    """A bad number in a prompt's query, key or value makes the outputs of those who see it bad, and the gradients."""
+    """A bad number in a prompt's query, key or value makes the outputs of those who see it bad, and
+    the gradients.
+    """
     groups, parents, positions = siblings(40, [20, 30])
     inputs = tensors(*groups.shape, torch.float32, heads=2, kv_heads=1, width=32)
     with torch.no_grad():
@@ -153,7 +169,8 @@ def test_repetition_threads_and_checkpointing_change_no_bit():
         assert served(inputs)
         found["two threads"] = with_gradients(attention(*inputs), inputs, groups >= 0)
         torch.set_num_threads(3)
-        assert not served(inputs)  # two heads of keys and values would keep two of three threads busy
+        # Two heads of keys and values would keep two of three threads busy.
+        assert not served(inputs)
     finally:
         torch.set_num_threads(threads)
     for way, results in found.items():
@@ -164,9 +181,15 @@ def test_repetition_threads_and_checkpointing_change_no_bit():
 @needs_the_kernel
 def test_checkpoints_keep_its_results(monkeypatch):
     ids = siblings(5, [7, 8])
-    inputs, plan, calls = tensors(1, 20, torch.float32, width=32), attention_plan(*ids, torch.float32), []
+    inputs, plan, calls = (
+        tensors(1, 20, torch.float32, width=32),
+        attention_plan(*ids, torch.float32),
+        [],
+    )
     real = native_attention._for_each_head
-    monkeypatch.setattr(native_attention, "_for_each_head", lambda *a: (calls.append(1), real(*a))[1])
+    monkeypatch.setattr(
+        native_attention, "_for_each_head", lambda *a: (calls.append(1), real(*a))[1]
+    )
     for keeps, expected in ((PRODUCTS, 2), ([], 3)):
         calls.clear()
         out = checkpoint(
@@ -176,21 +199,31 @@ def test_checkpoints_keep_its_results(monkeypatch):
             context_fn=lambda keeps=keeps: create_selective_checkpoint_contexts(keeps),
         )
         out.sum().backward()
-        assert len(calls) == expected  # forward, backward, and the forward pass again where it was not kept
+        # Forward, backward, and the forward pass again where it was not kept.
+        assert len(calls) == expected
 
 
 @needs_the_kernel
 def test_what_is_left_to_pytorch(monkeypatch, caplog):
     fits = torch.zeros(5, 2, 32)
     assert native_attention.serves(fits, fits, fits)
-    for other in (fits.double(), fits.half(), torch.zeros(5, 2, 40), torch.zeros(5, 2, 288), fits.to("meta")):
+    for other in (
+        fits.double(),
+        fits.half(),
+        torch.zeros(5, 2, 40),
+        torch.zeros(5, 2, 288),
+        fits.to("meta"),
+    ):
         assert not native_attention.serves(other, other, other)
     assert not native_attention.serves(torch.zeros(5, 3, 32), fits, fits)  # heads that no group has
     assert not native_attention.serves(fits, fits, torch.zeros(5, 2, 64))  # values of another size
     monkeypatch.setattr(native_attention, "library", lambda: None)
     assert not native_attention.serves(fits, fits, fits)
     caplog.set_level("INFO")
-    assert not native_attention._keeps_busy.__wrapped__(3, 2) and "3 threads, and 2 heads" in caplog.text
+    assert (
+        not native_attention._keeps_busy.__wrapped__(3, 2)
+        and "3 threads, and 2 heads" in caplog.text
+    )
 
 
 def _sum_of_two_threads(found):
@@ -211,6 +244,8 @@ def test_threads_after_a_fork():
         child = context.Process(target=_sum_of_two_threads, args=(found,))
         child.start()
         child.join(60)
-        assert child.exitcode == 0 and found.get(timeout=10) == found.get(timeout=10) == pytest.approx(320, rel=1e-5)
+        assert child.exitcode == 0 and found.get(timeout=10) == found.get(
+            timeout=10
+        ) == pytest.approx(320, rel=1e-5)
     finally:
         torch.set_num_threads(threads)

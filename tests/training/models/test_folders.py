@@ -35,36 +35,77 @@ def changed(model_folder, tmp_path):
     ("family", "settings", "problem"),
     [
         ("qwen2", {"hidden_act": "tanh"}, r"the activation 'tanh' \(there are silu, relu"),
-        ("qwen2", {"layer_types": ["chunked_attention", "full_attention"]}, "layers of the type 'chunked_attention'"),
-        ("llama", {"rope_parameters": {"rope_type": "proportional", "rope_theta": 5.0}}, "the RoPE type 'proportional'"),
+        (
+            "qwen2",
+            {"layer_types": ["chunked_attention", "full_attention"]},
+            "layers of the type 'chunked_attention'",
+        ),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "proportional", "rope_theta": 5.0}},
+            "the RoPE type 'proportional'",
+        ),
         ("llama", {"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised weights"),
         ("llama", {"num_key_value_heads": 3}, "3 key/value heads for 4 query heads"),
         ("mistral", {"sliding_window": 0}, "a sliding window of 0 positions"),
-        ("phi3", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types, which phi3 models do not have"),
+        (
+            "phi3",
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types, which phi3 models do not have",
+        ),
         ("gemma2", {"use_bidirectional_attention": True}, "attention to later tokens"),
-        ("llama", {"final_logit_softcapping": 5.0}, "final_logit_softcapping, which neither transformers nor vLLM"),
-        ("gemma3", {"attn_logit_softcapping": 5.0}, "attn_logit_softcapping, which neither transformers nor vLLM"),
+        (
+            "llama",
+            {"final_logit_softcapping": 5.0},
+            "final_logit_softcapping, which neither transformers nor vLLM",
+        ),
+        (
+            "gemma3",
+            {"attn_logit_softcapping": 5.0},
+            "attn_logit_softcapping, which neither transformers nor vLLM",
+        ),
         (
             "gemma3",
             {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
             'a RoPE whose "type" is lost to the rope_type "default"',
         ),
         ("phi", {"tie_word_embeddings": True}, "tied embeddings with a bias in the head"),
-        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, r"scale_attn_by_inverse_layer_idx True \(ttrl and vLLM compute"),
+        (
+            "gpt2",
+            {"scale_attn_by_inverse_layer_idx": True},
+            r"scale_attn_by_inverse_layer_idx True \(ttrl and vLLM compute",
+        ),
         ("gpt2", {"add_cross_attention": True, "n_layer": 1}, "add_cross_attention True"),
-        ("nanochat", {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 2.0}}, "a scaled or partial RoPE"),
+        (
+            "nanochat",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 9.0, "factor": 2.0}},
+            "a scaled or partial RoPE",
+        ),
         ("qwen2", {"model_type": "llama4_text"}, "attention within chunks"),
-        ("qwen2", {"model_type": "t5"}, "the model type 't5', for which neither ttrl nor transformers has a decoder of text"),
+        (
+            "qwen2",
+            {"model_type": "t5"},
+            "the model type 't5', for which neither ttrl nor transformers has a decoder of text",
+        ),
     ],
 )
 def test_what_we_do_not_compute_is_refused(family, settings, problem, changed):
-    with pytest.raises(ModelFolderError, match=f"its config asks for what ttrl does not compute: .*{problem}"):
+    with pytest.raises(
+        ModelFolderError, match=f"its config asks for what ttrl does not compute: .*{problem}"
+    ):
         read_config(changed(family, **settings))
 
 
 def test_every_problem_is_named_at_once(changed):
-    folder = changed("qwen2", hidden_act="tanh", num_key_value_heads=3, quantization_config={"quant_method": "gptq"})
-    with pytest.raises(ModelFolderError, match=r"quantised weights.*; the activation 'tanh'.*; 3 key/value heads"):
+    folder = changed(
+        "qwen2",
+        hidden_act="tanh",
+        num_key_value_heads=3,
+        quantization_config={"quant_method": "gptq"},
+    )
+    with pytest.raises(
+        ModelFolderError, match=r"quantised weights.*; the activation 'tanh'.*; 3 key/value heads"
+    ):
         read_config(folder)
 
 
@@ -104,7 +145,9 @@ def test_the_same_weights_under_another_config(family, settings, field, changed,
     if field is None:
         check_same_architecture(other, own, "FOLDER")
     else:
-        with pytest.raises(ModelFolderError, match=f"^FOLDER: not the architecture of the policy: {field}"):
+        with pytest.raises(
+            ModelFolderError, match=f"^FOLDER: not the architecture of the policy: {field}"
+        ):
             check_same_architecture(other, own, "FOLDER")
 
 
@@ -125,14 +168,22 @@ def test_weights_go_in_and_out_bit_for_bit(family, model_folder):
 
 
 def test_files_of_gpt2_that_are_older(changed):
-    """Without the prefix, with tables of the causal mask and a tied head of its own; what is written has the names of today."""
+    """Without the prefix, with tables of the causal mask and a tied head of its own; what is
+    written has the names of today.
+    """
     folder = changed("gpt2")
     new = load_file(folder / "model.safetensors")
     old = {name.removeprefix("transformer."): tensor for name, tensor in new.items()}
     old |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
-    save_file(old | {"lm_head.weight": old["wte.weight"].clone()}, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        old | {"lm_head.weight": old["wte.weight"].clone()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     out = to_hugging_face_names(dict(iter_weights(folder)), read_config(folder))
-    assert out.keys() == new.keys() and all(torch.equal(out[name], tensor) for name, tensor in new.items())
+    assert out.keys() == new.keys() and all(
+        torch.equal(out[name], tensor) for name, tensor in new.items()
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2-tied", "gemma2", "gemma3", "gpt2", "nanochat-biased"])
@@ -153,10 +204,14 @@ def test_a_head_that_is_not_the_tied_embeddings_is_refused(family, changed):
 def test_sharded_files_are_read(model_folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    AutoModelForCausalLM.from_pretrained(model_folder("phi3")).save_pretrained(tmp_path, max_shard_size="20KB")
+    AutoModelForCausalLM.from_pretrained(model_folder("phi3")).save_pretrained(
+        tmp_path, max_shard_size="20KB"
+    )
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     sharded, whole = dict(iter_weights(tmp_path)), dict(iter_weights(model_folder("phi3")))
-    assert sharded.keys() == whole.keys() and all(torch.equal(sharded[name], whole[name]) for name in whole)
+    assert sharded.keys() == whole.keys() and all(
+        torch.equal(sharded[name], whole[name]) for name in whole
+    )
 
 
 def rewrite(folder, change):
@@ -168,9 +223,18 @@ def rewrite(folder, change):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}), "the parameter 'model.layers.0.extra' has no place"),
-        (lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}), "model.norm.weight is torch.int8"),
-        (lambda t: t.update({"model.layers.1.mlp.gate_up_proj.weight": torch.zeros(90, 32)}), "has 90 rows; .* asks for 96"),
+        (
+            lambda t: t.update({"model.layers.0.extra": torch.zeros(1)}),
+            "the parameter 'model.layers.0.extra' has no place",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.zeros(32, dtype=torch.int8)}),
+            "model.norm.weight is torch.int8",
+        ),
+        (
+            lambda t: t.update({"model.layers.1.mlp.gate_up_proj.weight": torch.zeros(90, 32)}),
+            "has 90 rows; .* asks for 96",
+        ),
     ],
 )
 def test_weights_without_a_place(change, problem, changed):
@@ -188,18 +252,32 @@ def test_weights_that_are_missing_or_have_other_shapes(changed):
         tensors["lm_head.weight"] = torch.zeros(98, 32)
 
     rewrite(folder, change)
-    with pytest.raises(ModelFolderError, match=r"missing \['norm.scale'\], .*output.weight \(98, 32\) instead of \(97, 32\)"):
+    with pytest.raises(
+        ModelFolderError,
+        match=r"missing \['norm.scale'\], .*output.weight \(98, 32\) instead of \(97, 32\)",
+    ):
         fill_parameters(dict(build_decoder(read_config(folder)).named_parameters()), folder)
 
 
 @pytest.mark.parametrize(
     ("spoil", "problem"),
     [
-        (lambda f: (f / "model.safetensors").unlink(), "model.safetensors is not there; save the model with save_pretrained"),
-        (lambda f: (f / "model.safetensors").write_bytes(b"nothing"), "model.safetensors cannot be read"),
+        (
+            lambda f: (f / "model.safetensors").unlink(),
+            "model.safetensors is not there; save the model with save_pretrained",
+        ),
+        (
+            lambda f: (f / "model.safetensors").write_bytes(b"nothing"),
+            "model.safetensors cannot be read",
+        ),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "index.json is damaged"),
         (lambda f: (f / "model.safetensors.index.json").write_text("[]"), "index.json is damaged"),
-        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'), "b.safetensors is"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"a": "b.safetensors"}}'
+            ),
+            "b.safetensors is",
+        ),
     ],
 )
 def test_files_that_cannot_be_read(spoil, problem, changed):
@@ -211,7 +289,12 @@ def test_files_that_cannot_be_read(spoil, problem, changed):
 
 def test_rope_tables_of_old_files_are_passed_over(changed):
     folder = changed("llama")
-    rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    rewrite(
+        folder,
+        lambda tensors: tensors.update(
+            {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        ),
+    )
     assert not [name for name, _ in iter_weights(folder) if "inv_freq" in name]
 
 
@@ -225,7 +308,9 @@ def test_the_text_part_of_a_model_with_a_vision_tower(native, with_vision_tower,
     decoder = build_decoder(config)
     fill_parameters(dict(decoder.named_parameters()), folder)
     tokens = torch.arange(1, 20).unsqueeze(0)
-    reference = Gemma3ForConditionalGeneration.from_pretrained(folder, attn_implementation="eager").eval()
+    reference = Gemma3ForConditionalGeneration.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         zeros = torch.zeros_like(tokens)
         plan = check_parity.attention_plan(zeros, zeros, tokens - 1, torch.float32)

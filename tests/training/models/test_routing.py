@@ -1,4 +1,6 @@
-"""Router replay: the trainer takes the sampler's experts, and counts where its routers would have chosen others."""
+"""Router replay: the trainer takes the sampler's experts, and counts where its routers would have
+chosen others.
+"""
 
 import dataclasses
 
@@ -13,8 +15,26 @@ from ttrl.training.batches import replayed
 from ttrl.training.models.routing import routing_metrics
 
 MIXTURES = (
-    *("qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3"),
-    *("granite_moe", "granite_hybrid_moe", "lfm2_moe", "olmoe", "ernie4_5_moe", "hunyuan_moe", "minimax_m2"),
+    *(
+        "qwen2_moe",
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_moe",
+        "mixtral",
+        "gpt_oss",
+        "glm4_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+    ),
+    *(
+        "granite_moe",
+        "granite_hybrid_moe",
+        "lfm2_moe",
+        "olmoe",
+        "ernie4_5_moe",
+        "hunyuan_moe",
+        "minimax_m2",
+    ),
     "kimi_linear",
 )
 SHOWN = ("qwen3_moe", "gpt_oss", "deepseek_v3", "granite_hybrid_moe")
@@ -26,12 +46,16 @@ def identity(total):
 
 
 def told(samples, layers, seed=0):
-    """Give every token two experts of four at random, but for its last, of which no sampler tells them."""
+    """Give every token two experts of four at random, but for its last, of which no sampler tells
+    them.
+    """
     draw = np.random.default_rng(seed)
     found = []
     for sample in samples:
         shape = (len(sample.token_ids), layers)
-        experts = draw.permuted(np.broadcast_to(np.arange(EXPERTS), (*shape, EXPERTS)), axis=-1)[..., :2].astype(np.int16)
+        experts = draw.permuted(np.broadcast_to(np.arange(EXPERTS), (*shape, EXPERTS)), axis=-1)[
+            ..., :2
+        ].astype(np.int16)
         experts[-1] = -1
         found.append(dataclasses.replace(sample, experts=experts))
     # A prompt is stored once for its samples, so they agree about its tokens.
@@ -43,8 +67,11 @@ def told(samples, layers, seed=0):
 
 
 def force(model, sample):
-    """Let each router of transformers' Qwen 3 MoE take the sample's experts, by the formula of its paper."""
-    experts = np.concatenate([sample.experts[:-1], np.zeros_like(sample.experts[:1])])  # of the last, nothing is computed
+    """Let each router of transformers' Qwen 3 MoE take the sample's experts, by the formula of its
+    paper.
+    """
+    # Of the last, nothing is computed.
+    experts = np.concatenate([sample.experts[:-1], np.zeros_like(sample.experts[:1])])
     for number, layer in enumerate(model.model.layers):
         router = layer.mlp.gate
         chosen = torch.tensor(experts[:, number]).long()
@@ -60,23 +87,36 @@ def force(model, sample):
 
 
 def test_replayed_experts_are_computed_and_their_routers_trained(folder_of, one_thread):
-    """Log-probabilities and gradients, the routers' too, are those of transformers with the same experts."""
+    """Log-probabilities and gradients, the routers' too, are those of transformers with the same
+    experts.
+    """
     folder = folder_of("qwen3_moe")
-    samples = told(check_models.samples(check_models.loaded(folder).decoder.config.vocab_size), layers=2)
+    samples = told(
+        check_models.samples(check_models.loaded(folder).decoder.config.vocab_size), layers=2
+    )
     theirs, _ = check_models.one_by_one(folder, samples, force)
     policy = check_models.loaded(folder, torch.float64)
     ours = check_models.packed(policy, samples)
     assert check_models.difference(ours, theirs) <= check_models.LIMIT
     free, _ = check_models.one_by_one(folder, samples)
-    assert max(float((a - b).abs().max()) for a, b in zip(ours.logprobs, free.logprobs, strict=True)) > 1e-2
+    assert (
+        max(float((a - b).abs().max()) for a, b in zip(ours.logprobs, free.logprobs, strict=True))
+        > 1e-2
+    )
     assert float(ours.gradient["layers.0.mlp.gate.weight"].norm()) > 0
 
 
 @pytest.mark.long(but=["qwen3_moe"])
 @pytest.mark.parametrize(
-    "name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in MIXTURES if name not in SHOWN)]
+    "name",
+    [
+        *SHOWN,
+        *(pytest.param(name, marks=pytest.mark.long) for name in MIXTURES if name not in SHOWN),
+    ],
 )
-def test_the_routers_own_choice_replayed_changes_nothing_and_a_planted_one_is_counted(name, folder_of, one_thread):
+def test_the_routers_own_choice_replayed_changes_nothing_and_a_planted_one_is_counted(
+    name, folder_of, one_thread
+):
     """Long for routers that choose by the same calls as one that stays.
 
     Long for the other routers: each only has its own way to choose.
@@ -97,7 +137,10 @@ def test_the_routers_own_choice_replayed_changes_nothing_and_a_planted_one_is_co
         assert torch.equal(own, again)
         assert all(one.replayed == 1 and one.differing == 0 for one in after)
         assert [one.load for one in after] == [one.load for one in before]
-        assert all(sum(one.load) == pytest.approx(1) and 0 < one.entropy <= np.log(EXPERTS) + 1e-9 for one in after)
+        assert all(
+            sum(one.load) == pytest.approx(1) and 0 < one.entropy <= np.log(EXPERTS) + 1e-9
+            for one in after
+        )
         # One token of each row is told another expert in the last layer that has any.
         row, place, layer = 0, 3, routing.layers[-1]
         others = sorted(set(range(EXPERTS)) - set(chosen[row, place, layer].tolist()))
@@ -112,7 +155,9 @@ def test_the_routers_own_choice_replayed_changes_nothing_and_a_planted_one_is_co
         assert planted[-1].replayed == pytest.approx(1 - 1 / tokens)
         assert planted[-1].differing == pytest.approx(1 / (tokens - 1))
         assert all(one.differing == 0 for one in planted[:-1])
-        assert routing_metrics(planted)["differing"] == pytest.approx(planted[-1].differing / len(planted))
+        assert routing_metrics(planted)["differing"] == pytest.approx(
+            planted[-1].differing / len(planted)
+        )
 
 
 def own_choice(policy, rows, layers):
@@ -123,7 +168,9 @@ def own_choice(policy, rows, layers):
     for layer in policy.decoder.layers:
         for block in layer.modules():
             if hasattr(getattr(block, "experts", None), "num_experts"):
-                hooks.append(block.experts.register_forward_pre_hook(lambda m, given: calls.append(given[1])))
+                hooks.append(
+                    block.experts.register_forward_pre_hook(lambda m, given: calls.append(given[1]))
+                )
     with torch.no_grad():
         policy(*rows)
     for hook in hooks:
@@ -139,7 +186,12 @@ def test_layers_that_are_computed_again_replay_the_same_experts(folder_of, one_t
         policy = check_models.loaded(folder_of("qwen3_moe"), **settings)
         samples = told(check_models.samples(policy.decoder.config.vocab_size), layers=2)
         found = check_models.packed(policy, samples).gradient
-        gradients.append({name.replace("_checkpoint_wrapped_module.", ""): gradient for name, gradient in found.items()})
+        gradients.append(
+            {
+                name.replace("_checkpoint_wrapped_module.", ""): gradient
+                for name, gradient in found.items()
+            }
+        )
     plain, again = gradients
     assert plain.keys() == again.keys()
     assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
@@ -174,5 +226,7 @@ def test_a_pack_is_replayed_only_if_asked_and_only_on_its_own_model(folder_of):
     ):
         with pytest.raises(PackError, match=message):
             replayed(wrong, policy, config(router_replay=True))
-    with pytest.raises(UserError, match="the pack holds 1 experts of each token, and layer 0 chooses 2"):
+    with pytest.raises(
+        UserError, match="the pack holds 1 experts of each token, and layer 0 chooses 2"
+    ):
         policy(*check_models.policy_rows(pack), experts_BTLK=pack.experts[..., :1])

@@ -31,10 +31,12 @@ SHOWN = {
 OTHERS = [name for name in check_models.MODELS if name not in (*SHOWN, *REFUSED)]
 
 
-@pytest.mark.parametrize("name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", [*SHOWN, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
+)
 def test_packed_rows_are_samples_one_by_one(name, folder_of, one_thread):
-    """Long for classes that have no kind of layer of their own: only this proves their packed rows. One class of each
-    kind of layer stays.
+    """Long for classes that have no kind of layer of their own: only this proves their packed rows.
+    One class of each kind of layer stays.
     """
     limit = 1e-9 if name == "gemma3n" else check_models.LIMIT  # whose tiny gradients nearly cancel
     assert check_models.check_packed(folder_of(name)) <= limit
@@ -45,19 +47,33 @@ def test_a_checkpoint_is_the_folder_that_it_was_loaded_from(name, folder_of, tmp
     assert check_models.check_files(folder_of(name), tmp_path / "checkpoint") > 20
 
 
-def test_a_model_with_towers_keeps_them_and_the_tied_head_follows_the_embeddings(tmp_path, one_thread):
+def test_a_model_with_towers_keeps_them_and_the_tied_head_follows_the_embeddings(
+    tmp_path, one_thread
+):
     """The text part lies under a prefix of its own; another part has embeddings, too."""
     folder = check_models.write_model("qwen3_5", tmp_path / "model")
     values = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     head = tensors.pop("lm_head.weight")
-    stored = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    stored = {
+        name.replace("model.", "model.language_model.", 1): tensor
+        for name, tensor in tensors.items()
+    }
     stored["lm_head.weight"] = stored["model.language_model.embed_tokens.weight"].clone()
-    stored |= {"model.audio.embed_tokens.weight": torch.ones(2, 2), "model.visual.proj.weight": torch.ones(3)}
+    stored |= {
+        "model.audio.embed_tokens.weight": torch.ones(2, 2),
+        "model.visual.proj.weight": torch.ones(3),
+    }
     assert head.shape == stored["lm_head.weight"].shape
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    outer = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps({**outer, "text_config": values, "vocab_size": values["vocab_size"]}))
+    outer = {
+        "model_type": "qwen3_5",
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(
+        json.dumps({**outer, "text_config": values, "vocab_size": values["vocab_size"]})
+    )
     policy = check_models.loaded(folder)
     with torch.no_grad():
         policy.decoder.tok_embeddings.weight += 1.0
@@ -80,7 +96,10 @@ def test_a_frozen_base_in_16_bits_is_computed_in_32(name, folder_of, tmp_path, o
     model = transformers.AutoModelForCausalLM.from_pretrained(folder_of(name), dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     samples = check_models.samples(model.config.vocab_size)
-    held = [check_models.loaded(tmp_path, lora_rank=2, lora_base_dtype=dtype) for dtype in ("auto", "fp32")]
+    held = [
+        check_models.loaded(tmp_path, lora_rank=2, lora_base_dtype=dtype)
+        for dtype in ("auto", "fp32")
+    ]
     narrow, wide = (sum(p.nbytes for p in policy.parameters()) for policy in held)
     assert narrow < 0.9 * wide
     found, wanted = (check_models.packed(policy, samples).logprobs for policy in held)
@@ -90,15 +109,21 @@ def test_a_frozen_base_in_16_bits_is_computed_in_32(name, folder_of, tmp_path, o
 @pytest.mark.long(but=["nothing-gpt_oss", "products-gpt_oss"])
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt_oss"])
 @pytest.mark.parametrize("keeps", ["nothing", "products"])
-def test_layers_that_are_computed_again_see_the_rows_of_their_pass(name, keeps, folder_of, one_thread):
+def test_layers_that_are_computed_again_see_the_rows_of_their_pass(
+    name, keeps, folder_of, one_thread
+):
     """Another pass between a forward pass and its backward pass must not lend it its rows.
 
     Long for Qwen 3.5: only that computes a scan again.
     """
     policies = [check_models.loaded(folder_of(name))]
-    policies.append(check_models.loaded(folder_of(name), activation_checkpointing=True, checkpoint_keeps=keeps))
+    policies.append(
+        check_models.loaded(folder_of(name), activation_checkpointing=True, checkpoint_keeps=keeps)
+    )
     vocabulary = policies[0].decoder.config.vocab_size
-    rows, others = (check_models.packed_rows(check_models.samples(vocabulary, seed)) for seed in (0, 1))
+    rows, others = (
+        check_models.packed_rows(check_models.samples(vocabulary, seed)) for seed in (0, 1)
+    )
     gradients = []
     for policy, between in zip(policies, (False, True), strict=True):
         out = policy(*rows).logprobs
@@ -106,7 +131,13 @@ def test_layers_that_are_computed_again_see_the_rows_of_their_pass(name, keeps, 
             policy(*others)
         out.sum().backward()
         named = policy.decoder.named_parameters()
-        gradients.append({name.replace("_checkpoint_wrapped_module.", ""): p.grad for name, p in named if p.grad is not None})
+        gradients.append(
+            {
+                name.replace("_checkpoint_wrapped_module.", ""): p.grad
+                for name, p in named
+                if p.grad is not None
+            }
+        )
     plain, again = gradients
     assert plain.keys() == again.keys()
     assert all(torch.equal(again[name], gradient) for name, gradient in plain.items())
@@ -128,12 +159,16 @@ def test_what_has_no_function_for_packed_rows_is_refused_by_name(name, why, fold
 def test_a_model_type_that_nobody_knows_is_named(tmp_path, folder_of):
     config = transformers.T5Config().to_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFolderError, match="'t5', for which neither ttrl nor transformers has a decoder of text"):
+    with pytest.raises(
+        ModelFolderError,
+        match="'t5', for which neither ttrl nor transformers has a decoder of text",
+    ):
         read_config(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("settings", "what"), [({"tensor_parallel": 2}, "tensor_parallel is 2"), ({"compile": True}, "compile is true")]
+    ("settings", "what"),
+    [({"tensor_parallel": 2}, "tensor_parallel is 2"), ({"compile": True}, "compile is true")],
 )
 def test_settings_that_only_the_other_decoder_has_are_refused(settings, what, folder_of):
     with pytest.raises(ConfigError, match=what):
@@ -146,11 +181,15 @@ def test_a_tensor_that_is_missing_or_has_no_place_is_named(tmp_path, folder_of):
     taken = tensors.pop("model.layers.0.mlp.experts.2.up_proj.weight")
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelFolderError, match=r"missing \['layers.0.mlp.experts.gate_up_proj'\]"):
-        fill_parameters(dict(check_models.loaded(folder_of("qwen3_moe")).decoder.named_parameters()), folder)
+        fill_parameters(
+            dict(check_models.loaded(folder_of("qwen3_moe")).decoder.named_parameters()), folder
+        )
     tensors["model.layers.0.mlp.experts.2.up_proj.weight"] = taken
     tensors["model.layers.0.mlp.experts.4.up_proj.weight"] = taken.clone()
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ModelFolderError, match=r"experts\.4\.up_proj\.weight' has no place in its model class"):
+    with pytest.raises(
+        ModelFolderError, match=r"experts\.4\.up_proj\.weight' has no place in its model class"
+    ):
         dict(iter_weights(folder))
     del tensors["model.layers.0.mlp.experts.4.up_proj.weight"]
     tensors["model.layers.0.mlp.experts.2.up_proj.weight"] = taken[:4].clone()

@@ -1,4 +1,6 @@
-"""The choice of tokens by their covariance: against the definition, and whatever the order, the packing and the ranks."""
+"""The choice of tokens by their covariance: against the definition, and whatever the order, the
+packing and the ranks.
+"""
 
 import random
 
@@ -16,7 +18,9 @@ tokens = st.lists(st.tuples(st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max
 
 
 def columns(rows):
-    new, advantages = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    new, advantages = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
+    )
     return new, advantages, torch.arange(len(rows)) * 7919 - 100
 
 
@@ -32,9 +36,13 @@ def test_kl_cov_takes_the_highest():
     new = torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0])  # mean -3
     advantages = torch.tensor([1.0, 2.0, 9.0, -3.0, 1.0])  # mean 2: covariances -2, 0, 0, 5, 2
     keys = torch.tensor([3, 9, 4, 1, 2])
-    expected = {0.1: {3}, 0.4: {3, 4}, 0.6: {3, 4, 2}, 0.8: {3, 4, 2, 1}, 1.0: {0, 1, 2, 3, 4}}  # the lower key first
+    # The lower key first.
+    expected = {0.1: {3}, 0.4: {3, 4}, 0.6: {3, 4, 2}, 0.8: {3, 4, 2, 1}, 1.0: {0, 1, 2, 3, 4}}
     for share, places in expected.items():
-        assert set(choose_by_covariance(new, advantages, keys, share).nonzero().flatten().tolist()) == places
+        assert (
+            set(choose_by_covariance(new, advantages, keys, share).nonzero().flatten().tolist())
+            == places
+        )
 
 
 @settings(max_examples=40)
@@ -42,7 +50,9 @@ def test_kl_cov_takes_the_highest():
 def test_clip_cov_draws_within_its_bounds(rows, share, seed):
     new, advantages, keys = columns(rows)
     allowed = keys % 2 == 0
-    chosen = choose_by_covariance(new, advantages, keys, share, bounds=(0.1, 2.0), allowed_N=allowed, seed=seed)
+    chosen = choose_by_covariance(
+        new, advantages, keys, share, bounds=(0.1, 2.0), allowed_N=allowed, seed=seed
+    )
     values = covariances(new, advantages)
     candidates = (values > 0.1) & (values < 2.0) & allowed
     assert not (chosen & ~candidates).any()
@@ -53,9 +63,13 @@ def test_clip_covs_draw_depends_on_the_seed_and_is_even():
     count = 400
     new, advantages = torch.linspace(-4, -1, count), torch.linspace(-2, 2, count)
     keys = torch.arange(count)
-    drawn = [choose_by_covariance(new, advantages, keys, 0.25, bounds=(-1.0, 9.0), seed=seed) for seed in range(40)]
+    drawn = [
+        choose_by_covariance(new, advantages, keys, 0.25, bounds=(-1.0, 9.0), seed=seed)
+        for seed in range(40)
+    ]
     assert not torch.equal(drawn[0], drawn[1])
-    times = torch.stack(drawn).sum(0).float()  # each token 10 times of 40 in expectation; seeds and keys are fixed
+    # Each token 10 times of 40 in expectation; seeds and keys are fixed.
+    times = torch.stack(drawn).sum(0).float()
     assert times.mean() == 10 and times.max() < 25 and times.min() > 0
 
 
@@ -66,17 +80,23 @@ def test_the_order_of_the_tokens_does_not_matter(rows, draw, bounds):
     order = list(range(len(rows)))
     draw.shuffle(order)
     straight = choose_by_covariance(new, advantages, keys, 0.4, bounds=bounds, seed=5)
-    shuffled = choose_by_covariance(new[order], advantages[order], keys[order], 0.4, bounds=bounds, seed=5)
+    shuffled = choose_by_covariance(
+        new[order], advantages[order], keys[order], 0.4, bounds=bounds, seed=5
+    )
     assert shuffled.tolist() == straight[order].tolist()
 
 
 @pytest.mark.parametrize("bounds", [None, (1.0, 5.0)])
 def test_without_tokens_or_candidates(bounds):
     empty = torch.zeros(0)
-    assert choose_by_covariance(empty, empty, torch.zeros(0, dtype=torch.int64), 0.5, bounds=bounds).shape == (0,)
+    assert choose_by_covariance(
+        empty, empty, torch.zeros(0, dtype=torch.int64), 0.5, bounds=bounds
+    ).shape == (0,)
     none = torch.zeros(2, dtype=torch.bool)
     keys = torch.arange(2)
-    assert not choose_by_covariance(torch.ones(2), torch.ones(2), keys, 0.5, bounds=bounds, allowed_N=none).any()
+    assert not choose_by_covariance(
+        torch.ones(2), torch.ones(2), keys, 0.5, bounds=bounds, allowed_N=none
+    ).any()
 
 
 def test_keys_are_those_of_the_tokens_wherever_they_are_packed():
@@ -93,7 +113,8 @@ def test_keys_are_those_of_the_tokens_wherever_they_are_packed():
             {
                 (*table[owner], position): key
                 for owner, position, key in zip(
-                    *(t[trained].tolist() for t in (packed.sample_ids, packed.input_pos, keys)), strict=True
+                    *(t[trained].tolist() for t in (packed.sample_ids, packed.input_pos, keys)),
+                    strict=True,
                 )
             }
         )

@@ -1,4 +1,6 @@
-"""Estimates of KL: the formulas, and what the head of the module says of their expectations, over whole distributions."""
+"""Estimates of KL: the formulas, and what the head of the module says of their expectations, over
+whole distributions.
+"""
 
 import math
 
@@ -7,14 +9,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttrl.training.objective.divergences import ESTIMATORS, k1_divergence, k2_divergence, k3_divergence
+from ttrl.training.objective.divergences import (
+    ESTIMATORS,
+    k1_divergence,
+    k2_divergence,
+    k3_divergence,
+)
 
 finite = st.floats(-8, 0, allow_nan=False)
 
 
 @given(st.lists(st.tuples(finite, finite), min_size=1, max_size=8))
 def test_formulas(rows):
-    new, reference = (torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True))
+    new, reference = (
+        torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
+    )
     for estimate, formula in (
         (k1_divergence, lambda n, r: n - r),
         (k2_divergence, lambda n, r: (n - r) ** 2 / 2),
@@ -26,7 +35,9 @@ def test_formulas(rows):
 
 
 def distributions():
-    logits = torch.tensor([1.5, -0.3, -2.2, 0.6, -1.1, -1.4], dtype=torch.float64, requires_grad=True)
+    logits = torch.tensor(
+        [1.5, -0.3, -2.2, 0.6, -1.1, -1.4], dtype=torch.float64, requires_grad=True
+    )
     reference = torch.tensor([-0.6, 0.8, -1.7, 0.2, 1.6, 0.1], dtype=torch.float64)
     return logits, torch.log_softmax(reference, -1)
 
@@ -36,12 +47,16 @@ def kl(p_V, q_V):
 
 
 def expected_value_and_gradient(estimate):
-    """Over all tokens of a small vocabulary, each with its probability; the gradient is taken at the logits."""
+    """Over all tokens of a small vocabulary, each with its probability; the gradient is taken at
+    the logits.
+    """
     logits, reference = distributions()
     logprobs = torch.log_softmax(logits, -1)
     probabilities = logprobs.detach().exp()
     values = estimate(logprobs, reference)
-    return (probabilities * values).sum().detach(), torch.autograd.grad((probabilities * values).sum(), logits)[0]
+    return (probabilities * values).sum().detach(), torch.autograd.grad(
+        (probabilities * values).sum(), logits
+    )[0]
 
 
 def gradient_of(divergence):
@@ -89,7 +104,8 @@ def test_far_away_and_very_near_in_fp32(name):
     result.sum().backward()
     assert result.isfinite().all() and new.grad.isfinite().all()
     exact = {"k1": 2**-12, "k2": 2**-25, "k3": math.expm1(-(2**-12)) + 2**-12}[name]
-    assert abs(result[2].item() - exact) < 1e-3 * exact  # exp(d) - 1 - d has not one right digit here
+    # Exp(d) - 1 - d has not one right digit here.
+    assert abs(result[2].item() - exact) < 1e-3 * exact
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

@@ -1,4 +1,6 @@
-"""The policy losses against float64 transcriptions of their formulas, and their gradients against finite differences."""
+"""The policy losses against float64 transcriptions of their formulas, and their gradients against
+finite differences.
+"""
 
 import math
 
@@ -21,7 +23,9 @@ def columns(rows):
 
 
 def check(result, expected):
-    torch.testing.assert_close(result, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        result, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
 
 
 def cut(value, low, high):
@@ -73,10 +77,19 @@ def test_tanh(rows):
 
 @given(tokens, shares, st.floats(0, 2))
 def test_cispo(rows, low, high):
-    check(losses.cispo_loss(*columns(rows), low, high), [-cut(math.exp(n - o), low, high) * a * n for n, o, a in rows])
+    check(
+        losses.cispo_loss(*columns(rows), low, high),
+        [-cut(math.exp(n - o), low, high) * a * n for n, o, a in rows],
+    )
 
 
-@given(st.lists(st.tuples(finite, finite, st.floats(-3, 3), st.sampled_from([7, -2, 30])), min_size=1, max_size=9))
+@given(
+    st.lists(
+        st.tuples(finite, finite, st.floats(-3, 3), st.sampled_from([7, -2, 30])),
+        min_size=1,
+        max_size=9,
+    )
+)
 def test_gspo(rows):
     new, old, advantages = columns([row[:3] for row in rows])
     samples = torch.tensor([row[3] for row in rows])
@@ -94,21 +107,29 @@ def test_clip_cov_and_kl_cov(rows):
     chosen = torch.tensor([row[3] for row in rows])
     expected = [0.0 if picked else ppo(n, o, a, LOW, HIGH) for n, o, a, picked in rows]
     check(losses.clip_cov_loss(new, old, advantages, chosen, LOW, HIGH), expected)
-    expected = [-math.exp(n - o) * a + (0.7 * abs(n - o) if picked else 0.0) for n, o, a, picked in rows]
+    expected = [
+        -math.exp(n - o) * a + (0.7 * abs(n - o) if picked else 0.0) for n, o, a, picked in rows
+    ]
     check(losses.kl_cov_loss(new, old, advantages, chosen, 0.7), expected)
 
 
 def given_tokens(count=8):
     """Fixed tokens whose ratios lie inside and outside of the bounds, none near a kink."""
-    offsets = torch.tensor([0.1, -0.1, 0.6, -0.6, 1.7, -1.7, 0.05, -0.05], dtype=torch.float64)[:count]
-    advantages = torch.tensor([1.0, -2.0, 0.5, -0.5, -1.5, 1.5, -1.0, 2.0], dtype=torch.float64)[:count]
+    offsets = torch.tensor([0.1, -0.1, 0.6, -0.6, 1.7, -1.7, 0.05, -0.05], dtype=torch.float64)[
+        :count
+    ]
+    advantages = torch.tensor([1.0, -2.0, 0.5, -0.5, -1.5, 1.5, -1.0, 2.0], dtype=torch.float64)[
+        :count
+    ]
     new = -torch.linspace(2, 4, count, dtype=torch.float64)
     samples = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3])[:count]
     return new, new - offsets, advantages, samples, torch.arange(count) % 3 == 0
 
 
 def functions():
-    """name → (logprobs → losses), with everything else fixed; constants of the formulas move with the logprobs' values alone."""
+    """name → (logprobs → losses), with everything else fixed; constants of the formulas move with
+    the logprobs' values alone.
+    """
     new, old, advantages, _, chosen = given_tokens()
     offsets = new - old
     return {
@@ -129,7 +150,9 @@ def test_gradients(name):
 
 
 def test_gspos_gradient_is_that_of_the_sequence_form():
-    """Σ over samples of -min(sA, clip(s)A) has its own gradient through s; each token's term 1/length has the same one."""
+    """Σ over samples of -min(sA, clip(s)A) has its own gradient through s; each token's term
+    1/length has the same one.
+    """
     new, old, _, samples, _ = given_tokens()
     advantages = torch.tensor([-1.0, 1.0, 2.0, -0.5], dtype=torch.float64)[samples]
     weights = 1 / torch.bincount(samples)[samples]
@@ -139,14 +162,17 @@ def test_gspos_gradient_is_that_of_the_sequence_form():
 
     assert torch.autograd.gradcheck(loss, (new.clone().requires_grad_(),))
     (gradient,) = torch.autograd.grad(loss(x := new.clone().requires_grad_()), x)
-    assert set(samples[gradient == 0].tolist()) == {3}  # clipped from below: ratio e^-0.325 and a negative advantage
+    # Clipped from below: ratio e^-0.325 and a negative advantage.
+    assert set(samples[gradient == 0].tolist()) == {3}
 
 
 def test_gspo_does_not_mind_the_order():
     new, old, advantages, samples, _ = given_tokens()
     order = torch.tensor([5, 0, 3, 7, 1, 6, 2, 4])
     straight = losses.gspo_loss(new, old, advantages, samples, LOW, HIGH)
-    shuffled = losses.gspo_loss(new[order], old[order], advantages[order], samples[order], LOW, HIGH)
+    shuffled = losses.gspo_loss(
+        new[order], old[order], advantages[order], samples[order], LOW, HIGH
+    )
     torch.testing.assert_close(shuffled, straight[order], rtol=1e-14, atol=0)
 
 
@@ -154,7 +180,10 @@ def test_gspo_does_not_mind_the_order():
 @given(st.lists(st.tuples(finite, st.floats(-3, 3)), min_size=1, max_size=8))
 def test_on_policy_every_gradient_is_that_of_reinforce(rows):
     new, advantages = columns(rows)
-    samples, nothing = torch.zeros(len(new), dtype=torch.int64), torch.zeros(len(new), dtype=torch.bool)
+    samples, nothing = (
+        torch.zeros(len(new), dtype=torch.int64),
+        torch.zeros(len(new), dtype=torch.bool),
+    )
     for name, loss in {
         "ppo": lambda x: clipped_ratio_loss(x, new, advantages, LOW, HIGH),
         "dual clip": lambda x: clipped_ratio_loss(x, new, advantages, LOW, HIGH, 3.0),
@@ -166,11 +195,15 @@ def test_on_policy_every_gradient_is_that_of_reinforce(rows):
     }.items():
         x = new.clone().requires_grad_()
         loss(x).sum().backward()
-        torch.testing.assert_close(x.grad, -advantages, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            x.grad, -advantages, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_tokens_without_a_sampler_logprob_are_trained():
-    """Fault 4 of the predecessor: the new logprob took the old one's place undetached, and the gradient vanished."""
+    """Fault 4 of the predecessor: the new logprob took the old one's place undetached, and the
+    gradient vanished.
+    """
     new = torch.tensor([-1.0, -2.0], requires_grad=True)
     old = known_or_current(torch.tensor([math.nan, -2.0]), new)
     clipped_ratio_loss(new, old, torch.tensor([2.0, 3.0]), 0.2, 0.2).sum().backward()
@@ -202,7 +235,9 @@ ALL = {
 
 @pytest.mark.parametrize("name", ALL)
 def test_ratios_beyond_all_bounds_stay_finite_in_fp32(name):
-    """e^1000 is infinite, and so is e^100 in fp32; infinity times 0 is NaN, in the backward pass as well."""
+    """e^1000 is infinite, and so is e^100 in fp32; infinity times 0 is NaN, in the backward pass as
+    well.
+    """
     new = torch.tensor([0.0, -1000.0, 0.0, -1000.0, -1.0, -100.0], requires_grad=True)
     old = torch.tensor([-1000.0, 0.0, -1000.0, 0.0, -100.0, -1.0])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0, 0.0])

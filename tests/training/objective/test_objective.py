@@ -1,4 +1,6 @@
-"""Objectives made from configs: the parts and their sum, the schedules, and what each says it needs."""
+"""Objectives made from configs: the parts and their sum, the schedules, and what each says it
+needs.
+"""
 
 import math
 from dataclasses import dataclass
@@ -32,7 +34,12 @@ class Batch:
 def batch(dtype=torch.float64):
     new = torch.tensor([-1.0, -2.0, -0.5, -1.5, -0.7], dtype=dtype, requires_grad=True)
     sampled = torch.tensor([-1.5, -1.9, math.nan, -1.0, 0.0], dtype=dtype)
-    return Batch(new, sampled, torch.tensor([1.0, -1.0, 2.0, -0.5, 0.3], dtype=dtype), torch.tensor([4, 4, 9, 9, 9]))
+    return Batch(
+        new,
+        sampled,
+        torch.tensor([1.0, -1.0, 2.0, -0.5, 0.3], dtype=dtype),
+        torch.tensor([4, 4, 9, 9, 9]),
+    )
 
 
 def gradient(loss, new):
@@ -52,12 +59,20 @@ def test_the_default_is_ppo_with_nothing_added():
     assert torch.equal(loss, expected) and torch.equal(facts["policy_loss"], expected)
     assert torch.equal(gradient(loss, given.new), gradient(expected, given.new))
     assert set(facts) == {"policy_loss", "ratio", "clipped_low", "clipped_high"}
-    assert facts["clipped_low"].tolist() == [0, 0, 0, 1, 0] and facts["clipped_high"].tolist() == [1, 0, 0, 0, 0]
+    assert facts["clipped_low"].tolist() == [0, 0, 0, 1, 0] and facts["clipped_high"].tolist() == [
+        1,
+        0,
+        0,
+        0,
+        0,
+    ]
     assert make().per_token
     assert not any(getattr(make(), name) for name in dir(make()) if name.startswith("needs_"))
 
 
-@pytest.mark.parametrize("name", ["reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov", "dual clip"])
+@pytest.mark.parametrize(
+    "name", ["reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov", "dual clip"]
+)
 def test_each_objective_is_its_loss(name):
     given = batch()
     known = torch.tensor(KNOWN, dtype=torch.float64)
@@ -78,7 +93,9 @@ def test_each_objective_is_its_loss(name):
     loss, facts = given.loss(objective, chosen=CHOSEN)
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
     torch.testing.assert_close(gradient(loss, new), gradient(expected, new), rtol=0, atol=0)
-    assert not any(fact.requires_grad for fact in facts.values()) and all(fact.shape == (5,) for fact in facts.values())
+    assert not any(fact.requires_grad for fact in facts.values()) and all(
+        fact.shape == (5,) for fact in facts.values()
+    )
     assert objective.per_token == (name != "gspo")
     assert objective.needs_prepass == (name in ("clip_cov", "kl_cov")) == ("chosen" in facts)
 
@@ -91,7 +108,12 @@ def test_clip_fractions():
         return facts["clipped_low"].tolist(), facts["clipped_high"].tolist()
 
     nothing = [0.0] * 5
-    assert clipped(objective="reinforce") == clipped(objective="tanh") == clipped(objective="kl_cov") == (nothing, nothing)
+    assert (
+        clipped(objective="reinforce")
+        == clipped(objective="tanh")
+        == clipped(objective="kl_cov")
+        == (nothing, nothing)
+    )
     assert clipped(objective="clip_cov") == clipped() == ([0, 0, 0, 1, 0], [1, 0, 0, 0, 0])
     assert clipped(objective="cispo") == ([0, 0, 0, 1, 1], [1, 0, 0, 0, 0])  # whatever the sign
     # whole samples: e^0.2 and e^-0.4
@@ -103,7 +125,9 @@ def test_clip_fractions():
 
 @pytest.mark.parametrize("kind", ["token", "sequence", "mask"])
 def test_off_policy_correction(kind):
-    """π/π_start in the ratio, min(π_start/π_sampler, cap) before it; tokens of unknown logprob weigh 1."""
+    """π/π_start in the ratio, min(π_start/π_sampler, cap) before it; tokens of unknown logprob
+    weigh 1.
+    """
     given = batch()
     start = torch.tensor([-1.2, -2.5, -0.4, -1.6, -0.6], dtype=torch.float64)
     each = [math.exp(d) for d in (0.3, -0.6, 0.0, -0.6, -0.6)]
@@ -117,7 +141,9 @@ def test_off_policy_correction(kind):
     expected = losses.clipped_ratio_loss(given.new, start, given.advantages, 0.2, 0.2)
     expected = expected * torch.tensor(weights, dtype=torch.float64)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
-    torch.testing.assert_close(gradient(loss, given.new), gradient(expected, given.new), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        gradient(loss, given.new), gradient(expected, given.new), rtol=1e-12, atol=0
+    )
     assert facts["correction"].tolist() == pytest.approx(weights)
     assert facts["capped"].tolist() == [0.0 if kind == "sequence" else 1.0, 0, 0, 0, 0]
     assert objective.needs_start_logprobs and objective.per_token == (kind != "sequence")
@@ -129,7 +155,9 @@ def test_the_first_step_of_an_iteration_starts_from_where_it_is():
     missing, _ = given.loss(objective, start_logprobs=None)
     stated, _ = given.loss(objective, start_logprobs=given.new.detach())
     torch.testing.assert_close(missing, stated, rtol=0, atol=0)
-    torch.testing.assert_close(gradient(missing, given.new), gradient(stated, given.new), rtol=0, atol=0)
+    torch.testing.assert_close(
+        gradient(missing, given.new), gradient(stated, given.new), rtol=0, atol=0
+    )
     with pytest.raises(KeyError):
         given.loss(objective)  # forgotten is not the same as none
 
@@ -148,19 +176,30 @@ def test_kl_in_the_loss_and_its_schedule():
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         assert ("kl" in facts) == (beta > 0)
     assert facts["kl"].tolist() == pytest.approx(k2_divergence(given.new, reference).tolist())
-    assert facts["kl_loss"].tolist() == pytest.approx((0.3 * k2_divergence(given.new, reference)).tolist())
-    loss, _ = given.loss(make(kl_coefficient=0.3, reference_model="r", kl_estimator="k1"), reference_logprobs=reference)
-    torch.testing.assert_close(loss, plain + 0.3 * k1_divergence(given.new, reference), rtol=1e-12, atol=0)
+    assert facts["kl_loss"].tolist() == pytest.approx(
+        (0.3 * k2_divergence(given.new, reference)).tolist()
+    )
+    loss, _ = given.loss(
+        make(kl_coefficient=0.3, reference_model="r", kl_estimator="k1"),
+        reference_logprobs=reference,
+    )
+    torch.testing.assert_close(
+        loss, plain + 0.3 * k1_divergence(given.new, reference), rtol=1e-12, atol=0
+    )
 
 
 def test_full_kl_and_entropy_come_from_the_head_with_their_gradients():
     given = batch()
     plain, _ = given.loss(make())
-    objective = make(kl_coefficient=0.5, reference_model="r", kl_estimator="full", entropy_coefficient=0.01)
+    objective = make(
+        kl_coefficient=0.5, reference_model="r", kl_estimator="full", entropy_coefficient=0.01
+    )
     divergence, entropy = given.new.square(), given.new * -3  # of any form
     loss, facts = given.loss(objective, divergence=divergence, entropy=entropy)
     torch.testing.assert_close(loss, plain + 0.5 * divergence - 0.01 * entropy)
-    torch.testing.assert_close(gradient(loss, given.new), gradient(plain, given.new) + given.new.detach() + 0.03)
+    torch.testing.assert_close(
+        gradient(loss, given.new), gradient(plain, given.new) + given.new.detach() + 0.03
+    )
     assert facts["entropy_loss"].tolist() == pytest.approx((-0.01 * entropy).tolist())
     assert objective.needs_divergence_grad and objective.needs_entropy_grad
     assert not objective.per_token and not objective.needs_reference
@@ -170,10 +209,19 @@ def test_entropy_schedule():
     constant = make(entropy_coefficient=0.2)
     assert [constant.at(step).entropy_coefficient for step in (0, 5, 10**6)] == [0.2, 0.2, 0.2]
     linear = make(entropy_coefficient=0.2, entropy_schedule="linear", entropy_until_step=10)
-    assert [linear.at(step).entropy_coefficient for step in (0, 5, 10, 11)] == pytest.approx([0.2, 0.1, 0.0, 0.0])
+    assert [linear.at(step).entropy_coefficient for step in (0, 5, 10, 11)] == pytest.approx(
+        [0.2, 0.1, 0.0, 0.0]
+    )
     assert not linear.per_token and linear.at(10).per_token  # the cheaper head again
-    late = make(entropy_coefficient=0.2, entropy_schedule="linear", entropy_from_step=6, entropy_until_step=10)
-    assert [late.at(step).entropy_coefficient for step in (0, 6, 8, 10, 11)] == pytest.approx([0.2, 0.2, 0.1, 0.0, 0.0])
+    late = make(
+        entropy_coefficient=0.2,
+        entropy_schedule="linear",
+        entropy_from_step=6,
+        entropy_until_step=10,
+    )
+    assert [late.at(step).entropy_coefficient for step in (0, 6, 8, 10, 11)] == pytest.approx(
+        [0.2, 0.2, 0.1, 0.0, 0.0]
+    )
     assert "entropy_loss" not in batch().loss(linear.at(10))[1]
 
 
@@ -185,7 +233,12 @@ def test_what_is_in_the_reward_is_not_in_the_loss():
         {"token_rewards": "implicit"},
     ):
         objective = make(**values, reference_model="r")
-        assert objective.needs_token_rewards and objective.needs_reference and objective.kl_in_loss == 0 and objective.per_token
+        assert (
+            objective.needs_token_rewards
+            and objective.needs_reference
+            and objective.kl_in_loss == 0
+            and objective.per_token
+        )
         torch.testing.assert_close(given.loss(objective)[0], plain, rtol=0, atol=0)
     assert make(value_head=True).needs_token_rewards and not make(value_head=True).needs_reference
     late = make(kl_coefficient=0.5, kl_in="reward", reference_model="r", kl_after_steps=3)
@@ -198,17 +251,34 @@ def test_tokens_are_chosen_by_covariance():
     rest = (new, given.sampled, given.advantages, keys)
     values = ((new - new.mean()) * (given.advantages - given.advantages.mean())).tolist()
     # -0.0896, 1.1804, 1.0496, 0.3024, -0.0264 in this order
-    (best,) = make(objective="kl_cov", covariance_share=0.2).choose(*rest, seed=0).nonzero().flatten().tolist()
+    (best,) = (
+        make(objective="kl_cov", covariance_share=0.2)
+        .choose(*rest, seed=0)
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
     assert best == max(range(5), key=values.__getitem__) == 1
-    chosen = make(objective="clip_cov", covariance_share=1.0, covariance_bounds=(0.1, 1.1)).choose(*rest, seed=0)
-    assert chosen.tolist() == [False, False, True, False, False]  # 1 is above the bounds, 3 is silenced by PPO's clipping already
+    chosen = make(objective="clip_cov", covariance_share=1.0, covariance_bounds=(0.1, 1.1)).choose(
+        *rest, seed=0
+    )
+    # 1 is above the bounds, 3 is silenced by PPO's clipping already.
+    assert chosen.tolist() == [False, False, True, False, False]
 
 
 def test_no_trained_token_at_all():
     hidden = torch.zeros(0, requires_grad=True)
     empty = torch.zeros(0)
-    objective = make(off_policy="sequence", objective="gspo", kl_coefficient=1.0, reference_model="r", entropy_coefficient=1.0)
+    objective = make(
+        off_policy="sequence",
+        objective="gspo",
+        kl_coefficient=1.0,
+        reference_model="r",
+        entropy_coefficient=1.0,
+    )
     extras = {"start_logprobs": None, "reference_logprobs": empty, "entropy": empty}
-    loss, facts = objective.loss(hidden * 1, empty, empty, torch.zeros(0, dtype=torch.int64), extras)
+    loss, facts = objective.loss(
+        hidden * 1, empty, empty, torch.zeros(0, dtype=torch.int64), extras
+    )
     loss.sum().backward()
     assert hidden.grad.shape == (0,) and all(fact.shape == (0,) for fact in facts.values())

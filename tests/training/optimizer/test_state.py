@@ -1,4 +1,6 @@
-"""The optimizer's state on disk: both formats, every optimizer, and what is said of folders that do not fit."""
+"""The optimizer's state on disk: both formats, every optimizer, and what is said of folders that do
+not fit.
+"""
 
 import json
 import pickle
@@ -21,11 +23,19 @@ from ttrl.training.policy.loading import load_policy
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_what_is_saved_is_restored_bit_for_bit(state_format, in_backward, model_folder, packed, tmp_path):
-    """… and by the optimizer in the backward pass what the plain one wrote, and the other way round."""
-    policy, optimizer = trained(model_folder("qwen2-tied"), packed, 2, optimizer_in_backward=in_backward)
+def test_what_is_saved_is_restored_bit_for_bit(
+    state_format, in_backward, model_folder, packed, tmp_path
+):
+    """… and by the optimizer in the backward pass what the plain one wrote, and the other way
+    round.
+    """
+    policy, optimizer = trained(
+        model_folder("qwen2-tied"), packed, 2, optimizer_in_backward=in_backward
+    )
     save_state(tmp_path / "state", policy, optimizer, 7, ALONE, state_format)
-    other_policy, other = trained(model_folder("qwen2-tied"), packed, 0, optimizer_in_backward=not in_backward)
+    other_policy, other = trained(
+        model_folder("qwen2-tied"), packed, 0, optimizer_in_backward=not in_backward
+    )
     assert load_state(tmp_path / "state", other_policy, other) == 7
     expected, found = tensors_of(policy, optimizer), tensors_of(other_policy, other)
     assert expected.keys() == found.keys() and len(expected) == 3 * len(list(policy.parameters()))
@@ -33,7 +43,9 @@ def test_what_is_saved_is_restored_bit_for_bit(state_format, in_backward, model_
     assert all(float(value) == 2 for name, value in found.items() if name.endswith(".step"))
     save_state(tmp_path / "again", other_policy, other, 7, ALONE, state_format)
     if state_format == "whole":
-        assert digest(tmp_path / "again" / "optimizer.safetensors") == digest(tmp_path / "state" / "optimizer.safetensors")
+        assert digest(tmp_path / "again" / "optimizer.safetensors") == digest(
+            tmp_path / "state" / "optimizer.safetensors"
+        )
 
 
 def test_steps_go_on_as_if_nothing_had_happened(model_folder, packed, tmp_path):
@@ -48,19 +60,27 @@ def test_steps_go_on_as_if_nothing_had_happened(model_folder, packed, tmp_path):
     for number in (1, 2):
         accumulate(resumed, step, config, ALONE)
         clip_and_step(resumed, again, config, number)
-    assert all(torch.equal(weight, whole.full_weights()[name]) for name, weight in resumed.full_weights().items())
+    assert all(
+        torch.equal(weight, whole.full_weights()[name])
+        for name, weight in resumed.full_weights().items()
+    )
 
 
 def test_a_state_from_before_the_first_step_is_one_of_zeros(model_folder, packed, tmp_path):
     policy, optimizer = trained(model_folder(), packed, 0)
     save_state(tmp_path / "state", policy, optimizer, 0, ALONE)
     stored = load_file(tmp_path / "state" / "optimizer.safetensors")
-    assert len(stored) == 3 * len(list(policy.parameters())) and all(not tensor.any() for tensor in stored.values())
+    assert len(stored) == 3 * len(list(policy.parameters())) and all(
+        not tensor.any() for tensor in stored.values()
+    )
     said = json.loads((tmp_path / "state" / "state.json").read_text())["files"]
     assert said == {"optimizer.safetensors": digest(tmp_path / "state" / "optimizer.safetensors")}
     fresh, _ = trained(model_folder(), packed, 1)
     resumed, _ = trained(model_folder(), packed, 1, state=tmp_path / "state")
-    assert all(torch.equal(weight, fresh.full_weights()[name]) for name, weight in resumed.full_weights().items())
+    assert all(
+        torch.equal(weight, fresh.full_weights()[name])
+        for name, weight in resumed.full_weights().items()
+    )
 
 
 def test_frozen_parameters_have_no_state(model_folder, packed, tmp_path):
@@ -74,7 +94,9 @@ def test_frozen_parameters_have_no_state(model_folder, packed, tmp_path):
     clip_and_step(policy, optimizer, config, 0)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
     stored = load_file(tmp_path / "state" / "optimizer.safetensors")
-    assert {name.rpartition(".")[0] for name in stored} == {n for n in policy.parameters_by_name() if "norm" in n}
+    assert {name.rpartition(".")[0] for name in stored} == {
+        n for n in policy.parameters_by_name() if "norm" in n
+    }
     assert load_state(tmp_path / "state", policy, optimizer) == 1
 
 
@@ -86,11 +108,15 @@ def test_sgd_has_no_state_but_the_step(model_folder, packed, tmp_path):
 
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
-def test_a_state_of_another_model_or_optimizer_is_named(state_format, model_folder, packed, tmp_path):
+def test_a_state_of_another_model_or_optimizer_is_named(
+    state_format, model_folder, packed, tmp_path
+):
     policy, optimizer = trained(model_folder("qwen2"), packed, 1)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE, state_format)
     for family, settings in (("qwen2-tied", {}), ("qwen3", {}), ("qwen2", {"optimizer": "sgd"})):
-        with pytest.raises(RunFolderError, match=r"of another model or optimizer: .* names differ, the first is"):
+        with pytest.raises(
+            RunFolderError, match=r"of another model or optimizer: .* names differ, the first is"
+        ):
             trained(model_folder(family), packed, 0, state=tmp_path / "state", **settings)
     with pytest.raises(RunFolderError, match="cannot be read"):
         trained(model_folder("qwen2"), packed, 0, state=tmp_path / "nowhere")
@@ -101,7 +127,9 @@ def test_another_shape_is_named(model_folder, packed, tmp_path):
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE)
     path = tmp_path / "state" / "optimizer.safetensors"
     save_file(load_file(path) | {"norm.scale.exp_avg_sq": torch.zeros(33)}, path)
-    with pytest.raises(RunFolderError, match=r"norm\.scale is \(33,\) there and \(32,\) in the model"):
+    with pytest.raises(
+        RunFolderError, match=r"norm\.scale is \(33,\) there and \(32,\) in the model"
+    ):
         load_state(tmp_path / "state", policy, optimizer)
 
 
@@ -123,7 +151,9 @@ def test_damage_is_named(state_format, model_folder, packed, tmp_path):
 
 
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
-def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder, packed, tmp_path, monkeypatch):
+def test_a_state_is_replaced_as_a_whole_or_not_at_all(
+    state_format, model_folder, packed, tmp_path, monkeypatch
+):
     policy, optimizer = trained(model_folder(), packed, 1)
     save_state(tmp_path / "state", policy, optimizer, 1, ALONE, "whole")
     before = digest(tmp_path / "state" / "optimizer.safetensors")
@@ -143,7 +173,9 @@ def test_a_state_is_replaced_as_a_whole_or_not_at_all(state_format, model_folder
 
 
 def eight_bit_state(folder, here=None, fill=True):
-    """A policy and moments in 8 bits that no step made, so that nothing is compiled; sharded by FSDP if there is a group."""
+    """A policy and moments in 8 bits that no step made, so that nothing is compiled; sharded by
+    FSDP if there is a group.
+    """
     config = settings_of(folder, optimizer="adamw_8bit")
     policy = load_policy(config, ALONE)
     if here is not None:
@@ -162,32 +194,54 @@ def eight_bit_state(folder, here=None, fill=True):
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
 @pytest.mark.parametrize(
     ("writes", "reads"),
-    [(False, True), (True, False), *(pytest.param(*both, marks=pytest.mark.long) for both in ((False, False), (True, True)))],
+    [
+        (False, True),
+        (True, False),
+        *(pytest.param(*both, marks=pytest.mark.long) for both in ((False, False), (True, True))),
+    ],
 )
 @pytest.mark.parametrize("width", [64, 256])
 def test_eight_bits_stay_eight_bits(state_format, writes, reads, width, packed, tmp_path):
-    """On disk and back: codes and scales, by a sharded policy or not, wherever rows are whole blocks.
+    """On disk and back: codes and scales, by a sharded policy or not, wherever rows are whole
+    blocks.
 
-    Long for policies of the same kind: only these are read as they were written. Each kind writes for the other, and reads.
+    Long for policies of the same kind: only these are read as they were written. Each kind writes
+    for the other, and reads.
     """
-    shape = {"hidden_size": width, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(tmp_path / "model")
+    shape = {
+        "hidden_size": width,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=97, num_key_value_heads=2, **shape)).save_pretrained(
+        tmp_path / "model"
+    )
     folder, found = tmp_path / "state", []
     with group_of_one() as here:
         policy, optimizer = eight_bit_state(tmp_path / "model", here if writes else None)
         save_state(folder, policy, optimizer, 3, ALONE, state_format)
-        other_policy, other = eight_bit_state(tmp_path / "model", here if reads else None, fill=False)
+        other_policy, other = eight_bit_state(
+            tmp_path / "model", here if reads else None, fill=False
+        )
         assert load_state(folder, other_policy, other) == 3
         for made in ((policy, optimizer), (other_policy, other)):
-            found.append({name: sharding.full_tensor(tensor).clone() for name, tensor in state_tensors(*made)})
+            found.append(
+                {
+                    name: sharding.full_tensor(tensor).clone()
+                    for name, tensor in state_tensors(*made)
+                }
+            )
     one, back = found
     exact = [torch.equal(one[name], back[name]) for name in one]
     assert one.keys() == back.keys() and distance(back, one) < 0.01
     assert all(exact) or (width == 64 and (writes or reads))
     if not writes or width == 256:
         numbers = sum(parameter.numel() for parameter in policy.parameters())
-        assert sum(path.stat().st_size for path in folder.iterdir()) < 4 * numbers + 100_000  # in fp32, 8 and more
-    plain_policy, plain = trained(tmp_path / "model", packed, 0, state=folder)  # AdamW goes on from it
+        # In fp32, 8 and more.
+        assert sum(path.stat().st_size for path in folder.iterdir()) < 4 * numbers + 100_000
+    # AdamW goes on from it.
+    plain_policy, plain = trained(tmp_path / "model", packed, 0, state=folder)
     again = dict(state_tensors(plain_policy, plain))
     assert distance(again, one) < 0.01
 
@@ -202,17 +256,26 @@ class Touch:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("name", [".metadata", "optimizer.pt", "00000.json", "00000.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    [".metadata", "optimizer.pt", "00000.json", "00000.safetensors", "optimizer.safetensors"],
+)
 def test_a_state_runs_no_code(name, model_folder, packed, tmp_path):
-    """Run folders are copied, mirrored and shared: whoever can write there must not run code here."""
+    """Run folders are copied, mirrored and shared: whoever can write there must not run code
+    here.
+    """
     folder = tmp_path / "state"
     folder.mkdir()
-    (folder / "state.json").write_text(json.dumps({"schema": 1, "global_step": 1, "format": "sharded"}))
+    (folder / "state.json").write_text(
+        json.dumps({"schema": 1, "global_step": 1, "format": "sharded"})
+    )
     (folder / name).write_bytes(pickle.dumps(Touch(tmp_path / "ran")))
     for more in ({}, {"ranks": 1}, {"format": "whole"}):
         header = {"schema": 1, "global_step": 1, "format": "sharded", **more}
         (folder / "state.json").write_text(json.dumps(header))
-        expected = "an earlier ttrl wrote this state .*; leave state out" if not more else "cannot be read"
+        expected = (
+            "an earlier ttrl wrote this state .*; leave state out" if not more else "cannot be read"
+        )
         with pytest.raises(RunFolderError, match=expected):
             trained(model_folder(), packed, 0, state=folder)
     assert not (tmp_path / "ran").exists()

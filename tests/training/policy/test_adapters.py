@@ -1,4 +1,6 @@
-"""Adapters on disk: peft computes with them what we do, and training goes on from them as if it had never stopped."""
+"""Adapters on disk: peft computes with them what we do, and training goes on from them as if it had
+never stopped.
+"""
 
 import json
 import math
@@ -61,11 +63,15 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
 def test_there_and_back(family, settings, model_folder, tmp_path):
-    """The merged folder computes what base and adapter do, and the adapter is read again to the last bit."""
+    """The merged folder computes what base and adapter do, and the adapter is read again to the
+    last bit.
+    """
     policy, _ = saved(model_folder(family), tmp_path / "out", **settings)
     again = load_policy(adapter_config(tmp_path / "out", **settings), ALONE)
     before, after = everything(policy), everything(again)
-    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
     if settings.get("lora_base_dtype") == "bf16":
         policy.float().compute_dtype = torch.float32  # what was rounded stays so
     merged = load_policy_in(tmp_path / "out", torch.float32)
@@ -74,12 +80,21 @@ def test_there_and_back(family, settings, model_folder, tmp_path):
     assert (logprobs(base) - logprobs(policy)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("family", "settings"), [*CASES, ("phi3", {"checkpoint_dtype": "bf16"})], ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"), [*CASES, ("phi3", {"checkpoint_dtype": "bf16"})], ids=str
+)
 @pytest.mark.parametrize("shard", [5 * 10**9, 20_000])
-def test_merging_later_gives_the_same_files(family, settings, shard, model_folder, tmp_path, monkeypatch):
-    """An adapter alone is merged when somebody needs the weights: the same bytes as if it had been written with them."""
+def test_merging_later_gives_the_same_files(
+    family, settings, shard, model_folder, tmp_path, monkeypatch
+):
+    """An adapter alone is merged when somebody needs the weights: the same bytes as if it had been
+    written with them.
+    """
     monkeypatch.setattr("ttrl.training.checkpoints.MAX_SHARD_BYTES", shard)
-    settings, dtype = {k: v for k, v in settings.items() if k != "checkpoint_dtype"}, settings.get("checkpoint_dtype", "fp32")
+    settings, dtype = (
+        {k: v for k, v in settings.items() if k != "checkpoint_dtype"},
+        settings.get("checkpoint_dtype", "fp32"),
+    )
     policy = move_adapters(load_policy(adapter_config(model_folder(family), **settings), ALONE))
     for name in ("at once", "later"):
         config = adapter_config(model_folder(family), lora_merge=name == "at once", **settings)
@@ -88,15 +103,23 @@ def test_merging_later_gives_the_same_files(family, settings, shard, model_folde
     assert not list((tmp_path / "later").glob("*.safetensors"))
     merge(tmp_path / "later")
     one, other = (
-        {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
         for folder in (tmp_path / "at once", tmp_path / "later")
     )
-    assert json.loads(one.pop("canary.json")).items() >= json.loads(other.pop("canary.json")).items()
+    assert (
+        json.loads(one.pop("canary.json")).items() >= json.loads(other.pop("canary.json")).items()
+    )
     assert one == other
 
 
 def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, capsys):
-    """Its command, run here: a process takes ten seconds to start. A run that starts one: tests/e2e/test_lora.py."""
+    """Its command, run here: a process takes ten seconds to start. A run that starts one:
+    tests/e2e/test_lora.py.
+    """
 
     def here(command, **_):
         assert command[:3] == [sys.executable, "-m", "ttrl.training.merge"]
@@ -104,7 +127,9 @@ def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, ca
         monkeypatch.delitem(sys.modules, "ttrl.training.merge", raising=False)
         with pytest.raises(SystemExit) as ended:
             runpy.run_module("ttrl.training.merge", run_name="__main__")
-        return subprocess.CompletedProcess(command, ended.value.code, stderr=capsys.readouterr().err)
+        return subprocess.CompletedProcess(
+            command, ended.value.code, stderr=capsys.readouterr().err
+        )
 
     monkeypatch.setattr(subprocess, "run", here)
     base = shutil.copytree(model_folder(), tmp_path / "base")
@@ -113,7 +138,9 @@ def test_merging_in_a_process_of_its_own(model_folder, tmp_path, monkeypatch, ca
     with pytest.raises(ModelFolderError, match="which is not there; say where it is now"):
         merge_adapter(tmp_path / "out")
     merge_adapter(tmp_path / "out", base)
-    assert (logprobs(load_policy_in(tmp_path / "out", torch.float32)) - logprobs(policy)).abs().max() < 2e-5
+    assert (
+        logprobs(load_policy_in(tmp_path / "out", torch.float32)) - logprobs(policy)
+    ).abs().max() < 2e-5
     shutil.rmtree(base)
     merge_adapter(tmp_path / "out")  # nothing is left to do
 
@@ -127,16 +154,21 @@ def test_transformers_reads_the_merged_model(model_folder, tmp_path):
     torch.testing.assert_close(logprobs(policy), theirs, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(("family", "settings"), [case for case in CASES if "lora_base_dtype" not in case[1]], ids=str)
+@pytest.mark.parametrize(
+    ("family", "settings"), [case for case in CASES if "lora_base_dtype" not in case[1]], ids=str
+)
 def test_peft_computes_the_same(family, settings, model_folder, tmp_path, monkeypatch):
     peft = pytest.importorskip("peft")
-    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)  # it raises where torchao is older
+    # It raises where torchao is older.
+    monkeypatch.setattr("peft.tuners.lora.torchao.is_torchao_available", lambda: False)
     policy, _ = saved(model_folder(family), tmp_path / "out", **settings)
     model = AutoModelForCausalLM.from_pretrained(model_folder(family))
     model = peft.PeftModel.from_pretrained(model, tmp_path / "out" / "adapter")
     loaded = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     ours = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors")
-    assert loaded.keys() == ours.keys() and all(torch.equal(loaded[name], ours[name]) for name in ours)
+    assert loaded.keys() == ours.keys() and all(
+        torch.equal(loaded[name], ours[name]) for name in ours
+    )
     row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         theirs = torch.log_softmax(model(row).logits[0], -1).gather(1, row[0, :, None])[:, 0]
@@ -149,9 +181,14 @@ def test_names_and_config_are_those_of_peft(model_folder, tmp_path):
     config = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())
     prefix = "base_model.model.model.layers.1"
     assert {name for name in tensors if name.startswith(prefix)} == {
-        f"{prefix}.{module}.lora_{part}.weight" for module in ("self_attn.qkv_proj", "mlp.down_proj") for part in "AB"
+        f"{prefix}.{module}.lora_{part}.weight"
+        for module in ("self_attn.qkv_proj", "mlp.down_proj")
+        for part in "AB"
     }
-    assert config["target_modules"] == ["down_proj", "qkv_proj"] and (config["r"], config["lora_alpha"]) == (4, 6)
+    assert config["target_modules"] == ["down_proj", "qkv_proj"] and (
+        config["r"],
+        config["lora_alpha"],
+    ) == (4, 6)
     assert (config["rank_pattern"], config["alpha_pattern"]) == ({"qkv_proj": 8}, {"qkv_proj": 12})
     assert config["base_model_name_or_path"] == str(model_folder("phi3")) and not config["use_dora"]
 
@@ -163,20 +200,29 @@ def test_beside_a_vision_tower(with_vision_tower, tmp_path):
     saved(with_vision_tower, tmp_path / "out", lora_targets=["q_proj"])
     names = load_file(tmp_path / "out" / "adapter" / "adapter_model.safetensors").keys()
     assert "base_model.model.model.language_model.layers.0.self_attn.q_proj.lora_A.weight" in names
-    pattern = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    pattern = json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())[
+        "target_modules"
+    ]
     assert re.fullmatch(pattern, "model.language_model.layers.0.self_attn.q_proj")
-    assert not re.fullmatch(pattern, "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj")
+    assert not re.fullmatch(
+        pattern, "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+    )
     load_policy(adapter_config(tmp_path / "out", lora_targets=["q_proj"]), ALONE)
 
 
 @pytest.mark.long(but=["{'lora_kind': 'dora', 'lora_targets': ['q_proj', 'output']}"])
 @pytest.mark.parametrize(
     "settings",
-    [{"lora_merge": False}, {"lora_kind": "dora", "lora_targets": ["q_proj", "output"]}, {"lora_base_dtype": "nf4"}],
+    [
+        {"lora_merge": False},
+        {"lora_kind": "dora", "lora_targets": ["q_proj", "output"]},
+        {"lora_base_dtype": "nf4"},
+    ],
     ids=str,
 )
 def test_stopping_in_between_changes_nothing(settings, model_folder, tmp_path):
-    """Two steps, against one step, checkpoint and state, and one step more from them: the same to the last bit.
+    """Two steps, against one step, checkpoint and state, and one step more from them: the same to
+    the last bit.
 
     Long for the other kinds: only these continue from 4 bits, or unmerged.
     """
@@ -201,10 +247,15 @@ def test_stopping_in_between_changes_nothing(settings, model_folder, tmp_path):
     other_optimizer = make_optimizer(other, config)
     assert load_state(tmp_path / "state", other, other_optimizer) == 1
     go(other, other_optimizer, 1)
-    for one, same in ((everything(policy), everything(other)), (state_of(policy, optimizer), state_of(other, other_optimizer))):
+    for one, same in (
+        (everything(policy), everything(other)),
+        (state_of(policy, optimizer), state_of(other, other_optimizer)),
+    ):
         assert one.keys() == same.keys() and all(torch.equal(one[name], same[name]) for name in one)
     start = everything(load_policy(config, ALONE))
-    assert {name for name, tensor in everything(policy).items() if not torch.equal(tensor, start[name])} == {
+    assert {
+        name for name, tensor in everything(policy).items() if not torch.equal(tensor, start[name])
+    } == {
         name for name, parameter in policy.parameters_by_name().items() if parameter.requires_grad
     }
     assert (tmp_path / "out" / "model.safetensors").exists() == config.lora_merge
@@ -217,12 +268,20 @@ def state_of(policy, optimizer):
 @pytest.fixture
 def pack(tmp_path):
     samples = random_samples(8, prompts=(1, 3, 6), completions=4)
-    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(tmp_path / "packed.safetensors")
+    packed_tensors_from_tokenized_results(samples, seq_len=48, pad_id=0).save(
+        tmp_path / "packed.safetensors"
+    )
     return tmp_path / "packed.safetensors"
 
 
 def run_recipe(pack, name, **settings):
-    values = {"packed": str(pack), "output_dir": str(pack.parent / name), "device": "cpu", "lr": 1e-2, "measure_peak": False}
+    values = {
+        "packed": str(pack),
+        "output_dir": str(pack.parent / name),
+        "device": "cpu",
+        "lr": 1e-2,
+        "measure_peak": False,
+    }
     grpo_recipe.train(GRPOConfig.parse({**values, **settings}, "test"), ALONE)
     return pack.parent / name, read_jsonl(pack.parent / name / "train.jsonl")
 
@@ -232,7 +291,9 @@ def size_of(folder):
 
 
 def test_iterations_of_the_recipe(model_folder, pack):
-    """The second one goes on from base and adapter; the reference is the base, without a second model."""
+    """The second one goes on from base and adapter; the reference is the base, without a second
+    model.
+    """
     model = model_folder("qwen3")
     settings = {"lora_rank": 2, "kl_coefficient": 0.3, "rows_per_microbatch": 1}
     linked = pack.parent / "linked"  # as the loop makes iteration 0's checkpoint
@@ -242,7 +303,12 @@ def test_iterations_of_the_recipe(model_folder, pack):
     one, (first,) = run_recipe(pack, "one", model=str(linked), lora_base=str(model), **settings)
     assert first["kl"] == pytest.approx(0.0, abs=1e-12), "a new adapter is its reference"
     shutil.rmtree(linked)
-    known = {"reference_model": str(model), "lora_base": str(model), "state": str(one / "state"), "iteration": 2}
+    known = {
+        "reference_model": str(model),
+        "lora_base": str(model),
+        "state": str(one / "state"),
+        "iteration": 2,
+    }
     two, (second,) = run_recipe(pack, "two", model=str(one / "checkpoint"), **known, **settings)
     assert second["kl"] > 1e-6 and second["global_step"] == 2
 
@@ -256,14 +322,21 @@ def test_iterations_of_the_recipe(model_folder, pack):
 
     full, _ = run_recipe(pack, "full", model=str(model))
     state = load_file(two / "state" / "optimizer.safetensors")
-    assert {name.rpartition(".")[0] for name in state} == {name for name in own if own[name].requires_grad}
+    assert {name.rpartition(".")[0] for name in state} == {
+        name for name in own if own[name].requires_grad
+    }
     assert size_of(two / "state") < 0.5 * size_of(full / "state")
     assert size_of(two / "checkpoint" / "adapter") < 0.5 * size_of(full / "checkpoint")
 
 
 def test_full_kl_against_the_base(model_folder, pack):
     """Over the whole vocabulary, with an adapter on the head, which the reference must not have."""
-    settings = {"lora_rank": 2, "lora_targets": ["output", "q_proj"], "kl_coefficient": 0.3, "kl_estimator": "full"}
+    settings = {
+        "lora_rank": 2,
+        "lora_targets": ["output", "q_proj"],
+        "kl_coefficient": 0.3,
+        "kl_estimator": "full",
+    }
     one, (first,) = run_recipe(pack, "one", model=str(model_folder()), **settings)
     _, (second,) = run_recipe(pack, "two", model=str(one / "checkpoint"), **settings)
     assert first["kl_loss"] == pytest.approx(0.0, abs=1e-7) and second["kl_loss"] > 1e-6
@@ -285,34 +358,52 @@ class TestFolders:
         return tmp_path / "out"
 
     def test_another_kind_of_adapter(self, checkpoint):
-        with pytest.raises(ConfigError, match=r"lora_rank is 8 and there 4; lora_alpha is 9.0 and there 6.0; lora_targets"):
+        with pytest.raises(
+            ConfigError,
+            match=r"lora_rank is 8 and there 4; lora_alpha is 9.0 and there 6.0; lora_targets",
+        ):
             base_folder(adapter_config(checkpoint, lora_rank=8, lora_alpha=9.0))
 
     def test_a_base_that_is_gone(self, checkpoint):
         path = checkpoint / "adapter" / "ttrl_adapter.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_base": "/nowhere"}))
         with pytest.raises(
-            ModelFolderError, match="an adapter to /nowhere, which is not there; say where it is now with lora_base"
+            ModelFolderError,
+            match="an adapter to /nowhere, which is not there; say where it is now with lora_base",
         ):
             base_folder(adapter_config(checkpoint, lora_targets=["q_proj"]))
 
     def test_a_base_that_moved(self, checkpoint, model_folder, tmp_path):
         shutil.copytree(model_folder(), tmp_path / "moved")
-        config = adapter_config(checkpoint, lora_targets=["q_proj"], lora_base=str(tmp_path / "moved"))
+        config = adapter_config(
+            checkpoint, lora_targets=["q_proj"], lora_base=str(tmp_path / "moved")
+        )
         assert base_folder(config) == str(tmp_path / "moved")
         assert len(adapted(load_policy(config, ALONE))) == 2
 
     @pytest.mark.parametrize("other", ["qwen3", None])
     def test_a_base_that_is_another_model(self, other, model_folder):
         base = "/nowhere" if other is None else str(model_folder(other))
-        with pytest.raises(ModelFolderError, match="has no adapter/, and its weights are not those of lora_base"):
+        with pytest.raises(
+            ModelFolderError, match="has no adapter/, and its weights are not those of lora_base"
+        ):
             base_folder(adapter_config(model_folder(), lora_base=base))
 
     def test_a_reference_that_is_another_model(self, model_folder):
-        values = {"model": str(model_folder()), "output_dir": "", "packed": "", "lora_rank": 2, "kl_coefficient": 0.1}
-        assert base_folder(GRPOConfig.parse({**values, "reference_model": str(model_folder())}, "test")) == str(model_folder())
+        values = {
+            "model": str(model_folder()),
+            "output_dir": "",
+            "packed": "",
+            "lora_rank": 2,
+            "kl_coefficient": 0.1,
+        }
+        assert base_folder(
+            GRPOConfig.parse({**values, "reference_model": str(model_folder())}, "test")
+        ) == str(model_folder())
         with pytest.raises(ConfigError, match="with adapters the base itself is the reference"):
-            base_folder(GRPOConfig.parse({**values, "reference_model": str(model_folder("qwen3"))}, "test"))
+            base_folder(
+                GRPOConfig.parse({**values, "reference_model": str(model_folder("qwen3"))}, "test")
+            )
 
     def test_damaged_files(self, checkpoint):
         config = adapter_config(checkpoint, lora_targets=["q_proj"])
@@ -336,9 +427,18 @@ class TestFolders:
         path = tmp_path / "out" / "adapter" / "adapter_model.safetensors"
         tensors = load_file(path)
         save_file({name: tensor + 1.0 for name, tensor in tensors.items()}, path)
-        with pytest.raises(ModelFolderError, match=r"qkv_proj\.lora_B\.weight mixes matrices that ttrl has apart"):
+        with pytest.raises(
+            ModelFolderError, match=r"qkv_proj\.lora_B\.weight mixes matrices that ttrl has apart"
+        ):
             load_policy(adapter_config(tmp_path / "out", lora_targets=["q_proj", "k_proj"]), ALONE)
 
     def test_dora_of_a_part_of_a_matrix(self, model_folder, tmp_path):
-        with pytest.raises(ConfigError, match="lora_targets has no k_proj, which the model stores in one matrix"):
-            saved(model_folder("phi3"), tmp_path / "out", lora_targets=["q_proj", "v_proj"], lora_kind="dora")
+        with pytest.raises(
+            ConfigError, match="lora_targets has no k_proj, which the model stores in one matrix"
+        ):
+            saved(
+                model_folder("phi3"),
+                tmp_path / "out",
+                lora_targets=["q_proj", "v_proj"],
+                lora_kind="dora",
+            )

@@ -1,4 +1,6 @@
-"""Adapters against their formulas in float64, and everything that must stay as it is around them."""
+"""Adapters against their formulas in float64, and everything that must stay as it is around
+them.
+"""
 
 import contextlib
 import weakref
@@ -44,29 +46,44 @@ from ttrl.training.policy.lora import (
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_layers_follow_the_formula(kind, bias, dtype, atol):
-    """W + (α/r)·B A, and DoRA's rows m·V/‖V‖ with ‖V‖ constant, written out in float64; outputs and all gradients."""
+    """W + (α/r)·B A, and DoRA's rows m·V/‖V‖ with ‖V‖ constant, written out in float64; outputs and
+    all gradients.
+    """
     torch.manual_seed(0)
     layer = AdaptedLinear(nn.Linear(7, 5, bias=bias), adapter_config(lora_kind=kind)).double()
     for parameter in layer.parameters():
         nn.init.normal_(parameter)
     layer.requires_grad_(True)
-    x, upstream = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True), torch.randn(3, 2, 5, dtype=torch.float64)
+    x, upstream = (
+        torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True),
+        torch.randn(3, 2, 5, dtype=torch.float64),
+    )
 
     changed = layer.weight + (6.0 / 4) * torch.einsum("or,ri->oi", layer.lora_b, layer.lora_a)
     if kind == "dora":
         changed = changed * (layer.magnitude / changed.detach().square().sum(1).sqrt())[:, None]
     expected = torch.einsum("bti,oi->bto", x, changed) + (layer.bias if bias else 0.0)
-    wanted = [x, layer.lora_a, layer.lora_b, *([layer.magnitude] if kind == "dora" else []), *([layer.bias] if bias else [])]
+    wanted = [
+        x,
+        layer.lora_a,
+        layer.lora_b,
+        *([layer.magnitude] if kind == "dora" else []),
+        *([layer.bias] if bias else []),
+    ]
     expected_gradients = torch.autograd.grad((expected * upstream).sum(), wanted)
 
     layer.to(dtype)
     for out in (layer(x.to(dtype)), project(x.to(dtype), layer)[0]):
         torch.testing.assert_close(out.double(), expected, rtol=0, atol=atol)
-        for one, other in zip(torch.autograd.grad((out * upstream).sum(), wanted), expected_gradients, strict=True):
+        for one, other in zip(
+            torch.autograd.grad((out * upstream).sum(), wanted), expected_gradients, strict=True
+        ):
             torch.testing.assert_close(one.double(), other, rtol=0, atol=atol)
     torch.testing.assert_close(layer.merged(layer.weight).double(), changed, rtol=0, atol=atol)
     with without_adapters(layer):
-        base = nn.functional.linear(x, layer.weight.double(), None if layer.bias is None else layer.bias.double())
+        base = nn.functional.linear(
+            x, layer.weight.double(), None if layer.bias is None else layer.bias.double()
+        )
         torch.testing.assert_close(layer(x.to(dtype)).double(), base, rtol=0, atol=atol)
     torch.testing.assert_close(layer(x.to(dtype)).double(), expected, rtol=0, atol=atol)
 
@@ -114,20 +131,28 @@ def test_under_bf16_small_changes_of_magnitudes_count():
         with torch.autocast("cpu", torch.bfloat16):
             out = layer(x).float()
         plain_out = nn.functional.linear(x, layer.weight)
-        assert float((out * plain_out).sum() / plain_out.square().sum()) == pytest.approx(1.003, abs=0.001)
+        assert float((out * plain_out).sum() / plain_out.square().sum()) == pytest.approx(
+            1.003, abs=0.001
+        )
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_a_head_with_an_adapter(kind, model_folder, packed):
-    """Its gradient, which comes through the chunks of the head, against that of logits in float64."""
-    policy = load_policy(adapter_config(model_folder(), lora_targets=["output"], lora_kind=kind), ALONE)
+    """Its gradient, which comes through the chunks of the head, against that of logits in
+    float64.
+    """
+    policy = load_policy(
+        adapter_config(model_folder(), lora_targets=["output"], lora_kind=kind), ALONE
+    )
     move_adapters(policy).double().compute_dtype = torch.float64
     (head,) = adapted(policy).values()
     wanted = [p for p in policy.parameters() if p.requires_grad]
     ours = torch.autograd.grad(logprobs(policy).sum(), wanted)
     row = torch.randint(90, (1, 12), generator=torch.Generator().manual_seed(0))
     zeros, kept = torch.zeros_like(row), []
-    handle = policy.decoder.norm.register_forward_hook(lambda _module, _inputs, out: kept.append(out))
+    handle = policy.decoder.norm.register_forward_hook(
+        lambda _module, _inputs, out: kept.append(out)
+    )
     policy(row, row, zeros, zeros, torch.arange(12)[None])
     handle.remove()
     explicit = torch.log_softmax(head(kept[0]), -1).gather(2, row[..., None]).sum()
@@ -136,16 +161,22 @@ def test_a_head_with_an_adapter(kind, model_folder, packed):
 
 
 def test_only_adapters_are_trained(model_folder, packed):
-    policy = load_policy(adapter_config(model_folder("qwen3"), lora_targets=["q_proj", "w2"]), ALONE)
+    policy = load_policy(
+        adapter_config(model_folder("qwen3"), lora_targets=["q_proj", "w2"]), ALONE
+    )
     names = {name for name, p in policy.parameters_by_name().items() if p.requires_grad}
     layers = ("layers.0.attn.q_proj", "layers.0.mlp.w2", "layers.1.attn.q_proj", "layers.1.mlp.w2")
     assert names == {f"{layer}.{part}" for layer in layers for part in ("lora_a", "lora_b")}
-    base = load_policy(adapter_config(model_folder("qwen3"), lora_rank=None, lora_alpha=16.0), ALONE)
+    base = load_policy(
+        adapter_config(model_folder("qwen3"), lora_rank=None, lora_alpha=16.0), ALONE
+    )
     assert torch.equal(logprobs(policy), logprobs(base)), "a new adapter changes nothing"
     move_adapters(policy)
     assert not torch.allclose(logprobs(policy), logprobs(base), atol=1e-3)
     with as_reference(policy, GRPOConfig(model="", output_dir="", packed="", lora_rank=4)):
-        assert torch.equal(logprobs(policy), logprobs(base)), "and without adapters it is the base, to the last bit"
+        assert torch.equal(logprobs(policy), logprobs(base)), (
+            "and without adapters it is the base, to the last bit"
+        )
     assert not torch.allclose(logprobs(policy), logprobs(base), atol=1e-3)
 
 
@@ -169,7 +200,9 @@ def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
         ({"rows_per_microbatch": 1}, 3e-6),
         ({"dtype": "bf16"}, 0.15),  # 0.05 here, as without adapters
     ):
-        far = distance(adapter_gradients(folder, packed, lora_kind=kind, **settings), plain_gradients)
+        far = distance(
+            adapter_gradients(folder, packed, lora_kind=kind, **settings), plain_gradients
+        )
         assert far <= tolerance, (settings, far)
 
 
@@ -177,7 +210,8 @@ def test_switches_leave_the_gradient_alone(kind, model_folder, packed):
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, packed):
-    """The code of FSDP and of tensor parallelism on a mesh of one; more processes, and 4 bits: tests/e2e/test_lora.py.
+    """The code of FSDP and of tensor parallelism on a mesh of one; more processes, and 4 bits:
+    tests/e2e/test_lora.py.
 
     Long for the other kinds: only these leave a part of that one out.
     """
@@ -185,7 +219,9 @@ def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, p
     from ttrl.training.parallel import sharding
 
     targets = ["q_proj", "w2", "output"]
-    config = adapter_config(model_folder(), lora_kind=kind, lora_targets=targets, activation_checkpointing=True)
+    config = adapter_config(
+        model_folder(), lora_kind=kind, lora_targets=targets, activation_checkpointing=True
+    )
     alone = load_policy(config, ALONE)
     with group_of_one() as here, pytest.MonkeyPatch.context() as patch:
 
@@ -196,8 +232,13 @@ def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, p
             sharding.apply_fsdp(policy, policy.decoder.layers, config, here)
 
         patch.setattr("ttrl.training.policy.loading.shard", over_one)
-        # As on sharded parameters: the rounding of another norm is as far from this one as either is from float64.
-        patch.setattr(cpu_ops, "rms_norm", lambda x, scale, eps: torch.nn.functional.rms_norm(x, scale.shape, scale, eps))
+        # As on sharded parameters: the rounding of another norm is as far from this one as either
+        # is from float64.
+        patch.setattr(
+            cpu_ops,
+            "rms_norm",
+            lambda x, scale, eps: torch.nn.functional.rms_norm(x, scale.shape, scale, eps),
+        )
         policy = load_policy(config, here)
         for name, whole in policy.full_weights().items():
             assert torch.equal(whole, alone.parameters_by_name()[name]), name
@@ -207,7 +248,8 @@ def test_sharding_over_one_process_changes_nothing(kind, shared, model_folder, p
         (step,) = updates(packed, 1, (0, 1), here, policy.decoder.config)
         accumulate(policy, step, config, here)
         accumulate(alone, step, config, ALONE)
-        assert distance(gradients(policy), gradients(alone)) < 3e-6  # up to 2.04e-6, as the processor multiplies
+        # Up to 2.04e-6, as the processor multiplies.
+        assert distance(gradients(policy), gradients(alone)) < 3e-6
 
 
 def test_dropout_acts_in_passes_with_a_gradient_alone(model_folder, packed):
@@ -218,13 +260,22 @@ def test_dropout_acts_in_passes_with_a_gradient_alone(model_folder, packed):
         assert torch.equal(first, logprobs(policy))
     assert not torch.allclose(first, logprobs(policy), atol=1e-3)
     plain_gradients = adapter_gradients(folder, packed, lora_dropout=0.5, seed=3)
-    recomputed = adapter_gradients(folder, packed, lora_dropout=0.5, seed=3, activation_checkpointing=True)
-    assert distance(recomputed, plain_gradients) == 0.0, "layers are recomputed with the same dropout"
-    assert distance(adapter_gradients(folder, packed, lora_dropout=0.5, seed=4), plain_gradients) > 1e-3
+    recomputed = adapter_gradients(
+        folder, packed, lora_dropout=0.5, seed=3, activation_checkpointing=True
+    )
+    assert distance(recomputed, plain_gradients) == 0.0, (
+        "layers are recomputed with the same dropout"
+    )
+    assert (
+        distance(adapter_gradients(folder, packed, lora_dropout=0.5, seed=4), plain_gradients)
+        > 1e-3
+    )
 
 
 def test_dropout_is_repeatable(model_folder, packed):
-    """Each process begins an iteration with random numbers of its own, which depend on the seed alone."""
+    """Each process begins an iteration with random numbers of its own, which depend on the seed
+    alone.
+    """
     found = []
     for seed, rank in ((1, 0), (1, 0), (2, 0), (1, 1)):
         torch.rand(len(found) + 1)
@@ -236,7 +287,9 @@ def test_dropout_is_repeatable(model_folder, packed):
 
 @pytest.mark.parametrize("family", ["qwen2", "phi"])
 def test_a_base_in_four_bits(family, model_folder, packed):
-    """It computes with the rounded numbers, as a base in fp32 that holds these does, and costs an eighth."""
+    """It computes with the rounded numbers, as a base in fp32 that holds these does, and costs an
+    eighth.
+    """
     folder = model_folder(family)
     policy = move_adapters(load_policy(adapter_config(folder, lora_base_dtype="nf4"), ALONE))
     rounded = move_adapters(load_policy(adapter_config(folder), ALONE))
@@ -257,13 +310,19 @@ def test_a_base_in_four_bits(family, model_folder, packed):
     for one in (policy, rounded):
         accumulate(one, step, config, ALONE)
     assert distance(gradients(policy), gradients(rounded)) < 1e-5
-    lower = adapter_gradients(folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True)
+    lower = adapter_gradients(
+        folder, packed, lora_base_dtype="nf4", dtype="bf16", activation_checkpointing=True
+    )
     assert distance(lower, gradients(policy)) < 0.15
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(kind, model_folder, packed):
-    """Autocast rounds matrices for products anyway; embeddings and norms, which are rounded too, change little."""
+def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(
+    kind, model_folder, packed
+):
+    """Autocast rounds matrices for products anyway; embeddings and norms, which are rounded too,
+    change little.
+    """
     folder, settings = model_folder(), {"dtype": "bf16", "lora_kind": kind, "seed": 1}
     policy = load_policy(adapter_config(folder, lora_base_dtype="bf16", **settings), ALONE)
     for name, parameter in policy.parameters_by_name().items():
@@ -273,7 +332,10 @@ def test_a_base_in_bf16_is_half_as_large_and_computes_what_autocast_does(kind, m
     exact = adapter_gradients(folder, packed, **settings | {"dtype": "fp32"})
     assert all(gradient.dtype == torch.float32 for gradient in one.values())
     assert distance(one, exact) < 1.5 * distance(other, exact) < 0.15
-    assert GRPOConfig.parse({"model": "m", "packed": "p", "output_dir": "o", "lora_rank": 1, "lora_base_dtype": "bf16"}, "test")
+    assert GRPOConfig.parse(
+        {"model": "m", "packed": "p", "output_dir": "o", "lora_rank": 1, "lora_base_dtype": "bf16"},
+        "test",
+    )
     [problem] = adapter_config(lora_base_dtype="bf16").problems_here("cpu", 1, {})
     assert "lora_base_dtype is 'bf16' and dtype 'fp32'" in problem
 
@@ -289,8 +351,12 @@ def test_the_stream_between_layers_is_fp32(sharded, model_folder, packed, monkey
         if sharded:
             sharding.apply_fsdp(policy, policy.decoder.layers, settings, here)
         for layer in policy.decoder.layers:
-            layer.register_forward_hook(lambda _, inputs, out: seen.extend([inputs[0].dtype, out.dtype]))
-            layer.mlp.w1.register_forward_hook(lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype)))
+            layer.register_forward_hook(
+                lambda _, inputs, out: seen.extend([inputs[0].dtype, out.dtype])
+            )
+            layer.mlp.w1.register_forward_hook(
+                lambda module, inputs, out: seen.append((module.weight.dtype, out.dtype))
+            )
         (step,) = updates(packed, 1, (0, 1), ALONE)
         accumulate(policy, step, settings, ALONE)
     weights = torch.bfloat16 if sharded else torch.float32
@@ -305,7 +371,11 @@ def test_autocast_keeps_no_copies_of_recomputed_layers(model_folder, packed):
     class Copies(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            if func is torch.ops.aten._to_copy.default and out.dtype is torch.bfloat16 and out.shape == w1.shape:
+            if (
+                func is torch.ops.aten._to_copy.default
+                and out.dtype is torch.bfloat16
+                and out.shape == w1.shape
+            ):
                 live.add(out)
                 most.append(len(live))
             return out
@@ -322,7 +392,9 @@ def test_autocast_keeps_no_copies_of_recomputed_layers(model_folder, packed):
 def test_magnitudes_are_never_gathered_in_bf16():
     cuda = torch.device("cuda")
     assert gathered_precision(adapter_config(dtype="bf16"), cuda).param_dtype is torch.bfloat16
-    assert gathered_precision(adapter_config(dtype="bf16", lora_kind="dora"), cuda).param_dtype is None
+    assert (
+        gathered_precision(adapter_config(dtype="bf16", lora_kind="dora"), cuda).param_dtype is None
+    )
     assert gathered_precision(adapter_config(dtype="bf16"), torch.device("cpu")).param_dtype is None
 
 
@@ -332,14 +404,23 @@ def test_magnitudes_are_never_gathered_in_bf16():
         ({"lora_rank": 0}, "lora_rank is 0; it must be at least 1"),
         ({"lora_alpha": 0.0}, "lora_alpha is 0.0; it must be above 0"),
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; it must be in [0, 1)"),
-        ({"lora_dropout": 0.1, "lora_targets": ["q_proj", "output"]}, "lora_dropout with an adapter on 'output'"),
+        (
+            {"lora_dropout": 0.1, "lora_targets": ["q_proj", "output"]},
+            "lora_dropout with an adapter on 'output'",
+        ),
         ({"lora_targets": []}, "lora_targets is empty"),
         ({"lora_targets": ["w1", "w1"]}, "names a matrix twice"),
         ({"lora_targets": ["lm_head"]}, "it must be a list of which each is one of 'q_proj'"),
         ({"lora_base_dtype": "nf4", "compile": True}, "lora_base_dtype 'nf4' with compile"),
-        ({"lora_base_dtype": "nf4", "lora_targets": ["output"]}, "lora_base_dtype 'nf4' with an adapter on 'output'"),
+        (
+            {"lora_base_dtype": "nf4", "lora_targets": ["output"]},
+            "lora_base_dtype 'nf4' with an adapter on 'output'",
+        ),
         ({"lora_rank": None}, "lora_alpha is 6.0 without lora_rank"),
-        ({"lora_rank": None, "lora_alpha": 16.0, "lora_merge": False}, "lora_merge is False without lora_rank"),
+        (
+            {"lora_rank": None, "lora_alpha": 16.0, "lora_merge": False},
+            "lora_merge is False without lora_rank",
+        ),
     ],
     ids=str,
 )
@@ -351,11 +432,19 @@ def test_wrong_settings(settings, problem):
 
 def test_what_a_model_or_machine_does_not_allow(model_folder):
     with pytest.raises(ConfigError, match="names 'output', but the model's head is its embedding"):
-        load_policy(adapter_config(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE)
+        load_policy(
+            adapter_config(model_folder("qwen2-tied"), lora_targets=["q_proj", "output"]), ALONE
+        )
     with pytest.raises(ConfigError, match="lora_targets is w3, and the model has none of them"):
         load_policy(adapter_config(model_folder("phi"), lora_targets=["w3"]), ALONE)
-    for settings, processes, fits in (({}, 4, True), ({"tensor_parallel": 2}, 2, True), ({"tensor_parallel": 2}, 4, False)):
-        problems = adapter_config(lora_base_dtype="nf4", **settings).problems_here("cpu", processes, {})
+    for settings, processes, fits in (
+        ({}, 4, True),
+        ({"tensor_parallel": 2}, 2, True),
+        ({"tensor_parallel": 2}, 4, False),
+    ):
+        problems = adapter_config(lora_base_dtype="nf4", **settings).problems_here(
+            "cpu", processes, {}
+        )
         assert bool(problems) != fits and (fits or "set tensor_parallel to 1 or 4" in problems[0])
         assert not adapter_config(**settings).problems_here("cpu", processes, {})
 
@@ -366,14 +455,27 @@ def test_a_part_in_four_bits_has_the_numbers_of_the_whole(shape):
     nn.init.normal_(layer.weight)
     layer.quantise(layer.weight)
     whole, (height, width) = layer.weight, shape
-    places = [(slice(0, height // 2), slice(0, width)), (slice(height // 2, height), slice(0, width))]
+    places = [
+        (slice(0, height // 2), slice(0, width)),
+        (slice(height // 2, height), slice(0, width)),
+    ]
     if width >= 128:
-        places += [(slice(0, height), slice(0, 64)), (slice(0, height), slice(64, width)), (slice(2, 4), slice(64, 128))]
+        places += [
+            (slice(0, height), slice(0, 64)),
+            (slice(0, height), slice(64, width)),
+            (slice(2, 4), slice(64, 128)),
+        ]
     for rows, columns in places:
         part = _part_in_four_bits(whole, rows, columns)
         assert torch.equal(part.get_original_weight(), whole.get_original_weight()[rows, columns])
-        assert part.quantized_data.numel() == part.numel() // 2 and part.quantized_scalers.numel() == part.numel() // 64
-        assert part.quantization_factor.numel() * part.scaler_block_size == part.quantized_scalers.numel()
+        assert (
+            part.quantized_data.numel() == part.numel() // 2
+            and part.quantized_scalers.numel() == part.numel() // 64
+        )
+        assert (
+            part.quantization_factor.numel() * part.scaler_block_size
+            == part.quantized_scalers.numel()
+        )
 
 
 def test_processes_share_four_bits_in_whole_blocks_or_not_at_all():
@@ -381,7 +483,11 @@ def test_processes_share_four_bits_in_whole_blocks_or_not_at_all():
     _check_parts("w1", (6, 32), 3, by_rows=True)
     _check_parts("w2", (7, 384), 3, by_rows=False)
     for shape, by_rows, wanted in (
-        ((6, 128), True, r"w1 \[6, 128\] by its rows, whose number must be a multiple of 4; use fewer"),
+        (
+            (6, 128),
+            True,
+            r"w1 \[6, 128\] by its rows, whose number must be a multiple of 4; use fewer",
+        ),
         ((6, 32), True, "rows, whose number must be a multiple of 8"),
         ((8, 128), False, "columns, whose number must be a multiple of 256"),
     ):
@@ -399,7 +505,9 @@ def test_four_bits_need_whole_blocks():
 
 
 def test_reference_swaps_weights_where_there_are_no_adapters(model_folder):
-    config = GRPOConfig(model=str(model_folder()), output_dir="", packed="", reference_model=str(model_folder()))
+    config = GRPOConfig(
+        model=str(model_folder()), output_dir="", packed="", reference_model=str(model_folder())
+    )
     policy = load_policy(config, ALONE)
     with torch.no_grad():
         policy.decoder.norm.scale.mul_(2.0)

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 from ttrl.errors import ModelFolderError
-from ttrl.training.policy.value_head import FILE_NAME, ValueHead, load_value_head, save_value_head, value_loss
+from ttrl.training.policy.value_head import (
+    FILE_NAME,
+    ValueHead,
+    load_value_head,
+    save_value_head,
+    value_loss,
+)
 
 
 def float64(*values):
@@ -12,7 +18,11 @@ def float64(*values):
 
 
 def test_loss_is_the_formula_and_so_is_its_gradient():
-    values, returns, old = float64(0.1, 0.9, 0.5, -0.4), float64(1.0, 0.0, 0.6, -0.4), float64(0.0, 0.2, 0.5, 0.5)
+    values, returns, old = (
+        float64(0.1, 0.9, 0.5, -0.4),
+        float64(1.0, 0.0, 0.6, -0.4),
+        float64(0.0, 0.2, 0.5, 0.5),
+    )
     torch.testing.assert_close(value_loss(values, returns), float64(0.405, 0.405, 0.005, 0.0))
     expected = []
     for v, r, o in zip(values.tolist(), returns.tolist(), old.tolist(), strict=True):
@@ -41,7 +51,9 @@ def test_starts_at_zero_and_learns():
         optimizer.zero_grad()
         value_loss(head(hidden), wanted).mean().backward()
         optimizer.step()
-    assert value_loss(head(hidden), wanted).mean() < 0.1 * value_loss(torch.zeros(32), wanted).mean()
+    assert (
+        value_loss(head(hidden), wanted).mean() < 0.1 * value_loss(torch.zeros(32), wanted).mean()
+    )
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -73,7 +85,10 @@ def test_file(tmp_path):
     assert load_value_head(other, tmp_path)
     for name, tensor in head.state_dict().items():
         assert torch.equal(other.state_dict()[name], tensor)
-    with pytest.raises(ModelFolderError, match=r"it holds .*\[6, 4\].* but the value head is .*\[5, 4\].*another model"):
+    with pytest.raises(
+        ModelFolderError,
+        match=r"it holds .*\[6, 4\].* but the value head is .*\[5, 4\].*another model",
+    ):
         load_value_head(ValueHead(4, 5), tmp_path)
     (tmp_path / FILE_NAME).write_bytes(b"no tensors")
     with pytest.raises(ModelFolderError, match=r"cannot be read .*delete it"):

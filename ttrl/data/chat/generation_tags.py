@@ -1,18 +1,22 @@
 """`{% generation %}` tags for any chat template, put in without reading what the template says.
 
-The template, whatever it does, becomes a macro of `messages` and `add_generation_prompt`. Around it stands a short program, the
-same for all templates, that renders with it three texts for every assistant message: the prompt that a server would be sent
-(`add_generation_prompt` on), the conversation up to this message, and the whole. Where the whole begins with the second, and the
-second with the first, what lies between the prompt and the end-of-turn token is what the model wrote, and is tagged. Where a
-template rewrites an earlier turn (strips its thinking, moves the system prompt) the whole does not begin so, and nothing is
-tagged. The result is an ordinary chat template: `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)` reads it.
+The template, whatever it does, becomes a macro of `messages` and `add_generation_prompt`. Around it
+stands a short program, the same for all templates, that renders with it three texts for every
+assistant message: the prompt that a server would be sent (`add_generation_prompt` on), the
+conversation up to this message, and the whole. Where the whole begins with the second, and the
+second with the first, what lies between the prompt and the end-of-turn token is what the model
+wrote, and is tagged. Where a template rewrites an earlier turn (strips its thinking, moves the
+system prompt) the whole does not begin so, and nothing is tagged. The result is an ordinary chat
+template: `tokenizer.apply_chat_template(..., return_assistant_tokens_mask=True)` reads it.
 
-Left out: moving tags into the template's own statements. Literals such as `'<|im_end|>\\n'` would have to be cut, macros that
-write whole messages cannot carry tags (transformers counts characters at the top level alone), and where a turn begins depends on
-variables (`enable_thinking`), so such tags would need the rendered prompts to be checked against all the same.
+Left out: moving tags into the template's own statements. Literals such as `'<|im_end|>\\n'` would
+have to be cut, macros that write whole messages cannot carry tags (transformers counts characters
+at the top level alone), and where a turn begins depends on variables (`enable_thinking`), so such
+tags would need the rendered prompts to be checked against all the same.
 
-The program alone cannot know that a template changes what a message says, or what the end-of-turn token is:
-`ttrl.data.chat.turns` finds that out by rendering, and the tags are checked against it on each use.
+The program alone cannot know that a template changes what a message says, or what the end-of-turn
+token is: `ttrl.data.chat.turns` finds that out by rendering, and the tags are checked against it on
+each use.
 """
 
 import re
@@ -25,8 +29,8 @@ from ttrl.errors import TokenizationError
 _OWN_TAG = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _LAST_NEWLINE = re.compile(r"(\r\n|\r|\n)\Z")
 
-# trim_blocks, which every chat template is rendered with, takes the newline behind the first line; `+` keeps lstrip_blocks from
-# taking blanks that stand at the end of the template.
+# trim_blocks, which every chat template is rendered with, takes the newline behind the first line;
+# `+` keeps lstrip_blocks from taking blanks that stand at the end of the template.
 _PROGRAM = """{%% macro ttrl_render(messages, add_generation_prompt) %%}
 %(source)s{%%+ endmacro %%}
 {%%- set ttrl_whole = ttrl_render(messages, add_generation_prompt) -%%}
@@ -59,10 +63,12 @@ def has_generation_tags(source: str) -> bool:
 
 
 def with_generation_tags(source: str, ends_of_turn: Iterable[str]) -> str:
-    """Return the chat template `source` with tags around each assistant turn, its end-of-turn token included.
+    """Return the chat template `source` with tags around each assistant turn, its end-of-turn token
+    included.
 
-    `ends_of_turn` are the end-of-turn tokens as the template writes them, such as "<|im_end|>"; a turn ends with the last of them
-    in its message. Tags that `source` has are made no-ops of the same shape.
+    `ends_of_turn` are the end-of-turn tokens as the template writes them, such as "<|im_end|>"; a
+    turn ends with the last of them in its message. Tags that `source` has are made no-ops of the
+    same shape.
     """
     source = _OWN_TAG.sub(lambda tag: tag[1] + ("endif" if tag[2] else "if true") + tag[3], source)
     ends = ", ".join(_jinja_string(end) for end in sorted(set(ends_of_turn)))
@@ -81,12 +87,15 @@ def checked_tags(
     others: int,
     ends_of_turn: Iterable[str],
 ) -> str:
-    """Return the template with tags, checked on this conversation: the text that it writes is `whole`, and its tags are exactly
-    around `wanted` (characters). Tags that the template already has are kept where they are right.
+    """Return the template with tags, checked on this conversation: the text that it writes is
+    `whole`, and its tags are exactly around `wanted` (characters). Tags that the template already
+    has are kept where they are right.
 
-    Up to `others` more regions may be tagged: answers that cannot be trained for reasons that a template cannot know.
+    Up to `others` more regions may be tagged: answers that cannot be trained for reasons that a
+    template cannot know.
 
-    Raises TokenizationError where the tags are wrong: so would be the mask of everyone who reads them.
+    Raises TokenizationError where the tags are wrong: so would be the mask of everyone who reads
+    them.
     """
     sources = [template.source] if has_generation_tags(template.source) else []
     for source in [*sources, with_generation_tags(template.source, ends_of_turn)]:
@@ -94,6 +103,7 @@ def checked_tags(
         if text == whole and set(wanted) <= set(regions) and len(regions) <= len(wanted) + others:
             return source
     raise TokenizationError(
-        f"{template.place}: with {{% generation %}} tags it writes {'the same' if text == whole else 'another'} text, marked at "
+        f"{template.place}: with {{% generation %}} tags it writes "
+        f"{'the same' if text == whole else 'another'} text, marked at "
         f"{sorted(regions)}; what the model wrote stands at {sorted(wanted)}"
     )

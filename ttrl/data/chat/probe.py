@@ -1,8 +1,9 @@
-"""Probes: a message whose texts are replaced by marks, to see what a template does with them and what it puts behind them.
+"""Probes: a message whose texts are replaced by marks, to see what a template does with them and
+what it puts behind them.
 
-A template keeps a message as it is when putting the texts back in the place of their marks gives what it writes for the message
-itself. Blanks at the ends of a text stay around its mark, so trimming is no change; tags such as `<think>` stay too, because
-templates take texts apart at them.
+A template keeps a message as it is when putting the texts back in the place of their marks gives
+what it writes for the message itself. Blanks at the ends of a text stay around its mark, so
+trimming is no change; tags such as `<think>` stay too, because templates take texts apart at them.
 """
 
 import json
@@ -13,7 +14,8 @@ from typing import Any
 
 from ttrl.data.chat.rendering import REASONING_KEYS
 
-# What templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. It stays in a probe as it is.
+# What templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. It stays in a
+# probe as it is.
 _TAG = re.compile(r"(</?[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\])")
 
 # How a text may stand in the rendered arguments of a tool call.
@@ -27,14 +29,18 @@ _WAYS: tuple[Callable[[str], str], ...] = (
 
 @dataclass
 class Probe:
-    """`message` with marks in it; `texts` tells the text of each mark, `parts` what it belongs to ("text", "reasoning", …)."""
+    """`message` with marks in it; `texts` tells the text of each mark, `parts` what it belongs to
+    ("text", "reasoning", …).
+    """
 
     message: dict[str, Any]
     texts: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
 
     def missing(self, rendered: str) -> str | None:
-        """Return the first part whose mark is not in `rendered`, because the template leaves it out; None where all are there."""
+        """Return the first part whose mark is not in `rendered`, because the template leaves it
+        out; None where all are there.
+        """
         return next((part for mark, part in self.parts.items() if mark not in rendered), None)
 
     def restores(self, rendered: str, original: str) -> bool:
@@ -45,7 +51,9 @@ class Probe:
 
         def put_back(way: Callable[[str], str]) -> str:
             def text(mark: re.Match[str]) -> str:
-                return (way if self.parts[mark[0]] == "tool call" else _WAYS[0])(self.texts[mark[0]])
+                return (way if self.parts[mark[0]] == "tool call" else _WAYS[0])(
+                    self.texts[mark[0]]
+                )
 
             return marks.sub(text, rendered)
 
@@ -58,12 +66,15 @@ class Probe:
 
     def after_last_mark(self, rendered: str) -> int | None:
         """Return where the text after the last mark begins; None without marks."""
-        return max((at + len(mark) for mark in self.texts if (at := rendered.rfind(mark)) >= 0), default=None)
+        return max(
+            (at + len(mark) for mark in self.texts if (at := rendered.rfind(mark)) >= 0),
+            default=None,
+        )
 
 
 def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
-    """Make a probe of an assistant's message; one without any text gets a mark for its (empty) content. `unused` is a word that
-    occurs nowhere in the conversation or template."""
+    """Make a probe of an assistant's message; one without any text gets a mark for its (empty)
+    content. `unused` is a word that occurs nowhere in the conversation or template."""
     probe = Probe(dict(message))
 
     def mark(part: str, text: str) -> str:
@@ -83,7 +94,8 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
                 piece = before + mark(part, core) + piece[len(before) + len(core) :]
                 is_marked = True
             pieces.append(piece)
-        if not is_marked:  # it ends with a tag: a mark of nothing, so that the tag is not taken for the template's
+        # It ends with a tag: a mark of nothing, so that the tag is not taken for the template's.
+        if not is_marked:
             end = len("".join(pieces).rstrip())
             return "".join(pieces)[:end] + mark(part, "") + "".join(pieces)[end:]
         return "".join(pieces)
@@ -106,7 +118,8 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
         probe.message["content"] = marked("text", content)
     elif isinstance(content, list):
         probe.message["content"] = [
-            part | {"text": marked("text", part["text"])} if _has_text(part) else part for part in content
+            part | {"text": marked("text", part["text"])} if _has_text(part) else part
+            for part in content
         ]
     if calls := message.get("tool_calls"):
         probe.message["tool_calls"] = [_marked_call(call, leaves) for call in calls]
@@ -114,12 +127,16 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
         if isinstance(content, str):
             probe.message["content"] = content + mark("text", "")
         elif content and len(content) == 1 and _has_text(content[0]):
-            probe.message["content"] = [content[0] | {"text": content[0]["text"] + mark("text", "")}]
+            probe.message["content"] = [
+                content[0] | {"text": content[0]["text"] + mark("text", "")}
+            ]
     return probe
 
 
 def ending_probe(probe: Probe, unused: str) -> Probe:
-    """Return `probe` with one more argument, a mark, in its last tool call, as other arguments need not be texts to mark."""
+    """Return `probe` with one more argument, a mark, in its last tool call, as other arguments need
+    not be texts to mark.
+    """
     calls = probe.message.get("tool_calls") or [None]
     function = calls[-1].get("function") if isinstance(calls[-1], dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
@@ -127,7 +144,9 @@ def ending_probe(probe: Probe, unused: str) -> Probe:
         return probe
     mark = f"QxE{unused}xQ"
     more = (json.loads(arguments) if isinstance(arguments, str) else arguments) | {unused: mark}
-    function = function | {"arguments": json.dumps(more, ensure_ascii=False) if isinstance(arguments, str) else more}
+    function = function | {
+        "arguments": json.dumps(more, ensure_ascii=False) if isinstance(arguments, str) else more
+    }
     message = probe.message | {"tool_calls": [*calls[:-1], calls[-1] | {"function": function}]}
     return Probe(message, probe.texts | {mark: ""}, probe.parts | {mark: "tool call"})
 
@@ -142,5 +161,8 @@ def _marked_call(call: Any, leaves: Callable[[Any], Any]) -> Any:
         return call
     arguments = function.get("arguments")
     if isinstance(arguments, str):  # JSON text, for templates that take nothing else
-        return call | {"function": function | {"arguments": json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)}}
+        return call | {
+            "function": function
+            | {"arguments": json.dumps(leaves(json.loads(arguments)), ensure_ascii=False)}
+        }
     return call | {"function": function | {"arguments": leaves(arguments)}}

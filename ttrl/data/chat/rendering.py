@@ -1,6 +1,8 @@
-"""A tokenizer's chat template, rendered as a server renders it: the same choice of template, messages and variables.
+"""A tokenizer's chat template, rendered as a server renders it: the same choice of template,
+messages and variables.
 
-The clock stands still: templates may write the date, and two renderings of one conversation must not differ by it.
+The clock stands still: templates may write the date, and two renderings of one conversation must
+not differ by it.
 """
 
 import contextlib
@@ -20,7 +22,9 @@ from ttrl.system.time_limit import time_limit
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 RENDER_SECONDS = 10.0
-"""For one conversation. A template is a program out of a model's folder, and may loop for ever; real ones take milliseconds."""
+"""For one conversation. A template is a program out of a model's folder, and may loop for ever;
+real ones take milliseconds.
+"""
 _MOST_TOLD = 2000
 """Characters of an error: a template writes its own."""
 
@@ -48,17 +52,27 @@ def server_messages(
                 message["tool_calls"] = [_server_call(call) for call in message["tool_calls"]]
             else:
                 message.pop("tool_calls", None)
-            for key, other in (("reasoning", "reasoning_content"), ("reasoning_content", "reasoning")):
+            for key, other in (
+                ("reasoning", "reasoning_content"),
+                ("reasoning_content", "reasoning"),
+            ):
                 if isinstance(message.get(key), str) and message.get(other) is None:
                     message[other] = message[key]
     return made
 
 
 def unsayable(message: Mapping[str, Any]) -> str | None:
-    """Say why no template could show what an assistant's message says, as it was given; None where one might."""
-    functions = [call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)]
+    """Say why no template could show what an assistant's message says, as it was given; None where
+    one might.
+    """
+    functions = [
+        call["function"] for call in message.get("tool_calls") or [] if _is_function_call(call)
+    ]
     if any(_arguments(function) is None for function in functions):
-        return "the arguments of a tool call are not a JSON object; a server shows them to the model as {}"
+        return (
+            "the arguments of a tool call are not a JSON object; a server shows them to the "
+            "model as {}"
+        )
     if message.get("function_call"):
         return "function_call is the old form of tool_calls, which templates do not show"
     says_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
@@ -78,10 +92,15 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
         if not _is_function_call(call):
             return call
         return call | {
-            "function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
+            "function": call["function"]
+            | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
         }
 
-    return message | {"tool_calls": [text(call) for call in message["tool_calls"]]} if message.get("tool_calls") else message
+    return (
+        message | {"tool_calls": [text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+    )
 
 
 def _with_a_part(message: dict[str, Any]) -> dict[str, Any]:
@@ -105,8 +124,10 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 class ChatTemplate:
-    """The chat template that `tokenizer` takes for these tools, with its variables. `now` is the moment that templates which
-    write the date take for the present; by default it is. Raises ModelFolderError where there is no template."""
+    """The chat template that `tokenizer` takes for these tools, with its variables. `now` is the
+    moment that templates which write the date take for the present; by default it is. Raises
+    ModelFolderError where there is no template.
+    """
 
     def __init__(
         self,
@@ -165,14 +186,18 @@ class ChatTemplate:
         return False
 
     def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
-        """Return the conversation as text; with `answer_next`, as a server is sent it to be answered. Raises TemplateRefusalError
-        where the template does, ModelFolderError where it takes too long or too much memory."""
+        """Return the conversation as text; with `answer_next`, as a server is sent it to be
+        answered. Raises TemplateRefusalError where the template does, ModelFolderError where it
+        takes too long or too much memory.
+        """
         with self._limited(""):
             return self._write(self.source, messages, answer_next=answer_next, times=1)[0]
 
-    def render_tagged(self, source: str, messages: list[dict[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text that the tagged template `source` writes, and where its tags begin and end, in characters. Raises as
-        `render`."""
+    def render_tagged(
+        self, source: str, messages: list[dict[str, Any]]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text that the tagged template `source` writes, and where its tags begin and
+        end, in characters. Raises as `render`."""
         with self._limited(", with tags,"):
             return self._write(source, messages, answer_next=False, times=2)
 
@@ -201,14 +226,19 @@ class ChatTemplate:
                 yield
         except TimeoutError as error:
             raise ModelFolderError(
-                f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation; it may loop for ever: look at it, or "
+                f"{self.place} took more than {RENDER_SECONDS:g} s for one conversation; it may "
+                "loop for ever: look at it, or "
                 "take another with chat_template"
             ) from error
         except TemplateSizeError as error:
             way_out = "look at it, or take another with chat_template"
-            raise ModelFolderError(f"{self.place} {error} for one conversation; {way_out}") from error
+            raise ModelFolderError(
+                f"{self.place} {error} for one conversation; {way_out}"
+            ) from error
         except Exception as error:  # a template is a program, and may raise anything
-            raise TemplateRefusalError(f"{self.place}{how} refuses the conversation: {_told(error)}") from error
+            raise TemplateRefusalError(
+                f"{self.place}{how} refuses the conversation: {_told(error)}"
+            ) from error
 
 
 def _told(error: Exception) -> str:
@@ -219,7 +249,9 @@ def _told(error: Exception) -> str:
 
 
 def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
-    """Return the template's text and what to call it. `name` is one of a list of named templates, or a template itself."""
+    """Return the template's text and what to call it. `name` is one of a list of named templates,
+    or a template itself.
+    """
     place = f"the chat template of {getattr(tokenizer, 'name_or_path', '') or 'the tokenizer'}"
     known = getattr(tokenizer, "chat_template", None)
     if isinstance(known, (list, tuple)):
@@ -229,9 +261,14 @@ def _choose(tokenizer: Any, tools: Any, name: str | None) -> tuple[str, str]:
         if chosen in known:
             return known[chosen], f"{place} ({chosen!r})"
         if name is None:
-            raise ModelFolderError(f"{place}: none of its templates is the default: choose chat_template from {sorted(known)}")
+            raise ModelFolderError(
+                f"{place}: none of its templates is the default: choose chat_template from "
+                f"{sorted(known)}"
+            )
     if name is not None:
         return name, "the given chat template"
     if not known:
-        raise ModelFolderError("the tokenizer has no chat template; put a chat_template.jinja into the model's folder")
+        raise ModelFolderError(
+            "the tokenizer has no chat template; put a chat_template.jinja into the model's folder"
+        )
     return str(known), place

@@ -346,7 +346,9 @@ _FILTERS_BY_ESTIMATE: dict[_Estimate, str] = {
     _round: "round",
     _wordwrap: "wordwrap",
 }
-_FILTERS: dict[str, _Estimate] = {name: estimate for estimate, names in _FILTERS_BY_ESTIMATE.items() for name in names.split()}
+_FILTERS: dict[str, _Estimate] = {
+    name: estimate for estimate, names in _FILTERS_BY_ESTIMATE.items() for name in names.split()
+}
 """Of all other filters: `_linear`."""
 _METHODS_BY_ESTIMATE: dict[_Estimate, str] = {
     _expandtabs: "expandtabs",
@@ -361,7 +363,9 @@ _METHODS_BY_ESTIMATE: dict[_Estimate, str] = {
     _to_bytes: "to_bytes",
     _translate: "translate",
 }
-_METHODS: dict[str, _Estimate] = {name: estimate for estimate, names in _METHODS_BY_ESTIMATE.items() for name in names.split()}
+_METHODS: dict[str, _Estimate] = {
+    name: estimate for estimate, names in _METHODS_BY_ESTIMATE.items() for name in names.split()
+}
 """Of all other methods of texts: `_linear`; of other objects: what they return is there already."""
 
 

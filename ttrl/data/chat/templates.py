@@ -1,11 +1,14 @@
-"""Conversations as token sequences with a mask of what the model wrote, through a model's own chat template.
+"""Conversations as token sequences with a mask of what the model wrote, through a model's own chat
+template.
 
-For supervised examples, and for samples of servers that give no token ids. (Those with ids need no template:
-`ttrl.data.tokenization`.) What the model wrote is found in the text by `ttrl.data.chat.turns`; here the text becomes tokens.
+For supervised examples, and for samples of servers that give no token ids. (Those with ids need no
+template: `ttrl.data.tokenization`.) What the model wrote is found in the text by
+    `ttrl.data.chat.turns`; here the text becomes tokens.
 
-A prompt is tokenized as the server does it, as one string. Where a token of the whole conversation would span the border between
-prompt and answer, both are tokenized apart, because a model that is asked with the prompt cannot generate half a token; such
-borders are counted (`ChatTokens.splits`). Special tokens in anyone's text become special tokens, as they do at the server.
+A prompt is tokenized as the server does it, as one string. Where a token of the whole conversation
+would span the border between prompt and answer, both are tokenized apart, because a model that is
+asked with the prompt cannot generate half a token; such borders are counted (`ChatTokens.splits`).
+Special tokens in anyone's text become special tokens, as they do at the server.
 """
 
 import math
@@ -26,8 +29,10 @@ Turns = Literal["all", "last"]
 
 @dataclass(frozen=True)
 class ChatTurn:
-    """An assistant message. Where it is trained, its tokens are [start, end), the last one is its end-of-turn token, and `reason`
-    is None; else `reason` says why not, and `start` and `end` are 0."""
+    """An assistant message. Where it is trained, its tokens are [start, end), the last one is its
+    end-of-turn token, and `reason` is None; else `reason` says why not, and `start` and `end` are
+    0.
+    """
 
     message: int
     """Its place in the conversation, from 0."""
@@ -38,7 +43,9 @@ class ChatTurn:
 
 @dataclass(frozen=True)
 class ChatTokens:
-    """A conversation up to the last token that is trained. `token_ids` and `assistant_mask` have one entry for each token."""
+    """A conversation up to the last token that is trained. `token_ids` and `assistant_mask` have
+    one entry for each token.
+    """
 
     token_ids: list[int]
     assistant_mask: list[bool]
@@ -46,10 +53,14 @@ class ChatTokens:
     turns: list[ChatTurn]
     text: str
     tagged_template: str | None
-    """The chat template with `{% generation %}` tags, checked on this conversation; None where `text` is nothing that the
-    template writes (`ChatAnswer.written`), so that no tags can be around it."""
+    """The chat template with `{% generation %}` tags, checked on this conversation; None where
+    `text` is nothing that the template writes (`ChatAnswer.written`), so that no tags can be around
+    it.
+    """
     splits: int
-    """Borders at which prompt and answer were tokenized apart, because a token would have spanned them."""
+    """Borders at which prompt and answer were tokenized apart, because a token would have spanned
+    them.
+    """
 
     @property
     def untrained(self) -> list[ChatTurn]:
@@ -83,19 +94,25 @@ def tokenize_chat(
 ) -> ChatTokens:
     """Return the tokens of a conversation, and which of them the assistant wrote.
 
-    `turns`: "all" trains each turn that can be; "last" the last message alone, which must be the assistant's. `stop_tokens` are
-    the tokens at which the model stops, as text, where they are known (`eos_token_id` of generation_config.json); else the
-    end-of-turn token is found by rendering. `now` is the moment that templates which write the date take for the present.
-    `template_kwargs` go to the template (`enable_thinking=False`, …); among them `chat_template` chooses one of a list of named
-    templates, or gives one.
+    `turns`: "all" trains each turn that can be; "last" the last message alone, which must be the
+    assistant's. `stop_tokens` are the tokens at which the model stops, as text, where they are
+    known (`eos_token_id` of generation_config.json); else the end-of-turn token is found by
+    rendering. `now` is the moment that templates which write the date take for the present.
+    `template_kwargs` go to the template (`enable_thinking=False`, …); among them `chat_template`
+    chooses one of a list of named templates, or gives one.
 
-    Raises ModelFolderError for a tokenizer without a chat template; TokenizationError, with the template's place and the reason,
-    where no turn can be trained, or the last one cannot with turns="last".
+    Raises ModelFolderError for a tokenizer without a chat template; TokenizationError, with the
+    template's place and the reason, where no turn can be trained, or the last one cannot with
+    turns="last".
     """
     chat = _Chat(tokenizer, messages, tools, stop_tokens, now, template_kwargs)
     if turns == "last" and (not chat.answers or chat.answers[-1].message != len(messages) - 1):
-        raise TokenizationError(f"the last message must be the assistant's; it is {messages[-1:]!r:.120}")
-    return chat.tokens(len(messages), skip={a.message for a in chat.answers[:-1]} if turns == "last" else set())
+        raise TokenizationError(
+            f"the last message must be the assistant's; it is {messages[-1:]!r:.120}"
+        )
+    return chat.tokens(
+        len(messages), skip={a.message for a in chat.answers[:-1]} if turns == "last" else set()
+    )
 
 
 def tokenize_chat_turns(
@@ -107,19 +124,28 @@ def tokenize_chat_turns(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> list[ChatTokens]:
-    """Return as many token sequences as it takes to train every turn that can be trained, each exactly once.
+    """Return as many token sequences as it takes to train every turn that can be trained, each
+    exactly once.
 
-    One where the template keeps earlier turns as they are. Where it rewrites them (most templates of thinking models), the turns
-    that differ are trained in sequences that end with them; the longest comes first. Arguments and errors as for `tokenize_chat`.
+    One where the template keeps earlier turns as they are. Where it rewrites them (most templates
+    of thinking models), the turns that differ are trained in sequences that end with them; the
+    longest comes first. Arguments and errors as for `tokenize_chat`.
     """
     chat = _Chat(tokenizer, messages, tools, stop_tokens, now, template_kwargs)
     left = {answer.message for answer in chat.answers if answer.reason is None}
-    upto, made = len(messages), []
+    upto = len(messages)
+    made = []
     while upto and left:
         whole = chat.rendered(upto)
-        trained = {a.message for a in chat.answers if a.message in left and a.message < upto and a.reason_within(whole) is None}
+        trained = {
+            a.message
+            for a in chat.answers
+            if a.message in left and a.message < upto and a.reason_within(whole) is None
+        }
         if trained:
-            made.append(chat.tokens(upto, skip={answer.message for answer in chat.answers} - trained))
+            made.append(
+                chat.tokens(upto, skip={answer.message for answer in chat.answers} - trained)
+            )
             left -= trained
         upto = max((message + 1 for message in left if message + 1 < upto), default=0)
     return made or [chat.tokens(len(messages), skip=set())]  # raises: nothing can be trained
@@ -136,23 +162,29 @@ def tokenize_completion(
     now: datetime | None = None,
     **template_kwargs: Any,
 ) -> ChatTokens:
-    """Return the tokens of what a server was sent (`messages`, to be answered) and of the plain text that it answered.
+    """Return the tokens of what a server was sent (`messages`, to be answered) and of the plain
+    text that it answered.
 
-    For samples of servers that give no token ids. Nothing is rendered again, so what the template would do to the answer (strip
-    its thinking, trim it) plays no part. `ended`: whether the model ended it by itself (finish reason "stop"); then the
-    end-of-turn token follows, as it was sampled. An answer that the server took apart (tool calls, reasoning) is no plain text:
-    see `tokenize_chat`.
+    For samples of servers that give no token ids. Nothing is rendered again, so what the template
+    would do to the answer (strip its thinking, trim it) plays no part. `ended`: whether the model
+    ended it by itself (finish reason "stop"); then the end-of-turn token follows, as it was
+    sampled. An answer that the server took apart (tool calls, reasoning) is no plain text: see
+    `tokenize_chat`.
 
-    Raises ModelFolderError and TokenizationError as `tokenize_chat`, and for an answer without any token.
+    Raises ModelFolderError and TokenizationError as `tokenize_chat`, and for an answer without any
+    token.
     """
     template = ChatTemplate(tokenizer, tools, now, template_kwargs)
     prepared = template.prepared(messages)
     prompt = template.render(prepared, answer_next=True)
-    finder = TurnFinder(template, [*prepared, {"role": "assistant", "content": text}], messages, stop_tokens)
+    finder = TurnFinder(
+        template, [*prepared, {"role": "assistant", "content": text}], messages, stop_tokens
+    )
     end = finder.end_of_turn(len(prepared)) if ended else None
     if ended and end is None:
         raise TokenizationError(
-            f"{template.place}: it puts no special token behind an answer, so the end-of-turn token that was sampled is not "
+            f"{template.place}: it puts no special token behind an answer, so the end-of-turn "
+            "token that was sampled is not "
             "known; stop_tokens names those at which the model stops"
         )
     if not text and not ended:
@@ -184,10 +216,14 @@ class _Chat:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, now, template_kwargs)
         if not any(message.get("role") == "assistant" for message in messages):
-            raise TokenizationError("no message of the conversation is the assistant's: there is nothing to train")
+            raise TokenizationError(
+                "no message of the conversation is the assistant's: there is nothing to train"
+            )
         self._messages = self._template.prepared(messages)
         self._wholes = {len(messages): self._template.render(self._messages, answer_next=False)}
-        self.answers: list[ChatAnswer] = TurnFinder(self._template, self._messages, messages, stop_tokens).answers()
+        self.answers: list[ChatAnswer] = TurnFinder(
+            self._template, self._messages, messages, stop_tokens
+        ).answers()
 
     def rendered(self, upto: int) -> str:
         """Return the first `upto` messages as text; an answer at their end as it was sent."""
@@ -199,20 +235,34 @@ class _Chat:
         return self._wholes[upto]
 
     def tokens(self, upto: int, skip: set[int]) -> ChatTokens:
-        """Return the first `upto` messages as tokens; the answers in `skip` are not trained, for the caller's reasons."""
+        """Return the first `upto` messages as tokens; the answers in `skip` are not trained, for
+        the caller's reasons.
+        """
         whole = self.rendered(upto)
         answers = [answer for answer in self.answers if answer.message < upto]
         reasons = {answer.message: answer.reason_within(whole) for answer in answers}
-        trained = [answer for answer in answers if reasons[answer.message] is None and answer.message not in skip]
+        trained = [
+            answer
+            for answer in answers
+            if reasons[answer.message] is None and answer.message not in skip
+        ]
         if not trained:
-            told = "; ".join(f"message {a.message}: {reasons[a.message]}" for a in answers if a.message not in skip)
+            told = "; ".join(
+                f"message {a.message}: {reasons[a.message]}"
+                for a in answers
+                if a.message not in skip
+            )
             raise TokenizationError(f"{self._template.place}: nothing can be trained; {told}")
         text = whole[: len(trained[-1].text)]
         borders = [border for answer in trained for border in (answer.start, len(answer.text))]
-        found = tokens_at(self._tokenizer, text, borders, [a.end_of_turn for a in trained], trained[0].end_of_turn)
+        found = tokens_at(
+            self._tokenizer, text, borders, [a.end_of_turn for a in trained], trained[0].end_of_turn
+        )
         mask = [False] * len(found.ids)
         spans = {}
-        for answer, start, end in zip(trained, found.borders[::2], found.borders[1::2], strict=True):
+        for answer, start, end in zip(
+            trained, found.borders[::2], found.borders[1::2], strict=True
+        ):
             mask[start:end] = [True] * (end - start)
             spans[answer.message] = (start, end)
         return ChatTokens(
@@ -221,16 +271,25 @@ class _Chat:
             turns=[
                 ChatTurn(a.message, *spans[a.message])
                 if a.message in spans
-                else ChatTurn(a.message, 0, 0, reasons[a.message] or "it is trained elsewhere, or was not asked for")
+                else ChatTurn(
+                    a.message,
+                    0,
+                    0,
+                    reasons[a.message] or "it is trained elsewhere, or was not asked for",
+                )
                 for a in answers
             ],
             text=text,
-            tagged_template=self._tagged(upto, whole, [a for a in answers if reasons[a.message] is None]),
+            tagged_template=self._tagged(
+                upto, whole, [a for a in answers if reasons[a.message] is None]
+            ),
             splits=found.splits,
         )
 
     def _tagged(self, upto: int, whole: str, told: list[ChatAnswer]) -> str | None:
-        """Return the tagged template, checked on the first `upto` messages, whose answers `told` occur in `whole`."""
+        """Return the tagged template, checked on the first `upto` messages, whose answers `told`
+        occur in `whole`.
+        """
         if not all(answer.written for answer in told):
             return None
         wanted = {(answer.start, len(answer.text)) for answer in told}

@@ -1,4 +1,6 @@
-"""From characters to tokens: a conversation as token ids, with borders at which a server's prompt ends or its answer does."""
+"""From characters to tokens: a conversation as token ids, with borders at which a server's prompt
+ends or its answer does.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,35 +18,51 @@ class TokensAt:
     ids: list[int]
     borders: list[int]
     splits: int
-    """Borders that a token would have spanned; there the text before and after is tokenized apart."""
+    """Borders that a token would have spanned; there the text before and after is tokenized apart.
+    """
 
 
-def tokens_at(tokenizer: Any, text: str, borders: Sequence[int], ends_of_turn: Sequence[str | None], anchor: str) -> TokensAt:
-    """Return the ids of `text`, with a border between tokens at each of `borders` (characters, rising; answers begin at the even
-    ones and end at the odd ones, the last one at the end of `text`). `ends_of_turn` has the end-of-turn token of each answer,
-    None where it was cut; `anchor` is any special token, as text.
+def tokens_at(
+    tokenizer: Any,
+    text: str,
+    borders: Sequence[int],
+    ends_of_turn: Sequence[str | None],
+    anchor: str,
+) -> TokensAt:
+    """Return the ids of `text`, with a border between tokens at each of `borders` (characters,
+    rising; answers begin at the even ones and end at the odd ones, the last one at the end of
+    `text`). `ends_of_turn` has the end-of-turn token of each answer, None where it was cut;
+    `anchor` is any special token, as text.
 
-    Each answer's prompt has the ids that it has alone, which is what a server would have been sent, as far as no earlier border
-    was split.
+    Each answer's prompt has the ids that it has alone, which is what a server would have been sent,
+    as far as no earlier border was split.
 
-    Raises TokenizationError where the text cannot be had in tokens that end at the borders, or an end-of-turn token is not one
-    token.
+    Raises TokenizationError where the text cannot be had in tokens that end at the borders, or an
+    end-of-turn token is not one token.
     """
     found = _split_at(tokenizer, text, borders, "") or _split_at(tokenizer, text, borders, anchor)
     if found is None:
         raise TokenizationError(
-            f"a token of this tokenizer spans the border between prompt and answer in {short(text)}, and taken apart they read "
+            "a token of this tokenizer spans the border between prompt and answer in "
+            f"{short(text)}, and taken apart they read "
             "otherwise; the model would be trained on something else"
         )
     for (start, end), token in zip(list(pairwise(found.borders))[::2], ends_of_turn, strict=True):
-        if end <= start or (token is not None and found.ids[end - 1] != tokenizer.convert_tokens_to_ids(token)):
-            raise TokenizationError(f"the end-of-turn token {token!r} is not one token of this tokenizer at the end of an answer")
+        if end <= start or (
+            token is not None and found.ids[end - 1] != tokenizer.convert_tokens_to_ids(token)
+        ):
+            raise TokenizationError(
+                f"the end-of-turn token {token!r} is not one token of this tokenizer at the end "
+                "of an answer"
+            )
     return found
 
 
 def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) -> TokensAt | None:
-    """Return the tokens with splits at borders; None where taking tokens apart adds or loses blanks, as many tokenizers put one
-    before any text. With `anchor`, what follows a split is tokenized after that special token, where some of them do not."""
+    """Return the tokens with splits at borders; None where taking tokens apart adds or loses
+    blanks, as many tokenizers put one before any text. With `anchor`, what follows a split is
+    tokenized after that special token, where some of them do not.
+    """
     ids: list[int] = []
     counts: list[int] = []
     begin = splits = 0
@@ -62,13 +80,19 @@ def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) ->
         count = len(before)
         clean = run[:count] == before
         if clean and number % 2 == 0 and count:
-            # A special token may take the blanks behind it along: then the prompt's ids are the same, the answer's blanks gone.
+            # A special token may take the blanks behind it along: then the prompt's ids are the
+            # same, the answer's blanks gone.
             wanted = _blanks(text[border:])
             found = None if ends is not None else _blanks_behind(tokenizer, before, run[count:])
-            clean = ends[count - 1] <= border - begin if ends is not None else found is not None and found.endswith(wanted)
+            clean = (
+                ends[count - 1] <= border - begin
+                if ends is not None
+                else found is not None and found.endswith(wanted)
+            )
         if not clean:
             ids += before
-            count, begin = 0, border
+            count = 0
+            begin = border
             splits += 1
             run, ends = encode(len(text))
             if _blanks_behind(tokenizer, ids, run) != _blanks(text[border:]):
@@ -90,8 +114,11 @@ def _blanks(text: str) -> str:
 
 
 def _blanks_behind(tokenizer: Any, before: list[int], behind: list[int]) -> str | None:
-    """Return the blanks at the beginning of `behind` as it reads behind `before`; None where the two cannot be told apart."""
+    """Return the blanks at the beginning of `behind` as it reads behind `before`; None where the
+    two cannot be told apart.
+    """
     first, both = (
-        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) for ids in (before, before + behind)
+        tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        for ids in (before, before + behind)
     )
     return _blanks(both[len(first) :]) if both.startswith(first) else None

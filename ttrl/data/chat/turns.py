@@ -1,20 +1,23 @@
 """Which part of a rendered conversation the model wrote, for any chat template, found by rendering.
 
-What is trained must be what the model would have written in that very place. So for each assistant message:
+What is trained must be what the model would have written in that very place. So for each assistant
+message:
 
     prompt     the messages before it, rendered as a server renders them to be answered
     answered   the messages up to it, rendered
 
-`answered` must begin with `prompt`; the rest is the answer, up to its end-of-turn token. That is the last special token behind
-the answer's own text that stands there whether or not the conversation goes on; what follows it (a newline, an end-of-text
-token) nobody sampled. The answer must hold the message's texts unchanged but for blanks at their ends (`ttrl.data.chat.probe`).
-And the rendering that is trained on must begin with `answered`: where a template rewrites an earlier turn, because it strips its
-thinking or moves the system prompt, that turn is not trained there, and has a reason that says so; it can be trained in a
-rendering of its own (`ttrl.data.chat.templates.tokenize_chat_turns`).
+`answered` must begin with `prompt`; the rest is the answer, up to its end-of-turn token. That is
+the last special token behind the answer's own text that stands there whether or not the
+conversation goes on; what follows it (a newline, an end-of-text token) nobody sampled. The answer
+must hold the message's texts unchanged but for blanks at their ends (`ttrl.data.chat.probe`). And
+the rendering that is trained on must begin with `answered`: where a template rewrites an earlier
+turn, because it strips its thinking or moves the system prompt, that turn is not trained there, and
+has a reason that says so; it can be trained in a rendering of its own
+(`ttrl.data.chat.templates.tokenize_chat_turns`).
 
-Some templates write another prompt once it is answered: without the system prompt, with other blanks, without the empty thinking
-that `enable_thinking=False` puts into it. A plain text then follows the prompt as it is sent, if both lead up to it in the same
-way.
+Some templates write another prompt once it is answered: without the system prompt, with other
+blanks, without the empty thinking that `enable_thinking=False` puts into it. A plain text then
+follows the prompt as it is sent, if both lead up to it in the same way.
 """
 
 import json
@@ -28,13 +31,16 @@ from ttrl.data.chat.rendering import REASONING_KEYS, ChatTemplate, unsayable
 from ttrl.errors import TemplateRefusalError
 from ttrl.messages import text_of, texts_of
 
-# Thinking that was skipped, as prompts end with it: <think>\n\n</think>, <|channel>thought\n<channel|>.
+# Thinking that was skipped, as prompts end with it: <think>\n\n</think>,
+# <|channel>thought\n<channel|>.
 _EMPTY_BLOCKS = re.compile(r"(?:<\W{0,2}(\w+)\W{0,2}>\s*\w*\s*<\W{0,2}\1\W{0,2}>\s*)+\Z")
 
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """An assistant message in its own context: what a server would have been sent, and what the model would have written."""
+    """An assistant message in its own context: what a server would have been sent, and what the
+    model would have written.
+    """
 
     message: int
     """Its place in the conversation, from 0."""
@@ -44,18 +50,28 @@ class ChatAnswer:
     """The prompt and the answer, up to the end of the end-of-turn token."""
     end_of_turn: str = ""
     written: bool = True
-    """Whether the template ever writes `text`: not where it writes another prompt or end once that is answered."""
+    """Whether the template ever writes `text`: not where it writes another prompt or end once that
+    is answered.
+    """
     reason: str | None = None
     """Why it cannot be told; None where it can."""
 
     def reason_within(self, whole: str) -> str | None:
-        """Say why it cannot be trained in `whole`, a rendering of the conversation or of more of it; None where it can."""
+        """Say why it cannot be trained in `whole`, a rendering of the conversation or of more of
+        it; None where it can.
+        """
         if self.reason is not None or whole.startswith(self.text):
             return self.reason
         if not whole.startswith(self.text[: self.start]):
-            return "the template renders what comes before it in another way once the conversation goes on"
+            return (
+                "the template renders what comes before it in another way once the conversation "
+                "goes on"
+            )
         later = whole[self.start :][: len(self.text) - self.start]
-        return f"the template renders it in another way once the conversation goes on: {short(later)}, not {short(self.text)}"
+        return (
+            "the template renders it in another way once the conversation goes on: "
+            f"{short(later)}, not {short(self.text)}"
+        )
 
 
 def short(text: str) -> str:
@@ -66,8 +82,8 @@ def short(text: str) -> str:
 class TurnFinder:
     """Finds the answers of one conversation. `messages` are `template.prepared(given)`.
 
-    `stop_tokens` are the tokens at which the model stops, where they are known (`eos_token_id` of generation_config.json, as
-    text); then an end-of-turn token is one of them, and nothing else.
+    `stop_tokens` are the tokens at which the model stops, where they are known (`eos_token_id` of
+    generation_config.json, as text); then an end-of-turn token is one of them, and nothing else.
     """
 
     def __init__(
@@ -77,18 +93,28 @@ class TurnFinder:
         given: Sequence[dict[str, Any]],
         stop_tokens: Collection[str] | None = None,
     ) -> None:
-        self.template, self.messages, self._given, self._stops = template, messages, given, stop_tokens
+        self.template = template
+        self.messages = messages
+        self._given = given
+        self._stops = stop_tokens
         written = json.dumps(messages, default=str, ensure_ascii=False) + template.source
         self._unused = next(word for n in range(10**6) if (word := f"kJ{n}w") not in written)
         self._special = _any_of(special_strings(template.tokenizer))
         self._ends = self._special if stop_tokens is None else _any_of(stop_tokens)
 
     def answers(self) -> list[ChatAnswer]:
-        return [self._answer(i) for i, message in enumerate(self.messages) if message.get("role") == "assistant"]
+        return [
+            self._answer(i)
+            for i, message in enumerate(self.messages)
+            if message.get("role") == "assistant"
+        ]
 
     def end_of_turn(self, place: int) -> str | None:
-        """Return the token that ends a plain answer at this place in the conversation; None where there is none."""
-        before, probe = self.messages[:place], self._plain()
+        """Return the token that ends a plain answer at this place in the conversation; None where
+        there is none.
+        """
+        before = self.messages[:place]
+        probe = self._plain()
         probed = self.template.render([*before, probe.message], answer_next=False)
         prompt = self.template.render(before, answer_next=True)
         is_open = prompt == self.template.render(before, answer_next=False)
@@ -106,7 +132,9 @@ class TurnFinder:
         def no(reason: str) -> ChatAnswer:
             return ChatAnswer(place, reason=reason)
 
-        template, before, message = self.template, self.messages[:place], self.messages[place]
+        template = self.template
+        before = self.messages[:place]
+        message = self.messages[place]
         if not before:
             return no("no message comes before it, so nothing was asked")
         if (lack := unsayable(self._given[place])) is not None:
@@ -116,11 +144,14 @@ class TurnFinder:
         is_open = prompt == template.render(before, answer_next=False)
         if is_open and (header := self._header(before, prompt)).strip():
             return no(
-                f"the template ignores add_generation_prompt and puts {header!r} before each answer, which a server would not "
+                f"the template ignores add_generation_prompt and puts {header!r} before each "
+                "answer, which a server would not "
                 "send; add it at the template's end, under {% if add_generation_prompt %}"
             )
         probe = make_probe(message, self._unused)
-        if found := self._special.search(json.dumps(probe.message.get("tool_calls"), default=str, ensure_ascii=False)):
+        if found := self._special.search(
+            json.dumps(probe.message.get("tool_calls"), default=str, ensure_ascii=False)
+        ):
             return no(f"the names in its tool calls hold the special token {found[0]!r}")
         probed = template.render([*before, probe.message], answer_next=False)
         begin: int | None = len(prompt)
@@ -129,31 +160,51 @@ class TurnFinder:
         if begin is None:
             same = _common(prompt, answered)
             return no(
-                f"the template renders the prompt as {short(prompt)} when an answer is to follow, but the answered "
-                f"conversation goes on with {answered[same : same + 40]!r} after {short(answered[:same])}"
+                f"the template renders the prompt as {short(prompt)} when an answer is to "
+                "follow, but the answered "
+                f"conversation goes on with {answered[same : same + 40]!r} after "
+                f"{short(answered[:same])}"
             )
-        part = probe.missing(probed[begin:]) or self._unmarked_call_missing(before, message, answered)
+        part = probe.missing(probed[begin:]) or self._unmarked_call_missing(
+            before, message, answered
+        )
         if part is not None:
             return no(f"the template leaves out its {part}: {short(answered[begin:])}")
         if not probe.restores(probed, answered):
             return no(f"the template changes what it says to {short(answered[begin:])}")
         if (ending := ending_probe(probe, self._unused)) is not probe:
-            probe, probed = ending, template.render([*before, ending.message], answer_next=False)
+            probe = ending
+            probed = template.render([*before, ending.message], answer_next=False)
         behind = probed[probe.after_last_mark(probed) or begin :]
         behind = answered[max(begin, len(answered) - _common(behind[::-1], answered[::-1])) :]
         end = self._ending(place, probe, behind, begin, is_open)
         if end is None:
+            wanted = "special token of the tokenizer"
+            if self._stops is not None:
+                wanted = f"token of {sorted(self._stops)}"
             return no(
-                f"the template puts {behind!r} behind the answer, in which there is no "
-                f"{'special token of the tokenizer' if self._stops is None else f'token of {sorted(self._stops)}'}; without an "
-                "end-of-turn token the model would never learn to stop (stop_tokens names those at which it stops)"
+                f"the template puts {behind!r} behind the answer, in which there is no {wanted}; "
+                "without an "
+                "end-of-turn token the model would never learn to stop (stop_tokens names those "
+                "at which it stops)"
             )
         closing, token = end
         text = prompt + answered[begin : len(answered) - len(behind)] + closing
         inside = text[len(prompt) : len(text) - len(token)]
-        if (early := next((stop for stop in self._stops or [token] if stop in inside), None)) is not None:
-            return no(f"the end-of-turn token {early!r} stands within it too, where a server would have stopped")
-        return ChatAnswer(place, start=len(prompt), text=text, end_of_turn=token, written=answered.startswith(text))
+        if (
+            early := next((stop for stop in self._stops or [token] if stop in inside), None)
+        ) is not None:
+            return no(
+                f"the end-of-turn token {early!r} stands within it too, where a server would "
+                "have stopped"
+            )
+        return ChatAnswer(
+            place,
+            start=len(prompt),
+            text=text,
+            end_of_turn=token,
+            written=answered.startswith(text),
+        )
 
     def _plain(self) -> Probe:
         return make_probe(self.template.message("assistant", "text"), self._unused)
@@ -167,8 +218,12 @@ class TurnFinder:
             return ""
         return probed[len(prompt) : max(len(prompt), probe.first_mark(probed))]
 
-    def _unmarked_call_missing(self, before: list[dict[str, Any]], message: dict[str, Any], answered: str) -> str | None:
-        """Return "tool call" if the template writes the same without one of them; they need not have a text to mark."""
+    def _unmarked_call_missing(
+        self, before: list[dict[str, Any]], message: dict[str, Any], answered: str
+    ) -> str | None:
+        """Return "tool call" if the template writes the same without one of them; they need not
+        have a text to mark.
+        """
         calls = message.get("tool_calls") or []
         for left_out in range(len(calls)):
             fewer = message | {"tool_calls": [*calls[:left_out], *calls[left_out + 1 :]]}
@@ -181,8 +236,12 @@ class TurnFinder:
                 continue
         return None
 
-    def _plain_text_begins(self, message: dict[str, Any], probe: Probe, probed: str, prompt: str) -> int | None:
-        """Return where the text begins in an answer that does not begin with the prompt; None if it cannot follow the prompt."""
+    def _plain_text_begins(
+        self, message: dict[str, Any], probe: Probe, probed: str, prompt: str
+    ) -> int | None:
+        """Return where the text begins in an answer that does not begin with the prompt; None if it
+        cannot follow the prompt.
+        """
         texts = texts_of(message["content"])
         says_more = any(message.get(key) for key in ("tool_calls", *REASONING_KEYS))
         if len(texts) != 1 or says_more:
@@ -194,14 +253,18 @@ class TurnFinder:
         blanks = text[: len(text) - len(text.lstrip())]
         if probed[:begin].endswith(blanks):
             begin -= len(blanks)
-        sent, shown = _EMPTY_BLOCKS.sub("", prompt.rstrip()).rstrip(), probed[:begin].rstrip()
+        sent = _EMPTY_BLOCKS.sub("", prompt.rstrip()).rstrip()
+        shown = probed[:begin].rstrip()
         same = _common(sent[::-1], shown[::-1])
         leads = sent[len(sent) - same :]
         whole_line = sent.split("\n")[-1].strip() == shown.split("\n")[-1].strip() != ""
         return begin if whole_line or self._special.search(leads) else None
 
-    def _ending(self, place: int, probe: Probe, behind: str, begin: int, is_open: bool) -> tuple[str, str] | None:
-        """Return the text from the end of the answer's own to the end of its end-of-turn token, and that token.
+    def _ending(
+        self, place: int, probe: Probe, behind: str, begin: int, is_open: bool
+    ) -> tuple[str, str] | None:
+        """Return the text from the end of the answer's own to the end of its end-of-turn token, and
+        that token.
 
         `behind` is what follows the answer's last mark when the conversation ends there.
         """
@@ -211,23 +274,36 @@ class TurnFinder:
                 return behind[: specials[0].end()], specials[0][0]
             for continued in self._behind_when_continued(place, probe, begin):
                 stop = self._ends.search(continued)
-                if stop and continued.startswith(behind) and not continued[len(behind) : stop.start()].strip():
+                if (
+                    stop
+                    and continued.startswith(behind)
+                    and not continued[len(behind) : stop.start()].strip()
+                ):
                     return continued[: stop.end()], stop[0]
             return None
         if not specials or (is_open and len(specials) == 1 and behind[specials[0].end() :].strip()):
             return None  # in the second case the only special token opens the next answer
         chosen = specials[0]
         if len(specials) > 1 and not is_open:
-            # Where add_generation_prompt is ignored, the next answer may be opened in any case: there the first is this one's.
+            # Where add_generation_prompt is ignored, the next answer may be opened in any case:
+            # there the first is this one's.
             followed = self._behind_when_continued(place, probe, begin)
             staying = min((_common(behind, more) for more in followed), default=len(behind))
-            chosen = next((special for special in reversed(specials) if special.end() <= staying), chosen)
+            chosen = next(
+                (special for special in reversed(specials) if special.end() <= staying), chosen
+            )
         return behind[: chosen.end()], chosen[0]
 
     def _behind_when_continued(self, place: int, probe: Probe, begin: int) -> list[str]:
-        """Return what follows the last mark when a message follows the answer; empty where the template refuses any."""
+        """Return what follows the last mark when a message follows the answer; empty where the
+        template refuses any.
+        """
         calls = probe.message.get("tool_calls") or []
-        tool = {"role": "tool", "content": "next", "tool_call_id": calls[-1].get("id") if calls else None}
+        tool = {
+            "role": "tool",
+            "content": "next",
+            "tool_call_id": calls[-1].get("id") if calls else None,
+        }
         followers = [
             *(m for m in self.messages[place + 1 : place + 2] if m.get("role") != "assistant"),
             *([tool] if calls else []),
@@ -235,7 +311,9 @@ class TurnFinder:
         ]
         for follower in followers:
             try:
-                continued = self.template.render([*self.messages[:place], probe.message, follower], answer_next=False)
+                continued = self.template.render(
+                    [*self.messages[:place], probe.message, follower], answer_next=False
+                )
             except TemplateRefusalError:
                 continue
             at = probe.after_last_mark(continued)
@@ -247,12 +325,19 @@ class TurnFinder:
 def special_strings(tokenizer: Any) -> set[str]:
     """Return the special tokens of a tokenizer, as text."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    return {token for token in tokenizer.all_special_tokens if token} | {token.content for token in added if token.special}
+    return {token for token in tokenizer.all_special_tokens if token} | {
+        token.content for token in added if token.special
+    }
 
 
 def _any_of(strings: Collection[str]) -> re.Pattern[str]:
-    return re.compile("|".join(re.escape(string) for string in sorted(strings, key=len, reverse=True)) or r"(?!)")
+    return re.compile(
+        "|".join(re.escape(string) for string in sorted(strings, key=len, reverse=True)) or r"(?!)"
+    )
 
 
 def _common(first: str, second: str) -> int:
-    return next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    return next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )

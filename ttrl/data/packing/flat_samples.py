@@ -1,7 +1,9 @@
-"""All samples of a pack end to end, as a few long arrays: what packing reads from TokenizedResults, checked once.
+"""All samples of a pack end to end, as a few long arrays: what packing reads from TokenizedResults,
+checked once.
 
-Python lists are read as little as possible: converting them is the largest part of the time that packing takes. Samples that
-carry arrays (array.array or numpy) are copied, which takes next to nothing.
+Python lists are read as little as possible: converting them is the largest part of the time that
+packing takes. Samples that carry arrays (array.array or numpy) are copied, which takes next to
+nothing.
 """
 
 import math
@@ -35,13 +37,19 @@ class FlatSamples:
     logprobs: np.ndarray
     """float32 [N]; NaN up to the first token that was generated or is trained."""
     versions: np.ndarray | None
-    """int32 [N]: of the policy that sampled each token, meaningless for the prompt; None where every sample has only one."""
+    """int32 [N]: of the policy that sampled each token, meaningless for the prompt; None where
+    every sample has only one.
+    """
     start: np.ndarray
     """int64 [S]: the place of each sample's first token in the arrays above."""
     shared: np.ndarray
-    """int64 [S]: tokens that other samples may share: the prompt, or what precedes the first trained token where that is less."""
+    """int64 [S]: tokens that other samples may share: the prompt, or what precedes the first
+    trained token where that is less.
+    """
     first: np.ndarray
-    """int64 [S]: the offset of the first trained token; the sample's length where nothing is trained."""
+    """int64 [S]: the offset of the first trained token; the sample's length where nothing is
+    trained.
+    """
     end: np.ndarray
     """int64 [S]: one past the offset of the last trained token; 0 where nothing is trained."""
     num_trained: np.ndarray
@@ -57,7 +65,9 @@ class FlatSamples:
 
 
 def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
-    """Join the lists of all samples. Raises PackError, naming sample and token, where they do not belong together."""
+    """Join the lists of all samples. Raises PackError, naming sample and token, where they do not
+    belong together.
+    """
     for result in results:
         _check_lengths(result)
     lengths = np.array([len(result.token_ids) for result in results], dtype=np.int64)
@@ -68,7 +78,8 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     logprobs = np.empty(total, dtype=np.float32)
     spans: list[tuple[int, int, int, int]] = []
     counting = list(range(int(lengths.max())))
-    last_prompt: list[int] = []  # which often is the next sample's too; comparing is faster than converting
+    # Which often is the next sample's too; comparing is faster than converting.
+    last_prompt: list[int] = []
     last_border = 0
     for result, begin, length in zip(results, start.tolist(), lengths.tolist(), strict=True):
         border = begin + result.prompt_length
@@ -79,14 +90,19 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
                 tokens[begin:border] = tokens[last_border - len(prompt) : last_border]
             else:
                 _convert(prompt, tokens, begin, result, "token_ids")
-                last_prompt, last_border = prompt, border
+                last_prompt = prompt
+                last_border = border
             _convert(ids[result.prompt_length :], tokens, border, result, "token_ids")
         else:
             _convert(ids, tokens, begin, result, "token_ids")
         stop = begin + length
-        first, end, num_trained = _write_mask(trained[begin:stop], result.assistant_mask, result.prompt_length)
+        first, end, num_trained = _write_mask(
+            trained[begin:stop], result.assistant_mask, result.prompt_length
+        )
         if first == 0:
-            raise PackError(f"{result.where}, token 0: a trained first token, which nothing predicts")
+            raise PackError(
+                f"{result.where}, token 0: a trained first token, which nothing predicts"
+            )
         before = min(first, result.prompt_length)
         logprobs[begin : begin + before] = np.nan
         _convert(result.logprobs[before:], logprobs, begin + before, result, "logprobs")
@@ -103,7 +119,9 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     token_advantages = _of_completions(results, start, lengths, "token_advantages", advantages)
     if token_advantages is not None:
         token_advantages[~trained] = 0.0  # those of other tokens are of no use to anyone
-        _refuse(results, start, ~np.isfinite(token_advantages), "a token_advantage that is not finite")
+        _refuse(
+            results, start, ~np.isfinite(token_advantages), "a token_advantage that is not finite"
+        )
     return FlatSamples(
         tokens=tokens,
         trained=trained,
@@ -121,20 +139,28 @@ def flatten(results: Sequence[TokenizedResult]) -> FlatSamples:
     )
 
 
-def _experts(results: Sequence[TokenizedResult], start: Sequence[int], total: int) -> np.ndarray | None:
+def _experts(
+    results: Sequence[TokenizedResult], start: Sequence[int], total: int
+) -> np.ndarray | None:
     """Join the experts of all samples. Raises PackError for arrays of other shapes."""
     shapes = {result.experts.shape[1:] for result in results if result.experts is not None}
     if not shapes:
         return None
     if len(shapes) > 1:
-        found = f"samples with experts of different shapes [layers, experts per token]: {sorted(shapes)}"
+        found = (
+            "samples with experts of different shapes [layers, experts per token]: "
+            f"{sorted(shapes)}"
+        )
         raise PackError(f"{found}; pack samples of one model")
     joined = np.full((total, *shapes.pop()), -1, np.int16)
     for result, begin in zip(results, start, strict=True):
         if result.experts is None:
             continue
         if len(result.experts) != len(result.token_ids):
-            raise PackError(f"{result.where}: {len(result.token_ids)} token ids, but experts of {len(result.experts)} tokens")
+            raise PackError(
+                f"{result.where}: {len(result.token_ids)} token ids, but experts of "
+                f"{len(result.experts)} tokens"
+            )
         joined[begin : begin + len(result.experts)] = result.experts
     return joined
 
@@ -143,7 +169,8 @@ def _check_lengths(result: TokenizedResult) -> None:
     length = len(result.token_ids)
     if not len(result.assistant_mask) == len(result.input_pos) == len(result.logprobs) == length:
         raise PackError(
-            f"{result.where}: {length} token ids, but {len(result.assistant_mask)} assistant_mask, {len(result.input_pos)} "
+            f"{result.where}: {length} token ids, but {len(result.assistant_mask)} "
+            f"assistant_mask, {len(result.input_pos)} "
             f"input_pos and {len(result.logprobs)} logprobs; all have one entry per token"
         )
     completion = length - result.prompt_length
@@ -153,22 +180,30 @@ def _check_lengths(result: TokenizedResult) -> None:
     ):
         if values is not None and len(values) != completion:
             raise PackError(
-                f"{result.where}: {len(values)} {name} for {completion} completion tokens; there is one for each, or None where "
+                f"{result.where}: {len(values)} {name} for {completion} completion tokens; there "
+                "is one for each, or None where "
                 f"all {same}"
             )
     if not 1 <= result.prompt_length <= length:
         raise PackError(
-            f"{result.where}: prompt_length {result.prompt_length} of {length} tokens; a sample needs a prompt of at least "
+            f"{result.where}: prompt_length {result.prompt_length} of {length} tokens; a sample "
+            "needs a prompt of at least "
             "one token, as the first generated token is predicted from the prompt's last"
         )
 
 
-def _convert(values: Sequence[float], into: np.ndarray, at: int, result: TokenizedResult, name: str) -> None:
-    """Write numbers into an int32 or float32 array; floats that are too large for that become infinite. Raises PackError."""
+def _convert(
+    values: Sequence[float], into: np.ndarray, at: int, result: TokenizedResult, name: str
+) -> None:
+    """Write numbers into an int32 or float32 array; floats that are too large for that become
+    infinite. Raises PackError.
+    """
     try:
         if isinstance(values, list):
             try:  # twice as fast as numpy
-                struct.pack_into(f"{len(values)}{into.dtype.char}", into.data, at * into.itemsize, *values)
+                struct.pack_into(
+                    f"{len(values)}{into.dtype.char}", into.data, at * into.itemsize, *values
+                )
                 return
             except OverflowError:
                 pass
@@ -187,12 +222,19 @@ def _convert(values: Sequence[float], into: np.ndarray, at: int, result: Tokeniz
 
 
 def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> tuple[int, int, int]:
-    """Write an assistant mask; return the first trained offset, that behind the last (length, 0 for none), and their number."""
+    """Write an assistant mask; return the first trained offset, that behind the last (length, 0 for
+    none), and their number.
+    """
     length = len(mask)
     if isinstance(mask, list):
         # One turn that is trained as a whole is told by identity with False and True alone.
-        given, generated = mask[:prompt_length], mask[prompt_length:]
-        if generated and given.count(False) == prompt_length and generated.count(True) == len(generated):
+        given = mask[:prompt_length]
+        generated = mask[prompt_length:]
+        if (
+            generated
+            and given.count(False) == prompt_length
+            and generated.count(True) == len(generated)
+        ):
             into[:prompt_length] = False
             into[prompt_length:] = True
             return prompt_length, length, len(generated)
@@ -207,7 +249,8 @@ def _write_mask(into: np.ndarray, mask: Sequence[bool], prompt_length: int) -> t
 
 def _check_positions(result: TokenizedResult, counting: list[int]) -> None:
     """Raise PackError unless input_pos is 0, 1, 2, …"""
-    positions, length = result.input_pos, len(result.input_pos)
+    positions = result.input_pos
+    length = len(result.input_pos)
     if isinstance(positions, range):
         right = positions == range(length)
     elif isinstance(positions, list):
@@ -219,7 +262,9 @@ def _check_positions(result: TokenizedResult, counting: list[int]) -> None:
         raise PackError(f"{result.where}, token {wrong}: input_pos that is not 0, 1, 2, …")
 
 
-def _refuse(results: Sequence[TokenizedResult], start: np.ndarray, wrong: np.ndarray, what: str) -> None:
+def _refuse(
+    results: Sequence[TokenizedResult], start: np.ndarray, wrong: np.ndarray, what: str
+) -> None:
     if wrong.any():
         at = int(wrong.argmax())
         owner = int(np.searchsorted(start, at, side="right")) - 1
@@ -227,9 +272,15 @@ def _refuse(results: Sequence[TokenizedResult], start: np.ndarray, wrong: np.nda
 
 
 def _of_completions(
-    results: Sequence[TokenizedResult], start: np.ndarray, lengths: np.ndarray, name: str, of_sample: np.ndarray
+    results: Sequence[TokenizedResult],
+    start: np.ndarray,
+    lengths: np.ndarray,
+    name: str,
+    of_sample: np.ndarray,
 ) -> np.ndarray | None:
-    """Join the lists `name` of the completions; None where no sample has one. Elsewhere stands `of_sample`."""
+    """Join the lists `name` of the completions; None where no sample has one. Elsewhere stands
+    `of_sample`.
+    """
     lists: list[Any] = [getattr(result, name) for result in results]
     if all(values is None for values in lists):
         return None
@@ -243,19 +294,24 @@ def _of_completions(
 def select(
     results: Sequence[TokenizedResult], flat: FlatSamples, seq_len: int, too_long: TooLong
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Return the numbers of the samples to pack, and counts of the others by reason, as `PackedTensors.dropped` has them.
+    """Return the numbers of the samples to pack, and counts of the others by reason, as
+    `PackedTensors.dropped` has them.
 
-    "truncate" shortens the samples that are too long in `flat`: they end at the last trained token that still is a label of a
-    row, which leaves nothing of a sample whose prompt alone is longer than that.
+    "truncate" shortens the samples that are too long in `flat`: they end at the last trained token
+    that still is a label of a row, which leaves nothing of a sample whose prompt alone is longer
+    than that.
     """
     untrained = flat.num_trained == 0
-    positions = flat.end - 1  # what a sample takes alone: everything up to the position that predicts its last trained token
+    # What a sample takes alone: everything up to the position that predicts its last trained token.
+    positions = flat.end - 1
     long = positions > seq_len
     if too_long == "error" and long.any():
         first = int(long.argmax())
         raise PackError(
-            f"{results[first].where} takes {positions[first]} positions (prompt {results[first].prompt_length} tokens), but "
-            f"seq_len is {seq_len}, and {int(long.sum())} of {len(results)} samples are too long; raise seq_len to at least "
+            f"{results[first].where} takes {positions[first]} positions (prompt "
+            f"{results[first].prompt_length} tokens), but "
+            f"seq_len is {seq_len}, and {int(long.sum())} of {len(results)} samples are too "
+            "long; raise seq_len to at least "
             f"{int(positions.max())}, or choose too_long='drop', 'truncate' or 'extend'"
         )
     extra = {}
@@ -270,4 +326,8 @@ def select(
     elif too_long == "extend":
         extra["extended"] = int(long.sum())
         long[:] = False
-    return np.flatnonzero(~untrained & ~long), {"too_long": int(long.sum()), "no_trained_token": int(untrained.sum()), **extra}
+    return np.flatnonzero(~untrained & ~long), {
+        "too_long": int(long.sum()),
+        "no_trained_token": int(untrained.sum()),
+        **extra,
+    }

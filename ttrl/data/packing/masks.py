@@ -1,11 +1,12 @@
 """Who may attend to whom in a packed row, from group ids alone.
 
-The rule: a token attends to earlier tokens of its row, and itself, in its own group and in its group's ancestors. Padding attends
-to itself, so that no row of a softmax is empty.
+The rule: a token attends to earlier tokens of its row, and itself, in its own group and in its
+group's ancestors. Padding attends to itself, so that no row of a softmax is empty.
 
-Groups stand depth first: whatever continues a group, at any depth, follows it without a gap. A token is therefore seen from
-itself up to where the subtree of its group ends, and one number per token says it all: query q sees key k where k <= q < end[k].
-No mask grows with the depth of the tree or with the square of the number of groups.
+Groups stand depth first: whatever continues a group, at any depth, follows it without a gap. A
+token is therefore seen from itself up to where the subtree of its group ends, and one number per
+token says it all: query q sees key k where k <= q < end[k]. No mask grows with the depth of the
+tree or with the square of the number of groups.
 
 Shapes: B rows, T positions, G groups of the row with the most, N blocks of a row.
 """
@@ -20,21 +21,26 @@ DEFAULT_BLOCK_SIZE = 128
 
 
 def free_to_look(device: torch.device) -> bool:
-    """Tell whether a tensor's values can be read without waiting for all that the device was told to do."""
+    """Tell whether a tensor's values can be read without waiting for all that the device was told
+    to do.
+    """
     return device.type == "cpu"
 
 
 def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     """Return int64 [B, T]: one past the last position of the row that may attend to this one.
 
-    group_ids, parent_ids: int64 [B, T], -1 in padding; groups are runs and stand depth first, as `PackedTensors.check` demands.
+    group_ids, parent_ids: int64 [B, T], -1 in padding; groups are runs and stand depth first, as
+        `PackedTensors.check` demands.
     """
     rows, seq_len = group_ids.shape
     device = group_ids.device
     position = torch.arange(seq_len, device=device).expand(rows, -1)
     look = free_to_look(device)
-    num_groups = max(int(group_ids.max()) + 1, 1) if look else seq_len  # a row of T tokens has at most T groups
-    slot = torch.where(group_ids < 0, num_groups, group_ids)  # padding goes into a spare last column
+    # A row of T tokens has at most T groups.
+    num_groups = max(int(group_ids.max()) + 1, 1) if look else seq_len
+    # Padding goes into a spare last column.
+    slot = torch.where(group_ids < 0, num_groups, group_ids)
 
     def column(fill: int) -> Tensor:
         return torch.full((rows, num_groups + 1), fill, dtype=torch.int64, device=device)
@@ -44,14 +50,17 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     length = column(0).scatter_add_(1, slot, torch.ones_like(position))
     own = torch.arange(num_groups + 1, device=device).expand(rows, -1)
     parent = own.clone().scatter_(1, slot, torch.where(group_ids < 0, num_groups, parent_ids))
-    # What a group and its descendants hold is added to its ancestors. After the k-th step, a group has that of the 2^k - 1
-    # generations below it, and `above` is its ancestor 2^k generations up; the spare column is above roots.
-    end, held = stop, length
+    # What a group and its descendants hold is added to its ancestors. After the k-th step, a group
+    # has that of the 2^k - 1 generations below it, and `above` is its ancestor 2^k generations up;
+    # the spare column is above roots.
+    end = stop
+    held = length
     above = torch.where(parent == own, num_groups, parent)
     for _ in range(num_groups.bit_length()):
         if look and bool((above == num_groups).all()):
             break
-        end, held = end.scatter_reduce(1, above, end, "amax"), held.scatter_add(1, above, held)
+        end = end.scatter_reduce(1, above, end, "amax")
+        held = held.scatter_add(1, above, held)
         above = above.gather(1, above)
     depth_first = ((held == end - first)[:, :-1] | (length == 0)[:, :-1]).all()
     if look:
@@ -62,28 +71,35 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
 
 
 def dense_mask(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
-    """Return bool [B, T, T], True where the token of the row may attend to the token of the column: the reference for all other
-    ways. Takes memory quadratic in T: for tests, and for short rows."""
+    """Return bool [B, T, T], True where the token of the row may attend to the token of the column:
+    the reference for all other ways. Takes memory quadratic in T: for tests, and for short rows."""
     position = torch.arange(group_ids.shape[1], device=group_ids.device)
     ends = subtree_ends(group_ids, parent_ids)
     return (position <= position.unsqueeze(1)) & (position.unsqueeze(1) < ends.unsqueeze(1))
 
 
-def mask_rule(ends: Tensor, near: tuple[Tensor, Tensor] | None = None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Return the rule as FlexAttention's mask_mod. ends: `subtree_ends`. near: positions in the unpacked sequences, and those
-    above which a query sees keys, int64 [B, T] each; tensors, so that compiled code serves windows of all sizes."""
+def mask_rule(
+    ends: Tensor, near: tuple[Tensor, Tensor] | None = None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Return the rule as FlexAttention's mask_mod. ends: `subtree_ends`. near: positions in the
+    unpacked sequences, and those above which a query sees keys, int64 [B, T] each; tensors, so that
+    compiled code serves windows of all sizes.
+    """
     if near is None:
         return lambda b, h, q, k: (k <= q) & (q < ends[b, k])
     positions, above = near
     return lambda b, h, q, k: (k <= q) & (q < ends[b, k]) & (positions[b, k] > above[b, q])
 
 
-def block_mask(ends: Tensor, near: tuple[Tensor, Tensor] | None = None, block_size: int = DEFAULT_BLOCK_SIZE) -> BlockMask:
+def block_mask(
+    ends: Tensor, near: tuple[Tensor, Tensor] | None = None, block_size: int = DEFAULT_BLOCK_SIZE
+) -> BlockMask:
     """Return `mask_rule` as a FlexAttention BlockMask, for all heads.
 
-    Which blocks are empty, mixed or full follows from the first and the last end in each block of keys, so neither time nor
-    memory is quadratic in T (create_block_mask evaluates, and without compilation stores, all T × T entries). The mixed blocks
-    are decided entry by entry inside the kernel.
+    Which blocks are empty, mixed or full follows from the first and the last end in each block of
+    keys, so neither time nor memory is quadratic in T (create_block_mask evaluates, and without
+    compilation stores, all T × T entries). The mixed blocks are decided entry by entry inside the
+    kernel.
     """
     batch, seq_len = ends.shape
     device = ends.device
@@ -97,15 +113,18 @@ def block_mask(ends: Tensor, near: tuple[Tensor, Tensor] | None = None, block_si
 
     # Behind the row's end nothing is seen by others, as in padding.
     own = by_block(ends, torch.arange(1, num_blocks * block_size + 1, device=device)).unsqueeze(1)
-    begin = (torch.arange(num_blocks, device=device) * block_size).unsqueeze(1)  # of each block of queries, [N, 1]
+    # Of each block of queries, [N, 1].
+    begin = (torch.arange(num_blocks, device=device) * block_size).unsqueeze(1)
     before = begin > begin.T
     some = before & (own.amax(dim=-1) > begin)  # [B, N, N]
     full = before & (own.amin(dim=-1) >= begin + block_size)
     if near is not None:
         nowhere = torch.zeros(num_blocks * block_size, dtype=torch.int64, device=device)
         positions, above = (by_block(values, nowhere) for values in near)
-        some &= positions.amax(dim=-1).unsqueeze(1) > above.amin(dim=-1).unsqueeze(2)  # some key may be near enough
-        full &= positions.amin(dim=-1).unsqueeze(1) > above.amax(dim=-1).unsqueeze(2)  # every one is
+        # Some key may be near enough.
+        some &= positions.amax(dim=-1).unsqueeze(1) > above.amin(dim=-1).unsqueeze(2)
+        # Every one is.
+        full &= positions.amin(dim=-1).unsqueeze(1) > above.amax(dim=-1).unsqueeze(2)
     # A block on the diagonal is always mixed: every token sees itself.
     mixed = (some & ~full) | torch.eye(num_blocks, dtype=torch.bool, device=device)
 
@@ -119,7 +138,9 @@ def block_mask(ends: Tensor, near: tuple[Tensor, Tensor] | None = None, block_si
 
 
 def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks each row of bool [B, N, N] visits [B, 1, N], and which come first [B, 1, N, N], int32."""
+    """Return how many blocks each row of bool [B, N, N] visits [B, 1, N], and which come first [B,
+    1, N, N], int32.
+    """
     counts = blocks.sum(dim=-1, dtype=torch.int32)
     order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True).to(torch.int32)
     return counts.unsqueeze(1), order.unsqueeze(1).contiguous()

@@ -1,17 +1,23 @@
-"""From token sequences to packed tensors: rows in which every beginning that samples have in common is stored once.
+"""From token sequences to packed tensors: rows in which every beginning that samples have in common
+is stored once.
 
 The rules of the format, all of which `PackedTensors.check` tests on every pack:
 
-- What precedes a sample's first trained token may be shared, as a tree: a system prompt, below it a question, below that the
-  given part of a conversation (prefix_tree.py). What a model generated belongs to one sample, even where others have the same.
-- A shared node is stored without its last token, and everything that continues it starts with its own copy of that token (same
-  position, so the same keys and values). The first label of every sample therefore has the right context. A beginning of one
-  token leaves no group: its samples are roots. A node with one child in its row is merged with it.
+- What precedes a sample's first trained token may be shared, as a tree: a system prompt, below it a
+  question, below that the given part of a conversation (prefix_tree.py). What a model generated
+  belongs to one sample, even where others have the same.
+- A shared node is stored without its last token, and everything that continues it starts with its
+  own copy of that token (same position, so the same keys and values). The first label of every
+  sample therefore has the right context. A beginning of one token leaves no group: its samples are
+  roots. A node with one child in its row is merged with it.
 - Groups stand depth first: whatever continues a node follows it without a gap.
-- A sample is stored up to the position that predicts its last trained token. That last token is a label, never an input, as
-  nothing is predicted from it; untrained tokens behind it (a template's newline) are left out for the same reason.
-- Labels are where `assistant_mask` is: any number of turns of one sample, with what stands between them as context.
-- Nothing is added: the end-of-turn token is trained where the server's ids contain it, that is, where it was sampled.
+- A sample is stored up to the position that predicts its last trained token. That last token is a
+  label, never an input, as nothing is predicted from it; untrained tokens behind it (a template's
+  newline) are left out for the same reason.
+- Labels are where `assistant_mask` is: any number of turns of one sample, with what stands between
+  them as context.
+- Nothing is added: the end-of-turn token is trained where the server's ids contain it, that is,
+  where it was sampled.
 
 A sample of n tokens whose last token is trained takes n - 1 positions, alone in its row.
 """
@@ -34,7 +40,13 @@ from ttrl.data.packing.row_layout import fill, lay_out
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
-__all__ = ["IGNORE_LABEL", "PackedSample", "PackedTensors", "packed_tensors_from_tokenized_results", "unpack"]
+__all__ = [
+    "IGNORE_LABEL",
+    "PackedSample",
+    "PackedTensors",
+    "packed_tensors_from_tokenized_results",
+    "unpack",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -54,33 +66,41 @@ def packed_tensors_from_tokenized_results(
     multiple: int = 1,
     seed: int = 0,
 ) -> PackedTensors:
-    """Pack samples into rows of `seq_len` positions; what they have in common before their first trained token is stored once per
-    row, whatever their order. The sample table is in the order of `results`.
+    """Pack samples into rows of `seq_len` positions; what they have in common before their first
+    trained token is stored once per row, whatever their order. The sample table is in the order of
+    `results`.
 
-    aggregation decides `weights`: "token" and "constant" 1, "sequence" share / the number of trained tokens of the sequence,
-    which is 1 / that number for a sample of one sequence;
+    aggregation decides `weights`: "token" and "constant" 1, "sequence" share / the number of
+    trained tokens of the sequence, which is 1 / that number for a sample of one sequence;
     `constant_length` (tokens) is the fixed length of "constant".
 
     too_long says what becomes of a sample that does not fit into a row even alone:
         drop       it is left out, counted in `.dropped["too_long"]`
         error      PackError
-        truncate   its end is cut off (and with it its end-of-turn token), counted in `.dropped["truncated"]`; only where nothing
-                   trained is left is it dropped
-        extend     it gets a row as long as the longest sample, counted in `.dropped["extended"]`; the tensors are then wider than
-                   `seq_len`, and all other rows hold at most `seq_len` positions
+        truncate   its end is cut off (and with it its end-of-turn token), counted in
+                   `.dropped["truncated"]`; only where nothing trained is left is it dropped
+        extend     it gets a row as long as the longest sample, counted in `.dropped["extended"]`;
+                   the tensors are then wider than `seq_len`, and all other rows hold at most
+                   `seq_len` positions
     Samples without a trained token are counted in `.dropped["no_trained_token"]`.
 
-    share: "tree", or "prompt" (samples of the same prompt alone), or "none", for measurements. shortest_shared: a beginning that
-    different prompts have in common is stored once from so many positions on; the same prompt always is.
+    share: "tree", or "prompt" (samples of the same prompt alone), or "none", for measurements.
+    shortest_shared: a beginning that different prompts have in common is stored once from so many
+        positions on; the same prompt always is.
 
-    multiple: so many data-parallel ranks are given equal work where rows are placed. seed: decides between equally good
-    placements.
+    multiple: so many data-parallel ranks are given equal work where rows are placed. seed: decides
+    between equally good placements.
 
-    Raises PackError for samples whose lists do not belong together, and when nothing is left to pack.
+    Raises PackError for samples whose lists do not belong together, and when nothing is left to
+    pack.
     """
-    _check_options(seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple)
+    _check_options(
+        seq_len, aggregation, constant_length, too_long, share, shortest_shared, multiple
+    )
     if not results:
-        raise PackError("there is nothing to pack: no samples were given; check how many groups had a signal")
+        raise PackError(
+            "there is nothing to pack: no samples were given; check how many groups had a signal"
+        )
 
     with _no_garbage_collection():
         flat = flatten(results)
@@ -88,19 +108,30 @@ def packed_tensors_from_tokenized_results(
         if not len(kept):
             counts = ", ".join(f"{count} {reason}" for reason, count in dropped.items() if count)
             raise PackError(
-                f"there is nothing to pack: all {len(results)} samples were dropped ({counts}) at seq_len {seq_len}; "
+                f"there is nothing to pack: all {len(results)} samples were dropped ({counts}) "
+                f"at seq_len {seq_len}; "
                 "raise seq_len, or lower the sampler's max_tokens"
             )
         if dropped["too_long"]:
-            logger.warning("dropped %d of %d samples, longer than seq_len %d", dropped["too_long"], len(results), seq_len)
-        start, end = flat.start[kept], flat.end[kept]
+            logger.warning(
+                "dropped %d of %d samples, longer than seq_len %d",
+                dropped["too_long"],
+                len(results),
+                seq_len,
+            )
+        start = flat.start[kept]
+        end = flat.end[kept]
         tree = prefix_tree(flat.tokens, start, flat.shared[kept], share, shortest_shared)
         rows = _place(tree, end, seq_len, multiple, seed)
         width = max(seq_len, int(end.max()) - 1)
         segments, places = lay_out(rows, tree, start.tolist(), end.tolist(), width)
         shares = np.array([results[number].share for number in kept.tolist()])
-        weights = shares / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
-        tensors: dict[str, Any] = {**fill(flat, segments, kept, weights, (len(rows), width), pad_id)}
+        weights = (
+            shares / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
+        )
+        tensors: dict[str, Any] = {
+            **fill(flat, segments, kept, weights, (len(rows), width), pad_id)
+        }
         packed = PackedTensors(
             **tensors,
             samples=_sample_table(results, flat, kept, places),
@@ -115,7 +146,9 @@ def packed_tensors_from_tokenized_results(
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Keep Python's collector off: it would walk through every token of all samples, a second for 25 million, again and again."""
+    """Keep Python's collector off: it would walk through every token of all samples, a second for
+    25 million, again and again.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -126,7 +159,13 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _check_options(
-    seq_len: int, aggregation: str, constant_length: int | None, too_long: str, share: str, shortest_shared: int, multiple: int
+    seq_len: int,
+    aggregation: str,
+    constant_length: int | None,
+    too_long: str,
+    share: str,
+    shortest_shared: int,
+    multiple: int,
 ) -> None:
     for name, value, kinds in (
         ("aggregation", aggregation, Aggregation),
@@ -135,21 +174,30 @@ def _check_options(
     ):
         if value not in get_args(kinds):
             raise PackError(f"{name} is {value!r}; choose one of {', '.join(get_args(kinds))}")
-    if (aggregation == "constant") != (constant_length is not None) or (constant_length is not None and constant_length < 1):
+    if (aggregation == "constant") != (constant_length is not None) or (
+        constant_length is not None and constant_length < 1
+    ):
         raise PackError(
-            f"aggregation {aggregation!r} with constant_length {constant_length}; 'constant' needs a constant_length of at least "
+            f"aggregation {aggregation!r} with constant_length {constant_length}; 'constant' "
+            "needs a constant_length of at least "
             "1 token, the others take none"
         )
     if seq_len < 1:
         raise PackError(f"seq_len is {seq_len}; a row needs at least 1 position")
     if shortest_shared < 1:
-        raise PackError(f"shortest_shared is {shortest_shared}; what is stored once takes at least 1 position")
+        raise PackError(
+            f"shortest_shared is {shortest_shared}; what is stored once takes at least 1 position"
+        )
     if multiple < 1:
         raise PackError(f"rows cannot be brought to a multiple of {multiple}")
 
 
-def _place(tree: PrefixTree, end: np.ndarray, seq_len: int, multiple: int, seed: int) -> list[list[int]]:
-    """Place the samples in rows. Those longer than `seq_len` get rows for themselves, as long as the longest."""
+def _place(
+    tree: PrefixTree, end: np.ndarray, seq_len: int, multiple: int, seed: int
+) -> list[list[int]]:
+    """Place the samples in rows. Those longer than `seq_len` get rows for themselves, as long as
+    the longest.
+    """
     cut = np.array([0, *tree.cut])  # of node n at n + 1, and of no node at 0
     node_of = np.array(tree.node_of)
     node_size = (cut[1:] - cut[np.array(tree.parent, dtype=np.int64) + 1]).tolist()
@@ -160,17 +208,25 @@ def _place(tree: PrefixTree, end: np.ndarray, seq_len: int, multiple: int, seed:
         if not len(which):
             return []
         forest = Forest(node_size, tree.parent, node_of[which].tolist(), own[which].tolist())
-        return [which[np.array(row, dtype=np.int64)].tolist() for row in place(forest, length, multiple=multiple, seed=seed)]
+        return [
+            which[np.array(row, dtype=np.int64)].tolist()
+            for row in place(forest, length, multiple=multiple, seed=seed)
+        ]
 
     ordinary = placed(np.flatnonzero(~long), seq_len)
     return ordinary + (placed(np.flatnonzero(long), int(end.max()) - 1) if long.any() else [])
 
 
 def _sample_table(
-    results: Sequence[TokenizedResult], flat: FlatSamples, kept: np.ndarray, places: Sequence[tuple[int, list[int]]]
+    results: Sequence[TokenizedResult],
+    flat: FlatSamples,
+    kept: np.ndarray,
+    places: Sequence[tuple[int, list[int]]],
 ) -> list[PackedSample]:
     table = []
-    for number, num_trained, (row, groups) in zip(kept.tolist(), flat.num_trained[kept].tolist(), places, strict=True):
+    for number, num_trained, (row, groups) in zip(
+        kept.tolist(), flat.num_trained[kept].tolist(), places, strict=True
+    ):
         result = results[number]
         table.append(
             PackedSample(

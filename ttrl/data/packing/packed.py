@@ -1,7 +1,9 @@
-"""The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and their sample table.
+"""The packed tensors themselves: what a row holds, how rows are taken, padded and trimmed, and
+their sample table.
 
-Everything is aligned at the position that *predicts*: `labels[b, t]`, `logprobs[b, t]`, `advantages[b, t]` all speak of the token
-that follows position t in its sample. Nothing downstream shifts a tensor. How samples are laid out: pack.py.
+Everything is aligned at the position that *predicts*: `labels[b, t]`, `logprobs[b, t]`,
+`advantages[b, t]` all speak of the token that follows position t in its sample. Nothing downstream
+shifts a tensor. How samples are laid out: pack.py.
 
 Shapes: B rows, T positions of a row (seq_len).
 """
@@ -19,7 +21,13 @@ from torch import Tensor
 
 from ttrl.data.packing.packed_check import check_packed
 from ttrl.data.packing.packed_file import HEADER_FIELDS, load_packed, save_packed
-from ttrl.data.packing.packed_format import IGNORE_LABEL, TENSOR_DTYPES, Aggregation, PackedSample, padding_value
+from ttrl.data.packing.packed_format import (
+    IGNORE_LABEL,
+    TENSOR_DTYPES,
+    Aggregation,
+    PackedSample,
+    padding_value,
+)
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
@@ -33,7 +41,9 @@ class PackedTensors:
     labels: Tensor
     """int64: the token to predict from this position, -100 where none is trained."""
     group_ids: Tensor
-    """int64: 0, 1, 2… within the row, depth first (a group is followed by all that continues it); -1 in padding."""
+    """int64: 0, 1, 2… within the row, depth first (a group is followed by all that continues it);
+    -1 in padding.
+    """
     parent_ids: Tensor
     """int64: the group that this token's group continues; its own id for a root; -1 in padding."""
     input_pos: Tensor
@@ -51,17 +61,21 @@ class PackedTensors:
     weights_version: Tensor
     """int32: the policy version that sampled `labels`; -1 where none."""
     reference_logprobs: Tensor | None = None
-    """float32: log-probability of `labels` under the reference model; NaN where unknown. None where it was not computed."""
+    """float32: log-probability of `labels` under the reference model; NaN where unknown. None where
+    it was not computed.
+    """
     experts: Tensor | None = None
-    """int16 [B, T, L, K]: the sampler's experts of each token in each layer; -1 where unknown. None without `router_replay`."""
+    """int16 [B, T, L, K]: the sampler's experts of each token in each layer; -1 where unknown. None
+    without `router_replay`.
+    """
     samples: list[PackedSample]
     aggregation: Aggregation = "token"
     constant_length: int | None = None
     """Tokens per sample in the normaliser of aggregation "constant"."""
     pad_id: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
-    """How many samples were left out, by reason: "too_long", "no_trained_token"; and how many were kept although they were too
-    long: "truncated", "extended", where that was asked for."""
+    """How many samples were left out, by reason: "too_long", "no_trained_token"; and how many were
+    kept although they were too long: "truncated", "extended", where that was asked for."""
     metadata: dict[str, str] = field(default_factory=dict)
     """Anything else that is worth keeping with the file."""
 
@@ -89,13 +103,22 @@ class PackedTensors:
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def rows(self, which: slice | Sequence[int]) -> "PackedTensors":
-        """Take some rows (a slice, or row numbers in any order, none twice) as packed tensors of their own, always [rows, T].
+        """Take some rows (a slice, or row numbers in any order, none twice) as packed tensors of
+        their own, always [rows, T].
 
-        `samples` is cut to those rows, and `sample_ids` and `PackedSample.row` are renumbered to match.
+        `samples` is cut to those rows, and `sample_ids` and `PackedSample.row` are renumbered to
+        match.
         """
-        chosen = list(range(self.num_rows)[which]) if isinstance(which, slice) else [int(row) for row in which]
+        chosen = (
+            list(range(self.num_rows)[which])
+            if isinstance(which, slice)
+            else [int(row) for row in which]
+        )
         if len(set(chosen)) != len(chosen) or not all(0 <= row < self.num_rows for row in chosen):
-            raise PackError(f"rows {chosen} of {self.num_rows} rows; give each row once, from 0 to {self.num_rows - 1}")
+            raise PackError(
+                f"rows {chosen} of {self.num_rows} rows; give each row once, from 0 to "
+                f"{self.num_rows - 1}"
+            )
         new_row = {row: number for number, row in enumerate(chosen)}
         index = torch.tensor(chosen, dtype=torch.int64)
         tensors = {name: tensor[index] for name, tensor in self.tensors().items()}
@@ -103,49 +126,70 @@ class PackedTensors:
         present = present[present >= 0]
         kept = [self.samples[number] for number in present.tolist()]
         samples = [dataclasses.replace(sample, row=new_row[sample.row]) for sample in kept]
-        new_sample = torch.full((len(self.samples) + 1,), -1, dtype=torch.int64)  # the last entry is for sample id -1
+        # The last entry is for sample id -1.
+        new_sample = torch.full((len(self.samples) + 1,), -1, dtype=torch.int64)
         new_sample[present] = torch.arange(len(present))
         tensors["sample_ids"] = new_sample[tensors["sample_ids"]]
         return self._with(tensors, samples)
 
     def pad_rows_to_multiple(self, multiple: int) -> "PackedTensors":
-        """Add rows of padding, which weigh nothing, until the number of rows is a multiple: every rank gets as many."""
+        """Add rows of padding, which weigh nothing, until the number of rows is a multiple: every
+        rank gets as many.
+        """
         if multiple < 1:
             raise PackError(f"cannot bring {self.num_rows} rows to a multiple of {multiple}")
         missing = -self.num_rows % multiple
         if not missing:
             return self
         tensors = {
-            name: torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), padding_value(name, self.pad_id))])
+            name: torch.cat(
+                [
+                    tensor,
+                    tensor.new_full((missing, *tensor.shape[1:]), padding_value(name, self.pad_id)),
+                ]
+            )
             for name, tensor in self.tensors().items()
         }
         return self._with(tensors, self.samples)
 
     def trim(self, multiple: int = 1) -> "PackedTensors":
-        """Cut the columns after the longest used row, rounded up to a multiple as far as there are columns; keep at least one."""
+        """Cut the columns after the longest used row, rounded up to a multiple as far as there are
+        columns; keep at least one.
+        """
         used = (self.group_ids >= 0).any(dim=0).nonzero()
         length = int(used[-1]) + 1 if len(used) else 1
         length = min(-(-length // multiple) * multiple, self.seq_len)
         if length == self.seq_len:
             return self
-        return self._with({name: tensor[:, :length].contiguous() for name, tensor in self.tensors().items()}, self.samples)
+        return self._with(
+            {name: tensor[:, :length].contiguous() for name, tensor in self.tensors().items()},
+            self.samples,
+        )
 
     def _with(self, tensors: dict[str, Tensor], samples: list[PackedSample]) -> "PackedTensors":
         changes: dict[str, Any] = {**tensors, "samples": samples}
         return dataclasses.replace(self, **changes)
 
     def check(self, where: str = "packed tensors") -> None:
-        """Raise PackError, naming `where`, the tensor and the place, unless every rule of the format holds."""
-        check_packed(self.tensors(), self.samples, self.aggregation, self.constant_length, self.pad_id, where)
+        """Raise PackError, naming `where`, the tensor and the place, unless every rule of the
+        format holds.
+        """
+        check_packed(
+            self.tensors(), self.samples, self.aggregation, self.constant_length, self.pad_id, where
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write one safetensors file, atomically; the same tensors always give the same bytes. Raises StorageError."""
+        """Write one safetensors file, atomically; the same tensors always give the same bytes.
+        Raises StorageError.
+        """
         header = {name: getattr(self, name) for name in HEADER_FIELDS}
         save_packed(self.tensors(), self.samples, header, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "PackedTensors":
-        """Read what `save` wrote and check it. Raises PackError when it is missing, damaged, foreign or breaks the format."""
+        """Read what `save` wrote and check it. Raises PackError when it is missing, damaged,
+        foreign or breaks the format.
+        """
         tensors, samples, header = load_packed(path)
         columns: dict[str, Any] = {**tensors, **header}
         packed = cls(samples=samples, **columns)
@@ -156,13 +200,17 @@ class PackedTensors:
 def normaliser(packed: PackedTensors) -> float:
     """Return Z of these rows: the loss of an optimizer step is Σ w·ℓ / Z.
 
-    token      w = 1                          Z = trained tokens                   every token counts the same
-    sequence   w = 1 / its sample's length    Z = samples with a trained token     every sample counts the same
-    constant   w = 1                          Z = samples × a fixed length         Dr. GRPO: no length in the weights at all
+    token      w = 1                          Z = trained tokens                   every token
+                                              counts the same
+    sequence   w = 1 / its sample's length    Z = samples with a trained token     every sample
+                                              counts the same
+    constant   w = 1                          Z = samples × a fixed length         Dr. GRPO: no
+                                              length in the weights at all
 
-    A sample of several sequences (`TokenizedResult.share`) counts as one: each of its sequences counts for its share of the
-    sample's generated tokens, in w and in Z. w is stored with the rows. Z belongs to the rows of one optimizer step and is known
-    before the forward pass: rows are disjoint, so the Z of several ranks or microbatches add up. 0.0 where nothing is trained.
+    A sample of several sequences (`TokenizedResult.share`) counts as one: each of its sequences
+    counts for its share of the sample's generated tokens, in w and in Z. w is stored with the rows.
+    Z belongs to the rows of one optimizer step and is known before the forward pass: rows are
+    disjoint, so the Z of several ranks or microbatches add up. 0.0 where nothing is trained.
     """
     if packed.aggregation == "token":
         return float(packed.num_trained)
@@ -172,16 +220,24 @@ def normaliser(packed: PackedTensors) -> float:
 
 
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:
-    """Return the samples as they were before packing, in the order of the sample table, up to the last trained token of each:
-    what follows it is not stored.
+    """Return the samples as they were before packing, in the order of the sample table, up to the
+    last trained token of each: what follows it is not stored.
 
-    Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None where one version sampled them
-    all), `token_advantages` NaN (None where all are the sample's). `advantage` is the one in the table; `tokens` is None.
-    `packed` must hold to the format (`check`).
+    Known of trained tokens alone, and else as follows: `logprobs` NaN, `token_versions` -1 (None
+    where one version sampled them all), `token_advantages` NaN (None where all are the sample's).
+    `advantage` is the one in the table; `tokens` is None. `packed` must hold to the format
+    (`check`).
     """
     runs = _runs(packed)
     tokens, labels, logprobs, versions, advantages = (
-        t.numpy() for t in (packed.tokens, packed.labels, packed.logprobs, packed.weights_version, packed.advantages)
+        t.numpy()
+        for t in (
+            packed.tokens,
+            packed.labels,
+            packed.logprobs,
+            packed.weights_version,
+            packed.advantages,
+        )
     )
     results = []
     for sample in packed.samples:
@@ -194,9 +250,13 @@ def unpack(packed: PackedTensors) -> list[TokenizedResult]:
         own = slice(begin, stop)
         experts = None
         if packed.experts is not None:
-            spans = [packed.experts[row, first:last].numpy() for first, last in (runs[row, group] for group in sample.groups)]
+            spans = [
+                packed.experts[row, first:last].numpy()
+                for first, last in (runs[row, group] for group in sample.groups)
+            ]
             experts = np.concatenate([*spans, np.full_like(spans[0][:1], -1)])
-        before = len(ids) - (stop - begin) + 1  # tokens that are not the label of one of the sample's own positions
+        # Tokens that are not the label of one of the sample's own positions.
+        before = len(ids) - (stop - begin) + 1
         ids.append(int(labels[row, stop - 1]))
         trained = labels[row, own] != IGNORE_LABEL
         sampled_by = versions[row, own]

@@ -1,8 +1,9 @@
 """Check that packed tensors keep their contract: every rule of the format, tested on whole arrays.
 
-Run after packing and on loading, so that a trainer never sees arrays that do not belong together. What must hold at every
-position is tested there; what is the same all along a group is read once per run of equal group ids (`_Runs`), which are few.
-By numpy, whose calls cost less than torch's on the short stretches that stay in the processor's cache.
+Run after packing and on loading, so that a trainer never sees arrays that do not belong together.
+What must hold at every position is tested there; what is the same all along a group is read once
+per run of equal group ids (`_Runs`), which are few. By numpy, whose calls cost less than torch's on
+the short stretches that stay in the processor's cache.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,18 @@ from typing import TypeAlias, get_args
 import numpy as np
 from torch import Tensor
 
-from ttrl.data.packing.packed_format import IGNORE_LABEL, TENSOR_DTYPES, Aggregation, PackedSample, padding_value
+from ttrl.data.packing.packed_format import (
+    IGNORE_LABEL,
+    TENSOR_DTYPES,
+    Aggregation,
+    PackedSample,
+    padding_value,
+)
 from ttrl.errors import PackError
 
 CHUNK = 1 << 16
-"""Positions that are checked at a time, so that what lies between stays in the processor's cache."""
+"""Positions that are checked at a time, so that what lies between stays in the processor's cache.
+"""
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 """The tensors, by name; [rows, T], or [rows · T] where they are said to be flat."""
@@ -30,10 +38,17 @@ def check_packed(
     pad_id: int,
     where: str,
 ) -> None:
-    """Raise PackError, naming `where`, the first broken rule and its place. `tensors` are [B, T], by their names."""
+    """Raise PackError, naming `where`, the first broken rule and its place. `tensors` are [B, T],
+    by their names.
+    """
     _check_shapes(tensors, where)
-    if aggregation not in get_args(Aggregation) or (aggregation == "constant") != (constant_length is not None):
-        raise PackError(f"{where}: aggregation {aggregation!r} with constant_length {constant_length}; pack again")
+    if aggregation not in get_args(Aggregation) or (aggregation == "constant") != (
+        constant_length is not None
+    ):
+        raise PackError(
+            f"{where}: aggregation {aggregation!r} with constant_length {constant_length}; pack "
+            "again"
+        )
     num_rows, seq_len = tensors["tokens"].shape
     arrays = {name: tensor.detach().contiguous().numpy() for name, tensor in tensors.items()}
     step = max(1, CHUNK // seq_len)
@@ -47,12 +62,17 @@ def check_packed(
             place.refuse(flat["tokens"] < 0, "a token id is negative")
         ids = flat["sample_ids"]
         if ids.min() < -1 or ids.max() >= len(samples):
-            place.refuse((ids < -1) | (ids >= len(samples)), f"sample_ids outside of the sample table of {len(samples)}")
+            place.refuse(
+                (ids < -1) | (ids >= len(samples)),
+                f"sample_ids outside of the sample table of {len(samples)}",
+            )
         runs, inside = _check_groups(flat, place)
         paths = _check_trees(runs, place)
         _check_labels(flat, runs, inside, place)
         columns = (runs.sample, runs.row + first, runs.position, runs.start, runs.length)
-        for sample, row, position, start, length, path in zip(*(values.tolist() for values in columns), paths, strict=True):
+        for sample, row, position, start, length, path in zip(
+            *(values.tolist() for values in columns), paths, strict=True
+        ):
             if sample >= 0:
                 num_trained = int(np.count_nonzero(flat["assistant_mask"][start : start + length]))
                 owned.append(_Owned(sample, row, position, length, num_trained, path))
@@ -77,7 +97,8 @@ class _Place:
     def fail(self, row: int, column: int, rule: str, count: int) -> None:
         """Raise PackError; `row` counts from the first of these rows."""
         raise PackError(
-            f"{self.where}: row {self.first + row}, position {column}: {rule} ({count} such places in rows {self.first} to "
+            f"{self.where}: row {self.first + row}, position {column}: {rule} ({count} such "
+            f"places in rows {self.first} to "
             f"{self.first + self.count - 1}); pack the samples again"
         )
 
@@ -98,12 +119,17 @@ class _Owned:
 def _check_shapes(tensors: Mapping[str, Tensor], where: str) -> None:
     shape = tensors["tokens"].shape
     if len(shape) != 2 or 0 in shape:
-        raise PackError(f"{where}: tokens have shape {list(shape)}; expected [rows, positions] with at least one of each")
+        raise PackError(
+            f"{where}: tokens have shape {list(shape)}; expected [rows, positions] with at least "
+            "one of each"
+        )
     for name, tensor in tensors.items():
         if tensor.dtype != TENSOR_DTYPES[name]:
             raise PackError(f"{where}: {name} is {tensor.dtype}; expected {TENSOR_DTYPES[name]}")
         if tensor.shape[:2] != shape or tensor.ndim != (4 if name == "experts" else 2):
-            raise PackError(f"{where}: {name} has shape {list(tensor.shape)}, tokens have {list(shape)}")
+            raise PackError(
+                f"{where}: {name} has shape {list(tensor.shape)}, tokens have {list(shape)}"
+            )
 
 
 def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
@@ -123,7 +149,9 @@ def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
 
 @dataclass
 class _Runs:
-    """Runs of equal group ids, padding left out; [K] in the order of the rows. The values are those of a run's first position."""
+    """Runs of equal group ids, padding left out; [K] in the order of the rows. The values are those
+    of a run's first position.
+    """
 
     row: np.ndarray
     column: np.ndarray
@@ -140,14 +168,17 @@ class _Runs:
     def refuse(self, place: _Place, wrong: np.ndarray, rule: str) -> None:
         if wrong.any():
             run = int(wrong.argmax())
-            place.fail(int(self.row[run]), int(self.column[run]), rule, int(np.count_nonzero(wrong)))
+            place.fail(
+                int(self.row[run]), int(self.column[run]), rule, int(np.count_nonzero(wrong))
+            )
 
 
 def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
-    """Check that groups are runs numbered 0, 1, 2…, that padding comes last, and that along a run parent and sample stay and
-    positions count up.
+    """Check that groups are runs numbered 0, 1, 2…, that padding comes last, and that along a run
+    parent and sample stay and positions count up.
 
-    Returns the runs, and bool [rows · T]: is a position in the group of the one before it (padding included)?
+    Returns the runs, and bool [rows · T]: is a position in the group of the one before it (padding
+    included)?
     """
     groups = flat["group_ids"]
     inside = np.empty(len(groups), dtype=np.bool_)
@@ -155,7 +186,9 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
     inside[:: place.seq_len] = False
     starts = np.flatnonzero(~inside)
     length = np.diff(starts, append=len(groups))
-    parent, sample, position, token = (flat[name][starts] for name in ("parent_ids", "sample_ids", "input_pos", "tokens"))
+    parent, sample, position, token = (
+        flat[name][starts] for name in ("parent_ids", "sample_ids", "input_pos", "tokens")
+    )
     row, column = np.divmod(starts, place.seq_len)
     runs = _Runs(row, column, length, groups[starts], parent, sample, position, token, starts)
 
@@ -163,14 +196,21 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
     real = runs.group >= 0
     runs.refuse(place, (column == 0) & (runs.group > 0), "the first group of a row is not 0")
     runs.refuse(place, (column > 0) & real & (before < 0), "a token follows padding")
-    runs.refuse(place, real & (runs.group != before + 1), "group_ids are not runs numbered 0, 1, 2…")
-    runs.refuse(place, real & ((runs.parent < 0) | (runs.parent > runs.group)), "a parent does not come before its child")
+    runs.refuse(
+        place, real & (runs.group != before + 1), "group_ids are not runs numbered 0, 1, 2…"
+    )
+    runs.refuse(
+        place,
+        real & ((runs.parent < 0) | (runs.parent > runs.group)),
+        "a parent does not come before its child",
+    )
     for name, step, rule in (
         ("parent_ids", 0, "parent_ids change within a group"),
         ("sample_ids", 0, "sample_ids change within a group"),
         ("input_pos", 1, "input_pos does not count up within a group"),
     ):
-        values, wrong = flat[name], inside.copy()
+        values = flat[name]
+        wrong = inside.copy()
         wrong[1:] &= values[1:] != (values[:-1] + step if step else values[:-1])
         if wrong.any():
             place.refuse(wrong & (groups >= 0), rule)
@@ -178,40 +218,67 @@ def _check_groups(flat: Arrays, place: _Place) -> tuple[_Runs, np.ndarray]:
 
 
 def _check_trees(runs: _Runs, place: _Place) -> list[list[int]]:
-    """Check that groups stand depth first, positions run on from parent to child, and only shared groups branch, all into copies
-    of one token. Returns the path of each run's group, from the root to itself."""
+    """Check that groups stand depth first, positions run on from parent to child, and only shared
+    groups branch, all into copies of one token. Returns the path of each run's group, from the root
+    to itself.
+    """
     root = runs.parent == runs.group
     runs.refuse(place, root & (runs.position != 0), "input_pos of a root group does not begin at 0")
-    parent_run = np.arange(len(root)) - runs.group + runs.parent  # groups of a row are numbered without gaps
+    # Groups of a row are numbered without gaps.
+    parent_run = np.arange(len(root)) - runs.group + runs.parent
     child = ~root
     follows = runs.position[parent_run] + runs.length[parent_run]
-    runs.refuse(place, child & (runs.position != follows), "input_pos of a group does not continue its parent's")
-    runs.refuse(place, child & (runs.sample[parent_run] >= 0), "a group continues a group that belongs to one sample")
+    runs.refuse(
+        place,
+        child & (runs.position != follows),
+        "input_pos of a group does not continue its parent's",
+    )
+    runs.refuse(
+        place,
+        child & (runs.sample[parent_run] >= 0),
+        "a group continues a group that belongs to one sample",
+    )
     children = np.bincount(parent_run[child], minlength=len(root))
-    # All children begin with their own copy of the token that their parent was stored without: the same one for all.
+    # All children begin with their own copy of the token that their parent was stored without: the
+    # same one for all.
     token = np.full(len(root), -1, dtype=np.int64)
     token[parent_run[child]] = runs.token[child]
-    runs.refuse(place, child & (runs.token != token[parent_run]), "siblings do not begin with the same token")
+    runs.refuse(
+        place,
+        child & (runs.token != token[parent_run]),
+        "siblings do not begin with the same token",
+    )
     shared = runs.sample < 0
     runs.refuse(place, shared & (children == 0), "a shared group that nothing continues")
-    runs.refuse(place, shared & (children == 1), "a shared group with one child, which should be one with it")
+    runs.refuse(
+        place,
+        shared & (children == 1),
+        "a shared group with one child, which should be one with it",
+    )
 
     paths: list[list[int]] = []
     path: list[int] = []
-    for run, (group, parent) in enumerate(zip(runs.group.tolist(), runs.parent.tolist(), strict=True)):
+    for run, (group, parent) in enumerate(
+        zip(runs.group.tolist(), runs.parent.tolist(), strict=True)
+    ):
         if parent == group:
             path = [group]
         else:
             if parent not in path:  # so not the group to the left, nor one that it continues
-                place.fail(int(runs.row[run]), int(runs.column[run]), "groups do not stand depth first", 1)
+                place.fail(
+                    int(runs.row[run]), int(runs.column[run]), "groups do not stand depth first", 1
+                )
             path = [*path[: path.index(parent) + 1], group]
         paths.append(path)
     return paths
 
 
 def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) -> None:
-    """Check that labels are the next tokens of their samples, and that what speaks of labels is there exactly where they are."""
-    labels, samples = flat["labels"], flat["sample_ids"]
+    """Check that labels are the next tokens of their samples, and that what speaks of labels is
+    there exactly where they are.
+    """
+    labels = flat["labels"]
+    samples = flat["sample_ids"]
     untrained = labels == IGNORE_LABEL
     trained = ~untrained
     place.refuse(trained & (labels < 0), "a label is negative")
@@ -225,7 +292,12 @@ def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) 
     if silent.any():
         run = int(silent.argmax())
         at = int(last[run]) - int(runs.start[run]) + int(runs.column[run])
-        place.fail(int(runs.row[run]), at, "the last position of a sample has no label", int(np.count_nonzero(silent)))
+        place.fail(
+            int(runs.row[run]),
+            at,
+            "the last position of a sample has no label",
+            int(np.count_nonzero(silent)),
+        )
     place.refuse(flat["assistant_mask"] != trained, "assistant_mask and labels disagree")
     for name in ("logprobs", "reference_logprobs"):
         if name in flat:
@@ -242,27 +314,37 @@ def _check_labels(flat: Arrays, runs: _Runs, inside: np.ndarray, place: _Place) 
 
 
 def _check_samples(samples: Sequence[PackedSample], owned: Sequence[_Owned], where: str) -> None:
-    """Check that the sample table and the tensors say the same, and that nothing after a sample's prompt is shared."""
+    """Check that the sample table and the tensors say the same, and that nothing after a sample's
+    prompt is shared.
+    """
     found: dict[int, _Owned] = {}
     for one in owned:
         other = found.setdefault(one.sample, one)
         if other is not one:
             raise PackError(
-                f"{where}: sample {one.sample} owns two groups, {other.path[-1]} of row {other.row} and {one.path[-1]} of row "
+                f"{where}: sample {one.sample} owns two groups, {other.path[-1]} of row "
+                f"{other.row} and {one.path[-1]} of row "
                 f"{one.row}; pack the samples again"
             )
     for number, sample in enumerate(samples):
         name = f"sample {number} (task {sample.task_id!r}, sample {sample.sample})"
         here = found.get(number, _Owned(number, -1, 0, 0, 0, []))
-        told, seen = (sample.row, sample.groups, sample.num_trained), (here.row, here.path, here.num_trained)
+        told = (sample.row, sample.groups, sample.num_trained)
+        seen = (here.row, here.path, here.num_trained)
         if told != seen:
             raise PackError(
-                f"{where}: {name} is in the table with (row, groups, trained tokens) {told}, but the tensors hold {seen}; "
+                f"{where}: {name} is in the table with (row, groups, trained tokens) {told}, but "
+                f"the tensors hold {seen}; "
                 "pack the samples again"
             )
         length = here.position + here.length + 1  # tokens, the last label included
-        if here.position >= sample.prompt_length or length > sample.prompt_length + sample.completion_length:
+        if (
+            here.position >= sample.prompt_length
+            or length > sample.prompt_length + sample.completion_length
+        ):
             raise PackError(
-                f"{where}: {name} shares {here.position} positions and has {length} tokens, but the table gives it a prompt of "
-                f"{sample.prompt_length} and a completion of {sample.completion_length} tokens; pack the samples again"
+                f"{where}: {name} shares {here.position} positions and has {length} tokens, but "
+                "the table gives it a prompt of "
+                f"{sample.prompt_length} and a completion of {sample.completion_length} tokens; "
+                "pack the samples again"
             )

@@ -1,7 +1,8 @@
 """Packed tensors on disk: one safetensors file, with the sample table as JSON in its header.
 
-The header holds a single key: safetensors keeps its metadata in an unordered map, and several keys would be written in another
-order each time, so that equal packs would differ in their bytes and digests.
+The header holds a single key: safetensors keeps its metadata in an unordered map, and several keys
+would be written in another order each time, so that equal packs would differ in their bytes and
+digests.
 """
 
 import json
@@ -23,7 +24,9 @@ TOKENIZER_KEY = "tokenizer"
 
 
 def tokenizer_digest(folder: str | Path) -> str | None:
-    """Return the SHA-256 of the model folder's tokenizer.json, which checkpoints copy byte by byte; None where it has none."""
+    """Return the SHA-256 of the model folder's tokenizer.json, which checkpoints copy byte by byte;
+    None where it has none.
+    """
     path = Path(folder, "tokenizer.json")
     return digest(path) if path.is_file() else None
 
@@ -34,54 +37,86 @@ HEADER_FIELDS = ("aggregation", "constant_length", "pad_id", "dropped", "metadat
 
 
 def save_packed(
-    tensors: Mapping[str, Tensor], samples: Sequence[PackedSample], header: Mapping[str, Any], path: str | os.PathLike[str]
+    tensors: Mapping[str, Tensor],
+    samples: Sequence[PackedSample],
+    header: Mapping[str, Any],
+    path: str | os.PathLike[str],
 ) -> None:
-    """Write the file atomically; `header` holds HEADER_FIELDS. Raises StorageError when it cannot be written."""
+    """Write the file atomically; `header` holds HEADER_FIELDS. Raises StorageError when it cannot
+    be written.
+    """
     values = {"schema": SCHEMA, "samples": [vars(sample) for sample in samples], **header}
     text = json.dumps(values, sort_keys=True, ensure_ascii=False, allow_nan=False)
-    data = safetensors.torch.save({name: tensor.contiguous() for name, tensor in tensors.items()}, {HEADER_KEY: text})
+    data = safetensors.torch.save(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, {HEADER_KEY: text}
+    )
     with atomic_file(path, len(data)) as temporary:
-        temporary.write_bytes(data)  # by Python: safetensors' own writer hides a full disk behind an error of its own
+        # By Python: safetensors' own writer hides a full disk behind an error of its own.
+        temporary.write_bytes(data)
 
 
-def load_packed(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], list[PackedSample], dict[str, Any]]:
-    """Read the tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked against each other.
+def load_packed(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, Tensor], list[PackedSample], dict[str, Any]]:
+    """Read the tensors, sample table and HEADER_FIELDS of a file, their contents not yet checked
+    against each other.
 
-    The tensors are the file itself, mapped into memory: pages are read when they are looked at, and what is written to a tensor
-    stays with this process.
+    The tensors are the file itself, mapped into memory: pages are read when they are looked at, and
+    what is written to a tensor stays with this process.
 
     Raises PackError when it is missing, damaged or of another origin.
     """
     path = Path(path)
     if not path.is_file():
-        raise PackError(f"{path}: there is no such file; the packed tensors of an iteration are written by its pack phase")
+        raise PackError(
+            f"{path}: there is no such file; the packed tensors of an iteration are written by "
+            "its pack phase"
+        )
     try:
         with again(lambda: safetensors.safe_open(path, framework="pt")) as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (safetensors.SafetensorError, OSError) as error:
-        raise PackError(f"{path}: cannot be read as safetensors ({error}); it is damaged or incomplete, pack again") from error
+        raise PackError(
+            f"{path}: cannot be read as safetensors ({error}); it is damaged or incomplete, pack "
+            "again"
+        ) from error
     if HEADER_KEY not in metadata:
-        raise PackError(f"{path}: a safetensors file, but not of packed tensors (no {HEADER_KEY!r} in its header)")
+        raise PackError(
+            f"{path}: a safetensors file, but not of packed tensors (no {HEADER_KEY!r} in its "
+            "header)"
+        )
     missing = TENSOR_DTYPES.keys() - tensors.keys() - OPTIONAL
     unknown = tensors.keys() - TENSOR_DTYPES.keys()
     if missing or unknown:
-        raise PackError(f"{path}: missing tensors: {sorted(missing)}; unknown tensors: {sorted(unknown)}; pack again")
+        raise PackError(
+            f"{path}: missing tensors: {sorted(missing)}; unknown tensors: {sorted(unknown)}; "
+            "pack again"
+        )
     try:
         header = json.loads(metadata[HEADER_KEY])
         if header["schema"] != SCHEMA:
-            raise PackError(f"{path}: written in format {header['schema']}, this version reads format {SCHEMA}; pack again")
+            raise PackError(
+                f"{path}: written in format {header['schema']}, this version reads format "
+                f"{SCHEMA}; pack again"
+            )
         samples = [PackedSample(**row) for row in header["samples"]]
         return tensors, samples, {name: header[name] for name in HEADER_FIELDS}
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise PackError(f"{path}: its header is damaged ({type(error).__name__}: {error}); pack again") from error
+        raise PackError(
+            f"{path}: its header is damaged ({type(error).__name__}: {error}); pack again"
+        ) from error
 
 
 def read_tensor(path: str | os.PathLike[str], name: str) -> Tensor:
-    """Read one tensor of a safetensors file, mapped into memory. Raises PackError where file or tensor are not there."""
+    """Read one tensor of a safetensors file, mapped into memory. Raises PackError where file or
+    tensor are not there.
+    """
     try:
         with again(lambda: safetensors.safe_open(path, framework="pt")) as file:
             tensor: Tensor = file.get_tensor(name)
             return tensor
     except (safetensors.SafetensorError, OSError) as error:
-        raise PackError(f"{os.fspath(path)}: there is no tensor {name!r} to be read ({error})") from error
+        raise PackError(
+            f"{os.fspath(path)}: there is no tensor {name!r} to be read ({error})"
+        ) from error

@@ -1,4 +1,6 @@
-"""What packed tensors consist of: names and dtypes of the tensors, what they hold in padding, and a line of the sample table."""
+"""What packed tensors consist of: names and dtypes of the tensors, what they hold in padding, and a
+line of the sample table.
+"""
 
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
@@ -42,14 +44,18 @@ class PackedSample:
     groups: list[int]
     """The path of groups that hold its tokens, from the root to its own."""
     prompt_length: int
-    """Tokens before the first that was generated; how many positions of them are shared, `groups` and the tensors say."""
+    """Tokens before the first that was generated; how many positions of them are shared, `groups`
+    and the tensors say.
+    """
     completion_length: int
     """Tokens of its completion, as sampled."""
     num_trained: int
     """Its labels."""
     finish_reason: str | None = None
     share: float = 1.0
-    """As in TokenizedResult: below 1 where a sample is several sequences, each with a line of its own."""
+    """As in TokenizedResult: below 1 where a sample is several sequences, each with a line of its
+    own.
+    """
 
 
 def padding_value(name: str, pad_id: int) -> float | int | bool:

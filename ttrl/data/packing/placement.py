@@ -1,8 +1,10 @@
-"""Which samples share a row: samples hang from a forest of shared beginnings, and a row stores each beginning in it once.
+"""Which samples share a row: samples hang from a forest of shared beginnings, and a row stores each
+beginning in it once.
 
-From the leaves up: what hangs from a node is one part where it fits into a row together with all of the node's ancestors, and is
-packed into as few parts as possible where it does not (row_search.py); the parts of the roots are the rows. Never more rows than
-taking the samples in the order given. Everything is decided by sizes, and by the order of the input only between equals.
+From the leaves up: what hangs from a node is one part where it fits into a row together with all of
+the node's ancestors, and is packed into as few parts as possible where it does not (row_search.py);
+the parts of the roots are the rows. Never more rows than taking the samples in the order given.
+Everything is decided by sizes, and by the order of the input only between equals.
 """
 
 import heapq
@@ -15,7 +17,9 @@ from ttrl.data.packing.row_search import pack
 
 @dataclass(frozen=True)
 class Forest:
-    """Shared nodes, and the samples that hang from them. A node's parent stands before it; -1 is the parent of a root."""
+    """Shared nodes, and the samples that hang from them. A node's parent stands before it; -1 is
+    the parent of a root.
+    """
 
     node_size: Sequence[int]
     """Positions that a node takes in every row that holds any sample below it; may be 0."""
@@ -35,8 +39,14 @@ class Forest:
 
     def cost(self, samples: Sequence[int]) -> int:
         """Count the positions that the samples take in one row."""
-        nodes = {node for attached in {self.sample_node[s] for s in samples} for node in self.ancestors(attached)}
-        return sum(self.sample_size[s] for s in samples) + sum(self.node_size[node] for node in nodes)
+        nodes = {
+            node
+            for attached in {self.sample_node[s] for s in samples}
+            for node in self.ancestors(attached)
+        }
+        return sum(self.sample_size[s] for s in samples) + sum(
+            self.node_size[node] for node in nodes
+        )
 
     def above(self) -> list[int]:
         """Return, for each node, the positions of it and of all its ancestors."""
@@ -48,11 +58,13 @@ class Forest:
 
 
 def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> list[list[int]]:
-    """Return rows of sample numbers, each ascending; `Forest.cost` of a row is at most `seq_len`, and every sample is in one row.
+    """Return rows of sample numbers, each ascending; `Forest.cost` of a row is at most `seq_len`,
+    and every sample is in one row.
 
-    With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: where it does not come out even, the least
-    full rows are spread evenly over more (at the price of their prompts once more); rows for which nothing is left are empty and
-    last. Rows are then in the order of `balance`. `seed` decides what is tried at random where rows are few.
+    With `multiple` > 1 (data-parallel ranks) the number of rows is a multiple of it: where it does
+    not come out even, the least full rows are spread evenly over more (at the price of their
+    prompts once more); rows for which nothing is left are empty and last. Rows are then in the
+    order of `balance`. `seed` decides what is tried at random where rows are few.
 
     Every sample must fit into a row alone, with its ancestors.
     """
@@ -60,7 +72,9 @@ def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> 
     above = forest.above()
     for node, size in zip(forest.sample_node, forest.sample_size, strict=True):
         path = above[node] if node >= 0 else 0
-        assert size >= 1 and path + size <= seq_len, f"a sample of {size} positions below {path} does not fit into {seq_len}"
+        assert size >= 1 and path + size <= seq_len, (
+            f"a sample of {size} positions below {path} does not fit into {seq_len}"
+        )
     rows = _pack(forest, above, seq_len, seed)
     plain = in_order(forest, seq_len)
     if len(plain) < len(rows):
@@ -74,7 +88,9 @@ def place(forest: Forest, seq_len: int, *, multiple: int = 1, seed: int = 0) -> 
 
 
 def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
-    """Place samples in the order given, each into the last row if there is room: what `place` is measured against."""
+    """Place samples in the order given, each into the last row if there is room: what `place` is
+    measured against.
+    """
     rows: list[list[int]] = []
     present: set[int] = set()
     room = -1
@@ -100,8 +116,10 @@ def in_order(forest: Forest, seq_len: int) -> list[list[int]]:
 def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list[list[int]]:
     """Pack node by node, children before their parents. An item's content is a list of samples."""
     nodes = len(forest.node_size)
-    items: list[list[Item]] = [[] for _ in range(nodes)]  # what hangs from a node and fits into a row together
-    parts: list[list[tuple[int, list[Item]]]] = [[] for _ in range(nodes + 1)]  # groups (setup, items) to pack below a node
+    # What hangs from a node and fits into a row together.
+    items: list[list[Item]] = [[] for _ in range(nodes)]
+    # Groups (setup, items) to pack below a node.
+    parts: list[list[tuple[int, list[Item]]]] = [[] for _ in range(nodes + 1)]
     for sample, (node, size) in enumerate(zip(forest.sample_node, forest.sample_size, strict=True)):
         item = Item(size, sample, [sample])
         if node >= 0:
@@ -109,9 +127,13 @@ def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list
         else:
             parts[node].append((0, [item]))
     for node in range(nodes - 1, -1, -1):
-        size, parent = forest.node_size[node], forest.node_parent[node]
-        own, below = items[node], parts[node]
-        total = sum(item.size for item in own) + sum(setup + sum(item.size for item in group) for setup, group in below)
+        size = forest.node_size[node]
+        parent = forest.node_parent[node]
+        own = items[node]
+        below = parts[node]
+        total = sum(item.size for item in own) + sum(
+            setup + sum(item.size for item in group) for setup, group in below
+        )
         if not total:
             continue
         if not below:
@@ -128,25 +150,38 @@ def _pack(forest: Forest, above: Sequence[int], seq_len: int, seed: int) -> list
             for setup, group in row:
                 if setup:
                     contents = [sample for item in group for sample in item.content]
-                    bundles.append(Item(setup + sum(item.size for item in group), contents[0], contents))
+                    bundles.append(
+                        Item(setup + sum(item.size for item in group), contents[0], contents)
+                    )
                 else:
                     bundles += group
             parts[parent].append((size, bundles))
     whole = pack(parts[-1], seq_len, seed)
     assert all(row_cost(row) <= seq_len for row in whole)
-    return [sorted(sample for part in row for item in part.items for sample in item.content) for row in whole]
+    return [
+        sorted(sample for part in row for item in part.items for sample in item.content)
+        for row in whole
+    ]
 
 
 def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) -> list[list[int]]:
-    """Spread the smallest len(rows) % multiple rows over `multiple` rows, if none of these gets longer than those were."""
+    """Spread the smallest len(rows) % multiple rows over `multiple` rows, if none of these gets
+    longer than those were.
+    """
     count = len(rows) % multiple
     if not count:
         return rows
     by_cost = sorted(rows, key=forest.cost)
-    smallest, others = by_cost[:count], by_cost[count:]
+    smallest = by_cost[:count]
+    others = by_cost[count:]
     # Runs of samples in the order of the tree, so that the samples of a node stay together.
-    paths = {node: forest.ancestors(node)[::-1] for node in {forest.sample_node[s] for row in smallest for s in row}}
-    samples = sorted((s for row in smallest for s in row), key=lambda s: (paths[forest.sample_node[s]], s))
+    paths = {
+        node: forest.ancestors(node)[::-1]
+        for node in {forest.sample_node[s] for row in smallest for s in row}
+    }
+    samples = sorted(
+        (s for row in smallest for s in row), key=lambda s: (paths[forest.sample_node[s]], s)
+    )
     per_run = sum(forest.sample_size[s] for s in samples) / multiple
     runs: list[list[int]] = [[]]
     filled = 0.0
@@ -162,11 +197,13 @@ def _even(forest: Forest, rows: list[list[int]], seq_len: int, multiple: int) ->
 
 
 def balance(work: Sequence[float], ranks: int) -> list[int]:
-    """Return an order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, … with nearly equal work.
+    """Return an order of rows in which rank r of `ranks` takes rows r, r + ranks, r + 2·ranks, …
+    with nearly equal work.
 
-    Both in every step of `ranks` rows, so that none waits for the largest row of another, and in sum. Rows stand by falling
-    work, which makes the sum of what each step's largest row costs as small as it can be; and in each step the largest goes to
-    the rank with the least so far. A step that is not full is last, and those with the least so far take part in it.
+    Both in every step of `ranks` rows, so that none waits for the largest row of another, and in
+    sum. Rows stand by falling work, which makes the sum of what each step's largest row costs as
+    small as it can be; and in each step the largest goes to the rank with the least so far. A step
+    that is not full is last, and those with the least so far take part in it.
     """
     assert ranks >= 1
     order = sorted(range(len(work)), key=lambda row: (-work[row], row))
@@ -180,5 +217,6 @@ def balance(work: Sequence[float], ranks: int) -> list[int]:
             taken.append((so_far + work[row], rank))
         load += taken
         heapq.heapify(load)
-    dealt.sort(key=len, reverse=True)  # whoever has a row of the last step takes it as one of the first ranks
+    # Whoever has a row of the last step takes it as one of the first ranks.
+    dealt.sort(key=len, reverse=True)
     return [dealt[place % ranks][place // ranks] for place in range(len(work))]

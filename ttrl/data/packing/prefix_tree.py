@@ -1,15 +1,20 @@
-"""Which beginnings of samples are stored once: a tree over the tokens that stand before each sample's first trained one.
+"""Which beginnings of samples are stored once: a tree over the tokens that stand before each
+sample's first trained one.
 
-A node is a beginning that several samples have in common: a system prompt or few-shot examples, below it a question, below that
-the given part of a conversation, however deep. It holds positions from its parent's `cut` up to its own: a node of t tokens is
-stored without its last one, which everything that continues it repeats at its own beginning (so that the first label of each
-sample is predicted from a position of its own). Its cut is therefore t - 1, and a beginning of one token is no node.
+A node is a beginning that several samples have in common: a system prompt or few-shot examples,
+below it a question, below that the given part of a conversation, however deep. It holds positions
+from its parent's `cut` up to its own: a node of t tokens is stored without its last one, which
+everything that continues it repeats at its own beginning (so that the first label of each sample is
+predicted from a position of its own). Its cut is therefore t - 1, and a beginning of one token is
+no node.
 
-Storing a beginning once never takes more positions than storing it several times, but a short one saves next to nothing and still
-ties its samples together in one tree: `shortest` is the number of positions from which on it is done for different prompts.
-Samples with the same prompt always share it.
+Storing a beginning once never takes more positions than storing it several times, but a short one
+saves next to nothing and still ties its samples together in one tree: `shortest` is the number of
+positions from which on it is done for different prompts. Samples with the same prompt always share
+it.
 
-What a model generated is never looked at: it belongs to one sample, even where others have the same.
+What a model generated is never looked at: it belongs to one sample, even where others have the
+same.
 """
 
 from collections.abc import Sequence
@@ -25,7 +30,9 @@ class PrefixTree:
     """Nodes, parents first; lists with one entry per node or per sample."""
 
     cut: list[int]
-    """Positions of a sample that lie in this node or in its ancestors; at least 1, and more than the parent's."""
+    """Positions of a sample that lie in this node or in its ancestors; at least 1, and more than
+    the parent's.
+    """
     parent: list[int]
     """-1 for roots."""
     example: list[int]
@@ -34,34 +41,44 @@ class PrefixTree:
     """For each sample: the deepest node that it hangs from, or -1."""
 
 
-def prefix_tree(tokens: np.ndarray, start: np.ndarray, length: np.ndarray, share: Share, shortest: int) -> PrefixTree:
-    """Return the tree over the beginnings tokens[start[i] : start[i] + length[i]], one per sample i.
+def prefix_tree(
+    tokens: np.ndarray, start: np.ndarray, length: np.ndarray, share: Share, shortest: int
+) -> PrefixTree:
+    """Return the tree over the beginnings tokens[start[i] : start[i] + length[i]], one per sample
+    i.
 
-    tokens: int32, none negative; length: at least 1 each. share: "tree", or "prompt" for one level (the same beginning as a whole
-    or nothing), or "none".
+    tokens: int32, none negative; length: at least 1 each. share: "tree", or "prompt" for one level
+    (the same beginning as a whole or nothing), or "none".
     """
     if share == "none":
         return PrefixTree([], [], [], [-1] * len(start))
-    # As bytes, which are hashed and compared by memcmp; the beginning of the sample before is this one's too, very often.
+    # As bytes, which are hashed and compared by memcmp; the beginning of the sample before is this
+    # one's too, very often.
     number_of: dict[bytes, int] = {}  # distinct beginnings, in order of their first sample
     beginning_of: list[int] = []
     first: list[int] = []
     members: list[int] = []
-    before, number = b"", -1
+    before = b""
+    number = -1
     for sample, (begin, count) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
         text = tokens[begin : begin + count].tobytes()
         if text != before:
-            before, number = text, number_of.setdefault(text, len(number_of))
+            before = text
+            number = number_of.setdefault(text, len(number_of))
             if number == len(first):
                 first.append(sample)
                 members.append(0)
         members[number] += 1
         beginning_of.append(number)
     if share == "prompt":
-        nodes = _Nodes([int(length[sample]) for sample in first], [-1] * len(first), list(range(len(first))))
+        nodes = _Nodes(
+            [int(length[sample]) for sample in first], [-1] * len(first), list(range(len(first)))
+        )
     else:
         # Big-endian, so that memcmp sorts them in the order of their tokens.
-        nodes = _radix_tree([np.frombuffer(text, tokens.dtype).astype(">u4").tobytes() for text in number_of])
+        nodes = _radix_tree(
+            [np.frombuffer(text, tokens.dtype).astype(">u4").tobytes() for text in number_of]
+        )
     return _worth_keeping(nodes, first, members, beginning_of, shortest)
 
 
@@ -77,15 +94,22 @@ class _Nodes:
 
 
 def _radix_tree(beginnings: Sequence[bytes]) -> _Nodes:
-    """Sort the beginnings, all different, 4 bytes per token; then neighbours tell where the branches are."""
-    nodes = _Nodes([len(text) // 4 for text in beginnings], [-1] * len(beginnings), list(range(len(beginnings))))
+    """Sort the beginnings, all different, 4 bytes per token; then neighbours tell where the
+    branches are.
+    """
+    nodes = _Nodes(
+        [len(text) // 4 for text in beginnings],
+        [-1] * len(beginnings),
+        list(range(len(beginnings))),
+    )
     path: list[int] = []  # from the root to the beginning before
     for leaf in sorted(range(len(beginnings)), key=beginnings.__getitem__):
         common = _common_tokens(beginnings[path[-1]], beginnings[leaf]) if path else 0
         below = -1
         while path and nodes.depth[path[-1]] > common:
             below = path.pop()
-        if common and not (path and nodes.depth[path[-1]] == common):  # they part in the middle of an edge
+        # They part in the middle of an edge.
+        if common and not (path and nodes.depth[path[-1]] == common):
             nodes.depth.append(common)
             nodes.parent.append(path[-1] if path else -1)
             nodes.example.append(leaf)
@@ -103,18 +127,22 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     return place if differ[place] else count
 
 
-def _worth_keeping(nodes: _Nodes, first: list[int], members: list[int], beginning_of: list[int], shortest: int) -> PrefixTree:
+def _worth_keeping(
+    nodes: _Nodes, first: list[int], members: list[int], beginning_of: list[int], shortest: int
+) -> PrefixTree:
     """Return the nodes that are stored once, renumbered with parents first."""
     has_children = [False] * len(nodes.depth)
     for parent in nodes.parent:
         if parent >= 0:
             has_children[parent] = True
     tree = PrefixTree([], [], [], [])
-    kept_at = [-1] * len(nodes.depth)  # the kept node that stands for a node: itself or its next ancestor
+    # The kept node that stands for a node: itself or its next ancestor.
+    kept_at = [-1] * len(nodes.depth)
     for node in sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__):
         above = kept_at[nodes.parent[node]] if nodes.parent[node] >= 0 else -1
         cut = nodes.depth[node] - 1
-        saved = cut - (tree.cut[above] if above >= 0 else 0)  # by each sample or branch but the first
+        # By each sample or branch but the first.
+        saved = cut - (tree.cut[above] if above >= 0 else 0)
         same_prompt = node < len(first) and members[node] > 1
         if saved and (same_prompt or (has_children[node] and saved >= shortest)):
             kept_at[node] = len(tree.cut)

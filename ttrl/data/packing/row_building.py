@@ -1,7 +1,9 @@
-"""First rows for groups of items that share a setup (their prompt): three ways, which row_search.py improves and chooses from.
+"""First rows for groups of items that share a setup (their prompt): three ways, which row_search.py
+improves and chooses from.
 
-A `Part` is some items of one group in one row. What a row costs: its items, and once for each group in it that group's setup. So
-a group is worth splitting only where the setup, paid once more, goes into room that nothing else could use.
+A `Part` is some items of one group in one row. What a row costs: its items, and once for each group
+in it that group's setup. So a group is worth splitting only where the setup, paid once more, goes
+into room that nothing else could use.
 """
 
 import random
@@ -13,7 +15,9 @@ _CANDIDATES = 48
 
 
 def best_subset(sizes: Sequence[int], room: int) -> list[int]:
-    """Return the ascending indices of the sizes (all positive) with the largest sum up to `room`; of equal sums, early ones."""
+    """Return the ascending indices of the sizes (all positive) with the largest sum up to `room`;
+    of equal sums, early ones.
+    """
     mask = (1 << (room + 1)) - 1
     reachable = [sums := 1]
     for size in sizes:
@@ -31,8 +35,8 @@ def best_subset(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def fill(sizes: Sequence[int], room: int) -> list[int]:
-    """Return indices, ascending, of sizes that fill `room` as far as a short search finds; `sizes` must be sorted, smallest
-    first.
+    """Return indices, ascending, of sizes that fill `room` as far as a short search finds; `sizes`
+    must be sorted, smallest first.
 
     Large ones first: small ones are worth more later, when little room is left.
     """
@@ -55,18 +59,20 @@ def fill(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: largest sizes first, each into the fullest bin that still has room for it. The contents of two bins
-    always add up to more than `capacity`."""
+    """Return bins of indices: largest sizes first, each into the fullest bin that still has room
+    for it. The contents of two bins always add up to more than `capacity`."""
     assert all(0 < size <= capacity for size in sizes), f"sizes must lie in 1..{capacity}"
     bins: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (free, bin), sorted: the first entry with enough room is the best fit
+    # (free, bin), sorted: the first entry with enough room is the best fit.
+    room: list[tuple[int, int]] = []
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         found = bisect_left(room, (sizes[item], -1))
         if found < len(room):
             free, chosen = room.pop(found)
             bins[chosen].append(item)
         else:
-            free, chosen = capacity, len(bins)
+            free = capacity
+            chosen = len(bins)
             bins.append([item])
         if free > sizes[item]:
             insort(room, (free - sizes[item], chosen))
@@ -74,7 +80,9 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def filled_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return bins of indices: the largest size that is left opens a bin, and what `fill` finds for the rest of it goes along."""
+    """Return bins of indices: the largest size that is left opens a bin, and what `fill` finds for
+    the rest of it goes along.
+    """
     assert all(0 < size <= capacity for size in sizes), f"sizes must lie in 1..{capacity}"
     order = sorted(range(len(sizes)), key=lambda i: (sizes[i], -i))
     left = [sizes[i] for i in order]
@@ -102,7 +110,9 @@ class Part:
     __slots__ = ("cost", "items", "key", "setup")
 
     def __init__(self, key: int, setup: int, items: Sequence[Item]):
-        self.key, self.setup, self.items = key, setup, items
+        self.key = key
+        self.setup = setup
+        self.items = items
         self.cost = setup + sum(item.size for item in items)
 
     def cut(self, room: int) -> tuple["Part", "Part"]:
@@ -123,7 +133,9 @@ def row_cost(row: Iterable[Part]) -> int:
 
 
 def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Part]:
-    """Split a group into parts that each fit into a row: as few as two ways of packing find, then with the smallest rest."""
+    """Split a group into parts that each fit into a row: as few as two ways of packing find, then
+    with the smallest rest.
+    """
     if setup + sum(item.size for item in items) <= capacity:
         return [Part(key, setup, sorted(items))]
     sizes = [item.size for item in items]
@@ -136,13 +148,17 @@ def split(key: int, setup: int, items: Sequence[Item], capacity: int) -> list[Pa
 
 
 def by_cost(parts: Iterable[Part]) -> list[Part]:
-    """Sort parts, the smallest first; those of equal cost by what they hold, so that the order of the input decides nothing."""
+    """Sort parts, the smallest first; those of equal cost by what they hold, so that the order of
+    the input decides nothing.
+    """
     return sorted(parts, key=lambda part: (part.cost, [item.size for item in part.items]))
 
 
 def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[Row]:
-    """Build rows one after another: the largest part that is left, and whole parts that fill the row. Where `worth_split` or more
-    positions are left then, a part is cut so that a piece with its own setup fills them best."""
+    """Build rows one after another: the largest part that is left, and whole parts that fill the
+    row. Where `worth_split` or more positions are left then, a part is cut so that a piece with its
+    own setup fills them best.
+    """
     pool = by_cost(parts)
     costs = [part.cost for part in pool]
     rows = []
@@ -155,7 +171,9 @@ def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[
         if worth_split is not None and room >= worth_split and pool:
             last = len(pool) - 1
             best: tuple[int, int, Part, Part] | None = None
-            for index in sorted({last, max(last - 1, 0), last * 3 // 4, last // 2, last // 4, 0}, reverse=True):
+            for index in sorted(
+                {last, max(last - 1, 0), last * 3 // 4, last // 2, last // 4, 0}, reverse=True
+            ):
                 part = pool[index]
                 if part.setup + part.items[0].size <= room:
                     piece, rest = part.cut(room - part.setup)
@@ -174,9 +192,15 @@ def join(parts: Sequence[Part], capacity: int, worth_split: int | None) -> list[
 
 
 def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) -> list[Row]:
-    """Place single items, the largest first, each into the row where least is left over, counting a setup paid once more as left
-    over: better than `join` where few items fit into a row, as a group's items then seldom fill rows by themselves."""
-    order = sorted((-item.size, key, item.number, item) for key, (_, items) in enumerate(groups) for item in items)
+    """Place single items, the largest first, each into the row where least is left over, counting a
+    setup paid once more as left over: better than `join` where few items fit into a row, as a
+    group's items then seldom fill rows by themselves.
+    """
+    order = sorted(
+        (-item.size, key, item.number, item)
+        for key, (_, items) in enumerate(groups)
+        for item in items
+    )
     smallest = [min((item.size for item in items), default=0) for _, items in groups]
     rows: list[dict[int, list[Item]]] = []
     free: list[int] = []
@@ -194,7 +218,8 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
                 best = (left, row)
         homes[key] = still
         at = bisect_left(gaps, (item.size + setup, -1))
-        # A gap that is a home leaves the setup more than this says; it is among the homes with what it really leaves.
+        # A gap that is a home leaves the setup more than this says; it is among the homes with what
+        # it really leaves.
         if at < len(gaps) and (best is None or gaps[at][0] - item.size < best[0]):
             best = (gaps[at][0] - item.size, gaps[at][1])
         if best is None:
@@ -215,7 +240,9 @@ def best_fit_items(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int) 
 
 
 def join_at_random(parts: Sequence[Part], capacity: int, rng: random.Random) -> list[Row]:
-    """Build rows at random: each of a random part, others among the next few, and mostly a piece of the part that follows."""
+    """Build rows at random: each of a random part, others among the next few, and mostly a piece of
+    the part that follows.
+    """
     pool = by_cost(parts)
     rng.shuffle(pool)
     window = rng.randint(1, len(pool))
@@ -224,7 +251,9 @@ def join_at_random(parts: Sequence[Part], capacity: int, rng: random.Random) -> 
         row = [pool.pop()]
         room = capacity - row[0].cost
         near = sorted(range(max(0, len(pool) - window), len(pool)), key=lambda i: pool[i].cost)
-        for index in sorted((near[j] for j in fill([pool[i].cost for i in near], room)), reverse=True):
+        for index in sorted(
+            (near[j] for j in fill([pool[i].cost for i in near], room)), reverse=True
+        ):
             room -= pool[index].cost
             row.append(pool.pop(index))
         if pool and pool[-1].setup + pool[-1].items[0].size <= room and rng.random() < 0.8:

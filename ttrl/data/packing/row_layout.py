@@ -1,7 +1,8 @@
-"""From rows of sample numbers to tensors: which tokens stand where, and everything that is known about them there.
+"""From rows of sample numbers to tensors: which tokens stand where, and everything that is known
+about them there.
 
-A row is cut into segments: a shared node, what belongs to one sample, and the padding at its end. They follow each other depth
-first, so that whatever continues a node follows it without a gap.
+A row is cut into segments: a shared node, what belongs to one sample, and the padding at its end.
+They follow each other depth first, so that whatever continues a node follows it without a gap.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,15 @@ from ttrl.data.packing.flat_samples import FlatSamples
 from ttrl.data.packing.packed_format import OPTIONAL, TENSOR_DTYPES, padding_value
 from ttrl.data.packing.prefix_tree import PrefixTree
 
-_NUMPY_DTYPES = {name: torch.empty(0, dtype=dtype).numpy().dtype for name, dtype in TENSOR_DTYPES.items() if name not in OPTIONAL}
+_NUMPY_DTYPES = {
+    name: torch.empty(0, dtype=dtype).numpy().dtype
+    for name, dtype in TENSOR_DTYPES.items()
+    if name not in OPTIONAL
+}
 _OF_LABELS = ("labels", "assistant_mask", "logprobs", "advantages", "weights", "weights_version")
-"""Tensors about the token that a position predicts; where nothing trained is predicted, they are as in padding."""
+"""Tensors about the token that a position predicts; where nothing trained is predicted, they are as
+in padding.
+"""
 
 
 @dataclass
@@ -37,11 +44,17 @@ class RowSegments:
 
 
 def lay_out(
-    rows: Sequence[Sequence[int]], tree: PrefixTree, start: Sequence[int], end: Sequence[int], seq_len: int
+    rows: Sequence[Sequence[int]],
+    tree: PrefixTree,
+    start: Sequence[int],
+    end: Sequence[int],
+    seq_len: int,
 ) -> tuple[RowSegments, list[tuple[int, list[int]]]]:
-    """Return the segments of all rows, and for each sample its row and its path of groups, from the root to its own.
+    """Return the segments of all rows, and for each sample its row and its path of groups, from the
+    root to its own.
 
-    start: the first token of each sample, counted in FlatSamples. end: one past its last trained token, counted from there.
+    start: the first token of each sample, counted in FlatSamples. end: one past its last trained
+        token, counted from there.
     """
     values: list[int] = []  # seven for each segment
     places: list[tuple[int, list[int]]] = [(-1, [])] * len(start)
@@ -51,7 +64,14 @@ def lay_out(
         for node, sample, begin, stop, parent in _depth_first(members, tree, end):
             group = len(paths)
             paths.append([*paths[parent], group] if parent >= 0 else [group])
-            values += (row, stop - begin, start[sample] + begin, begin, group, parent if parent >= 0 else group)
+            values += (
+                row,
+                stop - begin,
+                start[sample] + begin,
+                begin,
+                group,
+                parent if parent >= 0 else group,
+            )
             values.append(-1 if node else sample)
             if not node:
                 places[sample] = (row, paths[group])
@@ -63,16 +83,24 @@ def lay_out(
     return RowSegments(*columns), places
 
 
-def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -> Iterator[tuple[bool, int, int, int, int]]:
-    """Yield the groups of a row in order: whether it is a shared node; a sample with its tokens; first position, one past the
-    last; its parent. Branches follow each other by their first sample; nodes with one child here are left to it."""
-    parent_of, node_of = tree.parent, tree.node_of
-    children: dict[int, list[int]] = {-1: []}  # of the nodes, and of no node (-1); a sample s stands there as -2 - s
+def _depth_first(
+    members: Sequence[int], tree: PrefixTree, end: Sequence[int]
+) -> Iterator[tuple[bool, int, int, int, int]]:
+    """Yield the groups of a row in order: whether it is a shared node; a sample with its tokens;
+    first position, one past the last; its parent. Branches follow each other by their first sample;
+    nodes with one child here are left to it.
+    """
+    parent_of = tree.parent
+    node_of = tree.node_of
+    # Of the nodes, and of no node (-1); a sample s stands there as -2 - s.
+    children: dict[int, list[int]] = {-1: []}
     for sample in sorted(members):
-        child, node = -2 - sample, node_of[sample]
+        child = -2 - sample
+        node = node_of[sample]
         while node not in children:
             children[node] = [child]
-            child, node = node, parent_of[node]
+            child = node
+            node = parent_of[node]
         children[node].append(child)
     open_ones = [(child, -1, 0) for child in reversed(children[-1])]
     group = 0
@@ -91,27 +119,41 @@ def _depth_first(members: Sequence[int], tree: PrefixTree, end: Sequence[int]) -
 
 
 def fill(
-    flat: FlatSamples, segments: RowSegments, kept: np.ndarray, weights: np.ndarray, shape: tuple[int, int], pad_id: int
+    flat: FlatSamples,
+    segments: RowSegments,
+    kept: np.ndarray,
+    weights: np.ndarray,
+    shape: tuple[int, int],
+    pad_id: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each line of the sample table;
-    weights: of one token of it.
+    """Return the tensors of all rows, [B, T] as `shape` says. kept: the number in `flat` of each
+    line of the sample table; weights: of one token of it.
 
-    Position k of a segment holds token `source + k`; what it predicts is token `source + k + 1`, never past the end of its
-    sample, as a sample's last trained token is not stored as an input.
+    Position k of a segment holds token `source + k`; what it predicts is token `source + k + 1`,
+    never past the end of its sample, as a sample's last trained token is not stored as an input.
     """
-    # By numpy, which asks the system for large pages: with torch.empty, getting the memory takes longer than all else here.
-    tensors = {name: torch.from_numpy(np.empty(shape, dtype)) for name, dtype in _NUMPY_DTYPES.items()}
+    # By numpy, which asks the system for large pages: with torch.empty, getting the memory takes
+    # longer than all else here.
+    tensors = {
+        name: torch.from_numpy(np.empty(shape, dtype)) for name, dtype in _NUMPY_DTYPES.items()
+    }
     to = {name: tensor.numpy().reshape(-1) for name, tensor in tensors.items()}
     if flat.experts is not None:
         tensors["experts"] = torch.from_numpy(np.empty((*shape, *flat.experts.shape[1:]), np.int16))
         to["experts"] = tensors["experts"].numpy().reshape(-1, *flat.experts.shape[1:])
     padding = {name: padding_value(name, pad_id) for name in to}
     counting = np.arange(shape[1])
-    first, end, num_trained = flat.first.tolist(), flat.end.tolist(), flat.num_trained.tolist()
-    numbers, weight_of = kept.tolist(), weights.tolist()
+    first = flat.first.tolist()
+    end = flat.end.tolist()
+    num_trained = flat.num_trained.tolist()
+    numbers = kept.tolist()
+    weight_of = weights.tolist()
     stop = 0
-    for _, length, source, position, group, parent, sample in zip(*(values.tolist() for values in vars(segments).values())):
-        begin, stop = stop, stop + length
+    for _, length, source, position, group, parent, sample in zip(
+        *(values.tolist() for values in vars(segments).values())
+    ):
+        begin = stop
+        stop = stop + length
         if group < 0:
             for name, values in to.items():
                 values[begin:stop] = padding[name]
@@ -124,7 +166,8 @@ def fill(
         to["input_pos"][begin:stop] = counting[position : position + length]
         to["sample_ids"][begin:stop] = sample
         number = numbers[sample] if sample >= 0 else -1
-        # Positions at the beginning that predict no trained token: all of a shared node, the given part of a sample alone.
+        # Positions at the beginning that predict no trained token: all of a shared node, the given
+        # part of a sample alone.
         silent = min(max(first[number] - position - 1, 0), length) if sample >= 0 else length
         if silent:
             for name in _OF_LABELS:
@@ -137,9 +180,13 @@ def fill(
             "labels": flat.tokens[after],
             "assistant_mask": True,
             "logprobs": flat.logprobs[after],
-            "advantages": flat.advantages[number] if flat.token_advantages is None else flat.token_advantages[after],
+            "advantages": flat.advantages[number]
+            if flat.token_advantages is None
+            else flat.token_advantages[after],
             "weights": weight_of[sample],
-            "weights_version": flat.version[number] if flat.versions is None else flat.versions[after],
+            "weights_version": flat.version[number]
+            if flat.versions is None
+            else flat.versions[after],
         }
         if num_trained[number] == end[number] - first[number]:
             for name, found in labels.items():

@@ -1,23 +1,38 @@
-"""Rows for groups of items that share a setup: the emptiest of some first rows are dispersed over the others."""
+"""Rows for groups of items that share a setup: the emptiest of some first rows are dispersed over
+the others.
+"""
 
 import random
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from ttrl.data.packing.row_building import Item, Part, Row, best_fit_items, join, join_at_random, row_cost, split
+from ttrl.data.packing.row_building import (
+    Item,
+    Part,
+    Row,
+    best_fit_items,
+    join,
+    join_at_random,
+    row_cost,
+    split,
+)
 
 _SOURCES = 8
 """Rows that are tried in vain for dispersal before it ends."""
 _PIECES = 64
 """A part is never dispersed into more pieces than this."""
 _LARGE_GROUP = 2000
-"""Items; with larger groups `best_fit_items`, which looks through all rows of a group, would take too long."""
+"""Items; with larger groups `best_fit_items`, which looks through all rows of a group, would take
+too long.
+"""
 _FEW_ROWS = 100
 """With fewer rows, where one is more than 1%, random rows are tried too."""
 _TRIALS = 6000
 """Parts that all random trials together may place, and 64 trials at most."""
 _MANY_PARTS = 20_000
-"""With more parts than this, cutting them early has nothing to add, and costs as much time as the rest."""
+"""With more parts than this, cutting them early has nothing to add, and costs as much time as the
+rest.
+"""
 
 
 class _Dispersal:
@@ -41,19 +56,26 @@ class _Dispersal:
         insort(self.gaps, (free, row))
 
     def _place(self, part: Part, log: list[tuple[int, bool]]) -> bool:
-        """Put the part into other rows, in pieces where it must; the log gets each row, and whether it held the group before."""
+        """Put the part into other rows, in pieces where it must; the log gets each row, and whether
+        it held the group before.
+        """
         for _ in range(_PIECES):
             smallest = part.items[0].size
             bare = part.cost - part.setup
-            homes = [row for row in self.homes[part.key] if self.free[row] >= smallest]  # here the setup is paid already
-            fitting = min(((self.free[row], row) for row in homes if self.free[row] >= bare), default=None)
+            # Here the setup is paid already.
+            homes = [row for row in self.homes[part.key] if self.free[row] >= smallest]
+            fitting = min(
+                ((self.free[row], row) for row in homes if self.free[row] >= bare), default=None
+            )
             if fitting is None:
                 at = bisect_left(self.gaps, (part.cost, -1))
                 fitting = self.gaps[at] if at < len(self.gaps) else None
             if fitting is not None:
                 self._add(fitting[1], part, log)
                 return True
-            emptiest = [(free - part.setup, row) for free, row in self.gaps[-1:] if row not in homes]
+            emptiest = [
+                (free - part.setup, row) for free, row in self.gaps[-1:] if row not in homes
+            ]
             room, row = max([(self.free[row], row) for row in homes] + emptiest, default=(0, -1))
             if room < smallest:
                 return False
@@ -109,10 +131,16 @@ def disperse(rows: Sequence[Row], capacity: int, sources: int = _SOURCES) -> lis
 
 
 def pack(groups: Sequence[tuple[int, Sequence[Item]]], capacity: int, seed: int = 0) -> list[Row]:
-    """Build rows for groups (setup, items), each item of which fits into a row with its setup; a part's key is its group's index.
-    The best of a few ways: whole parts, parts cut wherever a row would not be full, single items; for few rows, random ones too,
-    which depend on nothing but `seed`."""
-    parts = [part for key, (setup, items) in enumerate(groups) for part in split(key, setup, items, capacity)]
+    """Build rows for groups (setup, items), each item of which fits into a row with its setup; a
+    part's key is its group's index. The best of a few ways: whole parts, parts cut wherever a row
+    would not be full, single items; for few rows, random ones too, which depend on nothing but
+    `seed`.
+    """
+    parts = [
+        part
+        for key, (setup, items) in enumerate(groups)
+        for part in split(key, setup, items, capacity)
+    ]
     if not parts:
         return []
     enough = -(-sum(part.cost for part in parts) // capacity)
@@ -133,4 +161,7 @@ def _merge(row: Row) -> Row:
     groups: dict[int, list[Part]] = {}
     for part in row:
         groups.setdefault(part.key, []).append(part)
-    return [Part(key, parts[0].setup, sorted(item for part in parts for item in part.items)) for key, parts in groups.items()]
+    return [
+        Part(key, parts[0].setup, sorted(item for part in parts for item in part.items))
+        for key, parts in groups.items()
+    ]

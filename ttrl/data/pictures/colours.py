@@ -1,15 +1,18 @@
-"""Colours for pictures of packed rows: a hue per tree, lightness by depth, and a diverging scale for advantages.
+"""Colours for pictures of packed rows: a hue per tree, lightness by depth, and a diverging scale
+for advantages.
 
-Given in OKLCH, where equal steps of lightness look equal in every hue. The order of the hues was searched so that neighbouring
-trees differ for people with every kind of colour blindness (tests/data/pictures/test_colours.py computes how they see them).
-Pictures draw borders too, so that nothing rests on colour alone.
+Given in OKLCH, where equal steps of lightness look equal in every hue. The order of the hues was
+searched so that neighbouring trees differ for people with every kind of colour blindness
+(tests/data/pictures/test_colours.py computes how they see them). Pictures draw borders too, so that
+nothing rests on colour alone.
 """
 
 import math
 
 HUES = (255.0, 90.0, 165.0, 315.0, 30.0)
 """Degrees, in the order of the trees of a row, and again from the start."""
-# From roots to the deepest: lightness, chroma. All under text: dark on the light theme's, light on the dark theme's.
+# From roots to the deepest: lightness, chroma. All under text: dark on the light theme's, light on
+# the dark theme's.
 _THEMES = {"light": ((0.66, 0.125), (0.89, 0.06)), "dark": ((0.53, 0.12), (0.37, 0.065))}
 
 UP = {"light": "#1f5fb4", "dark": "#74aefc"}
@@ -21,10 +24,16 @@ FLAT = {"light": "#c9ccd1", "dark": "#565c64"}
 
 
 def group_colour(tree: int, depth: int, depths: int, theme: str = "light") -> str:
-    """Return #rrggbb for a group. depths: of the whole picture (1: roots alone), spread over the range of lightness."""
+    """Return #rrggbb for a group. depths: of the whole picture (1: roots alone), spread over the
+    range of lightness.
+    """
     (first, first_chroma), (last, last_chroma) = _THEMES[theme]
     share = min(depth / (max(depths, 2) - 1), 1.0)
-    return oklch(first + (last - first) * share, first_chroma + (last_chroma - first_chroma) * share, HUES[tree % len(HUES)])
+    return oklch(
+        first + (last - first) * share,
+        first_chroma + (last_chroma - first_chroma) * share,
+        HUES[tree % len(HUES)],
+    )
 
 
 def advantage_colour(value: float, largest: float, theme: str = "light") -> str:
@@ -40,9 +49,12 @@ def mix(one: str, other: str, share: float) -> str:
 
 
 def oklch(lightness: float, chroma: float, hue: float) -> str:
-    """Return #rrggbb of an OKLCH colour (Ottosson's OKLab), with chroma lowered until it can be shown."""
+    """Return #rrggbb of an OKLCH colour (Ottosson's OKLab), with chroma lowered until it can be
+    shown.
+    """
     while True:
-        a, b = chroma * math.cos(math.radians(hue)), chroma * math.sin(math.radians(hue))
+        a = chroma * math.cos(math.radians(hue))
+        b = chroma * math.sin(math.radians(hue))
         long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
         medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
         short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
@@ -54,5 +66,8 @@ def oklch(lightness: float, chroma: float, hue: float) -> str:
         if chroma <= 0 or all(-1e-4 <= channel <= 1.0001 for channel in linear):
             break
         chroma -= 0.005
-    encoded = (12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055 for c in (min(max(c, 0.0), 1.0) for c in linear))
+    encoded = (
+        12.92 * c if c <= 0.0031308 else 1.055 * c ** (1 / 2.4) - 0.055
+        for c in (min(max(c, 0.0), 1.0) for c in linear)
+    )
     return "#" + "".join(f"{round(255 * channel):02x}" for channel in encoded)

@@ -1,9 +1,12 @@
-"""Show packed rows as HTML: as a page to look through (`ttrl view`), and one row as a piece of a report.
+"""Show packed rows as HTML: as a page to look through (`ttrl view`), and one row as a piece of a
+report.
 
-The page needs nothing else: its one script is part of it, named by its hash in the content security policy, which forbids
-everything else, and draws from compact arrays (`row_data`), a few bytes per position: canvases for whole rows, and elements for a
-few hundred tokens at a time, so that rows of 100,000 positions stay usable. What models wrote reaches the page only as JSON with
-every `<` escaped, and from there only as text; in a report's row the template escapes it. No token can become markup.
+The page needs nothing else: its one script is part of it, named by its hash in the content security
+policy, which forbids everything else, and draws from compact arrays (`row_data`), a few bytes per
+position: canvases for whole rows, and elements for a few hundred tokens at a time, so that rows of
+100,000 positions stay usable. What models wrote reaches the page only as JSON with every `<`
+escaped, and from there only as text; in a report's row the template escapes it. No token can become
+markup.
 """
 
 import base64
@@ -42,23 +45,37 @@ _LOGPROB_UNIT = 1e-4  # nats, to which log-probabilities are rounded on the page
 
 _HERE = Path(__file__).parent
 _TEMPLATES = Environment(
-    loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    loader=FileSystemLoader(_HERE),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
 )
 
 
 def packed_rows_html(
-    packed: PackedTensors, rows: Sequence[int], token_text: TokenText | None = None, title: str = "Packed rows"
+    packed: PackedTensors,
+    rows: Sequence[int],
+    token_text: TokenText | None = None,
+    title: str = "Packed rows",
 ) -> str:
-    """Return the page of these rows, in this order; ids are shown where `token_text` is None. Raises PackError for rows that are
-    not there, and for so many that the page would be larger than MAX_BYTES."""
+    """Return the page of these rows, in this order; ids are shown where `token_text` is None.
+    Raises PackError for rows that are not there, and for so many that the page would be larger than
+    MAX_BYTES.
+    """
     chosen = check_rows(packed, rows)
     tokens = int((packed.group_ids[chosen] >= 0).sum())
-    changes = sum(int((values[chosen, 1:] != values[chosen, :-1]).sum()) for values in (packed.advantages, packed.weights))
+    changes = sum(
+        int((values[chosen, 1:] != values[chosen, :-1]).sum())
+        for values in (packed.advantages, packed.weights)
+    )
     size = tokens * _BYTES_PER_POSITION + changes * _BYTES_PER_CHANGE
     if size > MAX_BYTES:
         raise PackError(
-            f"{len(chosen)} rows with {tokens:,} tokens would make a page of up to {size / 1e6:.0f} MB, and browsers get slow "
-            f"above {MAX_BYTES / 1e6:.0f} MB; choose about {max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
+            f"{len(chosen)} rows with {tokens:,} tokens would make a page of up to "
+            f"{size / 1e6:.0f} MB, and browsers get slow "
+            f"above {MAX_BYTES / 1e6:.0f} MB; choose about "
+            f"{max(1, len(chosen) * MAX_BYTES // size)} rows at a time"
         )
     segments = {row: segments_of(packed, row) for row in chosen}
     data = page_data(packed, segments, token_text)
@@ -76,11 +93,14 @@ def packed_rows_html(
     )
 
 
-def packed_row_html(packed: PackedTensors, row: int, token_text: TokenText | None = None, max_positions: int = 2048) -> str:
-    """Return one row as a `<div>` without a script, for other pages: every token, with what the trainer knows of it on hover.
+def packed_row_html(
+    packed: PackedTensors, row: int, token_text: TokenText | None = None, max_positions: int = 2048
+) -> str:
+    """Return one row as a `<div>` without a script, for other pages: every token, with what the
+    trainer knows of it on hover.
 
-    Ids are shown where `token_text` is None. Only the first `max_positions` positions are drawn, at about 0.3 kB each; a line
-    says how many are left. Padding is counted in the title.
+    Ids are shown where `token_text` is None. Only the first `max_positions` positions are drawn, at
+    about 0.3 kB each; a line says how many are left. Padding is counted in the title.
 
     Raises PackError for a row that is not there.
     """
@@ -99,31 +119,49 @@ def packed_row_html(packed: PackedTensors, row: int, token_text: TokenText | Non
                     "colour": colours.group_colour(segment.tree, segment.depth, depths),
                     "indent": 14 * min(segment.depth, 12),
                     "head": f"{_parentage(segment)}: {facts.owner(segment)}",
-                    "tokens": [facts.cell(segment, position) for position in range(segment.begin, stop)],
+                    "tokens": [
+                        facts.cell(segment, position) for position in range(segment.begin, stop)
+                    ],
                     "last": facts.last(segment) if trained else None,
                 }
             )
     words = ", ".join(figures_of(packed, row, segments).words()).replace(" of the tokens", "")
     return _TEMPLATES.get_template("row.html").render(
-        title=f"Row {row}: {words}", blocks=blocks, left=max(0, used - max_positions), ids=token_text is None
+        title=f"Row {row}: {words}",
+        blocks=blocks,
+        left=max(0, used - max_positions),
+        ids=token_text is None,
     )
 
 
 def _parentage(segment: Segment) -> str:
-    return f"group {segment.group}, " + ("a root" if segment.parent == segment.group else f"continues group {segment.parent}")
+    return f"group {segment.group}, " + (
+        "a root" if segment.parent == segment.group else f"continues group {segment.parent}"
+    )
 
 
 class _RowFacts:
     """What is said of each position of a row."""
 
     def __init__(self, packed: PackedTensors, row: int, token_text: TokenText | None) -> None:
-        columns = (packed.tokens, packed.labels, packed.input_pos, packed.advantages, packed.logprobs)
-        self.tokens, self.labels, self.positions, self.advantages, self.logprobs = (column[row].tolist() for column in columns)
-        self._samples, self._token_text = packed.samples, token_text
+        columns = (
+            packed.tokens,
+            packed.labels,
+            packed.input_pos,
+            packed.advantages,
+            packed.logprobs,
+        )
+        self.tokens, self.labels, self.positions, self.advantages, self.logprobs = (
+            column[row].tolist() for column in columns
+        )
+        self._samples = packed.samples
+        self._token_text = token_text
         self._largest = max(map(abs, self.advantages), default=0.0) or 1.0
 
     def text(self, token: int) -> str:
-        """Return a token for people: its id where its text is unknown, else the text with everything made visible."""
+        """Return a token for people: its id where its text is unknown, else the text with
+        everything made visible.
+        """
         return str(token) if self._token_text is None else visible(self._token_text(token)) or "∅"
 
     def owner(self, segment: Segment) -> str:
@@ -133,12 +171,24 @@ class _RowFacts:
         return f"task {visible(sample.task_id)}, sample {sample.sample}"
 
     def cell(self, segment: Segment, position: int) -> dict[str, str]:
-        """Return a token's text, what it says on hover, and the colour of the advantage that belongs to its label."""
-        token, label, advantage = self.tokens[position], self.labels[position], self.advantages[position]
-        lines = [f"token {self.text(token)!r}, id {token}", _parentage(segment), f"position {self.positions[position]}"]
+        """Return a token's text, what it says on hover, and the colour of the advantage that
+        belongs to its label.
+        """
+        token = self.tokens[position]
+        label = self.labels[position]
+        advantage = self.advantages[position]
+        lines = [
+            f"token {self.text(token)!r}, id {token}",
+            _parentage(segment),
+            f"position {self.positions[position]}",
+        ]
         lines.append(self.owner(segment))
         if label == IGNORE_LABEL:
-            return {"text": self.text(token), "hover": "\n".join([*lines, "nothing is trained here"]), "bar": "transparent"}
+            return {
+                "text": self.text(token),
+                "hover": "\n".join([*lines, "nothing is trained here"]),
+                "bar": "transparent",
+            }
         lines.append(f"predicts {self.text(label)!r}, id {label}")
         lines.append(f"advantage {advantage:+.3f}, logprob {self.logprobs[position]:.3f}")
         bar = colours.advantage_colour(advantage, self._largest)
@@ -147,21 +197,31 @@ class _RowFacts:
     def last(self, segment: Segment) -> dict[str, str]:
         """Return the same for a sample's last token, which is only a label."""
         text = self.text(segment.label)
-        return {"text": text, "hover": f"token {text!r}, id {segment.label}\nthe sample's last: predicted, never read"}
+        return {
+            "text": text,
+            "hover": (
+                f"token {text!r}, id {segment.label}\nthe sample's last: predicted, never read"
+            ),
+        }
 
 
 def script_json(value: Any) -> str:
-    """Return JSON that is safe inside a <script> element: ASCII, and nothing that an HTML parser reacts to."""
+    """Return JSON that is safe inside a <script> element: ASCII, and nothing that an HTML parser
+    reacts to.
+    """
     text = json.dumps(value, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def page_data(packed: PackedTensors, segments: dict[int, list[Segment]], token_text: TokenText | None) -> dict[str, Any]:
+def page_data(
+    packed: PackedTensors, segments: dict[int, list[Segment]], token_text: TokenText | None
+) -> dict[str, Any]:
     """Return what the page's script draws from, as JSON values.
 
     rows         one per row, see `row_data`
     samples      by number in the sample table: task, sample, reward, advantage, finish reason
-    ids, texts   the vocabulary: token ids, and their texts (null where unknown); `tokens` and labels are numbers in it
+    ids, texts   the vocabulary: token ids, and their texts (null where unknown); `tokens` and
+                 labels are numbers in it
     positions    seq_len
     largest      of |advantage| over the rows, the end of the scale; 1 where all are 0
     colours      by theme, tree and depth; ups, downs and flats by theme for advantages
@@ -169,7 +229,9 @@ def page_data(packed: PackedTensors, segments: dict[int, list[Segment]], token_t
     chosen = list(segments)
     owned = [segment for row in chosen for segment in segments[row] if segment.sample >= 0]
     labels = [segment.label for segment in owned if segment.label != IGNORE_LABEL]
-    ids = np.unique(np.concatenate([packed.tokens[chosen].numpy().ravel(), np.array(labels, dtype=np.int64)]))
+    ids = np.unique(
+        np.concatenate([packed.tokens[chosen].numpy().ravel(), np.array(labels, dtype=np.int64)])
+    )
     depths = max((segment.depth + 1 for row in chosen for segment in segments[row]), default=1)
     trees = range(len(colours.HUES))
     levels = range(depths)
@@ -187,12 +249,17 @@ def page_data(packed: PackedTensors, segments: dict[int, list[Segment]], token_t
         "rows": [row_data(packed, row, segments[row], ids) for row in chosen],
         "samples": samples,
         "ids": ids.tolist(),
-        "texts": None if token_text is None else [visible(token_text(number)) for number in ids.tolist()],
+        "texts": None
+        if token_text is None
+        else [visible(token_text(number)) for number in ids.tolist()],
         "positions": packed.seq_len,
         "largest": float(packed.advantages[chosen].abs().max()) or 1.0,
         "logprobUnit": _LOGPROB_UNIT,
         "colours": {
-            theme: [[colours.group_colour(tree, level, depths, theme) for level in levels] for tree in trees]
+            theme: [
+                [colours.group_colour(tree, level, depths, theme) for level in levels]
+                for tree in trees
+            ]
             for theme in ("light", "dark")
         },
         "up": colours.UP,
@@ -201,14 +268,19 @@ def page_data(packed: PackedTensors, segments: dict[int, list[Segment]], token_t
     }
 
 
-def row_data(packed: PackedTensors, row: int, segments: Sequence[Segment], ids: np.ndarray) -> dict[str, Any]:
+def row_data(
+    packed: PackedTensors, row: int, segments: Sequence[Segment], ids: np.ndarray
+) -> dict[str, Any]:
     """Return a row as compact lists; `ids` is the sorted vocabulary of the page.
 
-    segments     [parent, depth, tree, begin, stop, end, sample, position, label], in the order of their groups; label -1 for none
+    segments     [parent, depth, tree, begin, stop, end, sample, position, label], in the order of
+                 their groups; label -1 for none
     tokens       one per position that is not padding
     trained      [begin, stop, begin, stop, …]: runs of positions that have a label
-    advantages, weights, versions     of those positions in order, as [value, count, value, count, …]
-    logprobs, reference     of those positions in order, in units of 1e-4 nats, null where unknown; reference is null without one
+    advantages, weights, versions     of those positions in order, as [value, count, value, count,
+                                      …]
+    logprobs, reference     of those positions in order, in units of 1e-4 nats, null where unknown;
+                            reference is null without one
     """
     used = segments[-1].stop if segments else 0
     trained = (packed.labels[row, :used] != IGNORE_LABEL).numpy()
@@ -220,21 +292,40 @@ def row_data(packed: PackedTensors, row: int, segments: Sequence[Segment], ids: 
 
     return {
         "row": row,
-        "segments": [[s.parent, s.depth, s.tree, s.begin, s.stop, s.end, s.sample, s.position, place(s.label)] for s in segments],
+        "segments": [
+            [
+                s.parent,
+                s.depth,
+                s.tree,
+                s.begin,
+                s.stop,
+                s.end,
+                s.sample,
+                s.position,
+                place(s.label),
+            ]
+            for s in segments
+        ],
         "tokens": np.searchsorted(ids, packed.tokens[row, :used].numpy()).tolist(),
         "trained": edges.tolist(),
         "advantages": _runs(packed.advantages[row, :used].numpy()[trained]),
         "weights": _runs(packed.weights[row, :used].numpy()[trained]),
         "versions": _runs(packed.weights_version[row, :used].numpy()[trained]),
         "logprobs": _rounded(packed.logprobs[row, :used].numpy()[trained]),
-        "reference": None if reference is None else _rounded(reference[row, :used].numpy()[trained]),
+        "reference": None
+        if reference is None
+        else _rounded(reference[row, :used].numpy()[trained]),
     }
 
 
 def _runs(values: np.ndarray) -> list[float | int]:
     """Return [1, 1, 2] as [1, 2, 2, 1], floats with the six digits that people may want to read."""
     pairs = ((value, sum(1 for _ in run)) for value, run in groupby(values.tolist()))
-    return [one for value, count in pairs for one in (float(f"{value:.6g}") if isinstance(value, float) else value, count)]
+    return [
+        one
+        for value, count in pairs
+        for one in (float(f"{value:.6g}") if isinstance(value, float) else value, count)
+    ]
 
 
 def _rounded(logprobs: np.ndarray) -> list[int | None]:
@@ -242,7 +333,20 @@ def _rounded(logprobs: np.ndarray) -> list[int | None]:
 
 
 def _summary(packed: PackedTensors, chosen: Sequence[int], figures: RowFigures) -> str:
-    count = f"{packed.num_rows:,} {'row' if packed.num_rows == 1 else 'rows'} of {packed.seq_len:,} positions"
-    shown = "" if len(chosen) == packed.num_rows else f" Shown here: {'row' if len(chosen) == 1 else 'rows'} {spans(chosen)}."
-    dropped = ", ".join(f"{number:,} {reason.replace('_', ' ')}" for reason, number in packed.dropped.items() if number)
-    return f"{count}: {', '.join(figures.words()[1:])}.{shown}" + (f" Set aside or changed: {dropped}." if dropped else "")
+    count = (
+        f"{packed.num_rows:,} {'row' if packed.num_rows == 1 else 'rows'} of {packed.seq_len:,} "
+        "positions"
+    )
+    shown = (
+        ""
+        if len(chosen) == packed.num_rows
+        else f" Shown here: {'row' if len(chosen) == 1 else 'rows'} {spans(chosen)}."
+    )
+    dropped = ", ".join(
+        f"{number:,} {reason.replace('_', ' ')}"
+        for reason, number in packed.dropped.items()
+        if number
+    )
+    return f"{count}: {', '.join(figures.words()[1:])}.{shown}" + (
+        f" Set aside or changed: {dropped}." if dropped else ""
+    )

@@ -1,4 +1,6 @@
-"""Draw packed tensors with matplotlib, which is loaded when it is called and not needed otherwise."""
+"""Draw packed tensors with matplotlib, which is loaded when it is called and not needed
+otherwise.
+"""
 
 import os
 from collections.abc import Sequence
@@ -9,17 +11,33 @@ import numpy as np
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.data.packing.packed_format import IGNORE_LABEL
 from ttrl.data.pictures.colours import advantage_colour, group_colour, mix
-from ttrl.data.pictures.segments import Segment, TokenText, check_rows, figures_of, figures_of_pack, segments_of, visible
+from ttrl.data.pictures.segments import (
+    Segment,
+    TokenText,
+    check_rows,
+    figures_of,
+    figures_of_pack,
+    segments_of,
+    visible,
+)
 from ttrl.text import percent
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_PADDING, _TRAINED, _UNTRAINED, _INK = "#d9dadc", "#1c1e21", "#e9e9e5", "#5d636a"
-_MAX_ROWS, _MAX_TEXT = 12, 96  # rows of a picture when none are named; columns up to which tokens are written into it
-# Lanes of a row, in units of about 0.13 inches, from the bottom: position, advantage, trained, tree (one unit or so per depth).
-_POSITION, _ADVANTAGE, _MASK = (0.0, 1.2), (1.5, 4.1), (4.4, 5.2)
+_PADDING = "#d9dadc"
+_TRAINED = "#1c1e21"
+_UNTRAINED = "#e9e9e5"
+_INK = "#5d636a"
+# Rows of a picture when none are named; columns up to which tokens are written into it.
+_MAX_ROWS = 12
+_MAX_TEXT = 96
+# Lanes of a row, in units of about 0.13 inches, from the bottom: position, advantage, trained, tree
+# (one unit or so per depth).
+_POSITION = (0.0, 1.2)
+_ADVANTAGE = (1.5, 4.1)
+_MASK = (4.4, 5.2)
 _TREE = 5.5
 _UNIT = 0.13  # inches
 
@@ -32,13 +50,15 @@ def plot_packed_tensors(
     *,
     title: str = "",
 ) -> "Figure":
-    """Draw a figure with four lanes per row, to scale along the positions: trees of groups, trained positions, advantages, and
-    the position of each token in its sample. It is saved to `path` if given (as PNG where its name does not say otherwise).
+    """Draw a figure with four lanes per row, to scale along the positions: trees of groups, trained
+    positions, advantages, and the position of each token in its sample. It is saved to `path` if
+    given (as PNG where its name does not say otherwise).
 
-    A hue is a tree; its root is dark, and what lies deeper stands lower and is lighter. A faint bar behind a group spans all that
-    continues it. Advantages are blue above and red-brown below a common zero, on one scale for all rows. Without `rows`, the
-    first 12 are drawn. With a `tokenizer` (or a function from a token id to its text), and rows of at most 96 positions, tokens
-    are written into their places.
+    A hue is a tree; its root is dark, and what lies deeper stands lower and is lighter. A faint bar
+    behind a group spans all that continues it. Advantages are blue above and red-brown below a
+    common zero, on one scale for all rows. Without `rows`, the first 12 are drawn. With a
+    `tokenizer` (or a function from a token id to its text), and rows of at most 96 positions,
+    tokens are written into their places.
 
     Raises PackError for rows that are not there, and ImportError where matplotlib is not installed.
     """
@@ -62,17 +82,36 @@ def plot_packed_tensors(
         if token_text:
             _write_tokens(axis, packed, row, one, level, top, token_text)
         axis.set(ylim=(0, top), xlim=(0, packed.seq_len))
-        lanes = {"position": _POSITION, "advantage": _ADVANTAGE, "trained": _MASK, "tree": (_TREE, top)}
-        axis.set_yticks([(low + high) / 2 for low, high in lanes.values()], list(lanes), fontsize=7, color=_INK)
+        lanes = {
+            "position": _POSITION,
+            "advantage": _ADVANTAGE,
+            "trained": _MASK,
+            "tree": (_TREE, top),
+        }
+        axis.set_yticks(
+            [(low + high) / 2 for low, high in lanes.values()], list(lanes), fontsize=7, color=_INK
+        )
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-        axis.set_title(f"row {row}: {', '.join(figures_of(packed, row, one).words()[1:])}", fontsize=8, loc="left", pad=3)
+        axis.set_title(
+            f"row {row}: {', '.join(figures_of(packed, row, one).words()[1:])}",
+            fontsize=8,
+            loc="left",
+            pad=3,
+        )
     axes[-1].set_xlabel("position in the row", fontsize=8)
     axes[-1].tick_params(axis="x", length=3, labelsize=8)
-    scale = LinearSegmentedColormap.from_list("", [advantage_colour(v, 1, "light") for v in (-1, 0, 1)])
+    scale = LinearSegmentedColormap.from_list(
+        "", [advantage_colour(v, 1, "light") for v in (-1, 0, 1)]
+    )
     mappable = ScalarMappable(Normalize(-largest, largest), scale)
     figure.colorbar(
-        mappable, ax=list(axes), label="advantage of the next token", pad=0.01, fraction=0.015, aspect=min(30, 8 * height)
+        mappable,
+        ax=list(axes),
+        label="advantage of the next token",
+        pad=0.01,
+        fraction=0.015,
+        aspect=min(30, 8 * height),
     )
     _legend(figure, depths)
     whole = figures_of_pack(packed)
@@ -81,7 +120,8 @@ def plot_packed_tensors(
     figure.suptitle(
         (f"{visible(title)} · " if title else "").replace("$", r"\$")
         + f"{packed.num_rows} {rows_word} of {packed.seq_len:,} positions{shown}, "
-        f"{percent(whole.tokens / whole.positions)} filled: {whole.samples:,} samples, {whole.trained:,} trained tokens, "
+        f"{percent(whole.tokens / whole.positions)} filled: {whole.samples:,} samples, "
+        f"{whole.trained:,} trained tokens, "
         f"{whole.saved:,} saved by sharing",
         fontsize=11,
     )
@@ -93,32 +133,61 @@ def plot_packed_tensors(
 
 def _token_text(tokenizer: Any) -> TokenText | None:
     if tokenizer is None or callable(getattr(tokenizer, "decode", None)):
-        return None if tokenizer is None else lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+        return (
+            None
+            if tokenizer is None
+            else lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+        )
     return lambda token: str(tokenizer(token))
 
 
 def _draw_row(
-    axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], depths: int, largest: float, level: float
+    axis: "Axes",
+    packed: PackedTensors,
+    row: int,
+    segments: Sequence[Segment],
+    depths: int,
+    largest: float,
+    level: float,
 ) -> None:
     """Draw all lanes of a row. Position t spans t to t + 1."""
     from matplotlib.collections import PolyCollection
 
     used = segments[-1].stop if segments else 0
     top = _TREE + level * depths
-    longest = max((segment.position + segment.stop - segment.begin for segment in segments), default=1)
+    longest = max(
+        (segment.position + segment.stop - segment.begin for segment in segments), default=1
+    )
     for segment in segments:
         colour = group_colour(segment.tree, segment.depth, depths)
         bottom = top - (segment.depth + 1) * level
-        box: dict[str, Any] = {"linewidth": 0.6 if len(segments) < 200 else 0.15, "edgecolor": "white"}
-        axis.broken_barh([(segment.begin, segment.stop - segment.begin)], (bottom, level), facecolor=colour, **box)
+        box: dict[str, Any] = {
+            "linewidth": 0.6 if len(segments) < 200 else 0.15,
+            "edgecolor": "white",
+        }
+        axis.broken_barh(
+            [(segment.begin, segment.stop - segment.begin)],
+            (bottom, level),
+            facecolor=colour,
+            **box,
+        )
         if segment.end > segment.stop:
             below = mix("#ffffff", colour, 0.18)
-            axis.broken_barh([(segment.stop, segment.end - segment.stop)], (bottom, level), facecolor=below, **box)
-        low, high = segment.position, segment.position + segment.stop - segment.begin
+            axis.broken_barh(
+                [(segment.stop, segment.end - segment.stop)],
+                (bottom, level),
+                facecolor=below,
+                **box,
+            )
+        low = segment.position
+        high = segment.position + segment.stop - segment.begin
         heights = [(_POSITION[1] - _POSITION[0]) * value / longest for value in (low, high)]
         axis.fill_between([segment.begin, segment.stop], heights, color="#a6aab0", linewidth=0)
-    axis.broken_barh([(0, used)], (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_UNTRAINED, linewidth=0)
-    zero, half = sum(_ADVANTAGE) / 2, (_ADVANTAGE[1] - _ADVANTAGE[0]) / 2
+    axis.broken_barh(
+        [(0, used)], (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_UNTRAINED, linewidth=0
+    )
+    zero = sum(_ADVANTAGE) / 2
+    half = (_ADVANTAGE[1] - _ADVANTAGE[0]) / 2
     axis.plot([0, used], [zero, zero], color="#c9ccd1", linewidth=0.6)
     trained = (packed.labels[row] != IGNORE_LABEL).numpy()
     values = np.where(trained, packed.advantages[row].numpy(), np.nan)
@@ -127,12 +196,19 @@ def _draw_row(
     axis.broken_barh(masked, (_MASK[0], _MASK[1] - _MASK[0]), facecolor=_TRAINED, linewidth=0)
     bars, colours = [], []  # one collection for all: advantages may differ from token to token
     for begin, stop, value in _runs(values):
-        lower, upper = sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
+        lower, upper = (
+            sorted((zero, zero + value / largest * half)) if value else (zero - 0.06, zero + 0.06)
+        )
         bars.append([(begin, lower), (begin, upper), (stop, upper), (stop, lower)])
         colours.append(advantage_colour(value, largest))
     axis.add_collection(PolyCollection(bars, facecolors=colours, linewidths=0))
     if used < packed.seq_len:
-        padding: dict[str, Any] = {"facecolor": "#f4f4f2", "hatch": "////", "edgecolor": _PADDING, "linewidth": 0}
+        padding: dict[str, Any] = {
+            "facecolor": "#f4f4f2",
+            "hatch": "////",
+            "edgecolor": _PADDING,
+            "linewidth": 0,
+        }
         axis.broken_barh([(used, packed.seq_len - used)], (_TREE, top - _TREE), **padding)
 
 
@@ -142,7 +218,11 @@ def _runs(values: np.ndarray) -> list[tuple[int, int, float]]:
     filled = np.where(known, values, 0.0)
     change = (filled[1:] != filled[:-1]) | (known[1:] != known[:-1])
     begins = [0, *(np.flatnonzero(change) + 1).tolist()]
-    return [(b, s, float(values[b])) for b, s in zip(begins, [*begins[1:], len(values)], strict=True) if known[b]]
+    return [
+        (b, s, float(values[b]))
+        for b, s in zip(begins, [*begins[1:], len(values)], strict=True)
+        if known[b]
+    ]
 
 
 def _legend(figure: "Figure", depths: int) -> None:
@@ -160,11 +240,26 @@ def _legend(figure: "Figure", depths: int) -> None:
 
 
 def _write_tokens(
-    axis: "Axes", packed: PackedTensors, row: int, segments: Sequence[Segment], level: float, top: float, token_text: TokenText
+    axis: "Axes",
+    packed: PackedTensors,
+    row: int,
+    segments: Sequence[Segment],
+    level: float,
+    top: float,
+    token_text: TokenText,
 ) -> None:
     for segment in segments:
         for column in range(segment.begin, segment.stop):
             text = visible(token_text(int(packed.tokens[row, column])))
             text = (text if len(text) <= 8 else text[:7] + "…").replace("$", r"\$")
             height = top - (segment.depth + 0.5) * level
-            axis.text(column + 0.5, height, text, ha="center", va="center", fontsize=6.5, rotation=90, clip_on=True)
+            axis.text(
+                column + 0.5,
+                height,
+                text,
+                ha="center",
+                va="center",
+                fontsize=6.5,
+                rotation=90,
+                clip_on=True,
+            )

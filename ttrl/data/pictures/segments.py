@@ -1,4 +1,6 @@
-"""Read a packed row as people see it, for all pictures: segments in the shape of trees, and what sharing saves."""
+"""Read a packed row as people see it, for all pictures: segments in the shape of trees, and what
+sharing saves.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,13 +31,17 @@ class Segment:
     begin: int
     stop: int
     end: int
-    """One past the last position of whatever continues it, at any depth: positions stop <= t < end see all of it."""
+    """One past the last position of whatever continues it, at any depth: positions stop <= t < end
+    see all of it.
+    """
     sample: int
     """Row of the sample table, -1 where several samples share it."""
     position: int
     """input_pos of its first token."""
     label: int
-    """The label of its last position, -100 where nothing is trained there: the only label that is not the next token."""
+    """The label of its last position, -100 where nothing is trained there: the only label that is
+    not the next token.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,30 +73,39 @@ class RowFigures:
             f"{self.padding:,} padding ({percent(self.padding / self.positions)})",
             f"{self.samples:,} {'sample' if self.samples == 1 else 'samples'} in {self.trees:,} "
             f"{'tree' if self.trees == 1 else 'trees'}",
-            f"{self.saved:,} shared tokens saved ({percent(self.saved / (self.tokens + self.saved))})",
+            f"{self.saved:,} shared tokens saved "
+            f"({percent(self.saved / (self.tokens + self.saved))})",
         ]
 
 
 def check_rows(packed: PackedTensors, rows: Sequence[int]) -> list[int]:
-    """Return the row numbers as ints. Raises PackError when there are none, or for those that are not there."""
+    """Return the row numbers as ints. Raises PackError when there are none, or for those that are
+    not there.
+    """
     chosen = [int(row) for row in rows]
     if not chosen or not all(0 <= row < packed.num_rows for row in chosen):
         count = f"{packed.num_rows} {'row' if packed.num_rows == 1 else 'rows'}"
         wrong = [row for row in chosen if not 0 <= row < packed.num_rows]
         named = ", ".join(map(str, wrong[:5])) + (" …" if len(wrong) > 5 else "")
-        raise PackError(f"{f'row {named}' if wrong else 'no row'} of {count}; give rows from 0 to {packed.num_rows - 1}")
+        raise PackError(
+            f"{f'row {named}' if wrong else 'no row'} of {count}; give rows from 0 to "
+            f"{packed.num_rows - 1}"
+        )
     return chosen
 
 
 def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
-    """Return the groups of a row from left to right, padding left out. `packed` must hold to the format
-    (`PackedTensors.check`)."""
+    """Return the groups of a row from left to right, padding left out. `packed` must hold to the
+    format (`PackedTensors.check`)."""
     groups = packed.group_ids[row].numpy()
     used = int((groups >= 0).sum())  # padding comes last
-    begins = np.flatnonzero(np.diff(groups[:used], prepend=-1)) if used else np.zeros(0, dtype=np.int64)
+    begins = (
+        np.flatnonzero(np.diff(groups[:used], prepend=-1)) if used else np.zeros(0, dtype=np.int64)
+    )
     stops = [*begins[1:].tolist(), used]
     parents, samples, positions = (
-        tensor[row].numpy()[begins].tolist() for tensor in (packed.parent_ids, packed.sample_ids, packed.input_pos)
+        tensor[row].numpy()[begins].tolist()
+        for tensor in (packed.parent_ids, packed.sample_ids, packed.input_pos)
     )
     labels = packed.labels[row].numpy()[np.array(stops[: len(begins)], dtype=np.int64) - 1].tolist()
     depths: list[int] = []
@@ -101,7 +116,18 @@ def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
     ends = stops[: len(parents)]
     for group in range(len(parents) - 1, -1, -1):  # children before their parents
         ends[parents[group]] = max(ends[parents[group]], ends[group])
-    columns = (range(len(parents)), parents, depths, trees, begins.tolist(), stops, ends, samples, positions, labels)
+    columns = (
+        range(len(parents)),
+        parents,
+        depths,
+        trees,
+        begins.tolist(),
+        stops,
+        ends,
+        samples,
+        positions,
+        labels,
+    )
     return [Segment(*values) for values in zip(*columns)]
 
 
@@ -120,9 +146,12 @@ def figures_of(packed: PackedTensors, row: int, segments: Sequence[Segment]) -> 
 
 
 def figures_of_pack(packed: PackedTensors) -> RowFigures:
-    first = (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
+    first = (
+        (packed.parent_ids == packed.group_ids) & (packed.group_ids >= 0) & (packed.input_pos == 0)
+    )
     owned = packed.sample_ids >= 0
-    alone = owned.clone()  # the last position of each sample's own group: what it takes alone is its position + 1
+    # The last position of each sample's own group: what it takes alone is its position + 1.
+    alone = owned.clone()
     alone[:, :-1] &= packed.group_ids[:, 1:] != packed.group_ids[:, :-1]
     return RowFigures(
         positions=packed.tokens.numel(),
@@ -135,8 +164,10 @@ def figures_of_pack(packed: PackedTensors) -> RowFigures:
 
 
 def visible(text: str) -> str:
-    """Return a token's text for people: control characters as their symbols (␀, newline ↵, tab ⇥), other invisible ones
-    (direction marks, joiners, lone surrogates, private characters, line separators) as numbers, ⟨200e⟩. Spaces stay."""
+    """Return a token's text for people: control characters as their symbols (␀, newline ↵, tab ⇥),
+    other invisible ones (direction marks, joiners, lone surrogates, private characters, line
+    separators) as numbers, ⟨200e⟩. Spaces stay.
+    """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else _symbol(c) for c in text)

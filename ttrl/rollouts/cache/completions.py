@@ -1,4 +1,5 @@
-"""The cache of completions: answers are stored under what was asked, in one or several object stores.
+"""The cache of completions: answers are stored under what was asked, in one or several object
+stores.
 
     cache = Cache.of(["./answers", "s3://bucket/answers"])
     key = sample_key(request_digest(identity, body), sample)
@@ -20,7 +21,14 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache.entries import MOST_BYTES, DamagedEntry, decode_entry, encode_entry, request_digest, sample_key
+from ttrl.rollouts.cache.entries import (
+    MOST_BYTES,
+    DamagedEntry,
+    decode_entry,
+    encode_entry,
+    request_digest,
+    sample_key,
+)
 from ttrl.rollouts.client.wire import Answer
 from ttrl.system.object_store import KNOWN, Store, TooLarge, Unavailable
 from ttrl.text import gib
@@ -52,23 +60,32 @@ class CacheStats:
 
 @dataclass(eq=False)
 class Cache:
-    """Answers by key, over object stores that are read in order. Made by `Cache.of`; usable in several event loops."""
+    """Answers by key, over object stores that are read in order. Made by `Cache.of`; usable in
+    several event loops.
+    """
 
     stores: tuple[Store, ...]
     stats: CacheStats = field(default_factory=CacheStats)
 
     def __post_init__(self) -> None:
         assert self.stores, "a cache needs a store"
-        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
         self._reported: set[tuple[str, str]] = set()
 
     @classmethod
-    def of(cls, cache: "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None") -> "Cache | None":
-        """Return a cache over an address, or over several, read in order and back-filled. None stays None, a Cache itself.
+    def of(
+        cls, cache: "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None"
+    ) -> "Cache | None":
+        """Return a cache over an address, or over several, read in order and back-filled. None
+        stays None, a Cache itself.
 
-        A folder (path, Path or file:///folder) is made by the first write. "memory://NAME" is one store per name for the whole
-        process: two caches of "memory://" share their entries, and they end with the process. s3://, gs:// and az:// take their
-        credentials from the environment; options of obstore may follow as a query: s3://bucket/folder?endpoint=http://host:9000.
+        A folder (path, Path or file:///folder) is made by the first write. "memory://NAME" is one
+        store per name for the whole process: two caches of "memory://" share their entries, and
+        they end with the process. s3://, gs:// and az:// take their credentials from the
+        environment; options of obstore may follow as a query:
+        s3://bucket/folder?endpoint=http://host:9000.
 
         Raises UserError for anything else. Whether a store can be reached shows when it is used.
         """
@@ -80,7 +97,9 @@ class Cache:
             raise UserError(f"cache is a {type(cache).__name__}; give {KNOWN}, or a list of these")
         for address in cache:
             if not isinstance(address, str | os.PathLike):
-                raise UserError(f"cache holds a {type(address).__name__}; every item must be one of {KNOWN}")
+                raise UserError(
+                    f"cache holds a {type(address).__name__}; every item must be one of {KNOWN}"
+                )
         if not cache:
             raise UserError(f"cache is an empty list; give {KNOWN}, or None for no cache")
         return cls(tuple(Store(address) for address in cache))
@@ -93,7 +112,9 @@ class Cache:
         return f"Cache({self.describe()!r})"
 
     async def get(self, key: str) -> Answer | None:
-        """Return the answer under `key`, or None. A hit in a later store is written into the earlier ones first."""
+        """Return the answer under `key`, or None. A hit in a later store is written into the
+        earlier ones first.
+        """
         for number, store in enumerate(self.stores):
             try:
                 data = await self._read(store, key)
@@ -103,18 +124,22 @@ class Cache:
             except (DamagedEntry, TooLarge) as error:
                 self.stats.damaged += 1
                 kind = "damaged" if isinstance(error, TooLarge) else error.kind
-                self._warn_once(store, kind, f"the entry {key} is not used: {error}. It counts as a miss")
+                self._warn_once(
+                    store, kind, f"the entry {key} is not used: {error}. It counts as a miss"
+                )
                 continue
             self.stats.hits += 1
             for earlier in self.stores[:number]:
                 written = await self._write(earlier, key, data)
-                self.stats.back_filled += written  # not in one line: += takes its left side before it waits
+                # Not in one line: += takes its left side before it waits.
+                self.stats.back_filled += written
             return answer
         self.stats.misses += 1
         return None
 
     async def put(self, key: str, answer: Answer, request: Mapping[str, Any]) -> None:
-        """Write an answer into every store. The first writer wins, unless what lies there is damaged.
+        """Write an answer into every store. The first writer wins, unless what lies there is
+        damaged.
 
         request: what was asked, as in `request_digest`; it is stored for people to read.
         """
@@ -165,10 +190,14 @@ class Cache:
 
     def _failed(self, store: Store, what: str, error: Unavailable) -> None:
         if not error.skipped:
-            self._warn_once(store, what, f"it cannot be {what}: {error}. The run goes on without it")
+            self._warn_once(
+                store, what, f"it cannot be {what}: {error}. The run goes on without it"
+            )
 
     def _warn_once(self, store: Store, kind: str, text: str) -> None:
         """Report the first of each kind that a store meets."""
         if (store.shown, kind) not in self._reported:
             self._reported.add((store.shown, kind))
-            log.warning("cache %s: %s; more of this kind are counted, not reported.", store.shown, text)
+            log.warning(
+                "cache %s: %s; more of this kind are counted, not reported.", store.shown, text
+            )

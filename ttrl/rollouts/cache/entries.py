@@ -1,12 +1,15 @@
-"""Keys and entries of the cache: what makes two requests the same, and how an answer lies in a store.
+"""Keys and entries of the cache: what makes two requests the same, and how an answer lies in a
+store.
 
-A key is `v1/ab/<SHA-256 of the request, 64 hex digits>/<sample, five digits>.entry`, so that all samples of a request lie
-together. An entry is
+A key is `v1/ab/<SHA-256 of the request, 64 hex digits>/<sample, five digits>.entry`, so that all
+samples of a request lie together. An entry is
 
     ttrl-cache 1 <SHA-256 of everything after this line>\\n
-    gzip of three lines: what belongs to the answer (JSON), the request (JSON), the choice as the server sent it (byte for byte)
+    gzip of three lines: what belongs to the answer (JSON), the request (JSON), the choice as the
+    server sent it (byte for byte)
 
-so `tail -n +2 FILE | zcat` shows it. The checksum covers the compressed bytes: no changed or missing byte gets past it.
+so `tail -n +2 FILE | zcat` shows it. The checksum covers the compressed bytes: no changed or
+missing byte gets past it.
 """
 
 import gzip
@@ -27,9 +30,12 @@ from ttrl.version import __version__
 
 KEY_SCHEMA = 1
 ENTRY_SCHEMA = 1
-COMPRESSION_LEVEL = 1  # 64 tokens with logprobs: 8.0 kB → 2.5 kB in 45 µs; level 6 makes 2.3 kB of it in 65 µs
+# 64 tokens with logprobs: 8.0 kB → 2.5 kB in 45 µs; level 6 makes 2.3 kB of it in 65 µs.
+COMPRESSION_LEVEL = 1
 MOST_BYTES = 2**26
-"""Of an entry, stored or unpacked: half a million tokens with logprobs. A store that others write to must not fill our memory."""
+"""Of an entry, stored or unpacked: half a million tokens with logprobs. A store that others write
+to must not fill our memory.
+"""
 
 _MAGIC = b"ttrl-cache "
 _FIRST_LINE = re.compile(rb"ttrl-cache ([0-9]{1,9}) ([0-9a-f]{64})\n")
@@ -41,8 +47,8 @@ Damage = Literal["foreign", "newer", "damaged", "misplaced"]
 class DamagedEntry(Exception):  # noqa: N818 - it never leaves the cache
     """What lies under a key is no entry that can be served.
 
-    kind: "foreign" (not written by ttrl), "newer" (written by a later ttrl), "damaged" (bytes are missing or changed),
-        "misplaced" (a whole entry, of another key).
+    kind: "foreign" (not written by ttrl), "newer" (written by a later ttrl), "damaged" (bytes are
+        missing or changed), "misplaced" (a whole entry, of another key).
     """
 
     def __init__(self, kind: Damage, message: str) -> None:
@@ -74,52 +80,83 @@ class Entry(NamedTuple):
     choice: bytes
 
     def answer(self) -> Answer:
-        return Answer(self.choice, **{field: getattr(self.about, field) for field in _ANSWER_FIELDS})
+        return Answer(
+            self.choice, **{field: getattr(self.about, field) for field in _ANSWER_FIELDS}
+        )
 
 
-_ANSWER_FIELDS = tuple(field for field in Answer.__struct_fields__ if field not in ("choice", "prompt_text"))
-assert set(_ANSWER_FIELDS) <= set(EntryAbout.__struct_fields__), "EntryAbout must carry every field of Answer"
+_ANSWER_FIELDS = tuple(
+    field for field in Answer.__struct_fields__ if field not in ("choice", "prompt_text")
+)
+assert set(_ANSWER_FIELDS) <= set(EntryAbout.__struct_fields__), (
+    "EntryAbout must carry every field of Answer"
+)
 _about_decoder = msgspec.json.Decoder(EntryAbout)
 
 
 def _canonical(value: Any, where: str) -> Any:
-    """Turn values that are the same JSON into the same Python: 1.0 is 1, -0.0 is 0, tuples are lists, 7 as a name is "7"."""
+    """Turn values that are the same JSON into the same Python: 1.0 is 1, -0.0 is 0, tuples are
+    lists, 7 as a name is "7".
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):
         if value - value != 0:
-            raise UserError(f"{where} is {value}, which JSON does not have; leave it out or give a finite number")
+            raise UserError(
+                f"{where} is {value}, which JSON does not have; leave it out or give a finite "
+                "number"
+            )
         return int(value) if value.is_integer() else value
     if isinstance(value, Mapping):
         named: dict[str, Any] = {}
         for key, item in value.items():
             name = key if isinstance(key, str) else str(key) if type(key) is int else None
             if name is None or name in named:
-                raise UserError(f"{where} has the key {key!r}, which is no JSON name of its own; use distinct strings")
+                raise UserError(
+                    f"{where} has the key {key!r}, which is no JSON name of its own; use "
+                    "distinct strings"
+                )
             named[name] = _canonical(item, f"{where}.{name}")
         return named
     if isinstance(value, list | tuple):
         return [_canonical(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    raise UserError(f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, lists and dicts")
+    raise UserError(
+        f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, "
+        "lists and dicts"
+    )
 
 
-def request_digest(identity: Mapping[str, Any] | Sequence[Any] | str, body: Mapping[str, Any]) -> str:
-    """Return the SHA-256 in hexadecimal (64 digits) of who is asked and what is asked; the same in every process.
+def request_digest(
+    identity: Mapping[str, Any] | Sequence[Any] | str, body: Mapping[str, Any]
+) -> str:
+    """Return the SHA-256 in hexadecimal (64 digits) of who is asked and what is asked; the same in
+    every process.
 
-    identity: who answers: {"weights": digest} for weights that are known, else base URL, organisation and project. Never a key.
+    identity: who answers: {"weights": digest} for weights that are known, else base URL,
+        organisation and project. Never a key.
     body: what is sent, without n and what only changes how it is streamed. A seed belongs to it.
 
-    Requests that are equal as JSON have one digest: the order of names does not count, and 1 and 1.0 are the same number
-    (true and 1 are not the same value). Raises UserError for what is no JSON.
+    Requests that are equal as JSON have one digest: the order of names does not count, and 1 and
+    1.0 are the same number (true and 1 are not the same value). Raises UserError for what is no
+    JSON.
     """
-    asked = {"schema": KEY_SCHEMA, "identity": _canonical(identity, "identity"), "body": _canonical(body, "request")}
-    text = json.dumps(asked, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # Lone surrogates must neither crash nor be taken for the character that two of them would make as escapes.
+    asked = {
+        "schema": KEY_SCHEMA,
+        "identity": _canonical(identity, "identity"),
+        "body": _canonical(body, "request"),
+    }
+    text = json.dumps(
+        asked, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )
+    # Lone surrogates must neither crash nor be taken for the character that two of them would make
+    # as escapes.
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def sample_key(digest: str, sample: int) -> str:
-    """Return where sample number `sample` (from 0) of a request lies, relative to the store's address."""
+    """Return where sample number `sample` (from 0) of a request lies, relative to the store's
+    address.
+    """
     assert len(digest) == 64 and sample >= 0, (digest, sample)
     return f"v1/{digest[:2]}/{digest}/{sample:05d}.entry"
 
@@ -130,18 +167,31 @@ def split_key(key: str) -> tuple[str, int] | None:
     return (match[2], int(match[3])) if match else None
 
 
-def encode_entry(key: str, answer: Answer, request: Mapping[str, Any], written: datetime) -> bytes | None:
-    """Return the entry to store under `key`; None where it is larger than `decode_entry` reads. `written`: aware, UTC."""
-    about = EntryAbout(key, written, __version__, **{field: getattr(answer, field) for field in _ANSWER_FIELDS})
+def encode_entry(
+    key: str, answer: Answer, request: Mapping[str, Any], written: datetime
+) -> bytes | None:
+    """Return the entry to store under `key`; None where it is larger than `decode_entry` reads.
+    `written`: aware, UTC.
+    """
+    about = EntryAbout(
+        key, written, __version__, **{field: getattr(answer, field) for field in _ANSWER_FIELDS}
+    )
     lines = b"\n".join((encoded(about), encoded(_canonical(request, "request")), answer.choice))
     if len(lines) > MOST_BYTES:
         return None
     packed = gzip.compress(lines, COMPRESSION_LEVEL, mtime=0)
-    return b"%s%d %s\n%s" % (_MAGIC, ENTRY_SCHEMA, hashlib.sha256(packed).hexdigest().encode(), packed)
+    return b"%s%d %s\n%s" % (
+        _MAGIC,
+        ENTRY_SCHEMA,
+        hashlib.sha256(packed).hexdigest().encode(),
+        packed,
+    )
 
 
 def decode_entry(key: str, data: bytes) -> Entry:
-    """Read what lies under `key`. Raises DamagedEntry for everything that is not a whole entry of this very key."""
+    """Read what lies under `key`. Raises DamagedEntry for everything that is not a whole entry of
+    this very key.
+    """
     if not data.startswith(_MAGIC):
         if _MAGIC.startswith(data):
             raise DamagedEntry("damaged", f"only {len(data)} bytes are left of it")
@@ -153,19 +203,26 @@ def decode_entry(key: str, data: bytes) -> Entry:
         raise DamagedEntry("damaged", "its checksum is wrong: bytes are missing or changed")
     if int(match[1]) != ENTRY_SCHEMA or not match[1].startswith(b"%d" % ENTRY_SCHEMA):
         kind: Damage = "newer" if int(match[1]) > ENTRY_SCHEMA else "damaged"
-        raise DamagedEntry(kind, f"it has schema {int(match[1])}, this ttrl reads schema {ENTRY_SCHEMA}")
+        raise DamagedEntry(
+            kind, f"it has schema {int(match[1])}, this ttrl reads schema {ENTRY_SCHEMA}"
+        )
     try:
         first, request, choice = _unpacked(packed).split(b"\n", 2)
         about = _read_about(first)
-    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:  # msgspec's errors are ValueErrors
-        raise DamagedEntry("damaged", f"its checksum is right, its content cannot be read ({error})") from error
+    # Msgspec's errors are ValueErrors.
+    except (ValueError, RecursionError, EOFError, OSError, zlib.error) as error:
+        raise DamagedEntry(
+            "damaged", f"its checksum is right, its content cannot be read ({error})"
+        ) from error
     if about.key != key:
         raise DamagedEntry("misplaced", f"it is the entry of {about.key}")
     return Entry(about, request, choice)
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """Return what was compressed, up to MOST_BYTES of it: a few hundred kilobytes can stand for a gigabyte. Raises ValueError."""
+    """Return what was compressed, up to MOST_BYTES of it: a few hundred kilobytes can stand for a
+    gigabyte. Raises ValueError.
+    """
     unpacker = zlib.decompressobj(wbits=31)  # of gzip, whose checksum it compares
     data = unpacker.decompress(packed, MOST_BYTES + 1)
     if len(data) > MOST_BYTES:

@@ -1,4 +1,5 @@
-"""What a person does with a cache: look at it, take it out as JSON lines, clear it. Behind `ttrl cache stats|export|prune`.
+"""What a person does with a cache: look at it, take it out as JSON lines, clear it. Behind `ttrl
+cache stats|export|prune`.
 
 Everything reads entry by entry, in memory that does not grow with the cache.
 """
@@ -29,7 +30,9 @@ LISTED_AT_ONCE = 500
 
 @dataclass
 class Totals:
-    """What lies in a store. Times are UTC; tokens are those of the completions, as far as the server counted them."""
+    """What lies in a store. Times are UTC; tokens are those of the completions, as far as the
+    server counted them.
+    """
 
     address: str
     entries: int = 0
@@ -41,7 +44,9 @@ class Totals:
     newest: datetime | None = None
     models: Counter[str] = field(default_factory=Counter)
     unreadable: Counter[str] = field(default_factory=Counter)
-    """Objects with the name of an entry that cannot be served, by kind: damaged, foreign, misplaced, newer."""
+    """Objects with the name of an entry that cannot be served, by kind: damaged, foreign,
+    misplaced, newer.
+    """
     others: int = 0
     """Objects beside the entries, below v1/, that are none of the cache's."""
 
@@ -55,10 +60,17 @@ class Totals:
             ("completion tokens", f"{self.tokens:,}"),
             ("oldest", _minutes(self.oldest)),
             ("newest", _minutes(self.newest)),
-            ("not readable", ", ".join(f"{count:,} {kind}" for kind, count in self.unreadable.most_common()) or "0"),
+            (
+                "not readable",
+                ", ".join(f"{count:,} {kind}" for kind, count in self.unreadable.most_common())
+                or "0",
+            ),
             ("other objects", f"{self.others:,}"),
         ]
-        rows += [(f"model {model or '(no name)'}", f"{count:,}") for model, count in self.models.most_common()]
+        rows += [
+            (f"model {model or '(no name)'}", f"{count:,}")
+            for model, count in self.models.most_common()
+        ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -76,7 +88,10 @@ class Pruned:
     def __str__(self) -> str:
         verb = "would remove" if self.dry_run else "removed"
         noun = "entry" if self.entries == 1 else "entries"
-        return f"{self.address}: {verb} {self.entries:,} {noun} ({self.bytes / 1e6:.2f} MB), {self.kept:,} kept"
+        return (
+            f"{self.address}: {verb} {self.entries:,} {noun} ({self.bytes / 1e6:.2f} MB), "
+            f"{self.kept:,} kept"
+        )
 
 
 def _minutes(moment: datetime | None) -> str:
@@ -84,7 +99,9 @@ def _minutes(moment: datetime | None) -> str:
 
 
 def stats(address: str | os.PathLike[str]) -> Totals:
-    """Read every entry. Raises UserError for a store that does not exist, cannot be read, or holds no entry."""
+    """Read every entry. Raises UserError for a store that does not exist, cannot be read, or holds
+    no entry.
+    """
     store, opened = _open(address)
     totals = Totals(store.shown)
     digests: set[bytes] = set()
@@ -97,7 +114,8 @@ def stats(address: str | os.PathLike[str]) -> Totals:
         if isinstance(entry, DamagedEntry):
             totals.unreadable[entry.kind] += 1
             continue
-        digests.add(bytes.fromhex(split[0])[:12])  # the one thing that grows: about 80 bytes per request
+        # The one thing that grows: about 80 bytes per request.
+        digests.add(bytes.fromhex(split[0])[:12])
         totals.entries += 1
         totals.tokens += entry.about.completion_tokens or 0
         totals.models[entry.about.model] += 1
@@ -111,7 +129,8 @@ def stats(address: str | os.PathLike[str]) -> Totals:
 
 
 def export(address: str | os.PathLike[str], path: str | os.PathLike[str]) -> int:
-    """Write one JSON line per entry: request, text, token ids, logprobs and the rest; atomically. Returns the number of lines.
+    """Write one JSON line per entry: request, text, token ids, logprobs and the rest; atomically.
+    Returns the number of lines.
 
     Entries that cannot be read are left out; `stats` counts them. Raises UserError as `stats` does.
     """
@@ -131,18 +150,29 @@ def export(address: str | os.PathLike[str], path: str | os.PathLike[str]) -> int
 
 
 def prune(
-    address: str | os.PathLike[str], *, older_than: timedelta | None = None, damaged_only: bool = False, dry_run: bool = False
+    address: str | os.PathLike[str],
+    *,
+    older_than: timedelta | None = None,
+    damaged_only: bool = False,
+    dry_run: bool = False,
 ) -> Pruned:
-    """Remove entries: those that the store got longer than `older_than` ago, the damaged ones, or with neither all of them.
+    """Remove entries: those that the store got longer than `older_than` ago, the damaged ones, or
+    with neither all of them.
 
-    Only objects with the name of an entry are touched. Entries of a later ttrl are not damaged. Raises UserError as `stats` does.
+    Only objects with the name of an entry are touched. Entries of a later ttrl are not damaged.
+    Raises UserError as `stats` does.
     """
     if older_than is not None and (damaged_only or older_than < timedelta(0)):
-        raise UserError("prune takes one of: older than a time that is not negative, damaged only, or neither for all")
+        raise UserError(
+            "prune takes one of: older than a time that is not negative, damaged only, or "
+            "neither for all"
+        )
     store, opened = _open(address)
     before = None if older_than is None else datetime.now(UTC) - older_than
 
-    result, others, doomed = Pruned(store.shown, 0, 0, 0, dry_run), 0, []
+    result = Pruned(store.shown, 0, 0, 0, dry_run)
+    others = 0
+    doomed = []
     for name, size, written, entry in _entries(store, opened, read=damaged_only):
         if split_key(name) is None:
             others += 1
@@ -166,7 +196,9 @@ def prune(
 def _open(address: str | os.PathLike[str]) -> tuple[Store, ObjectStore]:
     store = Store(address)
     if (opened := store.open()) is None:
-        raise UserError(f"there is no folder {store.shown}, so no cache; the first answer that is put makes it")
+        raise UserError(
+            f"there is no folder {store.shown}, so no cache; the first answer that is put makes it"
+        )
     return store, opened
 
 
@@ -174,15 +206,20 @@ def _nothing(store: Store, others: int) -> UserError:
     beside = f" (it has {others:,} objects that are not the cache's)" if others else ""
     if store.in_memory:
         return UserError(
-            f"{store.shown} is empty: it lives in the process that fills it, and ends with it; give a folder or a bucket"
+            f"{store.shown} is empty: it lives in the process that fills it, and ends with it; "
+            "give a folder or a bucket"
         )
-    return UserError(f"{store.shown} holds no cache entry{beside}; give the address that the run's cache has")
+    return UserError(
+        f"{store.shown} holds no cache entry{beside}; give the address that the run's cache has"
+    )
 
 
 def _entries(
     store: Store, opened: ObjectStore, *, read: bool = True
 ) -> Iterator[tuple[str, int, datetime, Entry | DamagedEntry | None]]:
-    """Yield (name, bytes, time of writing, content) of all objects below v1/; content is None if not ours or not read."""
+    """Yield (name, bytes, time of writing, content) of all objects below v1/; content is None if
+    not ours or not read.
+    """
 
     def look(name: str) -> Entry | DamagedEntry | None:
         if not read or split_key(name) is None:
@@ -199,7 +236,8 @@ def _entries(
     try:
         with ThreadPoolExecutor(READS_AT_ONCE) as pool:
             for listed in obstore.list(opened, "v1", chunk_size=LISTED_AT_ONCE):
-                for first in range(0, len(listed), READS_AT_ONCE):  # no more of them in memory at once
+                # No more of them in memory at once.
+                for first in range(0, len(listed), READS_AT_ONCE):
                     some = listed[first : first + READS_AT_ONCE]
                     for item, entry in zip(some, pool.map(look, [item["path"] for item in some])):
                         yield item["path"], item["size"], item["last_modified"], entry
@@ -221,7 +259,8 @@ def _delete(store: Store, opened: ObjectStore, names: list[str], dry_run: bool) 
 
 
 def _line(name: str, entry: Entry) -> bytes:
-    about, split = entry.about, split_key(name)
+    about = entry.about
+    split = split_key(name)
     assert split is not None
     choice: Any = loads(entry.choice)
     choice = choice if isinstance(choice, dict) else {}
@@ -238,7 +277,9 @@ def _line(name: str, entry: Entry) -> bytes:
         "finish_reason": choice.get("finish_reason"),
         "prompt_token_ids": about.prompt_token_ids,
         "token_ids": choice.get("token_ids"),
-        "logprobs": [item.get("logprob") for item in logprobs["content"]] if logprobs.get("content") else None,
+        "logprobs": [item.get("logprob") for item in logprobs["content"]]
+        if logprobs.get("content")
+        else None,
         "prompt_tokens": about.prompt_tokens,
         "completion_tokens": about.completion_tokens,
     }

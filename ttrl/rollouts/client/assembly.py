@@ -1,7 +1,9 @@
-"""Completions while they are streamed: what has come of them so far, under the names of openai's ChatCompletion.
+"""Completions while they are streamed: what has come of them so far, under the names of openai's
+ChatCompletion.
 
-Text, ids and log-probabilities are collected in pieces and joined when somebody looks, so that a token of a long completion costs
-no more than one of a short one; the log-probabilities' JSON is kept as the server wrote it.
+Text, ids and log-probabilities are collected in pieces and joined when somebody looks, so that a
+token of a long completion costs no more than one of a short one; the log-probabilities' JSON is
+kept as the server wrote it.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,9 @@ from ttrl.rollouts.client.wire import (
 )
 
 OnChunk: TypeAlias = Callable[[Any, Any], object]
-"""on_chunk(chunk, completion): the new chunk, and the completion so far with it. StopIteration ends the chunk's choices."""
+"""on_chunk(chunk, completion): the new chunk, and the completion so far with it. StopIteration ends
+the chunk's choices.
+"""
 STOPPED_EARLY = "stopped_early"
 """The finish_reason of choices that `on_chunk` ended."""
 
@@ -80,7 +84,12 @@ class LiveLogprobs:
             parts = _raw_decoder.decode(b"[%b]" % b",".join(self._raws))
         except ValueError:  # NaN and the like
             objects = [loads(raw) for raw in self._raws]
-            parts = [_RawLogprobs(*(msgspec.Raw(dumped(obj.get(name))) for name in ("content", "refusal"))) for obj in objects]
+            parts = [
+                _RawLogprobs(
+                    *(msgspec.Raw(dumped(obj.get(name))) for name in ("content", "refusal"))
+                )
+                for obj in objects
+            ]
         content = _joined([part.content for part in parts])
         refusal = _joined([part.refusal for part in parts])
         return b'{"content":[%b]%b}' % (content, b',"refusal":[%b]' % refusal if refusal else b"")
@@ -135,7 +144,10 @@ class LiveMessage:
 
     def json(self) -> dict[str, Any]:
         """Return it as a server that does not stream would have sent it."""
-        message: dict[str, Any] = {"role": self.role, **{name: getattr(self, name) for name in self._texts}}
+        message: dict[str, Any] = {
+            "role": self.role,
+            **{name: getattr(self, name) for name in self._texts},
+        }
         if self.tool_calls:
             message["tool_calls"] = [call.json() for call in self.tool_calls]
         if self.function_call is not None:
@@ -190,7 +202,11 @@ class LiveChoice:
 
     def json(self) -> bytes:
         """Return the choice as a server that does not stream would have sent it."""
-        fields = {"index": self.index, "message": self.message.json(), "finish_reason": self.finish_reason}
+        fields = {
+            "index": self.index,
+            "message": self.message.json(),
+            "finish_reason": self.finish_reason,
+        }
         fields["stop_reason"] = self.stop_reason
         if self.token_ids is not None:
             fields["token_ids"] = self.token_ids
@@ -201,8 +217,13 @@ class LiveChoice:
 
 
 def has_text(delta: Any) -> bool:
-    """Return False for a chunk without a token: the first with the role, the last with the finish_reason."""
-    return any(getattr(delta, name, None) for name in ("content", "tool_calls", "reasoning", "reasoning_content", "refusal"))
+    """Return False for a chunk without a token: the first with the role, the last with the
+    finish_reason.
+    """
+    return any(
+        getattr(delta, name, None)
+        for name in ("content", "tool_calls", "reasoning", "reasoning_content", "refusal")
+    )
 
 
 class LiveCompletion:
@@ -210,8 +231,15 @@ class LiveCompletion:
 
     object = "chat.completion"
 
-    def __init__(self, n: int = 1, on_chunk: OnChunk | None = None, on_tokens: Callable[[int], None] | None = None) -> None:
-        self._n, self._on_chunk, self._on_tokens = n, on_chunk, on_tokens
+    def __init__(
+        self,
+        n: int = 1,
+        on_chunk: OnChunk | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self._n = n
+        self._on_chunk = on_chunk
+        self._on_tokens = on_tokens
         self.id = ""
         self.created = 0
         self.model = ""
@@ -224,7 +252,9 @@ class LiveCompletion:
         """Choices whose end by `on_chunk` is known; further chunks of them are ignored."""
 
     def take(self, chunk: Chunk, shown: Any = None) -> bool:
-        """Add a chunk; True where everything has ended, and something of it here. shown: what `on_chunk` sees instead."""
+        """Add a chunk; True where everything has ended, and something of it here. shown: what
+        `on_chunk` sees instead.
+        """
         had_choices = bool(chunk.choices)
         tokens = self._add(chunk)
         if tokens and self._on_tokens is not None:
@@ -239,9 +269,13 @@ class LiveCompletion:
         return False
 
     def _add(self, chunk: Chunk) -> int:
-        """Add a chunk and return how many tokens it brought. Parts of choices that were ended here are taken out of it."""
+        """Add a chunk and return how many tokens it brought. Parts of choices that were ended here
+        are taken out of it.
+        """
         if not self.id and chunk.id:
-            self.id, self.created, self.model = chunk.id, chunk.created or 0, chunk.model or ""
+            self.id = chunk.id
+            self.created = chunk.created or 0
+            self.model = chunk.model or ""
         if chunk.prompt_token_ids is not None:
             self.prompt_token_ids = chunk.prompt_token_ids
         if chunk.prompt_text is not None:
@@ -266,16 +300,27 @@ class LiveCompletion:
         return choice
 
     def _stop(self, indexes: list[int]) -> None:
-        """End the choices that `on_chunk` has marked since; where it has marked none, those of these indexes."""
-        marked = [choice for choice in self.choices if choice.stopped_early and choice.index not in self._ended_here]
-        for choice in marked or [self._by_index[index] for index in indexes if index in self._by_index]:
-            choice.stopped_early, choice.finish_reason = True, STOPPED_EARLY
+        """End the choices that `on_chunk` has marked since; where it has marked none, those of
+        these indexes.
+        """
+        marked = [
+            choice
+            for choice in self.choices
+            if choice.stopped_early and choice.index not in self._ended_here
+        ]
+        for choice in marked or [
+            self._by_index[index] for index in indexes if index in self._by_index
+        ]:
+            choice.stopped_early = True
+            choice.finish_reason = STOPPED_EARLY
             self._ended_here.add(choice.index)
 
     @property
     def is_finished(self) -> bool:
         """Every choice that has begun has ended, and at least one has begun."""
-        return bool(self.choices) and all(choice.finish_reason is not None for choice in self.choices)
+        return bool(self.choices) and all(
+            choice.finish_reason is not None for choice in self.choices
+        )
 
     @property
     def is_complete(self) -> bool:
@@ -283,10 +328,13 @@ class LiveCompletion:
         return len(self.choices) >= self._n and self.is_finished
 
     def answers(self, n: int | None = None) -> list[Answer | None]:
-        """Return n entries (as many as were asked for); None for choices of which no token has come."""
+        """Return n entries (as many as were asked for); None for choices of which no token has
+        come.
+        """
         usage = self.usage or Usage()
         prompt = self.prompt_token_ids
-        answers, indexes = [], []
+        answers = []
+        indexes = []
         for choice in self.choices:
             if choice.finish_reason is None and not choice.tokens:
                 continue
@@ -298,7 +346,9 @@ class LiveCompletion:
                     created=self.created,
                     model=self.model,
                     prompt_token_ids=prompt,
-                    prompt_tokens=len(prompt) if usage.prompt_tokens is None and prompt is not None else usage.prompt_tokens,
+                    prompt_tokens=len(prompt)
+                    if usage.prompt_tokens is None and prompt is not None
+                    else usage.prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=self._tokens_of(choice, usage),
                     prompt_text=self.prompt_text,
@@ -309,6 +359,10 @@ class LiveCompletion:
     def _tokens_of(self, choice: LiveChoice, usage: Usage) -> int | None:
         if choice.token_ids is not None:
             return len(choice.token_ids)
-        if len(self.choices) == 1 and usage.completion_tokens is not None and choice.finish_reason != STOPPED_EARLY:
+        if (
+            len(self.choices) == 1
+            and usage.completion_tokens is not None
+            and choice.finish_reason != STOPPED_EARLY
+        ):
             return usage.completion_tokens
         return choice.tokens if choice.logprobs is not None else None

@@ -1,7 +1,9 @@
-"""A request that is made of one server after another until one answers: what is counted and noted of it, and how it is made.
+"""A request that is made of one server after another until one answers: what is counted and noted
+of it, and how it is made.
 
-All n samples of a task come from one request that is not streamed wherever nobody listens: the client's cost is then a few
-microseconds per token, where streams or n requests of one sample cost several times as much. Retries are in `Servers.send`.
+All n samples of a task come from one request that is not streamed wherever nobody listens: the
+client's cost is then a few microseconds per token, where streams or n requests of one sample cost
+several times as much. Retries are in `Servers.send`.
 """
 
 from asyncio import Event
@@ -23,11 +25,17 @@ STREAM_INTERVAL = 8
 """Tokens per chunk where streams are only counted: each chunk costs the client."""
 # Words in which servers refuse a request that is too long: those of OpenAI, vLLM and llama.cpp.
 _TOO_LONG = (
-    "context length", "context_length", "context window", "max_model_len", "maximum model length", "maximum input length",
-    "context size",
+    "context length", "context_length", "context window", "max_model_len", "maximum model length",
+    "maximum input length", "context size",
 )  # fmt: skip
 # What of a request its prompt depends on.
-_OF_THE_PROMPT = ("tools", "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_OF_THE_PROMPT = (
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+)
 
 
 @dataclass(kw_only=True)
@@ -47,9 +55,10 @@ class Attempt:
     _counted: int = field(default=0, init=False)
 
     async def __call__(self, transport: Transport) -> list[Answer | None]:
-        """Return n entries, None for a choice that the server did not return. Exactly their tokens are counted then, and none
-        where it fails. Raises RequestError, also where nothing came."""
-        self.base_url, self._counted = transport.base_url, 0
+        """Return n entries, None for a choice that the server did not return. Exactly their tokens
+        are counted then, and none where it fails. Raises RequestError, also where nothing came."""
+        self.base_url = transport.base_url
+        self._counted = 0
         if self.is_cut:
             return [None] * self.n
         try:
@@ -63,11 +72,15 @@ class Attempt:
             self.add(total - self._counted)
         if not got and not self.is_cut:
             asked = "1 was" if self.n == 1 else f"{self.n} were"
-            raise RequestError(f"{self.base_url}: the server returned 0 choices, {asked} asked for", "malformed")
+            raise RequestError(
+                f"{self.base_url}: the server returned 0 choices, {asked} asked for", "malformed"
+            )
         return answers
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
-        """Return what a server answers; tokens that come in a stream are told to `add`. Raises RequestError."""
+        """Return what a server answers; tokens that come in a stream are told to `add`. Raises
+        RequestError.
+        """
         raise NotImplementedError
 
     @property
@@ -89,17 +102,22 @@ class ChatAttempt(Attempt):
     request: ChatRequest
     messages: Sequence[Mapping[str, Any]]
     seed_offset: int = 0
-    """Added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i with seed + i."""
+    """Added to the seed of a seeded request: the number of its first sample, as vLLM seeds choice i
+    with seed + i.
+    """
     on_chunk: OnChunk | None = None
     """See `stream_answers`; whatever it raises comes through, and ends the request."""
     watch: OnChunk | None = None
     """Sees chunks too, but need not see each token alone, and ends nothing."""
 
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
-        request, streamed = self.request, any(one is not None for one in (self.on_chunk, self.cut, self.watch))
+        request = self.request
+        streamed = any(one is not None for one in (self.on_chunk, self.cut, self.watch))
         # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
         interval = STREAM_INTERVAL if self.on_chunk is None and request.token_ids else 1
-        body = request.body(self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval)
+        body = request.body(
+            self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval
+        )
         if streamed:
             answers = await stream_answers(
                 transport,
@@ -111,8 +129,13 @@ class ChatAttempt(Attempt):
                 cut=self.cut,
             )
         else:
-            answers = read_answers(await transport.post("/chat/completions", body), self.n, transport.base_url)
-        return [None if answer is None else with_opening(answer, self.messages, request.parameters) for answer in answers]
+            answers = read_answers(
+                await transport.post("/chat/completions", body), self.n, transport.base_url
+            )
+        return [
+            None if answer is None else with_opening(answer, self.messages, request.parameters)
+            for answer in answers
+        ]
 
     def _see(self, chunk: Any, completion: Any) -> None:
         assert self.watch is not None
@@ -136,13 +159,16 @@ async def without_second_beginning(
 
 
 async def room_left(
-    error: RequestError, transport: Transport, request: ChatRequest, messages: Sequence[Mapping[str, Any]]
+    error: RequestError,
+    transport: Transport,
+    request: ChatRequest,
+    messages: Sequence[Mapping[str, Any]],
 ) -> int | None:
-    """Return how many tokens the model could still generate; None where the error says something else, 0 where the server does
-    not tell.
+    """Return how many tokens the model could still generate; None where the error says something
+    else, 0 where the server does not tell.
 
-    A request is refused as a whole where prompt and `max_tokens` together are more than the context, so there may be room for a
-    shorter answer. vLLM's /tokenize tells.
+    A request is refused as a whole where prompt and `max_tokens` together are more than the
+    context, so there may be room for a shorter answer. vLLM's /tokenize tells.
     """
     if error.status not in (400, 413, 422) or not any(words in str(error) for words in _TOO_LONG):
         return None
@@ -157,9 +183,14 @@ async def room_left(
     try:
         if isinstance(prompt, str):
             body |= await without_second_beginning(prompt, transport, request)
-        answer = loads(await transport.post("/tokenize", {**body, "model": request.model}, root=True))
+        answer = loads(
+            await transport.post("/tokenize", {**body, "model": request.model}, root=True)
+        )
     except RequestError:
         return 0
-    count, most = (answer.get(name) if isinstance(answer, dict) else None for name in ("count", "max_model_len"))
+    count, most = (
+        answer.get(name) if isinstance(answer, dict) else None
+        for name in ("count", "max_model_len")
+    )
     count = len(prompt) if isinstance(prompt, list) else count
     return max(0, most - count) if type(count) is int and type(most) is int else 0

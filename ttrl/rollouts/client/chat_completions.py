@@ -1,4 +1,6 @@
-"""What chat completions are asked for with: sampling parameters, checked before anything is sent, and the body of a request."""
+"""What chat completions are asked for with: sampling parameters, checked before anything is sent,
+and the body of a request.
+"""
 
 import difflib
 import functools
@@ -19,15 +21,34 @@ from ttrl.text import is_number
 
 STALL_TIMEOUT = 120.0
 """Seconds without a byte after which a stream counts as broken."""
-# Sampling parameters of vLLM's chat completions that the OpenAI API does not have; they travel in the request's body.
-# fmt: off
-VLLM_PARAMS = frozenset([
-    "top_k", "min_p", "repetition_penalty", "length_penalty", "stop_token_ids", "include_stop_str_in_output", "ignore_eos",
-    "min_tokens", "bad_words", "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens",
-    "allowed_token_ids", "structured_outputs", "priority", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "thinking_token_budget", "include_reasoning",
-    EXPERTS,
-])
+# Sampling parameters of vLLM's chat completions that the OpenAI API does not have; they travel in
+# the request's body. fmt: off
+VLLM_PARAMS = frozenset(
+    [
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "length_penalty",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "bad_words",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "allowed_token_ids",
+        "structured_outputs",
+        "priority",
+        "chat_template",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "thinking_token_budget",
+        "include_reasoning",
+        EXPERTS,
+    ]
+)
 # fmt: on
 _OURS = {
     "messages": "they come from the tasks",
@@ -48,7 +69,9 @@ def _openai_params() -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """What all requests of one call have in common. Make it with `ChatRequest.of`, which checks everything."""
+    """What all requests of one call have in common. Make it with `ChatRequest.of`, which checks
+    everything.
+    """
 
     model: str
     parameters: Mapping[str, Any]
@@ -70,13 +93,17 @@ class ChatRequest:
         max_retries: int,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
-        """Check everything. Raises UserError for whatever can be known to be wrong before a request is made."""
+        """Check everything. Raises UserError for whatever can be known to be wrong before a request
+        is made.
+        """
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
         _check_int("n", n, at_least=1)
         _check_int("max_retries", max_retries, at_least=0)
         if not is_number(stall_timeout) or stall_timeout <= 0:
-            raise UserError(f"stall_timeout is {stall_timeout!r}; give a positive number of seconds")
+            raise UserError(
+                f"stall_timeout is {stall_timeout!r}; give a positive number of seconds"
+            )
         kwargs = request_kwargs(params)
         kwargs.setdefault("logprobs", True)
         extra_body = kwargs.pop("extra_body", {})
@@ -106,14 +133,34 @@ class ChatRequest:
         return newer if newer is not None else self.parameters.get("max_tokens")
 
     def limited(self, most: int) -> dict[str, int]:
-        """Return the parameter that limits each completion to `most` tokens, by the name that this request has for it."""
-        return {"max_completion_tokens" if "max_completion_tokens" in self.parameters else "max_tokens": most}
+        """Return the parameter that limits each completion to `most` tokens, by the name that this
+        request has for it.
+        """
+        return {
+            "max_completion_tokens"
+            if "max_completion_tokens" in self.parameters
+            else "max_tokens": most
+        }
 
     def body(
-        self, messages: Sequence[Mapping[str, Any]], n: int, *, seed_offset: int = 0, stream: bool = False, interval: int = 1
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        n: int,
+        *,
+        seed_offset: int = 0,
+        stream: bool = False,
+        interval: int = 1,
     ) -> dict[str, Any]:
-        """Return what is sent. interval: tokens per chunk, for servers that know vLLM's stream_interval."""
-        body = {"model": self.model, "messages": messages, "n": n, "stream": stream, **self.parameters}
+        """Return what is sent. interval: tokens per chunk, for servers that know vLLM's
+        stream_interval.
+        """
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "n": n,
+            "stream": stream,
+            **self.parameters,
+        }
         if self.token_ids:
             body["return_prompt_text"] = True  # vLLM's, for the opening of the reply
         if self.seed is not None:
@@ -125,23 +172,33 @@ class ChatRequest:
         return body
 
     def cache_body(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return what an answer depends on: the body without n and without how it is streamed. The seed stays in it."""
+        """Return what an answer depends on: the body without n and without how it is streamed. The
+        seed stays in it.
+        """
         body = {"model": self.model, "messages": messages, **self.parameters}
         body.pop("stream_interval", None)
         return body
 
 
 def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Turn sampling parameters into arguments of the OpenAI client: vLLM's own (top_k, min_p, …) go into `extra_body`.
+    """Turn sampling parameters into arguments of the OpenAI client: vLLM's own (top_k, min_p, …) go
+    into `extra_body`.
 
-    Parameters that are None are left to the server. Raises UserError for names that neither knows (vLLM would ignore a misspelt
-    one without a word) and for values that cannot be meant.
+    Parameters that are None are left to the server. Raises UserError for names that neither knows
+    (vLLM would ignore a misspelt one without a word) and for values that cannot be meant.
     """
     if params is None:
         return {}
     if not isinstance(params, Mapping):
-        raise UserError(f"params is {params!r}; give a dict of sampling parameters such as {{'temperature': 1.0}}")
-    given = {name: value for name, value in params.items() if value is not None and not _is_left_out(value)}
+        raise UserError(
+            f"params is {params!r}; give a dict of sampling parameters such as {{'temperature': "
+            f"1.0}}"
+        )
+    given = {
+        name: value
+        for name, value in params.items()
+        if value is not None and not _is_left_out(value)
+    }
     kwargs: dict[str, Any] = {}
     extra_body = given.pop("extra_body", {})
     if not isinstance(extra_body, Mapping):
@@ -158,8 +215,14 @@ def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
             extra_body[name] = value
         else:
             near = difflib.get_close_matches(str(name), sorted(_openai_params() | VLLM_PARAMS), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "if your server knows it, give it in params['extra_body']"
-            raise UserError(f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}")
+            hint = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else "if your server knows it, give it in params['extra_body']"
+            )
+            raise UserError(
+                f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}"
+            )
     _check_number("params['temperature']", kwargs.get("temperature"), 0.0, math.inf)
     _check_number("params['top_p']", kwargs.get("top_p"), 0.0, 1.0)
     for name in ("max_tokens", "max_completion_tokens"):
@@ -184,19 +247,26 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _is_left_out(value: object) -> bool:
-    """Return whether this is the openai client's mark for an argument that was not given (NOT_GIVEN, omit)."""
+    """Return whether this is the openai client's mark for an argument that was not given
+    (NOT_GIVEN, omit).
+    """
     return isinstance(value, NotGiven) or type(value).__name__ == "Omit"
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return plain JSON values: openai's own objects become what they stand for. Raises UserError for what has no JSON."""
+    """Return plain JSON values: openai's own objects become what they stand for. Raises UserError
+    for what has no JSON.
+    """
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
     if isinstance(value, numbers.Real):
         if not math.isfinite(value):
-            raise UserError(f"{where} is {value}, which JSON does not have; leave it out or give a finite number")
+            raise UserError(
+                f"{where} is {value}, which JSON does not have; leave it out or give a finite "
+                "number"
+            )
         return float(value)
     if not isinstance(value, type) and hasattr(value, "model_dump"):  # pydantic's
         return value.model_dump(mode="json", exclude_unset=True, by_alias=True)
@@ -207,7 +277,11 @@ def plain(value: Any, where: str) -> Any:
         return [plain(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, type) and hasattr(value, "model_json_schema"):
         raise UserError(
-            f"{where} is the class {value.__name__}; give {{'type': 'json_schema', 'json_schema': {{'name': …, "
+            f"{where} is the class {value.__name__}; give {{'type': 'json_schema', "
+            f"'json_schema': {{'name': …, "
             f"'schema': {value.__name__}.model_json_schema()}}}}"
         )
-    raise UserError(f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, lists and dicts")
+    raise UserError(
+        f"{where} is a {type(value).__name__}, which is no JSON; give plain numbers, strings, "
+        "lists and dicts"
+    )

@@ -1,4 +1,6 @@
-"""Reads what a server returned: choices into Samples, with ids and logprobs checked, and into openai's types for graders."""
+"""Reads what a server returned: choices into Samples, with ids and logprobs checked, and into
+openai's types for graders.
+"""
 
 import copy
 import functools
@@ -26,7 +28,9 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def writable(text: str) -> str:
-    """Replace lone surrogates, which JSON can carry but no UTF-8 file can hold: one of them would cost the whole file."""
+    """Replace lone surrogates, which JSON can carry but no UTF-8 file can hold: one of them would
+    cost the whole file.
+    """
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -59,38 +63,56 @@ class _Read(msgspec.Struct):
 _read_decoder = msgspec.json.Decoder(_Read)
 
 
-def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, logprobs: bool, strings: bool = False) -> None:
-    """Copy text, finish reason, ids and logprobs into the sample; without ids, and where `strings` says so, also the logprobs'
-    own tokens, by which they can be checked against ids.
+def read_choice(
+    sample: Sample,
+    answer: Answer,
+    place: str,
+    *,
+    token_ids: bool,
+    logprobs: bool,
+    strings: bool = False,
+) -> None:
+    """Copy text, finish reason, ids and logprobs into the sample; without ids, and where `strings`
+    says so, also the logprobs' own tokens, by which they can be checked against ids.
 
-    vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both include the sampled
-    end-of-turn token, which the text does not. A token whose logprob is unknown carries -9999.
+    vLLM: `prompt_token_ids` lies in the response, `token_ids` in the choice; ids and logprobs both
+    include the sampled end-of-turn token, which the text does not. A token whose logprob is unknown
+    carries -9999.
 
-    Raises TokenizationError when ids and logprobs are missing or disagree, ServerError when the server gave up on the completion.
+    Raises TokenizationError when ids and logprobs are missing or disagree, ServerError when the
+    server gave up on the completion.
     """
     read = _read(answer, place)
     if read.message is None:
         raise ServerError(f"{place}: the server returned a choice without a message")
     sample.text = writable(text_of(read.message.content) or "")
     sample.opening = writable(read.opening)
-    sample.finish_reason, sample.prefix_cached = read.finish_reason, answer.cached_tokens
-    values = None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
+    sample.finish_reason = read.finish_reason
+    sample.prefix_cached = answer.cached_tokens
+    values = (
+        None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
+    )
     if values and min(values) <= UNKNOWN_LOGPROB:
         values = [math.nan if value <= UNKNOWN_LOGPROB else value for value in values]
     if read.finish_reason in ("abort", "error"):
-        raise ServerError(f"{place}: the server ended the completion with finish_reason {read.finish_reason!r}")
+        raise ServerError(
+            f"{place}: the server ended the completion with finish_reason {read.finish_reason!r}"
+        )
     if (strings or not token_ids) and values is not None:
         sample.logprob_tokens = _token_bytes(answer, len(values))
     if not token_ids:
         sample.logprobs = values
         return
-    ids, prompt_ids = read.token_ids, answer.prompt_token_ids
+    ids = read.token_ids
+    prompt_ids = answer.prompt_token_ids
     if ids is None or prompt_ids is None:
         missing = "token_ids" if ids is None else "prompt_token_ids"
         raise TokenizationError(
-            f"{place}: the server returned no {missing}; use a vLLM server that knows return_token_ids, or token_ids=False"
+            f"{place}: the server returned no {missing}; use a vLLM server that knows "
+            "return_token_ids, or token_ids=False"
         )
-    sample.prompt_token_ids, sample.token_ids = list(prompt_ids), ids
+    sample.prompt_token_ids = list(prompt_ids)
+    sample.token_ids = ids
     sample.routed_experts = read.routed_experts
     if logprobs:
         count = "no" if values is None else str(len(values))
@@ -103,7 +125,9 @@ def read_choice(sample: Sample, answer: Answer, place: str, *, token_ids: bool, 
 
 
 def _token_bytes(answer: Answer, count: int) -> list[str] | None:
-    """Return the bytes of each log-probability's token as Latin-1 text; None where the server does not give them all."""
+    """Return the bytes of each log-probability's token as Latin-1 text; None where the server does
+    not give them all.
+    """
     try:
         content = _loads(answer.choice)["logprobs"]["content"] or ()
         found = [_bytes_of(entry) for entry in content]
@@ -124,8 +148,11 @@ def _read(answer: Answer, place: str) -> _Read:
         return _read_decoder.decode(answer.choice)
     except ValueError:
         pass
-    choice = _json(answer, place)  # NaN, halves of surrogate pairs, and whatever is not of the type that it should be
-    message, logprobs, ids = choice.get("message"), choice.get("logprobs"), choice.get("token_ids")
+    # NaN, halves of surrogate pairs, and whatever is not of the type that it should be.
+    choice = _json(answer, place)
+    message = choice.get("message")
+    logprobs = choice.get("logprobs")
+    ids = choice.get("token_ids")
     content = text_of(message.get("content")) if isinstance(message, dict) else None
     if not isinstance(content, str):
         content = None
@@ -136,7 +163,9 @@ def _read(answer: Answer, place: str) -> _Read:
     return _Read(
         message=_Message(content) if isinstance(message, dict) else None,
         finish_reason=reason if isinstance(reason, str) else None,
-        logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()]) if isinstance(logprobs, dict) else None,
+        logprobs=_Entries([_Entry(_known(entry)) for entry in entries or ()])
+        if isinstance(logprobs, dict)
+        else None,
         token_ids=ids if is_ids(ids) else None,
         routed_experts=experts if isinstance(experts, str) else None,
         opening=opening if isinstance(opening, str) else "",
@@ -145,7 +174,11 @@ def _read(answer: Answer, place: str) -> _Read:
 
 def _known(entry: Any) -> float:
     value = entry.get("logprob") if isinstance(entry, dict) else None
-    return float(value) if value is not None and is_number(value) and value > UNKNOWN_LOGPROB else UNKNOWN_LOGPROB
+    return (
+        float(value)
+        if value is not None and is_number(value) and value > UNKNOWN_LOGPROB
+        else UNKNOWN_LOGPROB
+    )
 
 
 def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
@@ -154,7 +187,9 @@ def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ServerError(f"{place}: the server's choice cannot be read: {error}") from error
     if not isinstance(choice, dict):
-        raise ServerError(f"{place}: the server returned {type(choice).__name__} instead of a choice")
+        raise ServerError(
+            f"{place}: the server returned {type(choice).__name__} instead of a choice"
+        )
     return choice
 
 
@@ -162,9 +197,11 @@ def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
 
 
 class _LazyLogprobs(ChoiceLogprobs):
-    """Openai's ChoiceLogprobs, built when it is first looked into: it is most of a choice, and few graders look.
+    """Openai's ChoiceLogprobs, built when it is first looked into: it is most of a choice, and few
+    graders look.
 
-    Every way of looking reads an attribute; from the first one on the object is a plain ChoiceLogprobs.
+    Every way of looking reads an attribute; from the first one on the object is a plain
+    ChoiceLogprobs.
     """
 
     def __getattribute__(self, name: str) -> Any:
@@ -176,7 +213,12 @@ class _LazyLogprobs(ChoiceLogprobs):
                 built = ChoiceLogprobs.model_validate(source)
             except ValueError:
                 built = ChoiceLogprobs.construct(**source)
-            for state in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
+            for state in (
+                "__dict__",
+                "__pydantic_fields_set__",
+                "__pydantic_extra__",
+                "__pydantic_private__",
+            ):
                 object.__setattr__(self, state, getattr(built, state))
         return getattr(self, name)
 
@@ -194,20 +236,31 @@ def _lazy(source: "msgspec.Raw | Sequence[float]") -> ChoiceLogprobs:
 
 
 def unbuilt_logprobs(choice: Choice) -> bytes | None:
-    """Return the JSON of a choice's logprobs where nobody has looked into them yet, to be passed on unread; else None."""
+    """Return the JSON of a choice's logprobs where nobody has looked into them yet, to be passed on
+    unread; else None.
+    """
     logprobs = choice.__dict__.get("logprobs")
     source = _raw_fields(logprobs).get("source") if type(logprobs) is _LazyLogprobs else None
     if source is None:
         return None
-    return bytes(source) if isinstance(source, msgspec.Raw) else msgspec.json.encode(_logprobs_json(source))
+    return (
+        bytes(source)
+        if isinstance(source, msgspec.Raw)
+        else msgspec.json.encode(_logprobs_json(source))
+    )
 
 
 def _logprobs_json(source: "msgspec.Raw | Sequence[float]") -> dict[str, Any]:
     if isinstance(source, msgspec.Raw):
         logprobs: dict[str, Any] = _loads(bytes(source))
         return logprobs
-    content = [{"token": "", "logprob": UNKNOWN_LOGPROB if value != value else value} for value in source]
-    return {"content": [{**entry, "bytes": None, "top_logprobs": []} for entry in content], "refusal": None}
+    content = [
+        {"token": "", "logprob": UNKNOWN_LOGPROB if value != value else value} for value in source
+    ]
+    return {
+        "content": [{**entry, "bytes": None, "top_logprobs": []} for entry in content],
+        "refusal": None,
+    }
 
 
 def _loads(data: bytes) -> Any:
@@ -235,7 +288,11 @@ def openai_choice(answer: Answer, index: int | None = None) -> Choice:
         fields = {name: msgspec.json.decode(raw) for name, raw in raws.items()}
     except ValueError:
         fields = _json(answer)
-        logprobs = msgspec.Raw(json.dumps(fields.pop("logprobs")).encode()) if "logprobs" in fields else None
+        logprobs = (
+            msgspec.Raw(json.dumps(fields.pop("logprobs")).encode())
+            if "logprobs" in fields
+            else None
+        )
     if index is not None:
         fields["index"] = index
     message = fields.get("message")
@@ -245,7 +302,9 @@ def openai_choice(answer: Answer, index: int | None = None) -> Choice:
             message["content"] = ""
         fields["message"] = _model(ChatCompletionMessage, message)
     if logprobs is not None:
-        fields["logprobs"] = _lazy(logprobs.copy()) if bytes(logprobs)[:1] == b"{" else _loads(bytes(logprobs))
+        fields["logprobs"] = (
+            _lazy(logprobs.copy()) if bytes(logprobs)[:1] == b"{" else _loads(bytes(logprobs))
+        )
     return _model(Choice, fields)
 
 
@@ -255,14 +314,19 @@ _ModelT = TypeVar("_ModelT", ChatCompletionMessage, Choice)
 
 
 def _model(kind: type[_ModelT], values: dict[str, Any]) -> _ModelT:
-    """Return `kind.construct(**values)`, in a tenth of the time where no field has a structure of its own."""
+    """Return `kind.construct(**values)`, in a tenth of the time where no field has a structure of
+    its own.
+    """
     defaults = _defaults(kind)
     for name, value in values.items():
         if type(value) not in _SIMPLE and name in defaults and value != []:
             return kind.construct(**values)
     made = kind.__new__(kind)
     extra = {name: value for name, value in values.items() if name not in defaults}
-    known = {name: default if values.get(name) is None else values[name] for name, default in defaults.items()}
+    known = {
+        name: default if values.get(name) is None else values[name]
+        for name, default in defaults.items()
+    }
     object.__setattr__(made, "__dict__", known)
     object.__setattr__(made, "__pydantic_private__", None)
     object.__setattr__(made, "__pydantic_extra__", extra)
@@ -274,30 +338,42 @@ def _model(kind: type[_ModelT], values: dict[str, Any]) -> _ModelT:
 def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     fields = kind.model_fields
     assert all(field.alias is None for field in fields.values()), kind
-    return {name: None if field.is_required() else field.get_default() for name, field in fields.items()}
+    return {
+        name: None if field.is_required() else field.get_default() for name, field in fields.items()
+    }
 
 
 def with_messages(choice: Choice, messages: list[dict[str, Any]], sample: Sample) -> Choice:
-    """Set what graders of rollouts are given: `choice.messages`, the last conversation with its reply, and `choice.turns`: of
-    each reply in the order in which they were asked for: the messages with it, the tools, the finish reason."""
+    """Set what graders of rollouts are given: `choice.messages`, the last conversation with its
+    reply, and `choice.turns`: of each reply in the order in which they were asked for: the messages
+    with it, the tools, the finish reason.
+    """
     turns = sample.turns or []
     told = [
-        {"messages": [*sample.sent(n), turn.reply], "tools": turn.tools, "finish_reason": turn.finish_reason}
+        {
+            "messages": [*sample.sent(n), turn.reply],
+            "tools": turn.tools,
+            "finish_reason": turn.finish_reason,
+        }
         for n, turn in enumerate(turns)
     ]
-    # One copy, in which what the conversations share is shared. They are extra fields of openai's model.
+    # One copy, in which what the conversations share is shared. They are extra fields of openai's
+    # model.
     choice.messages, choice.turns = copy.deepcopy((messages, told))  # type: ignore[attr-defined]
     return choice
 
 
 def choice_of_sample(sample: Sample) -> Choice:
-    """Rebuild the choice that a sample was made of, as far as the sample knows it: token strings are empty, and tool calls are
-    lost but for those of rollouts, of which it is the last choice."""
-    message, logprobs, ids = {"role": "assistant", "content": sample.text}, sample.logprobs, sample.token_ids
+    """Rebuild the choice that a sample was made of, as far as the sample knows it: token strings
+    are empty, and tool calls are lost but for those of rollouts, of which it is the last choice."""
+    message = {"role": "assistant", "content": sample.text}
+    logprobs = sample.logprobs
+    ids = sample.token_ids
     finish_reason = sample.finish_reason
     if sample.turns:
         turn = sample.turns[-1]
-        message, finish_reason = {**turn.reply, "content": turn.reply.get("content") or ""}, turn.finish_reason
+        message = {**turn.reply, "content": turn.reply.get("content") or ""}
+        finish_reason = turn.finish_reason
         logprobs = None if logprobs is None else logprobs[len(logprobs) - turn.num_tokens :]
         ids = None if ids is None else ids[len(ids) - turn.num_tokens :]
     fields = {
@@ -311,22 +387,37 @@ def choice_of_sample(sample: Sample) -> Choice:
     if sample.opening:
         fields["opening"] = sample.opening
     choice = _model(Choice, fields)
-    return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply], sample) if sample.turns else choice
+    return (
+        with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply], sample)
+        if sample.turns
+        else choice
+    )
 
 
 def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:
-    """Build a completion of openai's from one or several answers to the same request; its choices are numbered in this order."""
+    """Build a completion of openai's from one or several answers to the same request; its choices
+    are numbered in this order.
+    """
     assert answers, "a completion has at least one choice"
     first = answers[0]
     sampled = [answer.completion_tokens for answer in answers]
     usage: dict[str, Any] | None = None
     if first.prompt_tokens is not None and None not in sampled:
         count = sum(tokens or 0 for tokens in sampled)
-        usage = {"prompt_tokens": first.prompt_tokens, "completion_tokens": count, "total_tokens": first.prompt_tokens + count}
+        usage = {
+            "prompt_tokens": first.prompt_tokens,
+            "completion_tokens": count,
+            "total_tokens": first.prompt_tokens + count,
+        }
         if first.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": first.cached_tokens}
     completion = ChatCompletion.construct(
-        id=first.completion_id, choices=[], created=first.created, model=first.model, object="chat.completion", usage=usage
+        id=first.completion_id,
+        choices=[],
+        created=first.created,
+        model=first.model,
+        object="chat.completion",
+        usage=usage,
     )
     if first.prompt_token_ids is not None:
         completion.prompt_token_ids = list(first.prompt_token_ids)  # type: ignore[attr-defined]  # vLLM's

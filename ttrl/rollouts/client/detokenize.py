@@ -2,11 +2,12 @@
 
 Two things that vLLM says are no exact text by themselves:
 
-- POST /detokenize decodes whole lists and writes special tokens out, which a completion's text leaves out. Which ids are special
-  no endpoint tells, but a completion that can be nothing else than one such token (`allowed_token_ids`) has an empty text.
-- A completion's text is made token by token: bytes of a character that is not complete yet are held back, and so is the end of
-  a stream that might become a stop string. A completion that *begins* in the middle of a character begins, in vLLM 0.32, with
-  the whole prompt's text.
+- POST /detokenize decodes whole lists and writes special tokens out, which a completion's text
+  leaves out. Which ids are special no endpoint tells, but a completion that can be nothing else
+  than one such token (`allowed_token_ids`) has an empty text.
+- A completion's text is made token by token: bytes of a character that is not complete yet are held
+  back, and so is the end of a stream that might become a stop string. A completion that *begins* in
+  the middle of a character begins, in vLLM 0.32, with the whole prompt's text.
 
 The other direction matters for prompts sent as text: vLLM puts the tokenizer's special tokens
 before them (`<bos>`), even if the text begins with the same tokens. `brings_beginning` finds such
@@ -28,18 +29,24 @@ from ttrl.text import one_line
 logger = logging.getLogger(__name__)
 
 INCOMPLETE = "\ufffd"
-"""What bytes decode to that are no complete character: vLLM holds a text back as long as it ends with this."""
+"""What bytes decode to that are no complete character: vLLM holds a text back as long as it ends
+with this.
+"""
 
 PROMPTS = 64
 """Prompts whose text is remembered, per server."""
 
 
 class ServerTokenizer:
-    """One server's tokenizer, and what is known of it by now. `of` gives the same one for the same transport."""
+    """One server's tokenizer, and what is known of it by now. `of` gives the same one for the same
+    transport.
+    """
 
     def __init__(self, transport: Transport, model: str) -> None:
-        # The transport is the key of `_tokenizers`: a strong reference to it would keep it there for ever.
-        self._transport, self._model = weakref.ref(transport), model
+        # The transport is the key of `_tokenizers`: a strong reference to it would keep it there
+        # for ever.
+        self._transport = weakref.ref(transport)
+        self._model = model
         self._special: dict[int, bool] = {}
         self._strings: dict[int, str] = {}
         self._prompts: dict[tuple[int, ...], str] = {}
@@ -62,12 +69,16 @@ class ServerTokenizer:
         return transport
 
     async def context(self) -> int | None:
-        """Return the longest sequence, prompt and completion, in tokens; None where the server does not say. Raises
-        RequestError."""
+        """Return the longest sequence, prompt and completion, in tokens; None where the server does
+        not say. Raises RequestError."""
         if not self._asked_context:
             answer = _decoded(await self._server().get("/models"))
             for model in answer.get("data") or ():
-                if isinstance(model, dict) and model.get("id") == self._model and isinstance(model.get("max_model_len"), int):
+                if (
+                    isinstance(model, dict)
+                    and model.get("id") == self._model
+                    and isinstance(model.get("max_model_len"), int)
+                ):
                     self._context = model["max_model_len"]
             self._asked_context = True
         return self._context
@@ -104,7 +115,8 @@ class ServerTokenizer:
         """Decode all ids together, special tokens written out. Raises RequestError."""
         if not ids:
             return ""
-        server, body = self._server(), {"model": self._model, "tokens": list(ids)}
+        server = self._server()
+        body = {"model": self._model, "tokens": list(ids)}
         text = _decoded(await server.post("/detokenize", body, root=True)).get("prompt")
         if not isinstance(text, str):
             raise RequestError(f"{server.base_url}: /detokenize gave no text", "malformed")
@@ -113,13 +125,26 @@ class ServerTokenizer:
     async def is_special(self, token: int) -> bool:
         """Return whether a completion's text leaves this token out. Raises RequestError."""
         if token not in self._special:
-            body = {"model": self._model, "prompt": [token], "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+            body = {
+                "model": self._model,
+                "prompt": [token],
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "ignore_eos": True,
+            }
             # A stop token is part of the text only where that is asked for.
-            body |= {"allowed_token_ids": [token], "return_token_ids": True, "include_stop_str_in_output": True}
+            body |= {
+                "allowed_token_ids": [token],
+                "return_token_ids": True,
+                "include_stop_str_in_output": True,
+            }
             answer = _decoded(await self._server().post("/completions", body))
             choice = answer["choices"][0]
             if choice.get("token_ids") != [token]:
-                raise RequestError(f"{self._server().base_url}: token {token} was asked for, and another came", "malformed")
+                raise RequestError(
+                    f"{self._server().base_url}: token {token} was asked for, and another came",
+                    "malformed",
+                )
             self._special[token] = choice["text"] == "" and await self._string(token) != ""
         return self._special[token]
 
@@ -138,16 +163,27 @@ class ServerTokenizer:
             self._strings[token] = await self.raw([token])
         return self._strings[token]
 
-    async def text(self, prompt: Sequence[int], ids: Sequence[int], begins: str, *, skip_special: bool, place: str) -> str:
-        """Return what `ids` add to the text after `prompt`, an unfinished character at the end included (it ends with
-        INCOMPLETE then).
+    async def text(
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        begins: str,
+        *,
+        skip_special: bool,
+        place: str,
+    ) -> str:
+        """Return what `ids` add to the text after `prompt`, an unfinished character at the end
+        included (it ends with INCOMPLETE then).
 
-        begins: what is known of the text, exactly; the ids must agree with it. skip_special: the request's skip_special_tokens.
-        Raises TokenizationError where they do not agree, RequestError where the server cannot be asked.
+        begins: what is known of the text, exactly; the ids must agree with it. skip_special: the
+        request's skip_special_tokens. Raises TokenizationError where they do not agree,
+        RequestError where the server cannot be asked.
         """
         base = await self._prompt_text(prompt)
         while True:
-            kept = [i for i in ids if not self._special.get(i, False)] if skip_special else list(ids)
+            kept = (
+                [i for i in ids if not self._special.get(i, False)] if skip_special else list(ids)
+            )
             whole = await self.raw([*prompt, *kept])
             text = whole[len(base) :]
             agrees = whole.startswith(base) and text.startswith(begins)
@@ -155,24 +191,46 @@ class ServerTokenizer:
                 break
             # A special token that is still in it shows behind what is known, or where the two part.
             candidates = [i for i in dict.fromkeys(kept) if i not in self._special]
-            strings = {i: await self._string(i) for i in (candidates if not agrees else _tail(candidates, ids, text, begins))}
-            seen = [i for i, string in strings.items() if string and INCOMPLETE not in string and _shows(string, text, begins)]
+            strings = {
+                i: await self._string(i)
+                for i in (candidates if not agrees else _tail(candidates, ids, text, begins))
+            }
+            seen = [
+                i
+                for i, string in strings.items()
+                if string and INCOMPLETE not in string and _shows(string, text, begins)
+            ]
             for i in seen:
                 await self.is_special(i)
-            if not any(self._special.get(i, False) for i in kept):  # nor has another sample found one meanwhile
+            # Nor has another sample found one meanwhile.
+            if not any(self._special.get(i, False) for i in kept):
                 break
         if not agrees:
             raise TokenizationError(
-                f"{place}: the text of its first {len(ids)} tokens ends with {begins[-60:]!r}, but the server decodes them to "
-                f"…{text[-60:]!r}; a completion whose text is not what its ids say (a reasoning parser?) cannot be continued"
+                f"{place}: the text of its first {len(ids)} tokens ends with {begins[-60:]!r}, "
+                "but the server decodes them to "
+                f"…{text[-60:]!r}; a completion whose text is not what its ids say (a reasoning "
+                "parser?) cannot be continued"
             )
         return text
 
-    async def shown(self, prompt: Sequence[int], ids: Sequence[int], begins: str, *, skip_special: bool, place: str) -> str:
-        """Return the text that the server would show for `ids`: `text`, without the unfinished character at its end."""
+    async def shown(
+        self,
+        prompt: Sequence[int],
+        ids: Sequence[int],
+        begins: str,
+        *,
+        skip_special: bool,
+        place: str,
+    ) -> str:
+        """Return the text that the server would show for `ids`: `text`, without the unfinished
+        character at its end.
+        """
         count = len(ids)
         while True:
-            text = await self.text(prompt, ids[:count], begins, skip_special=skip_special, place=place)
+            text = await self.text(
+                prompt, ids[:count], begins, skip_special=skip_special, place=place
+            )
             if not text.endswith(INCOMPLETE):
                 return text
             count -= 1
@@ -182,7 +240,9 @@ _tokenizers: "weakref.WeakKeyDictionary[Transport, ServerTokenizer]" = weakref.W
 
 
 def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> list[int]:
-    """Return the candidates that can have made the text behind what is known: a character has at most 4 bytes."""
+    """Return the candidates that can have made the text behind what is known: a character has at
+    most 4 bytes.
+    """
     behind = len(text) - len(begins)
     if not behind:
         return []
@@ -191,11 +251,16 @@ def _tail(candidates: list[int], ids: Sequence[int], text: str, begins: str) -> 
 
 
 def _shows(string: str, text: str, begins: str) -> bool:
-    """Return whether `string` stands in `text` over the place where it leaves what is known, or behind that.
+    """Return whether `string` stands in `text` over the place where it leaves what is known, or
+    behind that.
 
-    A special token within a character leaves the bytes before it unfinished: they stand before the token there.
+    A special token within a character leaves the bytes before it unfinished: they stand before the
+    token there.
     """
-    parts = next((k for k, (a, b) in enumerate(zip(text, begins, strict=False)) if a != b), min(len(text), len(begins)))
+    parts = next(
+        (k for k, (a, b) in enumerate(zip(text, begins, strict=False)) if a != b),
+        min(len(text), len(begins)),
+    )
     unfinished = len(text[parts:]) - len(text[parts:].lstrip(INCOMPLETE))
     until = len(text) if text.startswith(begins) else parts + unfinished + len(string)
     return string in text[max(0, parts - len(string) + 1) : until]
@@ -204,5 +269,8 @@ def _shows(string: str, text: str, begins: str) -> bool:
 def _decoded(body: bytes) -> dict[str, Any]:
     answer = loads(body)
     if not isinstance(answer, dict):
-        raise RequestError(f"the server's answer cannot be read: {one_line(body.decode(errors='replace'))}", "malformed")
+        raise RequestError(
+            f"the server's answer cannot be read: {one_line(body.decode(errors='replace'))}",
+            "malformed",
+        )
     return answer

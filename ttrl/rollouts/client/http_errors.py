@@ -1,4 +1,6 @@
-"""Failures of requests as RequestErrors: refusals in the server's own words, timeouts, broken connections."""
+"""Failures of requests as RequestErrors: refusals in the server's own words, timeouts, broken
+connections.
+"""
 
 import datetime
 import email.utils
@@ -12,8 +14,10 @@ from ttrl.text import gib, one_line
 
 _NO_PARSER = re.compile(r"tool[ _]choice.* requires .*--tool-call-parser to be set")
 _NAME_A_PARSER = (
-    "this server has no parser for the model's tool calls, which a request with tools needs; at its "
-    "start ttrl said why none was chosen. If the model's chat template shows it no tools, set chat_template to one that "
+    "this server has no parser for the model's tool calls, which a request with tools needs; at "
+    "its "
+    "start ttrl said why none was chosen. If the model's chat template shows it no tools, set "
+    "chat_template to one that "
     "does (docs/chat_templates.md). Else name the parser that reads its calls, such as hermes: "
     'server={"tool_call_parser": "hermes"} in a run, server_args (--server-args) elsewhere, '
     "--vllm tool_call_parser=hermes for `ttrl serve`"
@@ -26,7 +30,9 @@ def root_of(base_url: str) -> str:
 
 
 def retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds that a server asks to wait, which it may write as a number or as a date."""
+    """Return the seconds that a server asks to wait, which it may write as a number or as a
+    date.
+    """
     for name, unit in (("retry-after-ms", 1000.0), ("retry-after", 1.0)):
         value = headers.get(name)
         if value is None:
@@ -46,9 +52,17 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def status_error(
-    place: str, status: int, body: bytes, headers: Mapping[str, str], secret: str = "", *, address: bool = False
+    place: str,
+    status: int,
+    body: bytes,
+    headers: Mapping[str, str],
+    secret: str = "",
+    *,
+    address: bool = False,
 ) -> RequestError:
-    """Return a refusal, in the server's own words; where only an `address` was given, with what is likely wrong with that."""
+    """Return a refusal, in the server's own words; where only an `address` was given, with what is
+    likely wrong with that.
+    """
     parsed = loads(body)
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
     words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
@@ -61,7 +75,9 @@ def status_error(
         text += " (an address's key is taken from OPENAI_API_KEY)"
     if address and status == 404 and not place.rstrip("/").endswith("/v1") and "/v1" not in text:
         text += " (most addresses end in /v1)"
-    return RequestError(f"{place}: HTTP {status}: {text}", "status", status=status, retry_after=retry_after(headers))
+    return RequestError(
+        f"{place}: HTTP {status}: {text}", "status", status=status, retry_after=retry_after(headers)
+    )
 
 
 def timeout_error(place: str, seconds: float | None) -> RequestError:
@@ -71,17 +87,25 @@ def timeout_error(place: str, seconds: float | None) -> RequestError:
 
 def connection_error(place: str, error: BaseException | str) -> RequestError:
     why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return RequestError(f"{place}: no connection: {one_line(why)}; is the server running?", "connection")
+    return RequestError(
+        f"{place}: no connection: {one_line(why)}; is the server running?", "connection"
+    )
 
 
 def too_large(place: str, most: int) -> RequestError:
     """Return the error of an answer that is larger than anything that was asked for."""
-    return RequestError(f"{place}: the server's answer is larger than {gib(most)}; what was asked for has less", "malformed")
+    return RequestError(
+        f"{place}: the server's answer is larger than {gib(most)}; what was asked for has less",
+        "malformed",
+    )
 
 
 async def collected(parts: AsyncIterable[bytes], most: int, place: str) -> bytes:
-    """Put a body together. Raises RequestError for more than `most` bytes: a server may send without end."""
-    found, size = [], 0
+    """Put a body together. Raises RequestError for more than `most` bytes: a server may send
+    without end.
+    """
+    found = []
+    size = 0
     async for part in parts:
         if (size := size + len(part)) > most:
             raise too_large(place, most)

@@ -1,8 +1,9 @@
 """Requests over aiohttp, to servers that are given by their address.
 
-Client CPU per token, 64 tokens a completion (tools/bench_client.py): 2.2 µs for 16 samples of one request, 12 µs for one;
-streamed with 8 tokens a chunk 6 and 19 µs. Through an openai client it is three to six times as much. A protocol of our own
-instead of aiohttp's reader saves streams 15 to 40 %, which is not worth its 300 lines.
+Client CPU per token, 64 tokens a completion (tools/bench_client.py): 2.2 µs for 16 samples of one
+request, 12 µs for one; streamed with 8 tokens a chunk 6 and 19 µs. Through an openai client it is
+three to six times as much. A protocol of our own instead of aiohttp's reader saves streams 15 to 40
+%, which is not worth its 300 lines.
 """
 
 import asyncio
@@ -15,21 +16,33 @@ from typing import Any
 import aiohttp
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.http_errors import collected, connection_error, root_of, status_error, timeout_error
+from ttrl.rollouts.client.http_errors import (
+    collected,
+    connection_error,
+    root_of,
+    status_error,
+    timeout_error,
+)
 from ttrl.rollouts.client.wire import encoded, most_bytes
 from ttrl.text import one_line
 
 READ_TIMEOUT = 3600.0
-"""Seconds without a byte, for servers given as a base URL: a long answer that is not streamed takes as long as it takes."""
+"""Seconds without a byte, for servers given as a base URL: a long answer that is not streamed takes
+as long as it takes.
+"""
 CONNECT_TIMEOUT = 30.0
 KEEP_ALIVE = 4.0
-"""Seconds; uvicorn closes after 5: a request must not be sent into a connection that the server is just closing."""
+"""Seconds; uvicorn closes after 5: a request must not be sent into a connection that the server is
+just closing.
+"""
 _REFUSAL_BYTES = 2**20
 
 
 @dataclass(eq=False)
 class HTTPTransport:
-    """One server by its address: one aiohttp session, made in the loop that first needs it, without a limit on connections."""
+    """One server by its address: one aiohttp session, made in the loop that first needs it, without
+    a limit on connections.
+    """
 
     base_url: str
     headers: dict[str, str] = field(repr=False)
@@ -41,11 +54,17 @@ class HTTPTransport:
     _session: aiohttp.ClientSession | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.headers = {"Content-Type": "application/json", "Accept": "application/json", **self.headers}
+        self.headers = {
+            "Content-Type": "application/json",
+            "Accept": "application/json",
+            **self.headers,
+        }
 
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE, socket_factory=_keep_alive_socket)
+            connector = aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=KEEP_ALIVE, socket_factory=_keep_alive_socket
+            )
             self._session = aiohttp.ClientSession(
                 connector=connector,
                 headers=self.headers,
@@ -58,13 +77,24 @@ class HTTPTransport:
     def _url(self, path: str, root: bool = False) -> str:
         return (root_of(self.base_url) if root else self.base_url) + path
 
-    async def post(self, path: str, body: Mapping[str, Any] | None, *, root: bool = False, timeout: float | None = None) -> bytes:
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        root: bool = False,
+        timeout: float | None = None,
+    ) -> bytes:
         """Make a request as `Transport.post` says; body: None for a GET."""
         method, data = ("GET", None) if body is None else ("POST", encoded(body))
-        limits = aiohttp.ClientTimeout(total=timeout, sock_connect=CONNECT_TIMEOUT, sock_read=self.read_timeout)
+        limits = aiohttp.ClientTimeout(
+            total=timeout, sock_connect=CONNECT_TIMEOUT, sock_read=self.read_timeout
+        )
         url = self._url(path, root)
         try:
-            async with self.session().request(method, url, data=data, timeout=limits, proxy=self.proxy) as response:
+            async with self.session().request(
+                method, url, data=data, timeout=limits, proxy=self.proxy
+            ) as response:
                 if not 200 <= response.status < 300:
                     raise await self._refusal(response)
                 return await collected(response.content.iter_any(), most_bytes(body), self.base_url)
@@ -75,11 +105,16 @@ class HTTPTransport:
         return await self.post(path, None, root=root, timeout=timeout)
 
     @contextlib.asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
-        # aiohttp would set a new timer for every read; the reader of the stream watches it at a fraction of that cost.
+    async def stream(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
+        # aiohttp would set a new timer for every read; the reader of the stream watches it at a
+        # fraction of that cost.
         limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
         headers = {"Accept": "text/event-stream, application/json"}
-        opening = self.session().post(self._url(path), data=encoded(body), headers=headers, timeout=limits, proxy=self.proxy)
+        opening = self.session().post(
+            self._url(path), data=encoded(body), headers=headers, timeout=limits, proxy=self.proxy
+        )
         async with contextlib.AsyncExitStack() as stack:
             try:
                 response = await stack.enter_async_context(opening)
@@ -91,7 +126,8 @@ class HTTPTransport:
             yield _Parts(self, response.content)
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 
@@ -100,31 +136,46 @@ class HTTPTransport:
         data = b""
         with contextlib.suppress(RequestError):  # nobody has so much to say
             data = await collected(response.content.iter_any(), _REFUSAL_BYTES, self.base_url)
-        return status_error(self.base_url, response.status, data, response.headers, key, address=self.is_address)
+        return status_error(
+            self.base_url, response.status, data, response.headers, key, address=self.is_address
+        )
 
     def explained(self, error: Exception, timeout: float | None = None) -> RequestError:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return connection_error(self.base_url, f"none within {CONNECT_TIMEOUT:g} s")
         if isinstance(error, TimeoutError):
-            return timeout_error(self.base_url, timeout if timeout is not None else self.read_timeout)
+            return timeout_error(
+                self.base_url, timeout if timeout is not None else self.read_timeout
+            )
         if isinstance(error, aiohttp.ClientConnectorError):
             inner = error.os_error if error.os_error is not None else error
             return connection_error(self.base_url, inner)
         if isinstance(error, aiohttp.ClientResponseError):
-            return RequestError(f"{self.base_url}: the server's answer is no HTTP: {one_line(str(error))}", "malformed")
-        if isinstance(error, aiohttp.ClientPayloadError) and isinstance(error.__cause__, aiohttp.ContentTypeError | ValueError):
-            return RequestError(f"{self.base_url}: the server's answer cannot be read: {one_line(str(error))}", "malformed")
+            return RequestError(
+                f"{self.base_url}: the server's answer is no HTTP: {one_line(str(error))}",
+                "malformed",
+            )
+        if isinstance(error, aiohttp.ClientPayloadError) and isinstance(
+            error.__cause__, aiohttp.ContentTypeError | ValueError
+        ):
+            return RequestError(
+                f"{self.base_url}: the server's answer cannot be read: {one_line(str(error))}",
+                "malformed",
+            )
         why = f"{type(error).__name__}: {error}"
         return RequestError(f"{self.base_url}: the connection broke: {one_line(why)}", "connection")
 
 
 class _Parts:
-    """The bytes of a stream as they come. No generator: one that is left early would be closed by a task of its own."""
+    """The bytes of a stream as they come. No generator: one that is left early would be closed by a
+    task of its own.
+    """
 
     __slots__ = ("_read", "_transport")
 
     def __init__(self, transport: HTTPTransport, content: aiohttp.StreamReader) -> None:
-        self._transport, self._read = transport, content.readany
+        self._transport = transport
+        self._read = content.readany
 
     def __aiter__(self) -> "_Parts":
         return self
@@ -148,8 +199,8 @@ _KEEP_ALIVE_OPTIONS += [
 
 
 def _keep_alive_socket(address: Any) -> socket.socket:
-    """Make a socket whose kernel notices a machine that is gone, which closes no connection: the request fails after two
-    minutes."""
+    """Make a socket whose kernel notices a machine that is gone, which closes no connection: the
+    request fails after two minutes."""
     family, kind, protocol, _, _ = address
     made = socket.socket(family, kind, protocol)
     with contextlib.suppress(OSError):  # a convenience only

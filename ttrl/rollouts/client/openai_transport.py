@@ -1,4 +1,6 @@
-"""Requests through the caller's own OpenAI client, with its settings, hooks, proxies and credentials."""
+"""Requests through the caller's own OpenAI client, with its settings, hooks, proxies and
+credentials.
+"""
 
 import contextlib
 import sys
@@ -9,7 +11,13 @@ import openai
 from openai import AsyncOpenAI
 
 from ttrl.errors import RequestError
-from ttrl.rollouts.client.http_errors import collected, connection_error, root_of, status_error, timeout_error
+from ttrl.rollouts.client.http_errors import (
+    collected,
+    connection_error,
+    root_of,
+    status_error,
+    timeout_error,
+)
 from ttrl.rollouts.client.wire import most_bytes
 from ttrl.text import one_line
 
@@ -18,14 +26,20 @@ _RAW = "X-Stainless-Raw-Response"
 
 
 class ClientTransport:
-    """Requests through an openai client as it is; only the parsing of answers, and the retries, are ours."""
+    """Requests through an openai client as it is; only the parsing of answers, and the retries, are
+    ours.
+    """
 
     read_timeout: float | None = None  # the client's own timeouts hold
 
     def __init__(self, client: AsyncOpenAI) -> None:
         self._client: Any = client
         self.base_url = str(client.base_url).rstrip("/")
-        given = {name: getattr(client, name) for name in ("organization", "project") if getattr(client, name)}
+        given = {
+            name: getattr(client, name)
+            for name in ("organization", "project")
+            if getattr(client, name)
+        }
         self.identity: dict[str, str] = {"base_url": self.base_url, **given}
 
     def __repr__(self) -> str:
@@ -43,19 +57,27 @@ class ClientTransport:
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
         with self._explaining():
             url = root_of(self.base_url) + path if root else path
-            response: Any = await self._client.post(url, cast_to=object, body=dict(body), options=self._options())
+            response: Any = await self._client.post(
+                url, cast_to=object, body=dict(body), options=self._options()
+            )
             return await self._whole(response, most_bytes(body))
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
         with self._explaining(timeout):
             url = root_of(self.base_url) + path if root else path
-            response: Any = await self._client.get(url, cast_to=object, options=self._options(timeout=timeout))
+            response: Any = await self._client.get(
+                url, cast_to=object, options=self._options(timeout=timeout)
+            )
             return await self._whole(response, most_bytes(None))
 
     @contextlib.asynccontextmanager
-    async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[AsyncIterator[bytes]]:
+    async def stream(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AsyncIterator[AsyncIterator[bytes]]:
         with self._explaining():
-            response: Any = await self._client.post(path, cast_to=object, body=dict(body), options=self._options())
+            response: Any = await self._client.post(
+                path, cast_to=object, body=dict(body), options=self._options()
+            )
         try:
             async with contextlib.aclosing(self._parts(response)) as parts:
                 yield parts
@@ -77,20 +99,34 @@ class ClientTransport:
             yield
         except openai.APIStatusError as error:
             key = self._client.api_key if isinstance(self._client.api_key, str) else ""
-            raise status_error(place, error.status_code, error.response.content, error.response.headers, key) from error
+            raise status_error(
+                place, error.status_code, error.response.content, error.response.headers, key
+            ) from error
         except openai.APITimeoutError as error:
-            raise timeout_error(place, timeout if timeout is not None else self._seconds()) from error
+            raise timeout_error(
+                place, timeout if timeout is not None else self._seconds()
+            ) from error
         except openai.APIConnectionError as error:
             raise connection_error(place, _root_cause(error)) from error
-        except openai.OpenAIError as error:  # no key, no credentials: the client gave up before it sent anything
-            raise RequestError(f"{place}: the client could not send the request: {one_line(str(error))}", "status") from error
+        # No key, no credentials: the client gave up before it sent anything.
+        except openai.OpenAIError as error:
+            raise RequestError(
+                f"{place}: the client could not send the request: {one_line(str(error))}", "status"
+            ) from error
         except _http_errors() as error:
             if "Timeout" in type(error).__name__:
-                raise timeout_error(place, timeout if timeout is not None else self._seconds()) from error
+                raise timeout_error(
+                    place, timeout if timeout is not None else self._seconds()
+                ) from error
             if "Decoding" in type(error).__name__:
-                raise RequestError(f"{place}: the server's answer cannot be read: {one_line(str(error))}", "malformed") from error
+                raise RequestError(
+                    f"{place}: the server's answer cannot be read: {one_line(str(error))}",
+                    "malformed",
+                ) from error
             why = f"{type(error).__name__}: {error}"
-            raise RequestError(f"{place}: the connection broke: {one_line(why)}", "connection") from error
+            raise RequestError(
+                f"{place}: the connection broke: {one_line(why)}", "connection"
+            ) from error
 
     def _seconds(self) -> float | None:
         timeout = self._client.timeout

@@ -1,12 +1,15 @@
-"""The opening of a reply: the part of the model's turn that its content lacks, as the prompt or the server holds it.
+"""The opening of a reply: the part of the model's turn that its content lacks, as the prompt or the
+server holds it.
 
-A chat template may write `<think>` itself, and a request may ask to go on with a message that is begun. A server with a
-reasoning parser takes the thinking out of the content, and its tags away. A grader that judges a reply's form needs both. They
-become the choice's field `opening`, so that `opening + content` is what the model's turn looks like from its start.
+A chat template may write `<think>` itself, and a request may ask to go on with a message that is
+begun. A server with a reasoning parser takes the thinking out of the content, and its tags away. A
+grader that judges a reply's form needs both. They become the choice's field `opening`, so that
+`opening + content` is what the model's turn looks like from its start.
 
-Tags count only where they are known to be there. vLLM says how it rendered the prompt (`return_prompt_text`), and the
-log-probabilities name the first token, which tells whether the model itself opened the thinking that a parser took out. Other
-servers say neither: their word that there was thinking is believed.
+Tags count only where they are known to be there. vLLM says how it rendered the prompt
+(`return_prompt_text`), and the log-probabilities name the first token, which tells whether the
+model itself opened the thinking that a parser took out. Other servers say neither: their word that
+there was thinking is believed.
 """
 
 import re
@@ -17,7 +20,8 @@ import msgspec
 
 from ttrl.rollouts.client.wire import Answer, encoded
 
-START, END = "<think>", "</think>"
+START = "<think>"
+END = "</think>"
 # Thinking that the end of a prompt opens, or opens and closes.
 _AT_THE_END = re.compile(rf"{START}\s*(?:[^<]*{END}\s*)?(?:<answer>\s*)?$")
 _EMPTY = re.compile(rf"\s*{START}\s*{END}\s*")
@@ -48,7 +52,9 @@ class _Choice(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Choice)
 
 
-def with_opening(answer: Answer, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]) -> Answer:
+def with_opening(
+    answer: Answer, messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, Any]
+) -> Answer:
     """Return the answer with its opening in the choice's JSON, if it has one.
 
     messages, parameters: of the request.
@@ -64,9 +70,11 @@ def with_opening(answer: Answer, messages: Sequence[Mapping[str, Any]], paramete
 
 
 def prefilled(prompt: str, continued: str = "") -> str:
-    """Return the end of a rendered prompt that belongs to the reply. continued: the begun message to go on with.
+    """Return the end of a rendered prompt that belongs to the reply. continued: the begun message
+    to go on with.
 
-    An empty block of thinking at the end is how templates switch thinking off. It is no part of the reply.
+    An empty block of thinking at the end is how templates switch thinking off. It is no part of the
+    reply.
     """
     if continued and prompt.endswith(continued):
         return prefilled(prompt.removesuffix(continued)) + continued
@@ -84,7 +92,9 @@ def _continued(messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, A
 
 
 def _of_choice(choice: bytes, begun: str | None) -> str:
-    """Return the opening of one choice. begun: the end of the prompt; None if the server did not tell."""
+    """Return the opening of one choice. begun: the end of the prompt; None if the server did not
+    tell.
+    """
     if b'"reasoning' not in choice:
         return begun or ""
     try:
@@ -105,7 +115,9 @@ def _of_choice(choice: bytes, begun: str | None) -> str:
 
 
 def _opens_thinking(logprobs: _Entries | None) -> bool:
-    """Return whether the model began with the tag that the parser took off. Without tokens, the parser's word counts."""
+    """Return whether the model began with the tag that the parser took off. Without tokens, the
+    parser's word counts.
+    """
     if logprobs is None or not logprobs.content:
         return True
     first = "".join(entry.token for entry in logprobs.content[:_FIRST_TOKENS])

@@ -16,16 +16,22 @@ from ttrl.rollouts.client.wire import Answer, encoded
 # They make the prompt of a chat, or read its reply.
 # fmt: off
 _OF_CHATS = frozenset([
-    "tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "include_reasoning", "logprobs", "top_logprobs", "max_completion_tokens",
+    "tools", "tool_choice", "parallel_tool_calls", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "include_reasoning", "logprobs",
+    "top_logprobs", "max_completion_tokens",
 ])
 # fmt: on
 
 
 async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> list[Answer | None]:
-    """Return the answer to an attempt whose only message is a prompt; nothing of it is streamed. Raises RequestError."""
-    request, prompt = attempt.request, raw_prompt(attempt.messages)
-    body: dict[str, Any] = {name: value for name, value in request.parameters.items() if name not in _OF_CHATS}
+    """Return the answer to an attempt whose only message is a prompt; nothing of it is streamed.
+    Raises RequestError.
+    """
+    request = attempt.request
+    prompt = raw_prompt(attempt.messages)
+    body: dict[str, Any] = {
+        name: value for name, value in request.parameters.items() if name not in _OF_CHATS
+    }
     body |= {"model": request.model, "prompt": prompt, "return_token_ids": True}
     if isinstance(prompt, str):
         body |= await without_second_beginning(prompt, transport, request)
@@ -35,9 +41,13 @@ async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> lis
         body["logprobs"] = 0
     if request.seed is not None:
         body["seed"] = request.seed + attempt.seed_offset
-    piece = await ask(transport, body, on_tokens=attempt.add, cut=None, stall_timeout=request.stall_timeout)
+    piece = await ask(
+        transport, body, on_tokens=attempt.add, cut=None, stall_timeout=request.stall_timeout
+    )
     ids = piece.prompt_token_ids or (prompt if isinstance(prompt, list) else None)
-    entries = [entry(token, value) for token, value in zip(piece.tokens, piece.logprobs, strict=True)]
+    entries = [
+        entry(token, value) for token, value in zip(piece.tokens, piece.logprobs, strict=True)
+    ]
     choice = {
         "index": 0,
         "message": {"role": "assistant", "content": piece.text},

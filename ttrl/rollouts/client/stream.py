@@ -1,4 +1,6 @@
-"""Streams of chat completions: server-sent events into chunks, chunks into a completion, until it ends, stalls or is ended."""
+"""Streams of chat completions: server-sent events into chunks, chunks into a completion, until it
+ends, stalls or is ended.
+"""
 
 import asyncio
 import inspect
@@ -14,31 +16,45 @@ from ttrl.rollouts.client.assembly import LiveCompletion, OnChunk
 from ttrl.rollouts.client.choices import chat_completion
 from ttrl.rollouts.client.http_errors import timeout_error, too_large
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, Chunk, decoded_chunk, encoded, loads, most_bytes, read_answers
+from ttrl.rollouts.client.wire import (
+    Answer,
+    Chunk,
+    decoded_chunk,
+    encoded,
+    loads,
+    most_bytes,
+    read_answers,
+)
 
 LAST_BYTES = 0.25
-"""Seconds to wait after [DONE] for the end of the HTTP body, with which the connection can be used again."""
+"""Seconds to wait after [DONE] for the end of the HTTP body, with which the connection can be used
+again.
+"""
 
 
 class Events:
     """Splits a stream of bytes, cut anywhere, into the data of its server-sent events."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []  # of an event that is not complete: one that comes in many parts is joined once
+        # Of an event that is not complete: one that comes in many parts is joined once.
+        self._parts: list[bytes] = []
         self._held = b""
         self._is_first = True
 
     def feed(self, part: bytes) -> list[bytes]:
         """Return the data of the events that are complete now."""
-        part, self._held = self._held + part, b""
+        part = self._held + part
+        self._held = b""
         if self._is_first:
             if len(part) < 3:
                 self._held = part
                 return []
-            part, self._is_first = part.removeprefix(b"\xef\xbb\xbf"), False
+            part = part.removeprefix(b"\xef\xbb\xbf")
+            self._is_first = False
         if b"\r" in part:  # within JSON it is escaped, so it only ends lines
             if part.endswith(b"\r"):  # perhaps half of a line end
-                part, self._held = part[:-1], b"\r"
+                part = part[:-1]
+                self._held = b"\r"
             part = part.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         before = self._parts[-1][-1:] if self._parts else b""
         self._parts += [part] if part else []
@@ -58,7 +74,9 @@ def _data(block: bytes) -> bytes:
     """Return what the `data` lines of one event say."""
     if block.startswith(b"data: ") and b"\n" not in block:
         return block[6:]
-    lines = [line[5:] for line in block.split(b"\n") if line.startswith(b"data:") or line == b"data"]
+    lines = [
+        line[5:] for line in block.split(b"\n") if line.startswith(b"data:") or line == b"data"
+    ]
     return b"\n".join(line.removeprefix(b" ") for line in lines)
 
 
@@ -67,7 +85,9 @@ class _Watch:
 
     def __init__(self, first: float | None, later: float, cut: asyncio.Event | None) -> None:
         self._loop = asyncio.get_running_loop()
-        self._limit, self._later, self._cut = first, later, cut
+        self._limit = first
+        self._later = later
+        self._cut = cut
         self.scope = asyncio.timeout(None)
         self.has_begun = False
         self._last = self._loop.time()
@@ -105,13 +125,18 @@ class _Watch:
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = None if self._limit is None else self._loop.call_at(self._last + self._limit, self._look)
+        self._timer = (
+            None
+            if self._limit is None
+            else self._loop.call_at(self._last + self._limit, self._look)
+        )
 
     def _look(self) -> None:
         assert self._limit is not None
         if self._loop.time() < self._last + self._limit:
             self._arm()
-        elif self._doubted != self._last:  # perhaps it was us who did not read: a busy loop runs timers first
+        # Perhaps it was us who did not read: a busy loop runs timers first.
+        elif self._doubted != self._last:
             self._doubted = self._last
             self._timer = self._loop.call_later(min(0.1, self._limit / 10), self._look)
         else:
@@ -132,35 +157,45 @@ async def stream_answers(
     on_tokens: Callable[[int], None] | None = None,
     cut: asyncio.Event | None = None,
 ) -> list[Answer | None]:
-    """Make one streamed request and return n entries in their order, None for choices of which nothing has come.
+    """Make one streamed request and return n entries in their order, None for choices of which
+    nothing has come.
 
-    on_chunk(chunk, completion): sees every chunk; the names are those of openai's ChatCompletionChunk and ChatCompletion. If it
-        raises StopIteration, the choices that it has marked as `stopped_early`, or else those of the chunk, end with the
-        finish_reason "stopped_early"; with the last of them the stream is closed, which stops the server. Any other exception
-        ends the stream and comes through.
+    on_chunk(chunk, completion): sees every chunk; the names are those of openai's
+    ChatCompletionChunk and ChatCompletion. If it
+        raises StopIteration, the choices that it has marked as `stopped_early`, or else those of
+        the chunk, end with the finish_reason "stopped_early"; with the last of them the stream is
+        closed, which stops the server. Any other exception ends the stream and comes through.
     on_tokens(k): k more tokens have come.
-    cut: when set, the stream is closed; choices that have not ended by themselves have the finish_reason null.
+    cut: when set, the stream is closed; choices that have not ended by themselves have the
+        finish_reason null.
     stall_timeout: seconds without a byte, after the first one, that count as a failure.
 
     Raises RequestError.
     """
-    live, place = LiveCompletion(n, on_chunk, on_tokens), transport.base_url
+    live = LiveCompletion(n, on_chunk, on_tokens)
+    place = transport.base_url
     if cut is not None and cut.is_set():
         return live.answers()
 
     def take(data: bytes) -> bool:
         return live.take(decoded_chunk(data, place))
 
-    events = await read_events(transport, "/chat/completions", body, take, live, stall_timeout=stall_timeout, cut=cut)
+    events = await read_events(
+        transport, "/chat/completions", body, take, live, stall_timeout=stall_timeout, cut=cut
+    )
     if events is None:
         return live.answers()
     data, rest = events.end()
-    if not live.choices and not data and rest.strip():  # no stream at all: the server does not know how, or this is a web page
+    # No stream at all: the server does not know how, or this is a web page.
+    if not live.choices and not data and rest.strip():
         answers = read_answers(rest, n, place)
         if on_tokens is not None:
-            on_tokens(sum(answer.completion_tokens or 0 for answer in answers if answer is not None))
+            on_tokens(
+                sum(answer.completion_tokens or 0 for answer in answers if answer is not None)
+            )
         return answers
-    if data != b"[DONE]" and loads(data) is not None:  # otherwise it is half an event: what is missing shows below
+    # Otherwise it is half an event: what is missing shows below.
+    if data != b"[DONE]" and loads(data) is not None:
         take(data)
     if not live.is_finished:
         raise broken_stream(place, bool(live.choices))
@@ -187,17 +222,27 @@ async def read_events(
     stall_timeout: float,
     cut: asyncio.Event | None,
 ) -> Events | None:
-    """POST `body` and hand the data of each event to `take`, which returns True where no more is wanted.
+    """POST `body` and hand the data of each event to `take`, which returns True where no more is
+    wanted.
 
-    whole: what `take` makes of them; a connection that breaks or falls silent behind its end is no failure.
+    whole: what `take` makes of them; a connection that breaks or falls silent behind its end is no
+        failure.
 
-    Returns what the stream left behind at its end; None where it was ended, or broke, when everything was there. Raises
-    RequestError, and what `take` raises.
+    Returns what the stream left behind at its end; None where it was ended, or broke, when
+    everything was there. Raises RequestError, and what `take` raises.
     """
-    place, first, events, done = transport.base_url, transport.read_timeout, Events(), False
-    size, most = 0, most_bytes(body)
+    place = transport.base_url
+    first = transport.read_timeout
+    events = Events()
+    done = False
+    size = 0
+    most = most_bytes(body)
     try:
-        async with _Watch(first, stall_timeout, cut) as watch, watch.scope, transport.stream(path, body) as parts:
+        async with (
+            _Watch(first, stall_timeout, cut) as watch,
+            watch.scope,
+            transport.stream(path, body) as parts,
+        ):
             async for part in parts:
                 watch.heard()
                 if (size := size + len(part)) > most:
@@ -220,7 +265,9 @@ async def read_events(
         if not (done or whole.is_complete):
             if not watch.has_begun:
                 raise timeout_error(place, first) from None
-            raise RequestError(f"{place}: the stream stalled for {stall_timeout:g} s", "stall") from None
+            raise RequestError(
+                f"{place}: the stream stalled for {stall_timeout:g} s", "stall"
+            ) from None
         if not whole.is_finished:  # [DONE] alone ends no completion
             raise broken_stream(place, has_begun=True) from None
         return None
@@ -244,13 +291,16 @@ async def consume_chat_completion_stream(
         stream = await client.chat.completions.create(…, stream=True, logprobs=True)
         completion = await consume_chat_completion_stream(stream)
 
-    stream: the openai client's AsyncStream, or any other async iterable of ChatCompletionChunk or of dicts like it. It is closed.
-    on_chunk(chunk, completion): sees every chunk, and the completion so far. If it raises StopIteration, the choices that it has
-        marked as `stopped_early`, or else those of the chunk, end with the finish_reason "stopped_early".
-    n: choices that were asked for; when `on_chunk` has ended the last of them, nothing more is read.
+    stream: the openai client's AsyncStream, or any other async iterable of ChatCompletionChunk or
+    of dicts like it. It is closed. on_chunk(chunk, completion): sees every chunk, and the
+    completion so far. If it raises StopIteration, the choices that it has
+        marked as `stopped_early`, or else those of the chunk, end with the finish_reason
+        "stopped_early".
+    n: choices that were asked for; when `on_chunk` has ended the last of them, nothing more is
+        read.
 
-    Raises RequestError where the stream ends before its completion does, or holds what is no chunk; whatever the stream or
-    `on_chunk` raises comes through.
+    Raises RequestError where the stream ends before its completion does, or holds what is no chunk;
+    whatever the stream or `on_chunk` raises comes through.
     """
     live = LiveCompletion(n, on_chunk)
     try:
@@ -266,7 +316,9 @@ async def consume_chat_completion_stream(
                 await closing
     if not live.is_finished:
         raise broken_stream("stream", bool(live.choices))
-    return chat_completion([answer for answer in live.answers(len(live.choices)) if answer is not None])
+    return chat_completion(
+        [answer for answer in live.answers(len(live.choices)) if answer is not None]
+    )
 
 
 def _chunk_json(item: Any) -> bytes:

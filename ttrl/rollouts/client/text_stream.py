@@ -1,4 +1,6 @@
-"""One request for a text completion of token ids (POST /completions), whole or as a stream that can be ended."""
+"""One request for a text completion of token ids (POST /completions), whole or as a stream that can
+be ended.
+"""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -81,15 +83,24 @@ async def ask(
     if cut is None:
         _add(piece, await transport.post("/completions", body), transport, on_tokens)
         if piece.finish_reason is None:
-            raise RequestError(f"{transport.base_url}: a completion without finish_reason", "malformed")
+            raise RequestError(
+                f"{transport.base_url}: a completion without finish_reason", "malformed"
+            )
         return piece
-    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}, "stream_interval": STREAM_INTERVAL}
+    streamed = {
+        **body,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "stream_interval": STREAM_INTERVAL,
+    }
 
     def take(data: bytes) -> bool:
         _add(piece, data, transport, on_tokens)
         return False
 
-    events = await read_events(transport, "/completions", streamed, take, piece, stall_timeout=stall_timeout, cut=cut)
+    events = await read_events(
+        transport, "/completions", streamed, take, piece, stall_timeout=stall_timeout, cut=cut
+    )
     if events is not None and not piece.is_finished:
         raise broken_stream(transport.base_url, bool(piece.token_ids))
     return piece
@@ -98,7 +109,12 @@ async def ask(
 def entry(token: str, logprob: float) -> dict[str, Any]:
     """Return the log-probability of a token as chat completions have it."""
     value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
-    return {"token": token, "logprob": value, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
+    return {
+        "token": token,
+        "logprob": value,
+        "bytes": list(token.encode("utf-8", "replace")),
+        "top_logprobs": [],
+    }
 
 
 def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[int], None]) -> None:
@@ -108,22 +124,33 @@ def _add(piece: Piece, data: bytes, transport: Transport, on_tokens: Callable[[i
         try:  # NaN and the like, which only Python reads
             answer = msgspec.convert(loads(data), _Answer, strict=False)
         except ValueError as error:
-            raise RequestError(f"{transport.base_url}: the server's answer cannot be read: {error}", "malformed") from error
+            raise RequestError(
+                f"{transport.base_url}: the server's answer cannot be read: {error}", "malformed"
+            ) from error
     if answer.error is not None:
         raise failure(answer.error, transport.base_url)
-    piece.completion_id, piece.created = answer.id or piece.completion_id, answer.created or piece.created
+    piece.completion_id = answer.id or piece.completion_id
+    piece.created = answer.created or piece.created
     piece.model = answer.model or piece.model
     if answer.usage is not None and answer.usage.cached_tokens is not None:
         piece.cached_tokens = answer.usage.cached_tokens
     for choice in answer.choices:
         if choice.token_ids is None:
-            raise RequestError(f"{transport.base_url}: the server returned no token_ids; text completions need vLLM", "malformed")
+            raise RequestError(
+                f"{transport.base_url}: the server returned no token_ids; text completions need "
+                "vLLM",
+                "malformed",
+            )
         piece.text += choice.text
         piece.token_ids += choice.token_ids
         if choice.logprobs is not None:
             piece.tokens += choice.logprobs.tokens
-            piece.logprobs += [UNKNOWN_LOGPROB if value is None else value for value in choice.logprobs.token_logprobs]
-        piece.finish_reason, piece.stop_reason = choice.finish_reason, choice.stop_reason
+            piece.logprobs += [
+                UNKNOWN_LOGPROB if value is None else value
+                for value in choice.logprobs.token_logprobs
+            ]
+        piece.finish_reason = choice.finish_reason
+        piece.stop_reason = choice.stop_reason
         piece.prompt_token_ids = choice.prompt_token_ids or piece.prompt_token_ids
         if choice.token_ids:
             on_tokens(len(choice.token_ids))

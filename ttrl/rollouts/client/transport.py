@@ -1,4 +1,6 @@
-"""How requests reach a server: an address over aiohttp, which costs the client least; an OpenAI client as it is."""
+"""How requests reach a server: an address over aiohttp, which costs the client least; an OpenAI
+client as it is.
+"""
 
 import os
 import urllib.request
@@ -17,21 +19,29 @@ from ttrl.version import __version__
 
 
 class Transport(Protocol):
-    """One server. Everything raises RequestError where the server cannot be reached or answers with an error."""
+    """One server. Everything raises RequestError where the server cannot be reached or answers with
+    an error.
+    """
 
     base_url: str
     """"http://127.0.0.1:8000/v1", without a slash at its end."""
     identity: dict[str, str]
     """Who is asked: base_url, organization, project. Never the key."""
     read_timeout: float | None
-    """Seconds to wait for the first byte of a stream; None where the transport sees to it, or for ever."""
+    """Seconds to wait for the first byte of a stream; None where the transport sees to it, or for
+    ever.
+    """
 
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
         """Return the whole body of a successful answer. root: the path lies above /v1."""
         ...
 
-    def stream(self, path: str, body: Mapping[str, Any]) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
-        """Yield the bytes of a successful answer as they come. Leaving it early closes the connection."""
+    def stream(
+        self, path: str, body: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[AsyncIterator[bytes]]:
+        """Yield the bytes of a successful answer as they come. Leaving it early closes the
+        connection.
+        """
         ...
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
@@ -44,32 +54,47 @@ class Transport(Protocol):
 
 
 def transport_for(client: AsyncOpenAI | str | Endpoint) -> Transport:
-    """Return the way to a server. Raises UserError for what is neither an AsyncOpenAI client, an http(s) URL, nor an Endpoint."""
+    """Return the way to a server. Raises UserError for what is neither an AsyncOpenAI client, an
+    http(s) URL, nor an Endpoint.
+    """
     if isinstance(client, Endpoint):
-        base_url, uses_proxy = client.base_url.rstrip("/"), client.uses_proxy
+        base_url = client.base_url.rstrip("/")
+        uses_proxy = client.uses_proxy
         headers = {"Authorization": f"Bearer {client.api_key}", **client.headers}
     elif isinstance(client, str):
-        base_url, uses_proxy = _checked_url(client), True
+        base_url = _checked_url(client)
+        uses_proxy = True
         headers = {"Authorization": f"Bearer {os.environ.get('OPENAI_API_KEY') or 'EMPTY'}"}
     elif isinstance(client, AsyncOpenAI):
         return ClientTransport(client)
     elif isinstance(client, OpenAI):
-        raise UserError(f"client is a {type(client).__name__}; sampling is concurrent: give an AsyncOpenAI client")
+        raise UserError(
+            f"client is a {type(client).__name__}; sampling is concurrent: give an AsyncOpenAI "
+            "client"
+        )
     else:
-        raise UserError(f"client is a {type(client).__name__}; give an AsyncOpenAI client, or a base URL")
+        raise UserError(
+            f"client is a {type(client).__name__}; give an AsyncOpenAI client, or a base URL"
+        )
     proxy = _proxy(base_url) if uses_proxy and not is_local(base_url) else None
     headers = {"User-Agent": f"ttrl/{__version__}", **headers}
-    return HTTPTransport(base_url, headers, {"base_url": base_url}, proxy, is_address=isinstance(client, str))
+    return HTTPTransport(
+        base_url, headers, {"base_url": base_url}, proxy, is_address=isinstance(client, str)
+    )
 
 
 def _checked_url(client: str) -> str:
     parts = urlsplit(client.strip())
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"client is {client!r}; give an AsyncOpenAI client, or a base URL such as 'http://127.0.0.1:8000/v1'")
+        raise UserError(
+            f"client is {client!r}; give an AsyncOpenAI client, or a base URL such as "
+            "'http://127.0.0.1:8000/v1'"
+        )
     if parts.username or parts.password or parts.query or parts.fragment:
         shown = f"{parts.scheme}://{parts.hostname}{parts.path}"
         raise UserError(
-            f"client is the URL {shown} with credentials, a query or a fragment; give an AsyncOpenAI client with api_key=…, "
+            f"client is the URL {shown} with credentials, a query or a fragment; give an "
+            "AsyncOpenAI client with api_key=…, "
             "default_query=… instead"
         )
     return client.strip().rstrip("/")
@@ -78,25 +103,41 @@ def _checked_url(client: str) -> str:
 def is_local(base_url: str) -> bool:
     """Return whether a URL names this very machine."""
     host = (urlsplit(base_url).hostname or "").lower()
-    return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.") or host.endswith(".localhost")
+    return (
+        host in ("localhost", "::1", "0.0.0.0")
+        or host.startswith("127.")
+        or host.endswith(".localhost")
+    )
 
 
-def answer_identity(transports: Sequence[Transport], weights_digest: str | None, *, has_cache: bool) -> Any:
-    """Return what the keys of a cache say about who answers: the weights, where they are known, else the servers.
+def answer_identity(
+    transports: Sequence[Transport], weights_digest: str | None, *, has_cache: bool
+) -> Any:
+    """Return what the keys of a cache say about who answers: the weights, where they are known,
+    else the servers.
 
     Raises UserError where a cache could not tell the weights of today from those of tomorrow.
     """
     if weights_digest is not None:
         if not isinstance(weights_digest, str) or not weights_digest:
-            raise UserError(f"weights_digest is {weights_digest!r}; give a string that names the weights")
+            raise UserError(
+                f"weights_digest is {weights_digest!r}; give a string that names the weights"
+            )
         return {"weights": weights_digest}
-    local = next((transport.base_url for transport in transports if is_local(transport.base_url)), None)
+    local = next(
+        (transport.base_url for transport in transports if is_local(transport.base_url)), None
+    )
     if has_cache and local is not None:
         raise UserError(
-            f"cache: {local} may serve other weights tomorrow, whose answers must not be taken for today's; "
-            "give weights_digest=…, a name that changes with the weights (VLLMServer.weights_digest() computes one)"
+            f"cache: {local} may serve other weights tomorrow, whose answers must not be taken "
+            "for today's; "
+            "give weights_digest=…, a name that changes with the weights "
+            "(VLLMServer.weights_digest() computes one)"
         )
-    return sorted((transport.identity for transport in transports), key=lambda identity: sorted(identity.items()))
+    return sorted(
+        (transport.identity for transport in transports),
+        key=lambda identity: sorted(identity.items()),
+    )
 
 
 def _proxy(base_url: str) -> str | None:

@@ -1,7 +1,8 @@
 """What travels between ttrl and a server, as it is decoded: only what is needed, and nothing twice.
 
-Choices and log-probabilities stay the bytes that the server sent until somebody asks for them. msgspec reads JSON as the standard
-says; servers also write NaN, Infinity and halves of surrogate pairs, which Python's json reads: it is the second try everywhere.
+Choices and log-probabilities stay the bytes that the server sent until somebody asks for them.
+msgspec reads JSON as the standard says; servers also write NaN, Infinity and halves of surrogate
+pairs, which Python's json reads: it is the second try everywhere.
 """
 
 import json
@@ -16,7 +17,9 @@ from ttrl.text import is_number, one_line
 _NO_RAW = msgspec.Raw()
 _NOTHING = (b"", b"null")
 _TEXT_PARTS = ("text", "output_text", "refusal", "reasoning_text", "summary_text")
-_TOKEN_BYTES, _SHOWN_BYTES = 2048, 512  # of a token in a chunk of its own, and of a log-probability; vLLM writes 400 and 130
+# Of a token in a chunk of its own, and of a log-probability; vLLM writes 400 and 130.
+_TOKEN_BYTES = 2048
+_SHOWN_BYTES = 512
 _UNREADABLE = (ValueError, RecursionError)  # of JSON: the second where it is nested too deeply
 _MORE_CHOICES = 64  # than were asked for
 _LONGEST = 2**17  # tokens, where a request does not say
@@ -33,7 +36,9 @@ class Answer(msgspec.Struct):
     """One choice of a chat completion, with what of the response belongs to it."""
 
     choice: bytes
-    """JSON of the choice, as the server sent it or as put together from chunks; finish_reason is null where we cut the stream."""
+    """JSON of the choice, as the server sent it or as put together from chunks; finish_reason is
+    null where we cut the stream.
+    """
     completion_id: str = ""
     created: int = 0
     model: str = ""
@@ -46,7 +51,9 @@ class Answer(msgspec.Struct):
     completion_tokens: int | None = None
     """Of this choice alone; None where it cannot be told."""
     prompt_text: str | None = None
-    """The prompt as the server rendered it, until `ttrl.rollouts.client.opening` has read it. It is not cached."""
+    """The prompt as the server rendered it, until `ttrl.rollouts.client.opening` has read it. It is
+    not cached.
+    """
 
 
 # Chunks of a stream: the names are those of openai's ChatCompletionChunk.
@@ -102,7 +109,8 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     routed_experts: str | None = None
-    decoded_logprobs: Logprobs | None = msgspec.field(name=" decoded", default=None)  # never in JSON
+    # Never in JSON.
+    decoded_logprobs: Logprobs | None = msgspec.field(name=" decoded", default=None)
 
     @property
     def logprobs(self) -> Logprobs | None:
@@ -123,7 +131,9 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        return None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+        return (
+            None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
+        )
 
 
 class Chunk(msgspec.Struct):
@@ -151,11 +161,15 @@ def decoded_logprobs(raw: bytes) -> Logprobs:
     try:
         return msgspec.convert(json.loads(raw), Logprobs, strict=False)
     except _UNREADABLE as error:
-        raise RequestError(f"the log-probabilities in a chunk cannot be read: {error}", "malformed") from error
+        raise RequestError(
+            f"the log-probabilities in a chunk cannot be read: {error}", "malformed"
+        ) from error
 
 
 def decoded_chunk(data: bytes, place: str) -> Chunk:
-    """Decode one event of a stream. Raises RequestError where it is unreadable, or says that the server failed."""
+    """Decode one event of a stream. Raises RequestError where it is unreadable, or says that the
+    server failed.
+    """
     try:
         if not data.isascii():
             data.decode()  # what is kept raw is not looked at by the decoder
@@ -206,7 +220,9 @@ def _leniently(data: bytes, place: str) -> Chunk:
         return chunk
     except (ValueError, TypeError, AttributeError, RecursionError) as problem:
         shown = one_line(data.decode(errors="replace"))
-        raise RequestError(f"{place}: a chunk of the stream cannot be read: {problem}: {shown}", "malformed") from problem
+        raise RequestError(
+            f"{place}: a chunk of the stream cannot be read: {problem}: {shown}", "malformed"
+        ) from problem
 
 
 # A whole response.
@@ -241,14 +257,24 @@ _entries_decoder = msgspec.json.Decoder(_RawEntries)
 
 
 def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
-    """Return the choices of a whole response, by their numbers; None for those that it lacks. Raises RequestError."""
+    """Return the choices of a whole response, by their numbers; None for those that it lacks.
+    Raises RequestError.
+    """
     response = _response(data, place)
     if response.error is not None and not response.choices:
         raise failure(response.error, place)
     if response.choices is None:
-        raise RequestError(f"{place}: the server's answer has no choices: {one_line(data.decode(errors='replace'))}", "malformed")
-    if len(response.choices) > n + _MORE_CHOICES:  # each would be looked at, a million of them for seconds
-        raise RequestError(f"{place}: the server returned {len(response.choices)} choices, {n} asked for", "malformed")
+        raise RequestError(
+            f"{place}: the server's answer has no choices: "
+            f"{one_line(data.decode(errors='replace'))}",
+            "malformed",
+        )
+    # Each would be looked at, a million of them for seconds.
+    if len(response.choices) > n + _MORE_CHOICES:
+        raise RequestError(
+            f"{place}: the server returned {len(response.choices)} choices, {n} asked for",
+            "malformed",
+        )
     usage = read_usage(response.usage)
     prompt = response.prompt_token_ids if is_ids(response.prompt_token_ids) else None
     raws = [raw for raw in map(bytes, response.choices) if raw != b"null"]
@@ -262,7 +288,11 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
                 created=int(response.created) if is_number(response.created) else 0,
                 model=response.model if isinstance(response.model, str) else "",
                 prompt_token_ids=prompt,
-                prompt_tokens=usage.prompt_tokens if usage.prompt_tokens is not None else None if prompt is None else len(prompt),
+                prompt_tokens=usage.prompt_tokens
+                if usage.prompt_tokens is not None
+                else None
+                if prompt is None
+                else len(prompt),
                 cached_tokens=usage.cached_tokens,
                 completion_tokens=tokens,
                 prompt_text=response.prompt_text if isinstance(response.prompt_text, str) else None,
@@ -271,8 +301,12 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
     return in_order(answers, [index for index, _ in counted], n)
 
 
-def _fill_in(counted: list[tuple[Any, int | None]], total: int | None) -> list[tuple[Any, int | None]]:
-    """Share what the usage leaves among the choices that do not tell their tokens, so that the sum is right."""
+def _fill_in(
+    counted: list[tuple[Any, int | None]], total: int | None
+) -> list[tuple[Any, int | None]]:
+    """Share what the usage leaves among the choices that do not tell their tokens, so that the sum
+    is right.
+    """
     unknown = sum(tokens is None for _, tokens in counted)
     if unknown == 0 or total is None:
         return counted
@@ -294,13 +328,24 @@ def _response(data: bytes, place: str) -> _Response:
         shown = data.decode(errors="replace").strip()
         if not shown.startswith(("{", "[")):
             raise RequestError(
-                f"{place}: the server answered {one_line(shown) or 'nothing'}, which is no chat completion", "malformed"
+                f"{place}: the server answered {one_line(shown) or 'nothing'}, which is no chat "
+                "completion",
+                "malformed",
             ) from error
-        raise RequestError(f"{place}: the server's answer cannot be read: {error}: {one_line(shown)}", "malformed") from error
+        raise RequestError(
+            f"{place}: the server's answer cannot be read: {error}: {one_line(shown)}", "malformed"
+        ) from error
     if not isinstance(obj, dict):
-        raise RequestError(f"{place}: the server answered {one_line(obj)}, which is no chat completion", "malformed")
+        raise RequestError(
+            f"{place}: the server answered {one_line(obj)}, which is no chat completion",
+            "malformed",
+        )
     choices = obj.get("choices")
-    obj["choices"] = [msgspec.Raw(json.dumps(choice).encode()) for choice in choices] if isinstance(choices, list) else None
+    obj["choices"] = (
+        [msgspec.Raw(json.dumps(choice).encode()) for choice in choices]
+        if isinstance(choices, list)
+        else None
+    )
     return _Response(**{name: obj.get(name) for name in _Response.__struct_fields__})
 
 
@@ -314,8 +359,14 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
             return None, None
         ids = choice.get("token_ids")
         raw_logprobs = msgspec.Raw(dumped(choice.get("logprobs")))
-        counted = _Counted(choice.get("index"), ids if isinstance(ids, list) else None, raw_logprobs)
-    tokens = count_entries(bytes(counted.logprobs)) if counted.token_ids is None else len(counted.token_ids)
+        counted = _Counted(
+            choice.get("index"), ids if isinstance(ids, list) else None, raw_logprobs
+        )
+    tokens = (
+        count_entries(bytes(counted.logprobs))
+        if counted.token_ids is None
+        else len(counted.token_ids)
+    )
     return counted.index, tokens
 
 
@@ -332,8 +383,14 @@ def count_entries(raw_logprobs: bytes) -> int | None:
 
 
 def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[Answer | None]:
-    """Return n entries by their index, in whatever order they came; by position where a server numbers them wrongly."""
-    numbered = dict(zip(indexes, answers, strict=True)) if all(type(index) is int for index in indexes) else {}
+    """Return n entries by their index, in whatever order they came; by position where a server
+    numbers them wrongly.
+    """
+    numbered = (
+        dict(zip(indexes, answers, strict=True))
+        if all(type(index) is int for index in indexes)
+        else {}
+    )
     if len(numbered) == len(answers) and all(0 <= index < n for index in numbered):
         return [numbered.get(k) for k in range(n)]
     return [answers[k] if k < len(answers) else None for k in range(n)]
@@ -344,7 +401,10 @@ def read_usage(usage: Any) -> Usage:
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details")
     cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    counts = {name: _count_or_none(usage.get(name)) for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
+    counts = {
+        name: _count_or_none(usage.get(name))
+        for name in ("prompt_tokens", "completion_tokens", "total_tokens")
+    }
     return Usage(**counts, prompt_tokens_details=PromptDetails(_count_or_none(cached)))
 
 
@@ -363,18 +423,27 @@ def failure(error: Any, place: str) -> RequestError:
 
 
 def most_bytes(body: Mapping[str, Any] | None) -> int:
-    """Return how large an answer to a request may be: several times what any server writes for the tokens that were asked for."""
+    """Return how large an answer to a request may be: several times what any server writes for the
+    tokens that were asked for.
+    """
     asked = body or {}
     tokens = asked.get("max_completion_tokens") or asked.get("max_tokens") or _LONGEST
-    tokens = asked.get("n", 1) * tokens + (_LONGEST if asked.get("echo") or asked.get("prompt_logprobs") is not None else 0)
-    shown = max((int(asked.get(name) or 0) for name in ("top_logprobs", "logprobs", "prompt_logprobs")), key=abs)
+    tokens = asked.get("n", 1) * tokens + (
+        _LONGEST if asked.get("echo") or asked.get("prompt_logprobs") is not None else 0
+    )
+    shown = max(
+        (int(asked.get(name) or 0) for name in ("top_logprobs", "logprobs", "prompt_logprobs")),
+        key=abs,
+    )
     shown = shown if shown >= 0 else _LONGEST  # -1: of the whole vocabulary
     experts = (tokens + asked.get("n", 1) * _LONGEST) * _EXPERT_BYTES if EXPERTS in asked else 0
     return 2**22 + int(tokens) * (_TOKEN_BYTES + _SHOWN_BYTES * shown) + int(experts)
 
 
 def encoded(value: Any) -> bytes:
-    """Encode JSON in UTF-8; halves of surrogate pairs, which UTF-8 does not have, become escapes."""
+    """Encode JSON in UTF-8; halves of surrogate pairs, which UTF-8 does not have, become
+    escapes.
+    """
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:

@@ -1,8 +1,10 @@
-"""Run graders within their limits, in threads and on the loop or in processes (`isolated`); an error costs its sample alone.
+"""Run graders within their limits, in threads and on the loop or in processes (`isolated`); an
+error costs its sample alone.
 
-Threads are daemons and our own, not an executor's: an executor's thread that hangs keeps its slot for ever, and both asyncio.run
-and the interpreter wait for it at the end. Here a call that takes too long is abandoned with its thread, and a fresh thread takes
-its slot. (A grader that never releases the interpreter lock, such as a regular expression that backtracks without end, stops
+Threads are daemons and our own, not an executor's: an executor's thread that hangs keeps its slot
+for ever, and both asyncio.run and the interpreter wait for it at the end. Here a call that takes
+too long is abandoned with its thread, and a fresh thread takes its slot. (A grader that never
+releases the interpreter lock, such as a regular expression that backtracks without end, stops
 everything all the same; only `isolated=True` helps.)
 """
 
@@ -16,7 +18,14 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from ttrl.errors import GraderError, RolloutError, ServerError, TokenizationError, UserError, describe
+from ttrl.errors import (
+    GraderError,
+    RolloutError,
+    ServerError,
+    TokenizationError,
+    UserError,
+    describe,
+)
 from ttrl.rollouts.graders.isolated import DEFAULT_MEMORY, IsolatedGraders, usable_cores
 from ttrl.tasks.rewards import declared
 from ttrl.tasks.task import Grade, Grader, Task
@@ -26,7 +35,9 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 CallOutcome: TypeAlias = "tuple[Any, BaseException | None]"
-"""(value, None) or (None, exception); not raised, because futures and coroutines refuse some exceptions (StopIteration)."""
+"""(value, None) or (None, exception); not raised, because futures and coroutines refuse some
+exceptions (StopIteration).
+"""
 
 MAX_ERROR_LENGTH = 8000
 """Characters of a traceback that are kept with its sample; the middle is cut out."""
@@ -55,7 +66,9 @@ class _Thread:
         """End the thread after the call that it may still be in."""
         self._calls.put(None)
 
-    def start(self, function: Callable[..., Any], args: tuple[Any, ...]) -> "asyncio.Future[CallOutcome]":
+    def start(
+        self, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> "asyncio.Future[CallOutcome]":
         loop = asyncio.get_running_loop()
         future: asyncio.Future[CallOutcome] = loop.create_future()
         context = contextvars.copy_context()
@@ -80,8 +93,8 @@ class _Thread:
 
 
 class Threads:
-    """Up to `size` concurrent sync calls, async ones on the loop, each within `timeout` seconds. A context manager; leaving it
-    waits for nothing."""
+    """Up to `size` concurrent sync calls, async ones on the loop, each within `timeout` seconds. A
+    context manager; leaving it waits for nothing."""
 
     def __init__(self, size: int, timeout: float | None = None) -> None:
         self.timeout = timeout
@@ -101,7 +114,8 @@ class Threads:
             worker = self._idle.pop() if self._idle else _Thread()
             future = worker.start(function, args)
             try:
-                # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away an outcome that is there.
+                # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away
+                # an outcome that is there.
                 await asyncio.wait({future}, timeout=self.timeout)
             except asyncio.CancelledError:
                 worker.stop()
@@ -114,7 +128,9 @@ class Threads:
             return future.result()
 
     async def call(self, function: Callable[..., Any], argument: Any) -> CallOutcome:
-        """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, and nothing that it raises."""
+        """Call a sync function in a thread, an async one on the loop. Raises TookTooLong, and
+        nothing that it raises.
+        """
         try:
             if is_async(function):
                 value = function(argument)
@@ -158,39 +174,57 @@ class Threads:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether it is an `async def` function, or an object whose `__call__` is; others may still return an awaitable."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    """Return whether it is an `async def` function, or an object whose `__call__` is; others may
+    still return an awaitable.
+    """
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 class Graders:
-    """Grades choices, each within its time limit. A context manager; leaving it waits for nothing that a grader does.
+    """Grades choices, each within its time limit. A context manager; leaving it waits for nothing
+    that a grader does.
 
-    isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs both in processes that can be
-        ended: for graders that may hang, crash, or use up all memory. `ttrl.rollouts.graders.isolated` says what differs. It is
-        not a sandbox: files and the network are open. A grader with a true attribute `isolated` always runs in a process.
+    isolated: False runs sync graders in daemon threads and async ones on the event loop. True runs
+        both in processes that can be ended: for graders that may hang, crash, or use up all memory.
+        `ttrl.rollouts.graders.isolated` says what differs. It is not a sandbox: files and the
+        network are open. A grader with a true attribute `isolated` always runs in a process.
     timeout: seconds for one grade, waiting for a thread or process not counted.
-    memory: with isolated=True, bytes that one grade may take beyond what its process and its modules take; None for 2 GiB.
-    size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many processes as usable cores, at most
-        16.
+    memory: with isolated=True, bytes that one grade may take beyond what its process and its
+        modules take; None for 2 GiB.
+    size: sync grades at once, with isolated=True of any kind; None for 16 threads, or as many
+        processes as usable cores, at most 16.
 
     Raises UserError for values out of range.
     """
 
     def __init__(
-        self, *, isolated: bool = False, timeout: float = 60.0, memory: int | None = None, size: int | None = None
+        self,
+        *,
+        isolated: bool = False,
+        timeout: float = 60.0,
+        memory: int | None = None,
+        size: int | None = None,
     ) -> None:
         if not is_number(timeout) or timeout <= 0:
             raise UserError(f"grader_timeout is {timeout!r}; give a positive number of seconds")
         if memory is not None and (type(memory) is not int or memory < 2**20):
-            raise UserError(f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB (1048576), or None for 2 GiB")
+            raise UserError(
+                f"grader_memory is {memory!r}; give a number of bytes of at least 1 MiB "
+                "(1048576), or None for 2 GiB"
+            )
         if size is not None and (type(size) is not int or size < 1):
             raise UserError(f"the number of grades at once is {size!r}; give at least 1, or None")
         self.seconds = 0.0
         """That grades took so far, added up, waiting for a thread or process included."""
         self._timeout = timeout
         count = min(usable_cores(), MOST_PROCESSES) if size is None else size
-        self._processes = IsolatedGraders(timeout=timeout, memory=memory or DEFAULT_MEMORY, size=count)
-        self._threads = None if isolated else Threads(GRADER_THREADS if size is None else size, timeout)
+        self._processes = IsolatedGraders(
+            timeout=timeout, memory=memory or DEFAULT_MEMORY, size=count
+        )
+        self._threads = (
+            None if isolated else Threads(GRADER_THREADS if size is None else size, timeout)
+        )
         self._has_processes = isolated
 
     def __enter__(self) -> "Graders":
@@ -214,8 +248,8 @@ class Graders:
     async def grade(self, task: Task, choice: "Choice", where: str) -> Grade:
         """Grade one choice, exactly once: a grader that failed is not asked again.
 
-        Raises GraderError, naming `where`, when the grader raises (the traceback follows the first line), breaks a limit, or
-        returns something other than a finite number.
+        Raises GraderError, naming `where`, when the grader raises (the traceback follows the first
+        line), breaks a limit, or returns something other than a finite number.
         """
         assert task.grader is not None
         began = time.monotonic()
@@ -224,28 +258,45 @@ class Graders:
         finally:
             self.seconds += time.monotonic() - began
 
-    async def grade_group(self, task: Task, choices: "list[Choice]", where: str) -> list[Grade | GraderError]:
-        """Grade the choices of a task together, once; `timeout` holds for each of them. Raises GraderError, for all of them."""
+    async def grade_group(
+        self, task: Task, choices: "list[Choice]", where: str
+    ) -> list[Grade | GraderError]:
+        """Grade the choices of a task together, once; `timeout` holds for each of them. Raises
+        GraderError, for all of them.
+        """
         grader = task.group_grader
         assert grader is not None
-        seconds, began = self._timeout * len(choices), time.monotonic()
+        seconds = self._timeout * len(choices)
+        began = time.monotonic()
         with Threads(1, seconds) as threads:
             try:
                 outputs, error = await threads.call(grader, choices)
             except TookTooLong:
                 took = f"the group_grader took longer than {seconds:g} s for {len(choices)} choices"
-                raise GraderError(f"{where}: {took}; make it faster or raise grader_timeout") from None
+                raise GraderError(
+                    f"{where}: {took}; make it faster or raise grader_timeout"
+                ) from None
             finally:
                 self.seconds += time.monotonic() - began
         if isinstance(error, GraderError):
             raise GraderError(f"{where}: {error}") from error
         if error is not None:
-            raise GraderError(f"{where}: the group_grader raised {describe(error)}\n{own_traceback(error)}")
-        if not isinstance(outputs, Sequence) or isinstance(outputs, str) or len(outputs) != len(choices):
             raise GraderError(
-                f"{where}: the group_grader returned {short(outputs, 80)} for {len(choices)} choices; it returns as many"
+                f"{where}: the group_grader raised {describe(error)}\n{own_traceback(error)}"
             )
-        return [one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader") for one in outputs]
+        if (
+            not isinstance(outputs, Sequence)
+            or isinstance(outputs, str)
+            or len(outputs) != len(choices)
+        ):
+            raise GraderError(
+                f"{where}: the group_grader returned {short(outputs, 80)} for {len(choices)} "
+                "choices; it returns as many"
+            )
+        return [
+            one if isinstance(one, GraderError) else Grade.of(one, where, who="group_grader")
+            for one in outputs
+        ]
 
 
 def _way_out(error: BaseException) -> str:
@@ -264,14 +315,18 @@ def _way_out(error: BaseException) -> str:
 
 
 def type_and_message(error: BaseException) -> str:
-    """Describe our own errors as they are written (a grader's traceback included), others by their type and first line."""
+    """Describe our own errors as they are written (a grader's traceback included), others by their
+    type and first line.
+    """
     if isinstance(error, GraderError | RolloutError | ServerError | TokenizationError):
         return f"{type(error).__name__}: {error}"
     return describe(error)
 
 
 def own_traceback(error: BaseException, caller: str = __file__) -> str:
-    """Return the traceback without the frames of this file (or of another `caller`) that called the user's code."""
+    """Return the traceback without the frames of this file (or of another `caller`) that called the
+    user's code.
+    """
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == caller:
         frames = frames.tb_next

@@ -1,23 +1,28 @@
-"""Graders in processes of their own (`isolated=True`): what a grader does wrong costs its own sample, and nothing else.
+"""Graders in processes of their own (`isolated=True`): what a grader does wrong costs its own
+sample, and nothing else.
 
-A grader that never ends (in Python, in C code that holds the interpreter lock, asleep), that ends its process, crashes it, or
-uses too much memory is ended with all that it started; its sample gets a GraderError, and a fresh process takes the next one. A
-grade is made once: only a choice that no grader has seen yet is given to another process.
+A grader that never ends (in Python, in C code that holds the interpreter lock, asleep), that ends
+its process, crashes it, or uses too much memory is ended with all that it started; its sample gets
+a GraderError, and a fresh process takes the next one. A grade is made once: only a choice that no
+grader has seen yet is given to another process.
 
 How it differs from threads:
-- graders travel by cloudpickle (lambdas, closures and functions of a script or notebook work), once per process and grader; each
-  process has its own copy, as the grader was when it was first used, so nothing that a grader changes comes back;
+- graders travel by cloudpickle (lambdas, closures and functions of a script or notebook work), once
+  per process and grader; each process has its own copy, as the grader was when it was first used,
+  so nothing that a grader changes comes back;
 - async graders run one per process at a time, on a loop that lives as long as the process;
 - what they print is thrown away; context variables do not reach them;
-- environment variables that look like keys (`hidden`) do not reach them, nor can they be read from the memory of ttrl, its server
-  and its trainer (Landlock, Linux 6.12); with older kernels not from that of ttrl, to which no debugger can be attached then.
+- environment variables that look like keys (`hidden`) do not reach them, nor can they be read from
+  the memory of ttrl, its server and its trainer (Landlock, Linux 6.12); with older kernels not from
+  that of ttrl, to which no debugger can be attached then.
 
 This is not a sandbox: files and the network are open, and malicious code can do harm.
 
-Why not a pool that others keep: of 15 hostile graders, 4 cost pebble 5.2 more than their own sample (a signal to the process
-group ended ttrl; forked children, and bytes written into its pipe, which ttrl unpickles, stopped or broke the pool), and loky
-3.7 has no time limit for a call. On two busy cores small graders ran at 1,300 to 4,400 a second here and 3,300 with pebble in one
-process, and at 2,200 to 5,700 here and 1,700 to 2,000 with pebble in eight.
+Why not a pool that others keep: of 15 hostile graders, 4 cost pebble 5.2 more than their own sample
+(a signal to the process group ended ttrl; forked children, and bytes written into its pipe, which
+ttrl unpickles, stopped or broke the pool), and loky 3.7 has no time limit for a call. On two busy
+cores small graders ran at 1,300 to 4,400 a second here and 3,300 with pebble in one process, and at
+2,200 to 5,700 here and 1,700 to 2,000 with pebble in eight.
 """
 
 import asyncio
@@ -38,7 +43,9 @@ if TYPE_CHECKING:
 
 DEFAULT_MEMORY = 2 * 2**30
 _END_SECONDS = 2.0
-"""From a closed channel to the end of the process that closed it, after which the process is taken to go on."""
+"""From a closed channel to the end of the process that closed it, after which the process is taken
+to go on.
+"""
 _KEPT_PICKLES = 1024
 _STARTS = 3  # of the keeper, in a row without a single answer, before we give up
 
@@ -49,10 +56,14 @@ def usable_cores() -> int:
 
 
 class IsolatedGraders:
-    """Up to `size` concurrent grades, each in a process. timeout: seconds; memory: bytes. Belongs to one event loop at a time."""
+    """Up to `size` concurrent grades, each in a process. timeout: seconds; memory: bytes. Belongs
+    to one event loop at a time.
+    """
 
     def __init__(self, *, timeout: float, memory: int, size: int) -> None:
-        self.timeout, self.memory, self.size = timeout, memory, size
+        self.timeout = timeout
+        self.memory = memory
+        self.size = size
         self._keeper: Keeper | None = None
         self._starts = 0
         self._closed = False
@@ -88,16 +99,20 @@ class IsolatedGraders:
         try:
             data = choice_to_json(choice)
         except (AttributeError, TypeError, ValueError) as error:
-            raise GraderError(f"{where}: the choice cannot be sent to the grader's process: {error}") from error
+            raise GraderError(
+                f"{where}: the choice cannot be sent to the grader's process: {error}"
+            ) from error
         async with self._slots:
-            for _ in range(self.size + 10 * _STARTS):  # each may be a worker that has just died, and so may the keeper
+            # Each may be a worker that has just died, and so may the keeper.
+            for _ in range(self.size + 10 * _STARTS):
                 worker = await self._take_worker(where)
                 try:
                     answer = await worker.grade(key, pickle_, data, where, self.timeout)
                 except End as end:
                     if end.kind == "not taken":
                         worker.end()
-                        await asyncio.sleep(0.01)  # so that the loop hears what became of the keeper
+                        # So that the loop hears what became of the keeper.
+                        await asyncio.sleep(0.01)
                         continue
                     raise GraderError(f"{where}: {await self._why(worker, end.kind)}") from None
                 except BaseException:
@@ -109,10 +124,15 @@ class IsolatedGraders:
                 else:
                     self._idle.append(worker)
                 return _grade(answer, where)
-            raise GraderError(f"{where}: processes for graders end as soon as they are started; the machine may be out of memory")
+            raise GraderError(
+                f"{where}: processes for graders end as soon as they are started; the machine "
+                "may be out of memory"
+            )
 
     def _pickled(self, grader: Grader, where: str) -> tuple[int, bytes]:
-        """Return (its number, its pickle). It is known by identity, and held, so that no other grader can take its id."""
+        """Return (its number, its pickle). It is known by identity, and held, so that no other
+        grader can take its id.
+        """
         known = self._pickles.get(id(grader))
         if known is None:
             known = self._pickles[id(grader)] = (grader, next(self._keys), pickled(grader, where))
@@ -138,7 +158,10 @@ class IsolatedGraders:
                 self._keeper = None
                 self._starts += 1
             if self._starts >= _STARTS:
-                raise GraderError(f"{where}: the process that runs graders ended {_STARTS} times in a row. {reason}")
+                raise GraderError(
+                    f"{where}: the process that runs graders ended {_STARTS} times in a row. "
+                    f"{reason}"
+                )
             self.__enter__()
         assert self._keeper is not None
         return await self._keeper.worker(self.memory, cpu=self.timeout * usable_cores())
@@ -149,23 +172,46 @@ class IsolatedGraders:
             await asyncio.wait({worker.status}, timeout=_END_SECONDS)
         worker.end()
         if kind == "died" and not worker.status.done():
-            return "the grader closed the channel between its process and ttrl; a grader closes files of its own only"
+            return (
+                "the grader closed the channel between its process and ttrl; a grader closes "
+                "files of its own only"
+            )
         if kind == "timeout":
-            return f"the grader took longer than {self.timeout:g} s; make it faster or raise grader_timeout"
+            return (
+                f"the grader took longer than {self.timeout:g} s; make it faster or raise "
+                "grader_timeout"
+            )
         if kind == "load":
-            return f"loading the grader took longer than {LOAD_SECONDS:g} s; its modules take too long to import"
+            return (
+                f"loading the grader took longer than {LOAD_SECONDS:g} s; its modules take too "
+                "long to import"
+            )
         if kind == "garbage":
-            return "the grader wrote into the channel between its process and ttrl; a grader may write to files of its own only"
+            return (
+                "the grader wrote into the channel between its process and ttrl; a grader may "
+                "write to files of its own only"
+            )
         status = worker.status.result()
         if status is None:
             return "the processes that run graders were ended from outside; the grade is lost"
         if status >= 0:
-            return f"the grader ended its process with exit code {status} (os._exit?); a grader returns its reward, or raises"
-        name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            return (
+                f"the grader ended its process with exit code {status} (os._exit?); a grader "
+                "returns its reward, or raises"
+            )
+        name = (
+            signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+        )
         if name == "SIGXCPU":
             seconds = self.timeout * usable_cores()
-            return f"the grader used more than {seconds:g} s of CPU time; make it faster or raise grader_timeout"
-        hint = {"SIGKILL": "; the machine may have run out of memory", "SIGSEGV": ": a crash in C code, or too deep a recursion"}
+            return (
+                f"the grader used more than {seconds:g} s of CPU time; make it faster or raise "
+                "grader_timeout"
+            )
+        hint = {
+            "SIGKILL": "; the machine may have run out of memory",
+            "SIGSEGV": ": a crash in C code, or too deep a recursion",
+        }
         return f"the grader's process was ended by {name}{hint.get(name, '')}"
 
 

@@ -1,4 +1,6 @@
-"""Pickle graders for another process: by name where their modules can be imported there, whole where they cannot."""
+"""Pickle graders for another process: by name where their modules can be imported there, whole
+where they cannot.
+"""
 
 import functools
 import importlib.machinery
@@ -14,7 +16,8 @@ from ttrl.tasks.task import Grader
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """A pickler that sends modules whole that cannot be imported elsewhere: tests, those made by hand, those on no path.
+    """A pickler that sends modules whole that cannot be imported elsewhere: tests, those made by
+    hand, those on no path.
 
     cloudpickle takes functions of any module that is loaded here for importable there.
     """
@@ -24,8 +27,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self.registered: list[types.ModuleType] = []
 
     def reducer_override(self, obj: Any) -> Any:
-        name = obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", None)
-        if isinstance(obj, type | types.FunctionType | types.ModuleType) and isinstance(name, str) and not is_importable(name):
+        name = (
+            obj.__name__ if isinstance(obj, types.ModuleType) else getattr(obj, "__module__", None)
+        )
+        if (
+            isinstance(obj, type | types.FunctionType | types.ModuleType)
+            and isinstance(name, str)
+            and not is_importable(name)
+        ):
             module = sys.modules[name]
             if name not in cloudpickle.list_registry_pickle_by_value():
                 cloudpickle.register_pickle_by_value(module)
@@ -39,11 +48,14 @@ def pickled(grader: Grader, where: str) -> bytes:
     pickler = _Pickler(file)
     try:
         pickler.dump(grader)
-    except Exception as error:  # from `__reduce__` and `__getstate__` of anything that the grader holds
+    # From `__reduce__` and `__getstate__` of anything that the grader holds.
+    except Exception as error:
         name = getattr(grader, "__qualname__", None) or type(grader).__qualname__
         raise GraderError(
-            f"{where}: the grader {name} cannot be sent to a process of its own: {type(error).__name__}: {error}; make what it "
-            "holds (locks, clients, open files) inside of it when it is called, or set isolated=False"
+            f"{where}: the grader {name} cannot be sent to a process of its own: "
+            f"{type(error).__name__}: {error}; make what it "
+            "holds (locks, clients, open files) inside of it when it is called, or set "
+            "isolated=False"
         ) from error
     finally:
         for module in pickler.registered:
@@ -53,18 +65,23 @@ def pickled(grader: Grader, where: str) -> bytes:
 
 @functools.cache
 def is_importable(name: str) -> bool:
-    """Return whether `import name` in another process with our sys.path finds the module that is loaded here."""
+    """Return whether `import name` in another process with our sys.path finds the module that is
+    loaded here.
+    """
     module = sys.modules.get(name)
     if module is None or name == "__main__":
         return True  # cloudpickle knows what to do
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in sys.builtin_module_names:
         return True
-    parts, path, spec = name.split("."), None, None
+    parts = name.split(".")
+    path = None
+    spec = None
     for end in range(1, len(parts) + 1):
         spec = _find(".".join(parts[:end]), path)
         if spec is None:
-            # C extensions and some packages make submodules by hand: there once their package is imported.
+            # C extensions and some packages make submodules by hand: there once their package is
+            # imported.
             return end > 1 and getattr(module, "__file__", None) is None
         path = spec.submodule_search_locations
     file = getattr(module, "__file__", None)
@@ -72,11 +89,15 @@ def is_importable(name: str) -> bool:
 
 
 def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
-    """Find a module as the import system does, but without loading packages or looking at what is loaded here."""
+    """Find a module as the import system does, but without loading packages or looking at what is
+    loaded here.
+    """
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
-            spec: importlib.machinery.ModuleSpec | None = find(name, path) if find is not None else None
+            spec: importlib.machinery.ModuleSpec | None = (
+                find(name, path) if find is not None else None
+            )
         except Exception:  # noqa: BLE001 - a finder of somebody else's
             spec = None
         if spec is not None:

@@ -1,6 +1,8 @@
-"""Our side of the processes that run graders (`ttrl.rollouts.graders.worker` is theirs): start them, send orders, hear answers.
+"""Our side of the processes that run graders (`ttrl.rollouts.graders.worker` is theirs): start
+them, send orders, hear answers.
 
-Everything happens on the event loop, in callbacks of the sockets; there are no threads. A worker has one grade at a time.
+Everything happens on the event loop, in callbacks of the sockets; there are no threads. A worker
+has one grade at a time.
 """
 
 import asyncio
@@ -30,19 +32,33 @@ _PROGRAM = (
 
 
 def hidden(name: str) -> bool:
-    """Return whether graders are not given this environment variable: AWS's and Azure's, and any named a key, token, secret or
-    password, or the address of a database or an agent."""
+    """Return whether graders are not given this environment variable: AWS's and Azure's, and any
+    named a key, token, secret or password, or the address of a database or an agent."""
     upper = name.upper()
-    words = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL", "CONNECTION_STRING", "AUTH_CONFIG", "AUTH_SOCK")
+    words = (
+        "KEY",
+        "TOKEN",
+        "SECRET",
+        "PASSWORD",
+        "PASSWD",
+        "CREDENTIAL",
+        "CONNECTION_STRING",
+        "AUTH_CONFIG",
+        "AUTH_SOCK",
+    )
     if upper.startswith("TOKENIZERS_"):
         return False
     ends = ("_PAT", "_PWD", "_SAS", "DATABASE_URL", "_DSN")
-    return upper.startswith(("AWS_", "AZURE_")) or upper.endswith(ends) or any(word in upper for word in words)
+    return (
+        upper.startswith(("AWS_", "AZURE_"))
+        or upper.endswith(ends)
+        or any(word in upper for word in words)
+    )
 
 
 class End(Exception):  # noqa: N818 - never leaves this package
-    """A worker gave no answer. kind: "timeout", "load" (a timeout too), "garbage", "died", or "not taken": it died before
-    it had read its order."""
+    """A worker gave no answer. kind: "timeout", "load" (a timeout too), "garbage", "died", or "not
+    taken": it died before it had read its order."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -54,7 +70,8 @@ class Keeper:
 
     def __init__(self) -> None:
         self.ended = False
-        self._workers: dict[int, Worker] = {}  # of which the keeper has not yet said that they have ended
+        # Of which the keeper has not yet said that they have ended.
+        self._workers: dict[int, Worker] = {}
         self._numbers = itertools.count()
         self._buffer = b""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -62,10 +79,12 @@ class Keeper:
         self._control, theirs = socket.socketpair()
         path = [entry or os.getcwd() for entry in sys.path]
         if landlock_version() < SCOPES:  # else the keeper shuts itself and its workers in
-            prctl(DUMPABLE, 0)  # /proc shows our environment and memory no longer to whatever runs as this user
+            # /proc shows our environment and memory no longer to whatever runs as this user.
+            prctl(DUMPABLE, 0)
         with theirs:
             self._process = subprocess.Popen(
-                # -P: our sys.path is given to it; what lies in the current folder must not come before the standard library.
+                # -P: our sys.path is given to it; what lies in the current folder must not come
+                # before the standard library.
                 [sys.executable, "-P", "-c", _PROGRAM, json.dumps(path), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -133,7 +152,8 @@ class Keeper:
             worker.end()
         try:
             self._process.wait(10)
-        except subprocess.TimeoutExpired:  # stopped by a debugger, for example; the kernel ends the workers with it
+        # Stopped by a debugger, for example; the kernel ends the workers with it.
+        except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._errors.close()
@@ -146,7 +166,9 @@ class Worker(asyncio.Protocol):
         self.usable = True
         self.status: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         """The exit code, negative for a signal; None where nobody knows."""
-        self._keeper, self._number, self._socket = keeper, number, ours
+        self._keeper = keeper
+        self._number = number
+        self._socket = ours
         self._known: OrderedDict[int, None] = OrderedDict()
         self._buffer = bytearray()
         self._order = ""
@@ -158,22 +180,31 @@ class Worker(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
-    async def grade(self, key: int, pickle_: bytes, choice: bytes, where: str, timeout: float) -> dict[str, Any]:
+    async def grade(
+        self, key: int, pickle_: bytes, choice: bytes, where: str, timeout: float
+    ) -> dict[str, Any]:
         """Return the worker's answer. Raises End when it gives none."""
-        new, forget = key not in self._known, []
+        new = key not in self._known
+        forget = []
         self._known[key] = None
         self._known.move_to_end(key)
         if len(self._known) > _KEPT_GRADERS:
             forget = [self._known.popitem(last=False)[0]]
-        # A name that no earlier grader can know: whatever one of them still sends is not taken for the answer to this order.
+        # A name that no earlier grader can know: whatever one of them still sends is not taken for
+        # the answer to this order.
         self._order = secrets.token_hex(8)
         header = {"order": self._order, "grader": key, "where": where, "forget": forget}
-        self._answers, self._is_loading = asyncio.Queue(), new
+        self._answers = asyncio.Queue()
+        self._is_loading = new
         try:
             if not self.usable:
                 raise End("not taken")
             self._transport.write(pack(header, *([pickle_] if new else []), choice))
-            answer = await self._next(LOAD_SECONDS, "load") if new else await self._next(timeout, "timeout")
+            answer = (
+                await self._next(LOAD_SECONDS, "load")
+                if new
+                else await self._next(timeout, "timeout")
+            )
             self._is_loading = False
             if answer.get("loaded"):
                 answer = await self._next(timeout, "timeout")
@@ -187,7 +218,8 @@ class Worker(asyncio.Protocol):
 
     async def _next(self, seconds: float, kind: str) -> dict[str, Any]:
         assert self._answers is not None
-        # A callback of the loop runs after those of what has come: an answer that is there counts, however late the loop looks.
+        # A callback of the loop runs after those of what has come: an answer that is there counts,
+        # however late the loop looks.
         timer = asyncio.get_running_loop().call_later(seconds, self._fail, kind)
         try:
             answer = await self._answers.get()
@@ -198,7 +230,9 @@ class Worker(asyncio.Protocol):
         return answer
 
     def data_received(self, data: bytes) -> None:
-        """Take the answers to the order; a worker that sends anything else is not given another one."""
+        """Take the answers to the order; a worker that sends anything else is not given another
+        one.
+        """
         self._buffer += data
         if self._answers is None:
             self.usable = False  # nobody has asked: left by an earlier grader
@@ -217,8 +251,12 @@ class Worker(asyncio.Protocol):
         self._fail("died")
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell how it was lost: a reset means that the worker died with (part of) its order unread."""
-        self._fail("not taken" if isinstance(error, ConnectionResetError | BrokenPipeError) else "died")
+        """Tell how it was lost: a reset means that the worker died with (part of) its order
+        unread.
+        """
+        self._fail(
+            "not taken" if isinstance(error, ConnectionResetError | BrokenPipeError) else "died"
+        )
 
     def _fail(self, kind: str) -> None:
         self.usable = False
@@ -229,9 +267,10 @@ class Worker(asyncio.Protocol):
         """Take the keeper's word that the worker is gone (None: the keeper itself is)."""
         if not self.status.done():
             self.status.set_result(status)
-        # Children of a grader may keep the socket open; but the answer may have come just before, or the order may be unread, so
-        # that is heard first (a lost connection by a callback of its own). Without its keeper a worker cannot go on; if it had
-        # no grader yet, its choice can still be given to another one.
+        # Children of a grader may keep the socket open; but the answer may have come just before,
+        # or the order may be unread, so that is heard first (a lost connection by a callback of its
+        # own). Without its keeper a worker cannot go on; if it had no grader yet, its choice can
+        # still be given to another one.
         with contextlib.suppress(RuntimeError):  # the loop is closed
             kind = "not taken" if status is None and self._is_loading else "died"
             loop = self.status.get_loop()

@@ -1,6 +1,7 @@
 """The messages between ttrl and the processes of graders: frames of JSON and bytes, and choices.
 
-Answers of graders' processes are read as JSON alone: nothing that a grader made is ever unpickled here.
+Answers of graders' processes are read as JSON alone: nothing that a grader made is ever unpickled
+here.
 """
 
 import json
@@ -24,8 +25,12 @@ def pack(header: dict[str, Any], *parts: bytes) -> bytes:
     return b"".join((_HEAD.pack(len(head)), head, *parts))
 
 
-def unpack(buffer: bytearray, limit: int | None = None) -> tuple[dict[str, Any], list[bytes]] | None:
-    """Take one message off the front of `buffer`; None while it is incomplete. Raises ValueError for anything else."""
+def unpack(
+    buffer: bytearray, limit: int | None = None
+) -> tuple[dict[str, Any], list[bytes]] | None:
+    """Take one message off the front of `buffer`; None while it is incomplete. Raises ValueError
+    for anything else.
+    """
     if len(buffer) < _HEAD.size:
         return None
     (length,) = _HEAD.unpack_from(buffer)
@@ -61,7 +66,11 @@ def choice_to_json(choice: Choice) -> bytes:
         data = choice.model_dump_json(**options).encode()
     except ValueError:  # lone surrogates, which no UTF-8 can hold; as escapes, JSON can
         data = json.dumps(choice.model_dump(**options)).encode()
-    return data if logprobs is None else b"".join((data[:-1], b"," if len(data) > 2 else b"", b'"logprobs":', logprobs, b"}"))
+    return (
+        data
+        if logprobs is None
+        else b"".join((data[:-1], b"," if len(data) > 2 else b"", b'"logprobs":', logprobs, b"}"))
+    )
 
 
 def choice_from_json(data: bytes) -> Choice:

@@ -1,10 +1,13 @@
-"""How much one server takes at a time: by the KV cache where it says how large that is (vLLM's /metrics), else by trial.
+"""How much one server takes at a time: by the KV cache where it says how large that is (vLLM's
+/metrics), else by trial.
 
-vLLM starts a request as soon as its prompt fits; when the growing completions then fill the cache, it throws the newest out and
-computes them again later (a preemption). Sent everything at once it therefore computes much twice; sent too little it idles. The
-forecast here is what the requests in flight will occupy at each later moment, from the survival curve of lengths (`Lengths`) and
-from the tokens that each has by now; a request is admitted while the highest point of that curve stays below the cache's size.
-The forecast is set right by what the server says of itself: usage now, preemptions, requests that wait.
+vLLM starts a request as soon as its prompt fits; when the growing completions then fill the cache,
+it throws the newest out and computes them again later (a preemption). Sent everything at once it
+therefore computes much twice; sent too little it idles. The forecast here is what the requests in
+flight will occupy at each later moment, from the survival curve of lengths (`Lengths`) and from the
+tokens that each has by now; a request is admitted while the highest point of that curve stays below
+the cache's size. The forecast is set right by what the server says of itself: usage now,
+preemptions, requests that wait.
 """
 
 import math
@@ -25,7 +28,9 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Metrics:
-    """What a vLLM server says of itself, summed over its engines. A sample of a request with n > 1 counts as a request there."""
+    """What a vLLM server says of itself, summed over its engines. A sample of a request with n > 1
+    counts as a request there.
+    """
 
     capacity: float
     """Tokens that fit into the KV cache."""
@@ -40,7 +45,9 @@ class Metrics:
 
 
 def read_metrics(text: str) -> Metrics | None:
-    """Read Prometheus text as vLLM 0.32 writes it; None where the size of a KV cache is not in it."""
+    """Read Prometheus text as vLLM 0.32 writes it; None where the size of a KV cache is not in
+    it.
+    """
     sums: dict[str, float] = {}
     capacity = block_size = blocks = 0.0
     usages: list[float] = []
@@ -58,8 +65,8 @@ def read_metrics(text: str) -> Metrics | None:
                 sums[name] = sums.get(name, 0.0) + value
         except (KeyError, ValueError):  # "None" while it starts, or another program's metric
             continue
-    # The tokens are each engine's own, and right also where layers keep different numbers of them; older versions do not have
-    # them. The blocks of every line are those of all engines.
+    # The tokens are each engine's own, and right also where layers keep different numbers of them;
+    # older versions do not have them. The blocks of every line are those of all engines.
     capacity = capacity or blocks * block_size
     if capacity <= 0 or not math.isfinite(capacity):
         return None
@@ -79,16 +86,21 @@ FIRST_LIMIT = 512
 _MOST_LIMIT = 8192
 _FULL = 0.95
 """Of the KV cache, what the forecast may fill."""
-_LEAST_FULL, _MOST_FULL = 0.6, 1.5
+_LEAST_FULL = 0.6
+_MOST_FULL = 1.5
 _MANY_PREEMPTIONS = 0.5
 """Of a round, as a share of the samples that run."""
 FORECAST_PAUSE = 0.25
-"""Seconds for which a forecast is good, unless told otherwise; in between, what finishes is replaced one for one."""
+"""Seconds for which a forecast is good, unless told otherwise; in between, what finishes is
+replaced one for one.
+"""
 _LEAST_QUEUE = 16
-"""Samples that wait at the server, so that its batch never lacks one: vLLM runs at most max_num_seqs, and does not say how many
-that is."""
+"""Samples that wait at the server, so that its batch never lacks one: vLLM runs at most
+max_num_seqs, and does not say how many that is."""
 _FIRST_QUEUE = 256
-_BUCKETS, _MOMENTS, _PARTS = 64, 32, 4
+_BUCKETS = 64
+_MOMENTS = 32
+_PARTS = 4
 
 
 class Load:
@@ -98,13 +110,17 @@ class Load:
 
     def __init__(self, chars: int, n: int, max_tokens: int | None) -> None:
         """chars: of its prompt; how many tokens that is may be known later only."""
-        self.chars, self.n, self.max_tokens = chars, n, max_tokens
+        self.chars = chars
+        self.n = n
+        self.max_tokens = max_tokens
         self.began = 0.0
         """On the server's clock of tokens, see `ServerRoom`."""
 
 
 class ServerRoom:
-    """What is in flight to one server, and whether more may be. Times are seconds of any clock that goes forward."""
+    """What is in flight to one server, and whether more may be. Times are seconds of any clock that
+    goes forward.
+    """
 
     def __init__(self, lengths: Lengths) -> None:
         self.lengths = lengths
@@ -114,7 +130,8 @@ class ServerRoom:
         self._max_tokens: int | None = None
         self._chars = 0
         self.limit = float(FIRST_LIMIT)
-        """Requests; infinite for a server whose KV cache is known, as long as it refuses nothing."""
+        """Requests; infinite for a server whose KV cache is known, as long as it refuses nothing.
+        """
         self.full = _FULL
         self.forecast_pause = FORECAST_PAUSE
         self._last_refusal = -math.inf
@@ -123,7 +140,8 @@ class ServerRoom:
         self._free = 0.0
         """Samples that may still be sent, by the last forecast."""
         self._forecast_at = -math.inf
-        # A clock of tokens: how many a completion that runs all the time has got. Its rate is that of the last poll.
+        # A clock of tokens: how many a completion that runs all the time has got. Its rate is that
+        # of the last poll.
         self._tokens = self._rate = 0.0
         self._polled_at = self._generated = 0.0
         self._waiting = 0.0
@@ -132,7 +150,9 @@ class ServerRoom:
         self._foreign = 0.0
         """Tokens in the cache beyond those of the forecast: of other users."""
         self._over = 0.0
-        """Samples in flight that are over while others of their request are not, as of the last poll."""
+        """Samples in flight that are over while others of their request are not, as of the last
+        poll.
+        """
         self._held_back = False
         # Of the round that runs, see `_adapt`.
         self._round_began = self._preempted = 0.0
@@ -140,23 +160,32 @@ class ServerRoom:
         self._was_held_back = self._was_cut = False
 
     def tokens_in_flight(self, now: float) -> float:
-        """Estimate how many completion tokens the requests in flight have got by now; 0 where the server says nothing of that."""
+        """Estimate how many completion tokens the requests in flight have got by now; 0 where the
+        server says nothing of that.
+        """
         if self.metrics is None or not self.samples:
             return 0.0
         clock = self._clock(now)
-        tokens = sum(load.n * min(max(clock - load.began, 0.0), load.max_tokens or math.inf) for load in self.loads)
+        tokens = sum(
+            load.n * min(max(clock - load.began, 0.0), load.max_tokens or math.inf)
+            for load in self.loads
+        )
         over = max(self._over, 0.0)  # they ended somewhere between then and now
         return tokens * min(1.0, (self.metrics.running + over / 2) / self.samples)
 
     def generated(self, now: float) -> float:
-        """Estimate how many completion tokens the server has made since its metrics were first seen, those of others included."""
+        """Estimate how many completion tokens the server has made since its metrics were first
+        seen, those of others included.
+        """
         running = 0.0 if self.metrics is None else self.metrics.running
         return self._generated + self._rate * running * max(0.0, now - self._polled_at)
 
     # Admission
 
     def expected(self, known: KnownLengths | None = None) -> float:
-        """Return how many tokens the requests in flight will have when they are done, by what is known of lengths (now)."""
+        """Return how many tokens the requests in flight will have when they are done, by what is
+        known of lengths (now).
+        """
         if not self.loads:
             return 0.0
         return (known or self.lengths.known()).expected(self._chars, self.samples, self._max_tokens)
@@ -184,9 +213,10 @@ class ServerRoom:
         return False
 
     def refusal(self, load: Load) -> tuple[float, float]:
-        """Return what is known of a server that has just not admitted `load`: from how many samples on it refuses any request,
-        and until when, where nothing changes before."""
-        if self.metrics is None or len(self.loads) >= self.limit or self._free >= load.n:  # whatever their size
+        """Return what is known of a server that has just not admitted `load`: from how many samples
+        on it refuses any request, and until when, where nothing changes before."""
+        # Whatever their size.
+        if self.metrics is None or len(self.loads) >= self.limit or self._free >= load.n:
             return 1, math.inf
         return load.n, self._forecast_at + self.forecast_pause
 
@@ -213,7 +243,9 @@ class ServerRoom:
     # What the server shows
 
     def succeeded(self) -> None:
-        """Notice an answer: after as many as may be in flight, one more may; sooner below what was good before."""
+        """Notice an answer: after as many as may be in flight, one more may; sooner below what was
+        good before.
+        """
         if self.limit < self._known_good:
             self.limit += 1
             return
@@ -221,21 +253,26 @@ class ServerRoom:
         if self._successes >= self.limit:
             self._successes = 0
             if self._held_back:
-                self.limit, self._held_back = min(self.limit + 1, _MOST_LIMIT), False
+                self.limit = min(self.limit + 1, _MOST_LIMIT)
+                self._held_back = False
 
     def refused(self, now: float) -> None:
         """Halve the requests in flight after a 429 or a timeout, at most once in a second."""
         if now - self._last_refusal >= 1.0:
-            self._last_refusal, self._successes = now, 0
+            self._last_refusal = now
+            self._successes = 0
             in_flight = len(self.loads) + 1
             self._known_good = min(self.limit, max(in_flight, FIRST_LIMIT)) / 2
             self.limit = float(max(1, min(self.limit, in_flight) // 2))
 
     def update(self, metrics: Metrics, now: float) -> None:
         """Take in what the server says of itself."""
-        before, self.metrics = self.metrics, metrics
-        seconds, moment = now - self._polled_at, self._clock(now)
-        self._tokens, self._polled_at = moment, now
+        before = self.metrics
+        self.metrics = metrics
+        seconds = now - self._polled_at
+        moment = self._clock(now)
+        self._tokens = moment
+        self._polled_at = now
         if before is None:
             self.limit = math.inf if self.limit >= FIRST_LIMIT else self.limit
         elif metrics.generated >= before.generated and seconds > 0:
@@ -243,7 +280,8 @@ class ServerRoom:
             running = (metrics.running + before.running) / 2
             if running >= 1:
                 rate = (metrics.generated - before.generated) / running / seconds
-                # The interval that is over counts with its own rate, not with the one that it was reckoned with.
+                # The interval that is over counts with its own rate, not with the one that it was
+                # reckoned with.
                 self._tokens += (rate - self._rate) * seconds
                 self._rate = rate
             self._adapt(metrics, max(metrics.preemptions - before.preemptions, 0.0))
@@ -253,14 +291,18 @@ class ServerRoom:
             self._queue = max(_LEAST_QUEUE, metrics.running / 4, self._finished)
         else:  # no sign of a limit on what it runs at once: find out
             self._queue = max(_FIRST_QUEUE, metrics.running)
-        self._finished, self._held_back = 0, False
-        self._free, self._forecast_at = -math.inf, -math.inf
+        self._finished = 0
+        self._held_back = False
+        self._free = -math.inf
+        self._forecast_at = -math.inf
 
     def _adapt(self, metrics: Metrics, preemptions: float) -> None:
-        """Correct how much of the cache the forecast may fill: once per round, the time in which a completion is made.
+        """Correct how much of the cache the forecast may fill: once per round, the time in which a
+        completion is made.
 
-        Within a round nothing can be learned of it: what was admitted grows until its end. Some preemptions are a good price for
-        a cache that is full; they also spread completions of equal length, which otherwise begin and end together.
+        Within a round nothing can be learned of it: what was admitted grows until its end. Some
+        preemptions are a good price for a cache that is full; they also spread completions of equal
+        length, which otherwise begin and end together.
         """
         self._preempted += preemptions
         self._usages.append(metrics.usage)
@@ -269,7 +311,8 @@ class ServerRoom:
         is_over = self._tokens - self._round_began >= self.lengths.completion(self._max_tokens)
         if self._preempted > _MANY_PREEMPTIONS * max(metrics.running, 1.0):
             if not self._was_cut or is_over:
-                self.full, self._was_cut = max(_LEAST_FULL, min(self.full, _FULL) * 0.9), True
+                self.full = max(_LEAST_FULL, min(self.full, _FULL) * 0.9)
+                self._was_cut = True
                 self._begin_round()
         elif is_over:
             if self.full < _FULL:
@@ -282,7 +325,9 @@ class ServerRoom:
             self._begin_round()
 
     def _begin_round(self) -> None:
-        self._round_began, self._preempted, self._was_held_back = self._tokens, 0.0, False
+        self._round_began = self._tokens
+        self._preempted = 0.0
+        self._was_held_back = False
         self._usages.clear()
 
     # The forecast
@@ -291,51 +336,67 @@ class ServerRoom:
         return self._tokens + self._rate * max(0.0, now - self._polled_at)
 
     def _forecast(self, now: float, load: Load) -> None:
-        """Set `_free`: how many more samples such as those of `load` keep the highest point of the forecast within the cache."""
+        """Set `_free`: how many more samples such as those of `load` keep the highest point of the
+        forecast within the cache.
+        """
         assert self.metrics is not None
         self._forecast_at = now
         count = len(self.loads)
-        clock, metrics = self._clock(now), self.metrics
+        clock = self._clock(now)
+        metrics = self.metrics
         most = max((other.max_tokens or 0 for other in (load, *self.loads)), default=0) or None
-        ages = np.maximum(clock - np.fromiter((other.began for other in self.loads), np.float64, count), 0.0)
+        ages = np.maximum(
+            clock - np.fromiter((other.began for other in self.loads), np.float64, count), 0.0
+        )
         if most is not None:
             ages = np.minimum(ages, 0.95 * most)
         n = np.fromiter((other.n for other in self.loads), np.float64, count)
         survival = self.lengths.survival(*self._in_flight(ages, n), most)
-        # Of n samples one at least is still there, else the request would be over; of the others as many as the server says.
+        # Of n samples one at least is still there, else the request would be over; of the others as
+        # many as the server says.
         others = (n - 1.0) * np.exp(survival.log(ages))
-        alive = 1.0 + np.minimum(n - 1.0, others * max(self.samples - count - self._over, 0.0) / max(others.sum(), 1e-9))
+        alive = 1.0 + np.minimum(
+            n - 1.0, others * max(self.samples - count - self._over, 0.0) / max(others.sum(), 1e-9)
+        )
         age, weight, requests = _buckets(ages, alive)
         horizon = float(most or 2 * survival.longest)
-        moments = np.concatenate([[0.0], np.geomspace(min(4.0, horizon / 2), horizon, _MOMENTS - 1)])
+        moments = np.concatenate(
+            [[0.0], np.geomspace(min(4.0, horizon / 2), horizon, _MOMENTS - 1)]
+        )
         later = age[:, None] + moments
         left = np.exp(survival.log(later) - survival.log(age)[:, None])
         new = np.exp(survival.log(moments))
         if most is not None:
-            left, new = left * (later <= most), new * (moments <= most)
+            left = left * (later <= most)
+            new = new * (moments <= most)
         shared, own = self._prompt_blocks(self._chars / max(count, 1))
         samples = weight[:, None] * left
-        tokens = (samples * (later + own) + shared * np.minimum(samples, requests[:, None])).sum(axis=0)
+        tokens = (samples * (later + own) + shared * np.minimum(samples, requests[:, None])).sum(
+            axis=0
+        )
         self._correct(tokens[0])
         room = self.full * metrics.capacity - tokens - max(self._foreign, 0.0)
         shared, own = self._prompt_blocks(load.chars)
         self._free = float(np.min(room / (new * (moments + own) + shared / load.n)))
 
     def _prompt_blocks(self, chars: float) -> tuple[float, float]:
-        """Return (tokens that the samples of a request share, tokens that each has besides its completion).
+        """Return (tokens that the samples of a request share, tokens that each has besides its
+        completion).
 
         Only full blocks are shared; and of each sample's last block half is empty, on the average.
         """
         assert self.metrics is not None
-        tokens, block = self.lengths.prompt(chars), self.metrics.block_size
+        tokens = self.lengths.prompt(chars)
+        block = self.metrics.block_size
         shared = tokens // block * block
         return shared, tokens - shared + block / 2
 
     def _in_flight(self, ages: Array, n: Array) -> tuple[Array, Array, Array]:
         """Return what requests in flight say of lengths, for `Lengths.survival`.
 
-        Of a request with n > 1 one sample at least goes on. How many of all the others are over is known as well: as many as do
-        not run at the server. When they ended is not: anywhere up to now.
+        Of a request with n > 1 one sample at least goes on. How many of all the others are over is
+        known as well: as many as do not run at the server. When they ended is not: anywhere up to
+        now.
         """
         assert self.metrics is not None
         others = n - 1.0
@@ -354,7 +415,9 @@ class ServerRoom:
         )
 
     def _correct(self, tokens_now: float) -> None:
-        """Compare the forecast for this moment with what the server says; only right after it said it."""
+        """Compare the forecast for this moment with what the server says; only right after it said
+        it.
+        """
         assert self.metrics is not None
         metrics = self.metrics
         if self._forecast_at - self._polled_at < 0.1 and metrics.waiting <= 0.1 * metrics.running:
@@ -362,7 +425,9 @@ class ServerRoom:
 
 
 def _buckets(ages: Array, alive: Array) -> tuple[Array, Array, Array]:
-    """Return (mean age, samples, requests) of requests of about the same age, for each bucket that is not empty."""
+    """Return (mean age, samples, requests) of requests of about the same age, for each bucket that
+    is not empty.
+    """
     number = (ages * ((_BUCKETS - 1) / ages.max(initial=1.0))).astype(int)
     requests = np.bincount(number, minlength=_BUCKETS)
     weight = np.bincount(number, alive, _BUCKETS)

@@ -1,9 +1,11 @@
-"""Finds the emptiest server that has room for a request, in a time that does not grow with the number of servers.
+"""Finds the emptiest server that has room for a request, in a time that does not grow with the
+number of servers.
 
-Servers stand in heaps by how full they are. One that had no room for a request of n samples stands in a heap of its own kind, and
-is asked again only for smaller requests, when something of it has changed, or when its forecast is due. What all of them are
-compared by, the lengths of prompts and completions, is renewed once in as many changes as there are servers, four times over.
-The choice is the one that asking all of them would give, by these lengths: the tests compare it with that.
+Servers stand in heaps by how full they are. One that had no room for a request of n samples stands
+in a heap of its own kind, and is asked again only for smaller requests, when something of it has
+changed, or when its forecast is due. What all of them are compared by, the lengths of prompts and
+completions, is renewed once in as many changes as there are servers, four times over. The choice is
+the one that asking all of them would give, by these lengths: the tests compare it with that.
 """
 
 import heapq
@@ -21,26 +23,37 @@ class Emptiest:
     """The servers of one `Servers`, by how full they are."""
 
     def __init__(self, servers: Sequence[Server], lengths: Lengths) -> None:
-        self._servers, self._lengths = servers, lengths
+        self._servers = servers
+        self._lengths = lengths
         self._place = {server: place for place, server in enumerate(servers)}
         self._stamps = [0] * len(servers)
         """Of each server's last change: an entry with an older one is no longer true."""
         self._refused = [math.inf] * len(servers)
-        """The fewest samples for which it had no room: the heap that it stands in; 0: it is not open, and stands in none."""
+        """The fewest samples for which it had no room: the heap that it stands in; 0: it is not
+        open, and stands in none.
+        """
         self._heaps: dict[float, list[tuple[float, int, int]]] = {}
         """(how full, place, stamp) by samples refused."""
         self._due: list[tuple[float, int, int]] = []
-        """(seconds on the loop's clock, place, stamp) of servers that may have room again then, without having changed."""
+        """(seconds on the loop's clock, place, stamp) of servers that may have room again then,
+        without having changed.
+        """
         self._changes = 0
         self._renew()
 
     def changed(self, server: Server) -> None:
-        """Notice that more or less is in flight to a server, that it was heard of, or is open again."""
+        """Notice that more or less is in flight to a server, that it was heard of, or is open
+        again.
+        """
         self._put(self._place[server], math.inf)
 
-    def choose(self, load: Load, now: float, preferred: Server | None = None, slack: float = 0.0) -> Server | None:
-        """Return the emptiest open server that has room for `load`, the first of several; or `preferred`, where that has room and
-        is fuller by no more than `slack`. None where none has room."""
+    def choose(
+        self, load: Load, now: float, preferred: Server | None = None, slack: float = 0.0
+    ) -> Server | None:
+        """Return the emptiest open server that has room for `load`, the first of several; or
+        `preferred`, where that has room and is fuller by no more than `slack`. None where none has
+        room.
+        """
         while self._due and self._due[0][0] <= now:
             _, place, stamp = heapq.heappop(self._due)
             if stamp == self._stamps[place]:
@@ -50,16 +63,25 @@ class Emptiest:
             server = self._servers[place]
             if not server.is_open(now):
                 self._put(place, 0, server.held_until)
-            elif (really := self._share(place)) != share:  # it refused some: it is fuller than it was
+            # It refused some: it is fuller than it was.
+            elif (really := self._share(place)) != share:
                 heapq.heapreplace(self._heaps[self._refused[place]], (really, place, stamp))
             elif server.room.admits(load, now):
-                return preferred if preferred is not None and self._may_keep(preferred, load, now, share + slack) else server
+                return (
+                    preferred
+                    if preferred is not None and self._may_keep(preferred, load, now, share + slack)
+                    else server
+                )
             else:
                 self._put(place, *server.room.refusal(load))
         return None
 
     def _may_keep(self, server: Server, load: Load, now: float, most: float) -> bool:
-        return server.is_open(now) and server.room.admits(load, now) and self._share(self._place[server]) <= most
+        return (
+            server.is_open(now)
+            and server.room.admits(load, now)
+            and self._share(self._place[server]) <= most
+        )
 
     def _share(self, place: int) -> float:
         return self._servers[place].room.share(self._known)
@@ -77,7 +99,9 @@ class Emptiest:
         return best
 
     def _put(self, place: int, refused: float, due: float = math.inf) -> None:
-        """Put a server into the heap of those that refused so many samples, until it changes or until `due`."""
+        """Put a server into the heap of those that refused so many samples, until it changes or
+        until `due`.
+        """
         self._stamps[place] += 1
         self._refused[place] = refused
         if due < math.inf:
@@ -86,15 +110,22 @@ class Emptiest:
         if self._changes > _CHANGES * len(self._servers):
             self._renew()
         elif refused:
-            heapq.heappush(self._heaps.setdefault(refused, []), (self._share(place), place, self._stamps[place]))
+            heapq.heappush(
+                self._heaps.setdefault(refused, []),
+                (self._share(place), place, self._stamps[place]),
+            )
 
     def _renew(self) -> None:
-        """Compare all servers by what is known of lengths now, and forget entries that are no longer true."""
+        """Compare all servers by what is known of lengths now, and forget entries that are no
+        longer true.
+        """
         self._changes, self._known = 0, self._lengths.known()
         self._heaps = {}
         for place, refused in enumerate(self._refused):
             if refused:
-                self._heaps.setdefault(refused, []).append((self._share(place), place, self._stamps[place]))
+                self._heaps.setdefault(refused, []).append(
+                    (self._share(place), place, self._stamps[place])
+                )
         for heap in self._heaps.values():
             heapq.heapify(heap)
         self._due = [entry for entry in self._due if entry[2] == self._stamps[entry[1]]]

@@ -1,8 +1,10 @@
-"""How long prompts and completions are: observed while sampling, for the admission of requests by a server's KV capacity.
+"""How long prompts and completions are: observed while sampling, for the admission of requests by a
+server's KV capacity.
 
-What has finished so far is shorter than what has not: a mean of finished completions alone is too low while the long ones run.
-So the completions that are still running count as "longer than so many tokens" (the Nelson-Aalen estimate of a survival curve
-from censored observations). Before anything has finished, a completion is taken to have half of max_tokens.
+What has finished so far is shorter than what has not: a mean of finished completions alone is too
+low while the long ones run. So the completions that are still running count as "longer than so many
+tokens" (the Nelson-Aalen estimate of a survival curve from censored observations). Before anything
+has finished, a completion is taken to have half of max_tokens.
 """
 
 from collections import deque
@@ -24,10 +26,13 @@ _PROMPT_WINDOW = 1e6
 
 
 class Survival:
-    """The share of completions that are longer than so many tokens. Beyond what has been seen it falls at a constant rate."""
+    """The share of completions that are longer than so many tokens. Beyond what has been seen it
+    falls at a constant rate.
+    """
 
     def __init__(self, tokens: Array, ended: Array, going_on: Array, prior: float) -> None:
-        """At each of `tokens`, how many completions ended there and how many have come so far and go on (shares of one, too).
+        """At each of `tokens`, how many completions ended there and how many have come so far and
+        go on (shares of one, too).
 
         prior: tokens to expect of a completion of which nothing is known.
         """
@@ -38,7 +43,8 @@ class Survival:
             self._log = np.zeros(2)
             return
         order = np.lexsort((-ended, tokens))
-        ended, going_on = ended[order], going_on[order]
+        ended = ended[order]
+        going_on = going_on[order]
         at_risk = np.cumsum((ended + going_on)[::-1])[::-1]
         log = -np.cumsum(ended / np.maximum(at_risk, 1e-9))
         at = tokens[order]
@@ -52,7 +58,9 @@ class Survival:
 
     def log(self, tokens: Array) -> Array:
         """Return the logarithm of the share that is longer than `tokens`, elementwise."""
-        log: Array = np.interp(tokens, self._at, self._log) - self._rate * np.maximum(tokens - self._at[-1], 0.0)
+        log: Array = np.interp(tokens, self._at, self._log) - self._rate * np.maximum(
+            tokens - self._at[-1], 0.0
+        )
         return log
 
 
@@ -62,25 +70,43 @@ class KnownLengths(NamedTuple):
     tokens_per_char: float
     """Of prompts."""
     mean: float | None
-    """Of completions, in tokens: the exponentially weighted mean of those that finished, the last 256 or so; None before any."""
+    """Of completions, in tokens: the exponentially weighted mean of those that finished, the last
+    256 or so; None before any.
+    """
 
     def expected(self, chars: float, samples: int, max_tokens: int | None) -> float:
-        """Return the tokens of so many characters of prompts and so many completions, once they are done."""
-        mean = Lengths.prior(max_tokens) if self.mean is None else min(self.mean, max_tokens or self.mean)
+        """Return the tokens of so many characters of prompts and so many completions, once they are
+        done.
+        """
+        mean = (
+            Lengths.prior(max_tokens)
+            if self.mean is None
+            else min(self.mean, max_tokens or self.mean)
+        )
         return chars * self.tokens_per_char + samples * mean
 
 
 class Lengths:
-    """What the finished requests of all servers have shown. One object may serve several calls with the same model."""
+    """What the finished requests of all servers have shown. One object may serve several calls with
+    the same model.
+    """
 
     def __init__(self) -> None:
         self._finished: deque[float] = deque(maxlen=16384)
-        self._mean, self._count = 0.0, 0
+        self._mean = 0.0
+        self._count = 0
         self._prompt_chars = self._prompt_tokens = 0.0
 
-    def observe(self, prompt_chars: int, prompt_tokens: int | None, completions: Sequence[int], *, window: int = 1024) -> None:
-        """Take in one finished request. Only the newest `window` completions are kept, so that lengths may change while
-        running."""
+    def observe(
+        self,
+        prompt_chars: int,
+        prompt_tokens: int | None,
+        completions: Sequence[int],
+        *,
+        window: int = 1024,
+    ) -> None:
+        """Take in one finished request. Only the newest `window` completions are kept, so that
+        lengths may change while running."""
         if prompt_tokens and prompt_chars:
             fade = 0.5 if self._prompt_chars > _PROMPT_WINDOW else 1.0
             self._prompt_chars = self._prompt_chars * fade + prompt_chars
@@ -94,7 +120,11 @@ class Lengths:
 
     def known(self) -> KnownLengths:
         """Return what is known now."""
-        per_char = self._prompt_tokens / self._prompt_chars if self._prompt_tokens else 1.0 / CHARS_PER_TOKEN
+        per_char = (
+            self._prompt_tokens / self._prompt_chars
+            if self._prompt_tokens
+            else 1.0 / CHARS_PER_TOKEN
+        )
         return KnownLengths(per_char, self._mean if self._count else None)
 
     def prompt(self, chars: float) -> float:
@@ -110,11 +140,14 @@ class Lengths:
         """Return the tokens of a completion before any has finished."""
         return max(1.0, max_tokens / 2) if max_tokens else DEFAULT_LENGTH
 
-    def survival(self, tokens: Array, ended: Array, going_on: Array, max_tokens: int | None) -> Survival:
-        """Return the curve as known now, from all that finished, and from what is known of requests in flight (see
-        `Survival`)."""
+    def survival(
+        self, tokens: Array, ended: Array, going_on: Array, max_tokens: int | None
+    ) -> Survival:
+        """Return the curve as known now, from all that finished, and from what is known of requests
+        in flight (see `Survival`)."""
         finished = np.fromiter(self._finished, np.float64, len(self._finished))
-        ones, zeros = np.ones(len(finished)), np.zeros(len(finished))
+        ones = np.ones(len(finished))
+        zeros = np.zeros(len(finished))
         return Survival(
             np.concatenate([finished, tokens]),
             np.concatenate([ones, ended]),

@@ -1,4 +1,6 @@
-"""Every request in flight is an open file, and a shell allows 1,024 of them: raised here as far as the system lets us."""
+"""Every request in flight is an open file, and a shell allows 1,024 of them: raised here as far as
+the system lets us.
+"""
 
 import logging
 import math
@@ -11,19 +13,23 @@ except ImportError:  # Windows has no such limit
 logger = logging.getLogger(__name__)
 
 RESERVE = 256
-"""Files for everything that is no request: logs, caches, libraries, children, connections that close."""
+"""Files for everything that is no request: logs, caches, libraries, children, connections that
+close.
+"""
 
 
 class OpenFiles:
-    """How many connections may be open at once. The limit is looked at when it could matter, not before."""
+    """How many connections may be open at once. The limit is looked at when it could matter, not
+    before.
+    """
 
     def __init__(self) -> None:
         self._most = 0.0
         self._is_final = False
 
     def allows(self, connections: int) -> bool:
-        """Return whether so many may be open. Lifts the process's soft limit if need be; warns once where the hard one is too
-        low."""
+        """Return whether so many may be open. Lifts the process's soft limit if need be; warns once
+        where the hard one is too low."""
         if connections <= self._most:
             return True
         if self._is_final:
@@ -34,7 +40,8 @@ class OpenFiles:
         self._is_final = True
         self._most = max(self._most, 1.0)
         logger.warning(
-            "this process may have %d files open, so at most %d requests are in flight at once; more with a higher `ulimit -Hn`",
+            "this process may have %d files open, so at most %d requests are in flight at once; "
+            "more with a higher `ulimit -Hn`",
             self._most + RESERVE,
             self._most,
         )
@@ -42,7 +49,9 @@ class OpenFiles:
 
 
 def open_file_limit(wanted: int) -> float:
-    """Return how many files this process may have open, after raising the soft limit if `wanted` is more."""
+    """Return how many files this process may have open, after raising the soft limit if `wanted` is
+    more.
+    """
     if resource is None:
         return math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -50,7 +59,8 @@ def open_file_limit(wanted: int) -> float:
         return math.inf
     if soft >= wanted:
         return soft
-    # Twice what is wanted now, so that it is raised a few times only; Linux allows no infinity here.
+    # Twice what is wanted now, so that it is raised a few times only; Linux allows no infinity
+    # here.
     target = 2 * wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
     if target <= soft:
         return soft

@@ -1,4 +1,6 @@
-"""One server as the requests see it: what is in flight to it, whether it answers, and what it says of its load."""
+"""One server as the requests see it: what is in flight to it, whether it answers, and what it says
+of its load.
+"""
 
 import asyncio
 import logging
@@ -15,18 +17,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FAULTS_IN_A_ROW = 3
-"""5xx, timeouts, stalls and unreadable answers without a success between, after which a server is doubted."""
+"""5xx, timeouts, stalls and unreadable answers without a success between, after which a server is
+doubted.
+"""
 PROBE_PAUSES = (0.25, 0.5, 1.0, 2.0, 4.0, 5.0)
 """Seconds between the probes of a server that is out; the last one again and again."""
 PROBE_TIMEOUT = 5.0
 POLL_PAUSE = 1.0
 """Seconds between two looks at /metrics while requests are in flight."""
 UNANSWERED_IN_A_ROW = 2
-"""Looks at /metrics that got no answer in time, with no request answered between, after which a server is doubted."""
+"""Looks at /metrics that got no answer in time, with no request answered between, after which a
+server is doubted.
+"""
 LONGEST_RETRY_AFTER = 120.0
 """A server's Retry-After is obeyed up to this many seconds."""
 ABANDON_AFTER = 30.0
-"""Seconds after which requests in flight to a server that is out are moved: a machine that is gone closes no connection."""
+"""Seconds after which requests in flight to a server that is out are moved: a machine that is gone
+closes no connection.
+"""
 
 
 class Lease:
@@ -35,15 +43,20 @@ class Lease:
     __slots__ = ("load", "scope", "server")
 
     def __init__(self, server: "Server", load: Load) -> None:
-        self.server, self.load = server, load
+        self.server = server
+        self.load = load
         self.scope = asyncio.timeout(None)
         """Ends the request when its server is given up."""
 
 
 class Server:
-    """Its health is decided by probes: a broken connection or many faults only make it doubtful, and a probe is made at once."""
+    """Its health is decided by probes: a broken connection or many faults only make it doubtful,
+    and a probe is made at once.
+    """
 
-    def __init__(self, transport: "Transport", lengths: Lengths, changed: Callable[["Server"], None]) -> None:
+    def __init__(
+        self, transport: "Transport", lengths: Lengths, changed: Callable[["Server"], None]
+    ) -> None:
         """`changed` is called with it whenever more may be sent to it, or when it is out."""
         self.transport, self.room = transport, ServerRoom(lengths)
         self.leases: set[Lease] = set()
@@ -92,9 +105,11 @@ class Server:
         self.room.succeeded()
 
     async def failed(self, error: RequestError, *, has_others: bool) -> bool:
-        """Take in a failure that is worth a retry; True where the server is out because of it, or already was.
+        """Take in a failure that is worth a retry; True where the server is out because of it, or
+        already was.
 
-        has_others: another server would take the requests, so that this one may rest although it still answers probes.
+        has_others: another server would take the requests, so that this one may rest although it
+            still answers probes.
         """
         loop = asyncio.get_running_loop()
         self.last_fault = error
@@ -129,8 +144,11 @@ class Server:
             self._hold = loop.call_at(until, self._go_on)
 
     def _go_on(self) -> None:
-        """End the pause, even where the loop's clock is still a hair before its end: timers fire early by its resolution."""
-        self._hold, self.held_until = None, 0.0
+        """End the pause, even where the loop's clock is still a hair before its end: timers fire
+        early by its resolution.
+        """
+        self._hold = None
+        self.held_until = 0.0
         self._changed(self)
 
     # Health
@@ -147,7 +165,9 @@ class Server:
             return True
         self.up = False
         state = f"{FAULTS_IN_A_ROW} faults in a row" if alive else "it does not answer"
-        logger.warning("%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault)
+        logger.warning(
+            "%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault
+        )
         self._spawn(self._bring_back(self._rests if alive else 0))
         self._rests += alive
         self._changed(self)
@@ -176,7 +196,9 @@ class Server:
             async with asyncio.timeout(2 * PROBE_TIMEOUT):  # should a transport not keep to its own
                 await self.transport.get("/models", timeout=PROBE_TIMEOUT)
         except RequestError as error:
-            alive = error.kind == "malformed" or (error.kind == "status" and (error.status or 0) < 500)
+            alive = error.kind == "malformed" or (
+                error.kind == "status" and (error.status or 0) < 500
+            )
             if not alive:
                 self.last_fault = error
             self.was_heard |= error.kind in ("status", "malformed")
@@ -199,7 +221,9 @@ class Server:
             doubtful = error.kind == "connection" or self._unanswered >= UNANSWERED_IN_A_ROW
             if doubtful and self.up and self._examination is None:
                 self.last_fault = error
-                self._examination = asyncio.get_running_loop().create_task(self._examine(rest=False))
+                self._examination = asyncio.get_running_loop().create_task(
+                    self._examine(rest=False)
+                )
             return error.kind != "status" or (error.status or 0) >= 500
         self.was_heard = True
         self._unanswered = 0
@@ -224,7 +248,9 @@ class Server:
 
 
 def _waited_for_a_connection(error: BaseException | None) -> bool:
-    """Tell whether the time was spent in the client's own pool of connections: that says nothing of the server."""
+    """Tell whether the time was spent in the client's own pool of connections: that says nothing of
+    the server.
+    """
     while error is not None and "PoolTimeout" not in type(error).__name__:
         error = error.__cause__ or error.__context__
     return error is not None

@@ -1,11 +1,14 @@
-"""Sends requests to servers: as many at once as they have room for, to the one that has most, again where they fail.
+"""Sends requests to servers: as many at once as they have room for, to the one that has most, again
+where they fail.
 
     async with Servers(transports, concurrency=None) as servers:
-        answers = await servers.send(attempt, size=Size(prompt=2000, n=16, max_tokens=512), max_retries=4)
+        answers = await servers.send(attempt, size=Size(prompt=2000, n=16, max_tokens=512),
+        max_retries=4)
 
-Requests wait in one queue, first come, first served; a request that is tried again keeps its place. A server that does not answer
-is taken out and probed until it is back; its requests move to the others, or wait, and neither counts as a retry. Completions
-that a server broke off, as vLLM does with all of them when it is ended, count as not answered.
+Requests wait in one queue, first come, first served; a request that is tried again keeps its place.
+A server that does not answer is taken out and probed until it is back; its requests move to the
+others, or wait, and neither counts as a retry. Completions that a server broke off, as vLLM does
+with all of them when it is ended, count as not answered.
 """
 
 import asyncio
@@ -40,15 +43,22 @@ LONGEST_DELAY = 8.0
 FIRST_PATIENCE = 10.0
 """Seconds to wait for servers of which none has ever answered: the address is probably wrong."""
 _MOST_MOVES = 8
-"""From servers that went out, without it counting as a retry: a request that kills its server must not be sent for ever."""
+"""From servers that went out, without it counting as a retry: a request that kills its server must
+not be sent for ever.
+"""
 _AFFINITY_SLACK = 0.1
-"""A server keeps the requests of one affinity while it is fuller than the emptiest by no more than this share of its room."""
+"""A server keeps the requests of one affinity while it is fuller than the emptiest by no more than
+this share of its room.
+"""
 _AFFINITIES = 100_000
 _FORECAST_SECONDS = 0.002
-"""From one forecast of a server to its next, for each server: it takes a tenth of that, so that many leave time for requests."""
+"""From one forecast of a server to its next, for each server: it takes a tenth of that, so that
+many leave time for requests.
+"""
 _START_SECONDS = 2.0
 _BROKEN_OFF = re.compile(rb'"finish_reason"\s*:\s*"(abort|error)"')
-"""In the JSON of a choice; within a string its quotation marks would have backslashes before them."""
+"""In the JSON of a choice; within a string its quotation marks would have backslashes before them.
+"""
 
 Attempt: TypeAlias = "Callable[[Transport], Awaitable[list[Answer | None]]]"
 
@@ -66,14 +76,18 @@ class Size(NamedTuple):
     @classmethod
     def of(cls, messages: Sequence[Mapping[str, Any]], n: int, max_tokens: int | None) -> "Size":
         """Return the size of a chat request."""
-        return cls(sum(len(str(message.get("content") or "")) for message in messages), n, max_tokens)
+        return cls(
+            sum(len(str(message.get("content") or "")) for message in messages), n, max_tokens
+        )
 
 
 class _Waiter:
     __slots__ = ("affinity", "lease", "load")
 
     def __init__(self, lease: "asyncio.Future[Lease]", load: Load, affinity: Hashable) -> None:
-        self.lease, self.load, self.affinity = lease, load, affinity
+        self.lease = lease
+        self.load = load
+        self.affinity = affinity
 
 
 class Servers:
@@ -89,27 +103,31 @@ class Servers:
     ) -> None:
         """transports: one per server; they are not closed here.
 
-        concurrency: requests in flight at the most, over all servers; or a semaphore that is held for each; None leaves it to
-            what the servers have room for.
+        concurrency: requests in flight at the most, over all servers; or a semaphore that is held
+            for each; None leaves it to what the servers have room for.
         max_downtime: seconds to wait while no server answers.
         lengths: what is known of prompts and completions, from an earlier call with the same model.
 
         Raises UserError for values that cannot be meant.
         """
         if not is_number(max_downtime) or max_downtime < 0:
-            raise UserError(f"max_downtime is {max_downtime!r}; give a number of seconds of at least 0")
+            raise UserError(
+                f"max_downtime is {max_downtime!r}; give a number of seconds of at least 0"
+            )
         self._semaphore = concurrency if isinstance(concurrency, asyncio.Semaphore) else None
         self._most: int | None = None
         if self._semaphore is None and concurrency is not None:
             if type(concurrency) is not int or concurrency < 1:
                 raise UserError(
-                    f"concurrency is {concurrency!r}; give a number of requests of at least 1, an asyncio.Semaphore, or None"
+                    f"concurrency is {concurrency!r}; give a number of requests of at least 1, "
+                    "an asyncio.Semaphore, or None"
                 )
             self._most = concurrency
         self.lengths = lengths or Lengths()
         self.max_downtime = float(max_downtime)
         self.servers = [Server(transport, self.lengths, self._changed) for transport in transports]
-        if self._most is not None:  # who names a number means it: servers that say nothing of their room begin with it
+        # Who names a number means it: servers that say nothing of their room begin with it.
+        if self._most is not None:
             for server in self.servers:
                 server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
         for server in self.servers:
@@ -125,11 +143,14 @@ class Servers:
         self._give_up: asyncio.TimerHandle | None = None
 
     def tokens_in_flight(self, finished: int) -> float:
-        """Estimate how many completion tokens the requests in flight have got, at servers that say how fast they are.
+        """Estimate how many completion tokens the requests in flight have got, at servers that say
+        how fast they are.
 
-        finished: tokens of all answers that have come; with these they cannot be more than the servers have made.
+        finished: tokens of all answers that have come; with these they cannot be more than the
+            servers have made.
         """
-        now, rooms = asyncio.get_running_loop().time(), [server.room for server in self.servers]
+        now = asyncio.get_running_loop().time()
+        rooms = [server.room for server in self.servers]
         made = sum(room.generated(now) for room in rooms)
         return max(0.0, min(sum(room.tokens_in_flight(now) for room in rooms), made - finished))
 
@@ -141,7 +162,11 @@ class Servers:
     @property
     def away_seconds(self) -> float:
         """For how long no server has answered; 0 while one does."""
-        return 0.0 if self._nobody_since is None else asyncio.get_running_loop().time() - self._nobody_since
+        return (
+            0.0
+            if self._nobody_since is None
+            else asyncio.get_running_loop().time() - self._nobody_since
+        )
 
     async def __aenter__(self) -> "Servers":
         # A server that is slow to say what it has room for is used as one that does not say.
@@ -155,7 +180,12 @@ class Servers:
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for start in self._slow_starts:
             start.cancel()
         await self._stop(self._slow_starts)
@@ -163,25 +193,39 @@ class Servers:
     async def _stop(self, starts: "Sequence[asyncio.Task[None]] | set[asyncio.Task[None]]") -> None:
         if self._give_up is not None:
             self._give_up.cancel()
-        await asyncio.gather(*starts, *(server.stop() for server in self.servers), return_exceptions=True)
+        await asyncio.gather(
+            *starts, *(server.stop() for server in self.servers), return_exceptions=True
+        )
 
     def ticket(self) -> int:
-        """Take a place in the queue, for requests of one sample that come one after another: see `send`."""
+        """Take a place in the queue, for requests of one sample that come one after another: see
+        `send`.
+        """
         return next(self._tickets)
 
     async def send(
-        self, attempt: Attempt, *, size: Size, max_retries: int, affinity: Hashable = None, ticket: int | None = None
+        self,
+        attempt: Attempt,
+        *,
+        size: Size,
+        max_retries: int,
+        affinity: Hashable = None,
+        ticket: int | None = None,
     ) -> list[Answer | None]:
-        """Run `attempt` with the transport of a server that has room, again after failures that another try may mend.
+        """Run `attempt` with the transport of a server that has room, again after failures that
+        another try may mend.
 
-        max_retries: further attempts after connection errors, timeouts, stalls, unreadable answers, 408, 429 and 5xx, with pauses
-            of 0.5, 1, 2 … 8 seconds or as long as the server asks for. Moving away from a server that is out is not counted.
-        affinity: requests with an equal one go to the same server if they can: its prefix cache knows their prompt.
-        ticket: the place in the queue, the lowest is first; None: behind all that came before. A conversation that keeps its own
-            goes on before new ones are begun, while the server's prefix cache still has it.
+        max_retries: further attempts after connection errors, timeouts, stalls, unreadable answers,
+            408, 429 and 5xx, with pauses of 0.5, 1, 2 … 8 seconds or as long as the server asks
+            for. Moving away from a server that is out is not counted.
+        affinity: requests with an equal one go to the same server if they can: its prefix cache
+            knows their prompt.
+        ticket: the place in the queue, the lowest is first; None: behind all that came before. A
+            conversation that keeps its own goes on before new ones are begun, while the server's
+            prefix cache still has it.
 
-        Raises RequestError: the last one of this request, or, after `max_downtime` seconds in which no server answered, one that
-        says so. Whatever else `attempt` raises comes through.
+        Raises RequestError: the last one of this request, or, after `max_downtime` seconds in which
+        no server answered, one that says so. Whatever else `attempt` raises comes through.
         """
         ticket = next(self._tickets) if ticket is None else ticket
         attempts = moves = 0
@@ -190,7 +234,9 @@ class Servers:
                 lease = await self._admitted(ticket, size, affinity)
                 try:
                     async with lease.scope:
-                        answers = _without_broken_off(await attempt(lease.server.transport), lease.server.base_url)
+                        answers = _without_broken_off(
+                            await attempt(lease.server.transport), lease.server.base_url
+                        )
                     self._learn(lease, size, answers)
                     return answers
                 except RequestError as failure:
@@ -198,7 +244,10 @@ class Servers:
                 except TimeoutError:
                     if not lease.scope.expired():
                         raise
-                    error = RequestError(f"{lease.server.base_url}: the server was gone while it had this request", "connection")
+                    error = RequestError(
+                        f"{lease.server.base_url}: the server was gone while it had this request",
+                        "connection",
+                    )
                 finally:
                     self._release(lease)
             if not error.worth_retry:
@@ -206,7 +255,8 @@ class Servers:
                 raise _with_attempts(error, attempts + 1) from error
             others = self._others(lease.server)
             is_out = await lease.server.failed(_copied(error, str(error)), has_others=others)
-            if others and affinity is not None:  # who breaks some of its requests off is soon the emptiest again
+            # Who breaks some of its requests off is soon the emptiest again.
+            if others and affinity is not None:
                 self._last_served[affinity] = self._another(lease.server)
             if is_out and moves < _MOST_MOVES:
                 moves += 1
@@ -221,7 +271,9 @@ class Servers:
     def _learn(self, lease: Lease, size: Size, answers: Sequence[Answer | None]) -> None:
         lease.server.succeeded()
         got = [answer for answer in answers if answer is not None]
-        completions = [answer.completion_tokens for answer in got if answer.completion_tokens is not None]
+        completions = [
+            answer.completion_tokens for answer in got if answer.completion_tokens is not None
+        ]
         if got:
             window = min(max(2 * self._samples, 256), 16384)
             self.lengths.observe(size.prompt, got[0].prompt_tokens, completions, window=window)
@@ -234,7 +286,8 @@ class Servers:
             server = self._choose(load, affinity)
             if server is not None:
                 return self._lease(server, load, affinity)
-        if self._nobody_since is not None and self._give_up is None:  # nobody has answered for too long
+        # Nobody has answered for too long.
+        if self._nobody_since is not None and self._give_up is None:
             raise self._nobody()
         waiter = _Waiter(asyncio.get_running_loop().create_future(), load, affinity)
         heapq.heappush(self._queue, ((ticket, next(self._arrivals)), waiter))
@@ -242,7 +295,11 @@ class Servers:
         try:
             return await waiter.lease
         except asyncio.CancelledError:
-            if waiter.lease.done() and not waiter.lease.cancelled() and waiter.lease.exception() is None:
+            if (
+                waiter.lease.done()
+                and not waiter.lease.cancelled()
+                and waiter.lease.exception() is None
+            ):
                 self._release(waiter.lease.result())
             else:
                 waiter.lease.cancel()
@@ -273,7 +330,9 @@ class Servers:
             self._pump()
 
     def _pump(self) -> None:
-        """Send as many of those that wait as there is room for, in their order; wakes nobody else."""
+        """Send as many of those that wait as there is room for, in their order; wakes nobody
+        else.
+        """
         while self._queue:
             waiter = self._queue[0][1]
             if waiter.lease.done():
@@ -297,7 +356,10 @@ class Servers:
     def _another(self, server: Server) -> Server:
         """Return any other server that is open, the same one where there is none by now."""
         now = asyncio.get_running_loop().time()
-        return random.choice([other for other in self.servers if other is not server and other.is_open(now)] or [server])
+        return random.choice(
+            [other for other in self.servers if other is not server and other.is_open(now)]
+            or [server]
+        )
 
     def _others(self, server: Server) -> bool:
         now = asyncio.get_running_loop().time()
@@ -327,7 +389,8 @@ class Servers:
 
     def _fail_all(self) -> None:
         self._give_up = None
-        waiters, self._queue = self._queue, []
+        waiters = self._queue
+        self._queue = []
         for _, waiter in waiters:
             if not waiter.lease.done():
                 waiter.lease.set_exception(self._nobody())
@@ -336,8 +399,15 @@ class Servers:
         assert self._nobody_since is not None
         seconds = asyncio.get_running_loop().time() - self._nobody_since
         said = "; ".join(f"{server.last_fault or server.base_url}" for server in self.servers)
-        who = "the server has" if len(self.servers) == 1 else f"none of the {len(self.servers)} servers has"
-        return RequestError(f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}", "connection")
+        who = (
+            "the server has"
+            if len(self.servers) == 1
+            else f"none of the {len(self.servers)} servers has"
+        )
+        return RequestError(
+            f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}",
+            "connection",
+        )
 
 
 def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Answer | None]:
@@ -354,14 +424,19 @@ def _without_broken_off(answers: list[Answer | None], base_url: str) -> list[Ans
     if not reasons or any(kept):
         return kept
     if "abort" in reasons:
-        why = "the server ended the completion with finish_reason 'abort', as it does when it is ended or paused"
+        why = (
+            "the server ended the completion with finish_reason 'abort', as it does when it is "
+            "ended or paused"
+        )
         raise RequestError(f"{base_url}: {why}", "connection")
     why = "the server gave up on the completion with finish_reason 'error'; its log says why"
     raise RequestError(f"{base_url}: {why}", "malformed")
 
 
 def _copied(error: RequestError, text: str) -> RequestError:
-    """Return the error with another text, without its traceback, which keeps alive whatever the frames hold."""
+    """Return the error with another text, without its traceback, which keeps alive whatever the
+    frames hold.
+    """
     return RequestError(text, error.kind, status=error.status, retry_after=error.retry_after)
 
 
@@ -370,7 +445,11 @@ def _with_attempts(error: RequestError, attempts: int) -> RequestError:
 
 
 def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:
-    """Return the seconds to wait. elsewhere: another server may take it, so what this one asked for does not matter."""
+    """Return the seconds to wait. elsewhere: another server may take it, so what this one asked for
+    does not matter.
+    """
     if error.retry_after is not None and not elsewhere:
         return min(error.retry_after, LONGEST_RETRY_AFTER)
-    return min(FIRST_DELAY * 2.0 ** min(attempts - 1, 16), LONGEST_DELAY) * (1.0 - 0.25 * random.random())
+    return min(FIRST_DELAY * 2.0 ** min(attempts - 1, 16), LONGEST_DELAY) * (
+        1.0 - 0.25 * random.random()
+    )

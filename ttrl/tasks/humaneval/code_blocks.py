@@ -112,7 +112,8 @@ def _fence_in(line: str) -> _Fence | None:
     match = _FENCE.match(line)
     if match is None:
         return None
-    mark, info = match["fence"], match["info"].strip()
+    mark = match["fence"]
+    info = match["info"].strip()
     if mark[0] == "`" and "`" in info:
         return None
     container = _CONTAINER.match(match["before"])
@@ -176,7 +177,8 @@ class _Strings:
     """Finds the strings in triple quotes of a block of Python, in which no fence counts."""
 
     def __init__(self, lines: Sequence[str], fence: _Fence) -> None:
-        self._lines, self._fence = lines, fence
+        self._lines = lines
+        self._fence = fence
 
     def line_after(self, at: int) -> int:
         """Return the line after `at`, or after the string that begins there."""
@@ -190,7 +192,8 @@ class _Strings:
             end = self._line_with(quotes, at + 1)
             if end is None:
                 return at + 1
-            at, start = end, self._lines[end].index(quotes) + len(quotes)
+            at = end
+            start = self._lines[end].index(quotes) + len(quotes)
 
     def _opened(self, line: str, start: int) -> str | None:
         """Return the quotes of a string that a line begins, from `start` on, and does not end."""

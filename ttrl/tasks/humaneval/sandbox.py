@@ -1,15 +1,19 @@
 """Run untrusted Python programs, such as those that a model wrote.
 
-On Linux, with namespaces of the program's own (user, mount, network, process, ipc), as no user, without any capability:
+On Linux, with namespaces of the program's own (user, mount, network, process, ipc), as no user,
+without any capability:
 
-- CPU time, wall time, memory, number of threads, sizes of files: limited; on x86_64 it has no other processes;
+- CPU time, wall time, memory, number of threads, sizes of files: limited; on x86_64 it has no other
+  processes;
 - no network: there is none in its namespace, not even the machine's own addresses;
-- no files: it sees Python's standard library and the system's libraries, to read, and an empty folder in memory of its own;
+- no files: it sees Python's standard library and the system's libraries, to read, and an empty
+  folder in memory of its own;
 - no processes of others; when the program ends, everything that it has started ends with it.
 
-What a machine cannot enforce is refused: then nothing is run (`why_not` says so beforehand). It needs no root; containers often
-forbid it, and need the permission to make user namespaces. The kernel itself is what it relies on: there is no second wall, and a
-program in the same process as its tests can always tell them lies. macOS and Windows have no such thing: refused.
+What a machine cannot enforce is refused: then nothing is run (`why_not` says so beforehand). It
+needs no root; containers often forbid it, and need the permission to make user namespaces. The
+kernel itself is what it relies on: there is no second wall, and a program in the same process as
+its tests can always tell them lies. macOS and Windows have no such thing: refused.
 """
 
 import contextlib
@@ -35,8 +39,11 @@ _START_SECONDS = 30.0
 """More than the program's own time, for Python to start on a busy machine."""
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
 _LONGEST_ANSWER = 64 * 2**10
-"""Bytes of what is read from inside. An answer has 2 kB; a program that finds the pipe could write gigabytes into it."""
-_memory, _given = threading.Condition(), list[int]()
+"""Bytes of what is read from inside. An answer has 2 kB; a program that finds the pipe could write
+gigabytes into it.
+"""
+_memory = threading.Condition()
+_given = list[int]()
 """Bytes of each program that runs now, and what guards them."""
 _ENDS = {96: "ended by a signal: a crash", 97: "out of CPU time", 98: "out of time"}
 
@@ -50,43 +57,58 @@ class SandboxLimits:
     cpu_seconds: int = 5
     """CPU time of each process, seconds."""
     memory: int = 512 * 2**20
-    """Bytes of address space, Python's own 30 MB included. All that run at once share half of this machine's memory."""
+    """Bytes of address space, Python's own 30 MB included. All that run at once share half of this
+    machine's memory.
+    """
     processes: int = 4
-    """Concurrent threads, the program's first included; elsewhere than on x86_64 processes too, with equal parts of `memory`."""
+    """Concurrent threads, the program's first included; elsewhere than on x86_64 processes too,
+    with equal parts of `memory`.
+    """
     disk: int = 4 * 2**20
     """Bytes of its folder, which is memory, and of any one file."""
 
     def __post_init__(self) -> None:
         for name in ("cpu_seconds", "memory", "processes", "disk"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise TaskError(f"sandbox: {name} is {getattr(self, name)!r}; give a whole number of at least 1")
+                raise TaskError(
+                    f"sandbox: {name} is {getattr(self, name)!r}; give a whole number of at least 1"
+                )
         if not 0 < self.seconds <= 3600:
-            raise TaskError(f"sandbox: seconds is {self.seconds!r}; give more than 0 and at most 3600")
+            raise TaskError(
+                f"sandbox: seconds is {self.seconds!r}; give more than 0 and at most 3600"
+            )
 
 
 @dataclass(frozen=True)
 class SandboxOutcome:
-    """passed: the program ran to its end without an exception. reason: why it did not; "" when it passed."""
+    """passed: the program ran to its end without an exception. reason: why it did not; "" when it
+    passed.
+    """
 
     passed: bool
     reason: str = ""
 
 
 def run_sandboxed(source: str, limits: SandboxLimits | None = None) -> SandboxOutcome:
-    """Run a Python program; return whether it ran to its end, which `sys.exit(0)` is not. Takes 0.1 s and the program's time.
+    """Run a Python program; return whether it ran to its end, which `sys.exit(0)` is not. Takes 0.1
+    s and the program's time.
 
     Raises GraderError where this machine cannot enforce all the limits; nothing was run then.
     """
     limits = limits or SandboxLimits()
     if not sys.platform.startswith("linux"):
-        raise GraderError(f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only")
+        raise GraderError(
+            f"sandbox: {sys.platform} has no namespaces; programs of a model are run on Linux only"
+        )
     with _share_of_memory(limits.memory):
         return _run(source, limits)
 
 
 @contextlib.contextmanager
 def _share_of_memory(size: int) -> Iterator[None]:
-    """Wait until the programs that run in this process have no more than half of the machine's memory together."""
+    """Wait until the programs that run in this process have no more than half of the machine's
+    memory together.
+    """
     most = memory_bytes()[0] / 2
     with _memory:
         _memory.wait_for(lambda: not _given or sum(_given) + size <= most)
@@ -101,7 +123,12 @@ def _share_of_memory(size: int) -> Iterator[None]:
 
 def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
     passed = secrets.token_hex(16)
-    order = {"source": source, "passed": passed, "folders": _folders(), **dataclasses.asdict(limits)}
+    order = {
+        "source": source,
+        "passed": passed,
+        "folders": _folders(),
+        **dataclasses.asdict(limits),
+    }
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-B", str(_CHILD)],
         stdin=subprocess.PIPE,
@@ -112,7 +139,9 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
         start_new_session=True,
     ) as done:
         try:
-            written = _exchange(done, json.dumps(order).encode(), time.monotonic() + limits.seconds + _START_SECONDS)
+            written = _exchange(
+                done, json.dumps(order).encode(), time.monotonic() + limits.seconds + _START_SECONDS
+            )
         except subprocess.TimeoutExpired:
             return SandboxOutcome(False, _ENDS[98])
         finally:
@@ -126,12 +155,15 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
     answer = answer if isinstance(answer, dict) else {}
     if done.returncode == 1 and "refused" in answer:
         raise GraderError(
-            f"sandbox: this machine does not allow it: {answer['refused']}. Programs of a model are not run without it. Run "
-            "this where processes may make user namespaces; containers and some distributions forbid it by default"
+            f"sandbox: this machine does not allow it: {answer['refused']}. Programs of a model "
+            "are not run without it. Run "
+            "this where processes may make user namespaces; containers and some distributions "
+            "forbid it by default"
         )
     if done.returncode != 0 and done.returncode not in _ENDS:
         raise GraderError(
-            f"sandbox: it ended with exit code {done.returncode} before or beside the program; the machine may be out of memory"
+            f"sandbox: it ended with exit code {done.returncode} before or beside the program; "
+            "the machine may be out of memory"
         )
     if done.returncode == 0 and answer.get("passed") == passed:
         return SandboxOutcome(True)
@@ -141,7 +173,9 @@ def _run(source: str, limits: SandboxLimits) -> SandboxOutcome:
 
 
 def _exchange(process: "subprocess.Popen[bytes]", order: bytes, deadline: float) -> bytes | None:
-    """Send the order; return the answer, or None as soon as that is too long. Raises TimeoutExpired."""
+    """Send the order; return the answer, or None as soon as that is too long. Raises
+    TimeoutExpired.
+    """
     assert process.stdin is not None and process.stdout is not None
     with contextlib.suppress(BrokenPipeError):  # it has ended: the exit code says how
         process.stdin.write(order)  # read to its end before anything else is done
@@ -169,15 +203,25 @@ def why_not() -> str | None:
         outcome = run_sandboxed("pass")
     except GraderError as error:
         return str(error)
-    return None if outcome.passed else f"sandbox: a program that does nothing failed here: {outcome.reason}"
+    return (
+        None
+        if outcome.passed
+        else f"sandbox: a program that does nothing failed here: {outcome.reason}"
+    )
 
 
 def _folders() -> list[str]:
     """Return the folders that the program may read, none twice and none inside another."""
     wanted = [path for path in _LIBRARIES if os.path.isdir(path)]
-    base = {"installed_base": sys.base_prefix, "base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    base = {
+        "installed_base": sys.base_prefix,
+        "base": sys.base_prefix,
+        "platbase": sys.base_exec_prefix,
+    }
     for name in ("stdlib", "platstdlib"):
         path = sysconfig.get_path(name, vars=base)
-        if not any(path == folder or path.startswith(os.path.realpath(folder) + "/") for folder in wanted):
+        if not any(
+            path == folder or path.startswith(os.path.realpath(folder) + "/") for folder in wanted
+        ):
             wanted.append(path)
     return wanted

@@ -1,9 +1,11 @@
-"""The inside of the sandbox: shuts itself in, then runs a program. Started by `ttrl.tasks.humaneval.sandbox` as a script.
+"""The inside of the sandbox: shuts itself in, then runs a program. Started by
+`ttrl.tasks.humaneval.sandbox` as a script.
 
-    ttrl ── this process (leaves root, makes namespaces, builds a root folder) ── first process of the namespace (waits, has the
-    clock) ── the program
+    ttrl ── this process (leaves root, makes namespaces, builds a root folder) ── first process of
+    the namespace (waits, has the clock) ── the program
 
-Only the standard library is used. Whatever the kernel refuses is reported as {"refused": …}, and nothing is run.
+Only the standard library is used. Whatever the kernel refuses is reported as {"refused": …}, and
+nothing is run.
 """
 
 import ctypes
@@ -24,25 +26,83 @@ _NEW = {
     "ipc": 0x08000000,
     "host name": 0x04000000,
 }
-_RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+_RDONLY = 1
+_NOSUID = 2
+_NODEV = 4
+_REMOUNT = 32
+_BIND = 4096
+_REC = 16384
+_PRIVATE = 1 << 18
 _DETACH = 2
-_PDEATHSIG, _DUMPABLE, _CAPBSET_DROP, _NO_NEW_PRIVS = 1, 4, 24, 38
+_PDEATHSIG = 1
+_DUMPABLE = 4
+_CAPBSET_DROP = 24
+_NO_NEW_PRIVS = 38
 _NOBODY = 65534
 _LONGEST_REASON = 2000
-# By their numbers on x86_64, what Python and its standard library call: files, memory, time, signals, threads, pipes, waiting.
-# No other exists for a program: neither bpf, userfaultfd, io_uring, keyctl, perf_event_open nor what is not known yet, nor what
-# takes memory that its limit does not count: fork, vfork, execve, memfd_create.
+# By their numbers on x86_64, what Python and its standard library call: files, memory, time,
+# signals, threads, pipes, waiting. No other exists for a program: neither bpf, userfaultfd,
+# io_uring, keyctl, perf_event_open nor what is not known yet, nor what takes memory that its limit
+# does not count: fork, vfork, execve, memfd_create.
 _CALLS = [
-    *(*range(41), *range(42, 53), 54, 55, *range(60, 64), *range(72, 101), 102, *range(104, 125), 127, 128, 130, 131, 132),
-    *(137, 138, *range(140, 152), 157, 158, 160, 186, *range(200, 205), 213, 217, 218, 221, *range(228, 236), 247),
-    *(*range(257, 272), 273, 275, *range(280, 289), *range(290, 294), 295, 296, 302, 306, 309, 316, 318, 326, 327, 328, 332),
+    *(
+        *range(41),
+        *range(42, 53),
+        54,
+        55,
+        *range(60, 64),
+        *range(72, 101),
+        102,
+        *range(104, 125),
+        127,
+        128,
+        130,
+        131,
+        132,
+    ),
+    *(
+        137,
+        138,
+        *range(140, 152),
+        157,
+        158,
+        160,
+        186,
+        *range(200, 205),
+        213,
+        217,
+        218,
+        221,
+        *range(228, 236),
+        247,
+    ),
+    *(
+        *range(257, 272),
+        273,
+        275,
+        *range(280, 289),
+        *range(290, 294),
+        295,
+        296,
+        302,
+        306,
+        309,
+        316,
+        318,
+        326,
+        327,
+        328,
+        332,
+    ),
     *(334, 424, 434, 436, 437, 439, 441),
 ]
 _SOCKETS = (41, 53)  # socket, socketpair
-_FAMILIES = (1, 2, 10)  # of the machine itself, and of the internet, which is not there; no vsock, no netlink
+# Of the machine itself, and of the internet, which is not there; no vsock, no netlink.
+_FAMILIES = (1, 2, 10)
 _CLONE, _THREAD = 56, 0x10000  # a thread, and no process
 _HAS_FILTER = os.uname().machine == "x86_64"
-_X86_64, _X32_CALLS = 0xC000003E, 0x40000000
+_X86_64 = 0xC000003E
+_X32_CALLS = 0x40000000
 
 
 def main() -> NoReturn:
@@ -52,7 +112,10 @@ def main() -> NoReturn:
     try:
         first = _shut_in(order)
     except OSError as error:
-        os.write(answer, json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode())
+        os.write(
+            answer,
+            json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode(),
+        )
         os._exit(1)
     if first == 0:
         _first_process(order, answer)
@@ -62,20 +125,31 @@ def main() -> NoReturn:
 
 
 def _shut_in(order: dict[str, Any]) -> int:
-    """Make the namespaces and the root folder; fork their first process. Return its pid, and 0 in it. Raises OSError."""
-    _libc.syscall(ctypes.c_long(250 if os.uname().machine == "x86_64" else 219), 1, None)  # a keyring of its own (keyctl)
-    folders, place = {path: path for path in order["folders"]}, "/tmp"
+    """Make the namespaces and the root folder; fork their first process. Return its pid, and 0 in
+    it. Raises OSError.
+    """
+    # A keyring of its own (keyctl).
+    _libc.syscall(ctypes.c_long(250 if os.uname().machine == "x86_64" else 219), 1, None)
+    folders = {path: path for path in order["folders"]}
+    place = "/tmp"
     if os.getuid() == 0:  # root's processes are not counted by the kernel, whatever their limit
-        folders, place = _stage(order["folders"]), "/tmp/root"
+        folders = _stage(order["folders"])
+        place = "/tmp/root"
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
         _prctl(_DUMPABLE, 1)  # or /proc/self is root's
-    user, group = os.getuid(), os.getgid()
+    user = os.getuid()
+    group = os.getgid()
     _call("unshare", sum(_NEW.values()), what="namespaces of its own (unshare)")
-    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"0 {user} 1"),
+        ("gid_map", f"0 {group} 1"),
+    ):
         _write(f"/proc/self/{name}", text)
-    # Memory that no limit of a process counts, and namespaces in which the program would be root again.
+    # Memory that no limit of a process counts, and namespaces in which the program would be root
+    # again.
     for name in ("user/max_user_namespaces", "kernel/shmall", "kernel/msgmni"):
         _write(f"/proc/sys/{name}", "0")
     _build_root(place, folders, order["disk"])
@@ -86,7 +160,9 @@ def _shut_in(order: dict[str, Any]) -> int:
 
 
 def _stage(folders: list[str]) -> dict[str, str]:
-    """As root, make folders that nobody else can reach (a Python below /root) reachable, for us alone. Raises OSError."""
+    """As root, make folders that nobody else can reach (a Python below /root) reachable, for us
+    alone. Raises OSError.
+    """
     _call("unshare", _NEW["mount"], what="a mount namespace (unshare)")
     _mount(None, "/", None, _REC | _PRIVATE)
     opened = {path: os.open(path, os.O_PATH) for path in folders}  # before they may be covered
@@ -103,7 +179,9 @@ def _stage(folders: list[str]) -> dict[str, str]:
 
 
 def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
-    """Mount the new root folder at `place` and make it ours; `folders`: names inside, and where they are now."""
+    """Mount the new root folder at `place` and make it ours; `folders`: names inside, and where
+    they are now.
+    """
     _mount(None, "/", None, _REC | _PRIVATE)
     devices = {path: path for path in ("/dev/null", "/dev/urandom")}
     opened = {path: os.open(now, os.O_PATH) for path, now in (folders | devices).items()}
@@ -120,7 +198,9 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
         os.close(os.open(place + path, os.O_CREAT | os.O_WRONLY))
         _mount(f"/proc/self/fd/{opened[path]}", place + path, None, _BIND)
     os.mkdir(place + "/home")
-    _mount("tmpfs", place + "/home", "tmpfs", _NOSUID | _NODEV, f"size={disk},nr_inodes=1000,mode=777")
+    _mount(
+        "tmpfs", place + "/home", "tmpfs", _NOSUID | _NODEV, f"size={disk},nr_inodes=1000,mode=777"
+    )
     _mount(None, place, None, _REMOUNT | _BIND | _RDONLY | _NOSUID | _NODEV)
     for descriptor in opened.values():
         os.close(descriptor)
@@ -131,7 +211,9 @@ def _build_root(place: str, folders: dict[str, str], disk: int) -> None:
 
 
 def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
-    """Wait for the program, and end everything in the namespace by ending. Nothing inside can signal this process."""
+    """Wait for the program, and end everything in the namespace by ending. Nothing inside can
+    signal this process.
+    """
     try:
         _drop_capabilities()
         program = os.fork()
@@ -146,36 +228,56 @@ def _first_process(order: dict[str, Any], answer: int) -> NoReturn:
                 code = os.waitstatus_to_exitcode(status)
                 os._exit(97 if code == -signal.SIGXCPU else 96 if code < 0 else 0)
     except OSError as error:
-        os.write(answer, json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode())
+        os.write(
+            answer,
+            json.dumps({"refused": f"{error.filename or 'a step'}: {error.strerror}"}).encode(),
+        )
         os._exit(1)
 
 
 def _drop_capabilities() -> None:
-    """Give up those of our own namespace, too: with them, read-only folders could be made writable again."""
+    """Give up those of our own namespace, too: with them, read-only folders could be made writable
+    again.
+    """
     for capability in range(64):
         try:
             _prctl(_CAPBSET_DROP, capability)
         except OSError:
             break  # the kernel knows no more of them
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    _call("capset", ctypes.byref(header), ctypes.byref((ctypes.c_uint32 * 6)()), what="giving capabilities up (capset)")
+    _call(
+        "capset",
+        ctypes.byref(header),
+        ctypes.byref((ctypes.c_uint32 * 6)()),
+        what="giving capabilities up (capset)",
+    )
     _prctl(_NO_NEW_PRIVS, 1)
     _prctl(_DUMPABLE, 0)
 
 
 def _filter_calls() -> None:
-    """Have the kernel answer ENOSYS to every system call but _CALLS. On x86_64 alone: numbers differ by machine."""
+    """Have the kernel answer ENOSYS to every system call but _CALLS. On x86_64 alone: numbers
+    differ by machine.
+    """
     if not _HAS_FILTER:
         return
     # Of BPF, which is handed the number of the call, the machine, an address and the arguments.
-    load, equal, at_least, has, done = 0x20, 0x15, 0x35, 0x45, 0x06
+    load = 0x20
+    equal = 0x15
+    at_least = 0x35
+    has = 0x45
+    done = 0x06
     rules = [(load, 0, 0, 4), (equal, 1, 0, _X86_64), (done, 0, 0, 0x80000000), (load, 0, 0, 0)]
     rules += [(at_least, 0, 1, _X32_CALLS), (done, 0, 0, 0x00050000 | errno.ENOSYS)]
     for call in _CALLS:
         rules += [(equal, 0, 1, call), (done, 0, 0, 0x7FFF0000)]
     rules += [(equal, 0, 4, _CLONE), (load, 0, 0, 16), (has, 0, 1, _THREAD)]
     rules += [(done, 0, 0, 0x7FFF0000), (done, 0, 0, 0x00050000 | errno.ENOSYS)]
-    rules += [(equal, 1, 0, _SOCKETS[0]), (equal, 0, 1 + 2 * len(_FAMILIES), _SOCKETS[1]), (load, 0, 0, 16)]
+    rules += [
+        (equal, 1, 0, _SOCKETS[0]),
+        (equal, 0, 1 + 2 * len(_FAMILIES), _SOCKETS[1]),
+        (load, 0, 0, 16),
+    ]
     for family in _FAMILIES:
         rules += [(equal, 0, 1, family), (done, 0, 0, 0x7FFF0000)]
     rules.append((done, 0, 0, 0x00050000 | errno.ENOSYS))
@@ -201,7 +303,8 @@ def _program(order: dict[str, Any], answer: int) -> NoReturn:
     }
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
-        wanted = value + 1 if kind == resource.RLIMIT_CPU else value  # a second between the signal and the end
+        # A second between the signal and the end.
+        wanted = value + 1 if kind == resource.RLIMIT_CPU else value
         hard = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(kind, (min(value, hard), hard))
     _filter_calls()
@@ -232,15 +335,35 @@ def _prctl(option: int, value: int) -> None:
     _call("prctl", option, ctypes.c_ulong(value), 0, 0, 0, what=f"prctl({option})")
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str | None = None
+) -> None:
     texts = [None if text is None else text.encode() for text in (source, target, kind, options)]
-    _call("mount", texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3], what=f"mount {source or ''} on {target}")
+    _call(
+        "mount",
+        texts[0],
+        texts[1],
+        texts[2],
+        ctypes.c_ulong(flags),
+        texts[3],
+        what=f"mount {source or ''} on {target}",
+    )
 
 
 def _only_read(folder: str) -> None:
-    """Make a mount and all that are mounted below it read-only, beside what is forbidden there already (mount_setattr)."""
-    attributes, recursive = struct.pack("=4Q", _RDONLY | _NOSUID | _NODEV, 0, 0, 0), 0x8000
-    arguments = (ctypes.c_long(442), ctypes.c_long(-1), folder.encode(), ctypes.c_long(recursive), attributes, ctypes.c_long(32))
+    """Make a mount and all that are mounted below it read-only, beside what is forbidden there
+    already (mount_setattr).
+    """
+    attributes = struct.pack("=4Q", _RDONLY | _NOSUID | _NODEV, 0, 0, 0)
+    recursive = 0x8000
+    arguments = (
+        ctypes.c_long(442),
+        ctypes.c_long(-1),
+        folder.encode(),
+        ctypes.c_long(recursive),
+        attributes,
+        ctypes.c_long(32),
+    )
     _call("syscall", *arguments, what=f"mount_setattr (of Linux 5.12) on {folder}")
 
 

@@ -1,6 +1,8 @@
-"""HumanEval: complete a Python function; its tests decide (Chen et al. 2021, arXiv 2107.03374). 164 problems, for evaluation.
+"""HumanEval: complete a Python function; its tests decide (Chen et al. 2021, arXiv 2107.03374). 164
+problems, for evaluation.
 
-Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere else: where it does not work, there are no tasks.
+Programs that a model wrote run in `ttrl.tasks.humaneval.sandbox` and nowhere else: where it does
+not work, there are no tasks.
 """
 
 import re
@@ -16,7 +18,8 @@ from ttrl.tasks.humaneval.sandbox import SandboxLimits, SandboxOutcome, run_sand
 from ttrl.tasks.task import Choice, Task, question
 
 _PROMPT = (
-    "Complete this Python function. Reply with the whole function, its imports included, in one code block.\n\n"
+    "Complete this Python function. Reply with the whole function, its imports included, in one "
+    "code block.\n\n"
     "```python\n{prompt}```"
 )
 _FUTURE = re.compile(
@@ -29,7 +32,9 @@ LONGEST = 100_000
 
 @dataclass(frozen=True)
 class HumanEvalProblem:
-    """One row: `prompt` is the function up to its body, `test` defines check(candidate), `solution` is a right body."""
+    """One row: `prompt` is the function up to its body, `test` defines check(candidate), `solution`
+    is a right body.
+    """
 
     id: str
     prompt: str
@@ -51,7 +56,8 @@ class HumanEvalGrader:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     run: Callable[[str, SandboxLimits], SandboxOutcome] = field(default=run_sandboxed, repr=False)
     only_evaluates: ClassVar[str] = (
-        "its programs can read what their tests expect, so a model that is trained on this score learns that instead"
+        "its programs can read what their tests expect, so a model that is trained on this score "
+        "learns that instead"
     )
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
@@ -90,10 +96,12 @@ def get_humaneval_tasks(
     path: Source = "openai/openai_humaneval",
     limits: SandboxLimits | None = None,
 ) -> list[Task]:
-    """Return `n` problems (None: all), each once, the same for every seed. There is only a test split: they are for evaluation.
+    """Return `n` problems (None: all), each once, the same for every seed. There is only a test
+    split: they are for evaluation.
 
-    path: a file, a folder with test.jsonl, or an id on the Hugging Face hub; rows as published: "task_id", "prompt",
-    "entry_point", "test", "canonical_solution". Raises TaskError, also where this machine has no sandbox; it tries.
+    path: a file, a folder with test.jsonl, or an id on the Hugging Face hub; rows as published:
+    "task_id", "prompt", "entry_point", "test", "canonical_solution". Raises TaskError, also where
+    this machine has no sandbox; it tries.
     """
     check_name("split", split, ("test",), "humaneval")
     problems = select(
@@ -111,7 +119,11 @@ def get_humaneval_tasks(
     if reason is not None:
         raise TaskError(reason)
     return [
-        Task(question(_PROMPT.format(prompt=one.prompt)), HumanEvalGrader(one, limits or SandboxLimits()), id=one.id)
+        Task(
+            question(_PROMPT.format(prompt=one.prompt)),
+            HumanEvalGrader(one, limits or SandboxLimits()),
+            id=one.id,
+        )
         for one in problems
     ]
 

@@ -133,7 +133,8 @@ def _boxes(text: str) -> list[tuple[int, int]]:
     start = -1
     for match in re.finditer(r"[{}]", text):
         if start < 0 and match.end() in starts:
-            start, depth = match.end(), 1
+            start = match.end()
+            depth = 1
         elif start >= 0:
             depth += 1 if match[0] == "{" else -1
             if depth == 0:

@@ -169,7 +169,8 @@ class _Reader:
 
     def operator(self) -> str | None:
         """Take an operator with an operand behind it. Return None if the arithmetic ends here."""
-        token, following = self.peek(), self.peek(1)
+        token = self.peek()
+        following = self.peek(1)
         if token is None or following is None:
             return None
         is_times = self.is_times_sign(token)
@@ -253,7 +254,8 @@ class _Reader:
 
     def after_dash(self) -> int | None:
         """Pass a long dash: punctuation behind words or before a space, else perhaps a minus."""
-        before, following = self.peek(-1), self.peek(1)
+        before = self.peek(-1)
+        following = self.peek(1)
         self.place += 1
         if before is not None and before.kind in ("word", "close"):
             return 1
@@ -261,7 +263,8 @@ class _Reader:
 
     def meaning_of_sign(self, token: Token, is_word: bool) -> int | None:
         """Return -1 for a sign, 1 for a hyphen or a bullet, and None for anything else."""
-        before, following = self.peek(-1), self.peek(1)
+        before = self.peek(-1)
+        following = self.peek(1)
         is_spaced = following is not None and following.gap and not is_word
         if before is None or before.kind in ("arrow", "tag", "open"):
             return -1
@@ -297,7 +300,8 @@ class _Reader:
 
     def is_currency(self) -> bool:
         """Return whether a currency's code stands here: "-US$18"."""
-        token, following = self.peek(), self.peek(1)
+        token = self.peek()
+        following = self.peek(1)
         if token is None or following is None or token.kind != "word":
             return False
         return token.text.upper() in _CURRENCIES and following.kind in ("number", "symbol")
@@ -311,7 +315,8 @@ class _Reader:
 
     def is_stray(self, token: Token) -> bool:
         """Return whether this multiplies words ("eggs x 3"), or begins a subscript ("a_3")."""
-        before, following = self.peek(-1), self.peek(1)
+        before = self.peek(-1)
+        following = self.peek(1)
         if before is None or following is None or before.kind not in ("word", "close"):
             return False
         if token.is_symbol("_"):
@@ -387,7 +392,8 @@ class _Reader:
         return token.kind in ("open", "number") and not token.apart
 
     def is_number_in_brackets(self) -> bool:
-        number, close = self.peek(1), self.peek(2)
+        number = self.peek(1)
+        close = self.peek(2)
         if number is None or close is None:
             return False
         return number.kind == "number" and close.kind == "close"
@@ -400,7 +406,8 @@ class _Reader:
         skipped = 0
         if joint.text.lower() == "and" or joint.is_symbol("&"):
             skipped = 1
-        token, bottom = self.peek(skipped), self.peek(skipped + 2)
+        token = self.peek(skipped)
+        bottom = self.peek(skipped + 2)
         if token is None:
             return
         if token.kind == "macro" and token.text in _FRACTIONS:
@@ -558,7 +565,8 @@ class _Reader:
         """Return whether this is a root, or a word with an argument: "f(2)", not "egg(s)"."""
         if token.kind == "symbol":
             return token.text in _FUNCTION_SYMBOLS
-        following, argument = self.peek(1), self.peek(2)
+        following = self.peek(1)
+        argument = self.peek(2)
         if token.kind != "word" or following is None:
             return False
         if token.text.lower() in _FUNCTIONS:
@@ -571,7 +579,8 @@ class _Reader:
         """Return whether letters stand for a number: `4x`, `x - 5`, not "5 m", "5/h", "B5"."""
         if token.kind != "word":
             return False
-        before, following = self.peek(-1), self.peek(1)
+        before = self.peek(-1)
+        following = self.peek(1)
         if len(token.text) > 1:
             is_product = set(token.text) <= set("xyz") and not token.apart
             return is_product and before is not None and before.kind == "number"

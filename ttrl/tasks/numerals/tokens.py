@@ -15,18 +15,58 @@ long.
 
 _SIGNS = str.maketrans(
     {
-        "−": "-", "－": "-", "﹣": "-", "‐": "-", "‑": "-", "＋": "+", "＄": "$", "％": "%",
-        "，": ",", "．": ".", "／": "/", "⁄": "/", "∕": "/", "＃": "#", "٬": ",", "٫": ".", "’": "'",
-        "\u00a0": " ", "\u202f": " ", "\u2009": " ", "\u2007": " ", "\u200b": "",
+        "−": "-",
+        "－": "-",
+        "﹣": "-",
+        "‐": "-",
+        "‑": "-",
+        "＋": "+",
+        "＄": "$",
+        "％": "%",
+        "，": ",",
+        "．": ".",
+        "／": "/",
+        "⁄": "/",
+        "∕": "/",
+        "＃": "#",
+        "٬": ",",
+        "٫": ".",
+        "’": "'",
+        "\u00a0": " ",
+        "\u202f": " ",
+        "\u2009": " ",
+        "\u2007": " ",
+        "\u200b": "",
     }
-)  # fmt: skip
+)
 _OPERATORS = str.maketrans(
     {
-        "–": "-", "‒": "-", "×": "*", "·": "*", "⋅": "*", "∗": "*", "✕": "*", "＊": "*", "÷": "/",
-        "∶": ":", "：": ":", "＝": "=", "（": "(", "）": ")", "［": "[", "］": "]", "｛": "{", "｝": "}",
-        "＾": "^", "～": "~", "\u2060": "", "\ufeff": "", "\u2061": "", "\u2062": "*",
+        "–": "-",
+        "‒": "-",
+        "×": "*",
+        "·": "*",
+        "⋅": "*",
+        "∗": "*",
+        "✕": "*",
+        "＊": "*",
+        "÷": "/",
+        "∶": ":",
+        "：": ":",
+        "＝": "=",
+        "（": "(",
+        "）": ")",
+        "［": "[",
+        "］": "]",
+        "｛": "{",
+        "｝": "}",
+        "＾": "^",
+        "～": "~",
+        "\u2060": "",
+        "\ufeff": "",
+        "\u2061": "",
+        "\u2062": "*",
     }
-)  # fmt: skip
+)
 _RAISED = re.compile("[⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 _RAISED_DIGITS = str.maketrans("⁺⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "+-0123456789")
 
@@ -71,10 +111,21 @@ _TOKEN = re.compile(
 
 # Symbols, and the macros for them.
 _SYMBOLS = {
-    "%": r"\%", "_": r"\_", "-": r"\-", "+": r"\+", "*": r"\* \ast \times \cdot",
-    "/": r"\div \over", "±": r"\pm \mp", "≠": r"\ne \neq", "<": r"\lt", "≤": r"\le \leq \leqslant",
-    "≥": r"\ge \geq \geqslant \gt", "∈": r"\in", "∪": r"\cup \setminus \mid", "∩": r"\cap",
-}  # fmt: skip
+    "%": r"\%",
+    "_": r"\_",
+    "-": r"\-",
+    "+": r"\+",
+    "*": r"\* \ast \times \cdot",
+    "/": r"\div \over",
+    "±": r"\pm \mp",
+    "≠": r"\ne \neq",
+    "<": r"\lt",
+    "≤": r"\le \leq \leqslant",
+    "≥": r"\ge \geq \geqslant \gt",
+    "∈": r"\in",
+    "∪": r"\cup \setminus \mid",
+    "∩": r"\cap",
+}
 _SYMBOL_OF = {macro: symbol for symbol, macros in _SYMBOLS.items() for macro in macros.split()}
 _MONEY = frozenset({"\\$", "\\pounds", "\\euro", "\\yen", "\\textdollar", "\\cent", "\\cents"})
 AT_A_NUMBER = frozenset("xyznie")
@@ -116,7 +167,8 @@ def tokens(text: str) -> list[Token]:
     while place < len(text):
         match = _TOKEN.match(text, place)
         assert match is not None and match.lastgroup is not None
-        kind, piece = match.lastgroup, match[0]
+        kind = match.lastgroup
+        piece = match[0]
         place = match.end()
         if kind == "blank":
             gap = gap or not priced

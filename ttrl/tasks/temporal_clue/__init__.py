@@ -1,4 +1,5 @@
-"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about who was where, when and why.
+"""Temporal-clue: a murder in a house of many rooms, to be solved from clues about who was where,
+when and why.
 
 `get_temporal_clue_tasks` loads published puzzles or makes new ones; `make_puzzle` makes one.
 """
@@ -8,4 +9,12 @@ from ttrl.tasks.temporal_clue.grading import TemporalClueGrader
 from ttrl.tasks.temporal_clue.scene import PuzzleSize
 from ttrl.tasks.temporal_clue.tasks import get_temporal_clue_tasks, load_puzzles
 
-__all__ = ["SIZES", "PuzzleSize", "Scope", "TemporalClueGrader", "get_temporal_clue_tasks", "load_puzzles", "make_puzzle"]
+__all__ = [
+    "SIZES",
+    "PuzzleSize",
+    "Scope",
+    "TemporalClueGrader",
+    "get_temporal_clue_tasks",
+    "load_puzzles",
+    "make_puzzle",
+]

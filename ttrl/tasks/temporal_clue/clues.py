@@ -1,7 +1,7 @@
 """Clues: true sentences about a scene, and what each says in clauses.
 
-Kinds: associational (whose motive), spatial (where, beside, in the same room), temporal (moves, stays, together at least once)
-and logical (or; if and only if).
+Kinds: associational (whose motive), spatial (where, beside, in the same room), temporal (moves,
+stays, together at least once) and logical (or; if and only if).
 """
 
 import functools
@@ -15,7 +15,9 @@ from ttrl.tasks.words import pick
 
 
 class Clue(NamedTuple):
-    """A sentence without its capital and full stop, and the function that returns what it says: clauses, all of them true."""
+    """A sentence without its capital and full stop, and the function that returns what it says:
+    clauses, all of them true.
+    """
 
     text: str
     says: Callable[[Rules], Iterable[list[int]]]
@@ -69,12 +71,19 @@ def _time(rng: random.Random, scene: Scene, first: int = 0) -> int:
 
 
 def _placed(rng: random.Random, scene: Scene) -> Clue:
-    subject, t = _subject(rng, scene), _time(rng, scene)
+    subject = _subject(rng, scene)
+    t = _time(rng, scene)
     r = _room_of(rng, scene, subject, t)
-    return Clue(f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}", lambda rules: [[rules.was_at(subject, t, r)]], reach=0)
+    return Clue(
+        f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}",
+        lambda rules: [[rules.was_at(subject, t, r)]],
+        reach=0,
+    )
 
 
-def _for_some(rules: Rules, subject: Subject, says: Callable[[int], Iterable[list[int]]]) -> Iterator[list[int]]:
+def _for_some(
+    rules: Rules, subject: Subject, says: Callable[[int], Iterable[list[int]]]
+) -> Iterator[list[int]]:
     """Say of one of those that the subject may be what `says` gives for a mover."""
     conditions = []
     for holder, mover in rules.holders(subject):
@@ -90,18 +99,30 @@ def _apart(rules: Rules, mover: int, other: Subject) -> list[list[int]]:
 
 
 def _moved(rng: random.Random, scene: Scene) -> Clue | None:
-    """Say that somebody moved, perhaps with a weapon: for "a suspect motivated by", the same suspect in both rooms."""
-    subject, t = _subject(rng, scene, weapons=False), _time(rng, scene, 1)
+    """Say that somebody moved, perhaps with a weapon: for "a suspect motivated by", the same
+    suspect in both rooms.
+    """
+    subject = _subject(rng, scene, weapons=False)
+    t = _time(rng, scene, 1)
     mover = pick(rng, subject.movers(scene))
     before, after = scene.where[mover][t - 1 : t + 1]
     if before == after:
         return None
-    things = [Subject("mover", scene.weapon(w)) for w in range(len(scene.weapons))] + [Subject("murder weapon")]
-    carried = [x for x in things if mover != scene.victim and scene.where[x.movers(scene)[0]][t - 1 : t + 1] == (before, after)]
+    things = [Subject("mover", scene.weapon(w)) for w in range(len(scene.weapons))] + [
+        Subject("murder weapon")
+    ]
+    carried = [
+        x
+        for x in things
+        if mover != scene.victim
+        and scene.where[x.movers(scene)[0]][t - 1 : t + 1] == (before, after)
+    ]
     thing = pick(rng, carried) if carried and rng.random() < 0.6 else None
 
     def says(rules: Rules) -> Iterator[list[int]]:
-        yield from _for_some(rules, subject, lambda one: [[rules.at[one][t - 1][before]], [rules.at[one][t][after]]])
+        yield from _for_some(
+            rules, subject, lambda one: [[rules.at[one][t - 1][before]], [rules.at[one][t][after]]]
+        )
         if thing is not None:
             yield [rules.was_at(thing, t - 1, before)]
             yield [rules.was_at(thing, t, after)]
@@ -112,7 +133,8 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
 
 
 def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
-    subject, first = _subject(rng, scene), _time(rng, scene)
+    subject = _subject(rng, scene)
+    first = _time(rng, scene)
     if len(mine := subject.movers(scene)) > 1:
         return None
     steps = scene.where[mine[0]]
@@ -123,14 +145,16 @@ def _stayed(rng: random.Random, scene: Scene) -> Clue | None:
         return None
     r = steps[first]
     return Clue(
-        f"{subject.text(scene)} was {_in(scene, r)} from {scene.times[first]} to {scene.times[last]}",
+        f"{subject.text(scene)} was {_in(scene, r)} from {scene.times[first]} to "
+        f"{scene.times[last]}",
         lambda rules: [[rules.was_at(subject, t, r)] for t in range(first, last + 1)],
         reach=0,
     )
 
 
 def _never(rng: random.Random, scene: Scene) -> Clue | None:
-    subject, r = _subject(rng, scene), int(rng.random() * len(scene.rooms))
+    subject = _subject(rng, scene)
+    r = int(rng.random() * len(scene.rooms))
     if len(mine := subject.movers(scene)) > 1 or r in scene.where[mine[0]]:
         return None
     return Clue(
@@ -139,17 +163,22 @@ def _never(rng: random.Random, scene: Scene) -> Clue | None:
     )
 
 
-def _two(rng: random.Random, scene: Scene, *, both_single: bool = False) -> tuple[Subject, Subject] | None:
+def _two(
+    rng: random.Random, scene: Scene, *, both_single: bool = False
+) -> tuple[Subject, Subject] | None:
     """Draw two subjects of different names; the second, or each of them, is exactly one mover."""
-    one, other = _subject(rng, scene), _subject(rng, scene)
+    one = _subject(rng, scene)
+    other = _subject(rng, scene)
     if one == other or len(other.movers(scene)) > 1 or (both_single and len(one.movers(scene)) > 1):
         return None
-    # "The murderer was in the same room as the murderer's name" would give the solution away, or say nothing.
+    # "The murderer was in the same room as the murderer's name" would give the solution away, or
+    # say nothing.
     return None if set(one.movers(scene)) & set(other.movers(scene)) else (one, other)
 
 
 def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
-    pair, t = _two(rng, scene), _time(rng, scene)
+    pair = _two(rng, scene)
+    t = _time(rng, scene)
     if pair is None:
         return None
     one, other = pair
@@ -170,24 +199,31 @@ def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
 
 
 def _beside(rng: random.Random, scene: Scene) -> Clue | None:
-    pair, t = _two(rng, scene, both_single=True), _time(rng, scene)
+    pair = _two(rng, scene, both_single=True)
+    t = _time(rng, scene)
     if pair is None:
         return None
     one, other = pair
     place, base = (scene.where[x.movers(scene)[0]][t] for x in pair)
-    directions = [direction for direction in DIRECTIONS if scene.neighbour(base, direction) == place]
+    directions = [
+        direction for direction in DIRECTIONS if scene.neighbour(base, direction) == place
+    ]
     if not directions:
         return None
     direction = directions[0]
 
     def says(rules: Rules) -> Iterator[list[int]]:
-        mine, theirs = rules.rooms_of(one, t), rules.rooms_of(other, t)
+        mine = rules.rooms_of(one, t)
+        theirs = rules.rooms_of(other, t)
         beside = [scene.neighbour(r, direction) for r in range(len(scene.rooms))]
         for there, r in zip(theirs, beside, strict=True):
             yield [-there] if r is None else [-there, mine[r]]
         yield from ([-here] for r, here in enumerate(mine) if r not in beside)
 
-    return Clue(f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{scene.at(t)}", says)
+    return Clue(
+        f"{one.text(scene)} was in the room just {direction} of {other.text(scene)}{scene.at(t)}",
+        says,
+    )
 
 
 def _together(rng: random.Random, scene: Scene) -> Clue | None:
@@ -209,15 +245,20 @@ def _together(rng: random.Random, scene: Scene) -> Clue | None:
             yield [-meeting, rules.was_at(other, t, room)]
         yield meetings
 
-    return Clue(f"{one.text(scene)} and {other.text(scene)} were {_in(scene, room)} together at least once", says)
+    return Clue(
+        f"{one.text(scene)} and {other.text(scene)} were {_in(scene, room)} together at least once",
+        says,
+    )
 
 
 def _logical(rng: random.Random, scene: Scene) -> Clue | None:
     """Say that one of two statements is true, or that both or neither are."""
     or_clue = rng.random() < 0.5
-    statements, truths = [], []
+    statements = []
+    truths = []
     for _ in range(2):
-        subject, t = _subject(rng, scene), _time(rng, scene)
+        subject = _subject(rng, scene)
+        t = _time(rng, scene)
         true = rng.random() < 0.5
         r = _room_of(rng, scene, subject, t) if true else int(rng.random() * len(scene.rooms))
         statements.append((subject, t, r))
@@ -229,14 +270,20 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
         first, second = (rules.was_at(*statement) for statement in statements)
         return [[first, second]] if or_clue else [[first, -second], [-first, second]]
 
-    texts = [f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}" for subject, t, r in statements]
+    texts = [
+        f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}" for subject, t, r in statements
+    ]
     return Clue((" or " if or_clue else " if and only if ").join(texts), says)
 
 
 def _motive(rng: random.Random, scene: Scene) -> Clue:
     s = int(rng.random() * len(scene.suspects))
     m = scene.motive_of[s]
-    return Clue(f"{scene.suspects[s]} was motivated by {scene.motives[m]}", lambda rules: [[rules.motive[s][m]]], reach=0)
+    return Clue(
+        f"{scene.suspects[s]} was motivated by {scene.motives[m]}",
+        lambda rules: [[rules.motive[s][m]]],
+        reach=0,
+    )
 
 
 def told_facts(scene: Scene) -> dict[str, Clue]:
@@ -249,18 +296,22 @@ def told_facts(scene: Scene) -> dict[str, Clue]:
     }
     if scene.moves:
         facts["time"] = Clue(
-            f"{VICTIM} was murdered at {scene.times[scene.murder_time]}", lambda rules: [[rules.time[scene.murder_time]]]
+            f"{VICTIM} was murdered at {scene.times[scene.murder_time]}",
+            lambda rules: [[rules.time[scene.murder_time]]],
         )
     if scene.motives:
         motive = scene.motive_of[scene.murderer]
         facts["motive"] = Clue(
             f"the murderer was motivated by {scene.motives[motive]}",
-            lambda rules: [[-murderer, own[motive]] for murderer, own in zip(rules.murderer, rules.motive)],
+            lambda rules: [
+                [-murderer, own[motive]] for murderer, own in zip(rules.murderer, rules.motive)
+            ],
         )
     return facts
 
 
-# (what makes it, how often it is tried, for which scenes); most tries of the later ones find nothing that is true.
+# (what makes it, how often it is tried, for which scenes); most tries of the later ones find
+# nothing that is true.
 _MAKERS: tuple[tuple[Maker, float, str], ...] = (
     (_placed, 2.0, "all"),
     (_moved, 6.0, "moves"),

@@ -1,10 +1,11 @@
 """Makes temporal-clue puzzles: a scene, questions, and a minimal set of clues that settles them.
 
-What the clues settle is the puzzle's scope. "answers": with all clues, the rules allow exactly one combination of answers to the
-questions asked (of the rest of the scene there may be several); without any one of them, more than one. "night": the same with
-the whole scene, every room, motive and fact of the murder, instead of the answers, as in the published puzzles, which so have
-twice as many clues, and many that a given question does not need. Clues are drawn at random until all is settled; then each in
-turn is left out if it stays settled without it.
+What the clues settle is the puzzle's scope. "answers": with all clues, the rules allow exactly one
+combination of answers to the questions asked (of the rest of the scene there may be several);
+without any one of them, more than one. "night": the same with the whole scene, every room, motive
+and fact of the murder, instead of the answers, as in the published puzzles, which so have twice as
+many clues, and many that a given question does not need. Clues are drawn at random until all is
+settled; then each in turn is left out if it stays settled without it.
 """
 
 import random
@@ -31,7 +32,9 @@ _FACTS_FIRST = 0.1
 
 
 class Question(NamedTuple):
-    """A question, what kind of thing answers it, the right answer, and the variable that says so."""
+    """A question, what kind of thing answers it, the right answer, and the variable that says
+    so.
+    """
 
     text: str
     kind: str
@@ -50,31 +53,51 @@ class Draft(NamedTuple):
 
 
 def make_puzzle(
-    seed: int | str, size: PuzzleSize | None = None, scope: Scope = "answers", held_out: bool | None = None
+    seed: int | str,
+    size: PuzzleSize | None = None,
+    scope: Scope = "answers",
+    held_out: bool | None = None,
 ) -> dict[str, Any]:
-    """Make {"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed and size, on every machine.
+    """Make {"prompt", "solution" (letters and answers), "num_clues"}: the same for the same seed
+    and size, on every machine.
 
-    size: None draws one, from 2 suspects, 2 weapons and 2 rooms at one time to 10, 8 and 15 at 8 times.
+    size: None draws one, from 2 suspects, 2 weapons and 2 rooms at one time to 10, 8 and 15 at 8
+        times.
     scope: what the clues settle, see above.
-    held_out: True makes one for validation, False one for training, None either. A hash of the setting decides (everything of the
-        prompt before its clues), which one scene in ten has: whatever the seeds, no puzzle is ever made for both.
+    held_out: True makes one for validation, False one for training, None either. A hash of the
+        setting decides (everything of the prompt before its clues), which one scene in ten has:
+        whatever the seeds, no puzzle is ever made for both.
     Raises TaskError for another scope, or a size in which no murder is possible.
     """
     if scope not in get_args(Scope):
         raise TaskError(f"temporal-clue: scope is {scope!r}; give 'answers' or 'night'")
     for attempt in range(50):
-        rng = random.Random(f"ttrl temporal clue 1 {seed} {attempt}" + ("" if scope == "answers" else f" {scope}"))
-        size = size if size is not None else draw_size(rng, scope)  # kept: hard sizes must not become rare
+        rng = random.Random(
+            f"ttrl temporal clue 1 {seed} {attempt}" + ("" if scope == "answers" else f" {scope}")
+        )
+        # Kept: hard sizes must not become rare.
+        size = size if size is not None else draw_size(rng, scope)
         draft = _try(rng, size, scope, held_out)
         if draft is not None:
             letters = [chr(ord("A") + number) for number in range(len(draft.questions))]
-            solution = {letter: question.answer for letter, question in zip(letters, draft.questions)}
-            return {"prompt": _prompt(draft, letters), "solution": solution, "num_clues": len(draft.clues)}
-    raise TaskError(f"temporal-clue: 50 puzzles of {size} could not be settled by {_MOST_CLUES} clues; give another size")
+            solution = {
+                letter: question.answer for letter, question in zip(letters, draft.questions)
+            }
+            return {
+                "prompt": _prompt(draft, letters),
+                "solution": solution,
+                "num_clues": len(draft.clues),
+            }
+    raise TaskError(
+        f"temporal-clue: 50 puzzles of {size} could not be settled by {_MOST_CLUES} clues; give "
+        "another size"
+    )
 
 
 def draw_size(rng: random.Random, scope: Scope = "answers") -> PuzzleSize:
-    """Draw a size: many small ones, some of the largest; for the scope "night" in the shares of the published puzzles."""
+    """Draw a size: many small ones, some of the largest; for the scope "night" in the shares of the
+    published puzzles.
+    """
     if scope == "answers":
         suspects = 2 if rng.random() < 0.25 else 3 + int(rng.random() * 8)
     else:
@@ -94,7 +117,11 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
     clauses = rules.clauses
     questions, foundational, clues = _ask(rng, rules)
     # From here on, a solution is another answer, or another night.
-    clauses.add([-question.variable for question in questions] if scope == "answers" else [-x for x in rules.truth()])
+    clauses.add(
+        [-question.variable for question in questions]
+        if scope == "answers"
+        else [-x for x in rules.truth()]
+    )
     switches: list[int] = []
     seen = {clue.text for clue in clues}
     while not switches or not clauses.contradict(switches):
@@ -112,28 +139,56 @@ def _try(rng: random.Random, size: PuzzleSize, scope: Scope, held_out: bool | No
             switches.append(switch := clauses.new_variable())
             for clause in clue.says(rules):
                 clauses.add([-switch, *clause])
-    # Facts that stand by themselves are left out a little earlier: what remains makes one think of several at once.
-    order = {switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)}
+    # Facts that stand by themselves are left out a little earlier: what remains makes one think of
+    # several at once.
+    order = {
+        switch: rng.random() + _FACTS_FIRST * clue.reach for switch, clue in zip(switches, clues)
+    }
     by_switch = dict(zip(switches, clues))
     needed = clauses.needed(sorted(switches, key=order.__getitem__))
-    return Draft(scene, tuple(by_switch[switch] for switch in shuffled(rng, needed)), tuple(questions), foundational)
+    return Draft(
+        scene,
+        tuple(by_switch[switch] for switch in shuffled(rng, needed)),
+        tuple(questions),
+        foundational,
+    )
 
 
 def _ask(rng: random.Random, rules: Rules) -> tuple[list[Question], int, list[Clue]]:
-    """Draw (questions, how many of them are about the murder, clues that tell what is not asked)."""
+    """Draw (questions, how many of them are about the murder, clues that tell what is not
+    asked).
+    """
     scene = rules.scene
     facts = told_facts(scene)
     asked = {name for name in ("weapon", "time", "motive") if name in facts and rng.random() < 0.75}
     told = [clue for name, clue in facts.items() if name not in asked]
     room = scene.murder_room
-    questions = [Question(f"Who murdered {VICTIM}?", "SUSPECT", scene.suspects[scene.murderer], rules.murderer[scene.murderer])]
+    questions = [
+        Question(
+            f"Who murdered {VICTIM}?",
+            "SUSPECT",
+            scene.suspects[scene.murderer],
+            rules.murderer[scene.murderer],
+        )
+    ]
     if "weapon" in asked:
         weapon = scene.murder_weapon
-        questions.append(Question("What weapon did the murderer use?", "WEAPON", scene.weapons[weapon], rules.weapon[weapon]))
-    questions.append(Question("Where was the murder committed?", "ROOM", scene.rooms[room], rules.room[room]))
+        questions.append(
+            Question(
+                "What weapon did the murderer use?",
+                "WEAPON",
+                scene.weapons[weapon],
+                rules.weapon[weapon],
+            )
+        )
+    questions.append(
+        Question("Where was the murder committed?", "ROOM", scene.rooms[room], rules.room[room])
+    )
     if "time" in asked:
         time = scene.murder_time
-        questions.append(Question("When did the murder happen?", "TIME", scene.times[time], rules.time[time]))
+        questions.append(
+            Question("When did the murder happen?", "TIME", scene.times[time], rules.time[time])
+        )
     if "motive" in asked:
         questions.append(_murder_motive(rules))
     foundational = len(questions)
@@ -164,16 +219,33 @@ def _bonus(rng: random.Random, rules: Rules) -> Question:
         s = int(rng.random() * len(scene.suspects))
         m = scene.motive_of[s]
         if scene.motive_count(m) == 1 and rng.random() < 0.5:
-            return Question(f"Who was motivated by {scene.motives[m]}?", "SUSPECT", scene.suspects[s], rules.motive[s][m])
-        return Question(f"What was the motive of {scene.suspects[s]}?", "MOTIVE", scene.motives[m], rules.motive[s][m])
+            return Question(
+                f"Who was motivated by {scene.motives[m]}?",
+                "SUSPECT",
+                scene.suspects[s],
+                rules.motive[s][m],
+            )
+        return Question(
+            f"What was the motive of {scene.suspects[s]}?",
+            "MOTIVE",
+            scene.motives[m],
+            rules.motive[s][m],
+        )
     t = int(rng.random() * len(scene.times))
     single = [m for m in range(len(scene.motives)) if scene.motive_count(m) == 1]
     if single and rng.random() < 0.3:
         subject = Subject("motive", pick(rng, single))
     else:
-        subject = Subject("mover", pick(rng, [mover for mover in range(scene.movers) if mover != scene.victim]))
+        subject = Subject(
+            "mover", pick(rng, [mover for mover in range(scene.movers) if mover != scene.victim])
+        )
     r = scene.where[subject.movers(scene)[0]][t]
-    return Question(f"Where was {subject.text(scene)}{scene.at(t)}?", "ROOM", scene.rooms[r], rules.was_at(subject, t, r))
+    return Question(
+        f"Where was {subject.text(scene)}{scene.at(t)}?",
+        "ROOM",
+        scene.rooms[r],
+        rules.was_at(subject, t, r),
+    )
 
 
 def _prompt(draft: Draft, letters: list[str]) -> str:
@@ -184,8 +256,14 @@ def _prompt(draft: Draft, letters: list[str]) -> str:
         "\n".join(f"- {clue.sentence()}" for clue in draft.clues),
         "Answer these questions:",
         "\n".join(lines[: draft.foundational]),
-        *(["and these bonus questions:", "\n".join(lines[draft.foundational :])] if lines[draft.foundational :] else []),
+        *(
+            ["and these bonus questions:", "\n".join(lines[draft.foundational :])]
+            if lines[draft.foundational :]
+            else []
+        ),
         "End your reply with your answers, one line for each, in this form:",
-        "\n".join(f"{letter}. {question.kind}" for letter, question in zip(letters, draft.questions)),
+        "\n".join(
+            f"{letter}. {question.kind}" for letter, question in zip(letters, draft.questions)
+        ),
     ]
     return "\n\n".join(parts)

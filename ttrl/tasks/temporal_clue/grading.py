@@ -27,7 +27,9 @@ _TIME = re.compile(r"([0-9]{1,2})[:.]([0-9]{2}) ?([ap])\.?m\.?")
 
 
 def read_answers(reply: str) -> dict[str, str]:
-    """Return the normalised values of answer lines by their letters (A to Z): {"A": "miss violet", "D": "11:30 pm"}."""
+    """Return the normalised values of answer lines by their letters (A to Z): {"A": "miss violet",
+    "D": "11:30 pm"}.
+    """
     return {letter: value for letter, value, _ in _answer_lines(reply)}
 
 
@@ -53,7 +55,9 @@ def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
 
 
 def normalise(value: str) -> str:
-    """Return what two ways of writing an answer have in common: "**01:00 A.M.**" and "1:00 am" → "1:00 am"."""
+    """Return what two ways of writing an answer have in common: "**01:00 A.M.**" and "1:00 am" →
+    "1:00 am".
+    """
     text = comparable(unicodedata.normalize("NFKC", value)).lstrip(_BEFORE).rstrip(_AFTER)
     if match := _TIME.fullmatch(text):
         return f"{int(match[1])}:{match[2]} {match[3]}m"
@@ -72,18 +76,28 @@ class TemporalClueGrader:
         if not self.solution:
             raise TaskError("temporal-clue: the solution is empty; give a value for each letter")
         for letter, value in self.solution.items():
-            if len(letter) != 1 or not "A" <= letter <= "Z" or not normalise(value) or len(value) > _LONGEST_VALUE // 2:
-                raise TaskError(f"temporal-clue: the solution has {letter!r}: {value!r}; letters are A to Z, values short texts")
+            if (
+                len(letter) != 1
+                or not "A" <= letter <= "Z"
+                or not normalise(value)
+                or len(value) > _LONGEST_VALUE // 2
+            ):
+                raise TaskError(
+                    f"temporal-clue: the solution has {letter!r}: {value!r}; letters are A to Z, "
+                    "values short texts"
+                )
         if not 0.0 < self.power < float("inf"):
             raise TaskError(f"temporal-clue: power is {self.power!r}; give a number above 0")
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with an answer line}), and where
-        the last answer ends (`ttrl.records.ANSWER_END`)."""
+        """Return (reward, {"accuracy": ..., "solved": 0 or 1, "answered": share of the letters with
+        an answer line}), and where the last answer ends (`ttrl.records.ANSWER_END`)."""
         given = after_thinking(reply_text(choice))
         lines = [line for line in _answer_lines(given) if line[0] in self.solution]
         answers = {letter: value for letter, value, _ in lines}
-        right = sum(answers.get(letter) == normalise(value) for letter, value in self.solution.items())
+        right = sum(
+            answers.get(letter) == normalise(value) for letter, value in self.solution.items()
+        )
         accuracy = right / len(self.solution)
         answered = sum(letter in answers for letter in self.solution) / len(self.solution)
         metrics = {"accuracy": accuracy, "solved": float(accuracy == 1.0), "answered": answered}

@@ -1,6 +1,8 @@
-"""The rules that every solution obeys, as clauses: one true room for each mover and time, and the facts of the murder.
+"""The rules that every solution obeys, as clauses: one true room for each mover and time, and the
+facts of the murder.
 
-Indices as in scene.py. A variable is a number; lists of variables are indexed by room, suspect, weapon, time or motive.
+Indices as in scene.py. A variable is a number; lists of variables are indexed by room, suspect,
+weapon, time or motive.
 """
 
 from collections.abc import Sized
@@ -19,7 +21,9 @@ class Subject(NamedTuple):
     """The mover's or the motive's number."""
 
     def text(self, scene: Scene) -> str:
-        """Return what a clue calls it in the middle of a sentence: "the Pistol", "a suspect motivated by Envy"."""
+        """Return what a clue calls it in the middle of a sentence: "the Pistol", "a suspect
+        motivated by Envy".
+        """
         if self.kind == "motive":
             article = "the" if scene.motive_count(self.number) == 1 else "a"
             return f"{article} suspect motivated by {scene.motives[self.number]}"
@@ -28,7 +32,11 @@ class Subject(NamedTuple):
         if self.number == scene.victim:
             return VICTIM
         people = len(scene.suspects)
-        return scene.suspects[self.number] if self.number < people else f"the {scene.weapons[self.number - people - 1]}"
+        return (
+            scene.suspects[self.number]
+            if self.number < people
+            else f"the {scene.weapons[self.number - people - 1]}"
+        )
 
     def movers(self, scene: Scene) -> list[int]:
         """Return who it is in truth; several only for "a suspect motivated by"."""
@@ -69,13 +77,15 @@ class Rules:
         self._add_murder()
 
     def _add_moves(self) -> None:
-        scene, add = self.scene, self.clauses.add
+        scene = self.scene
+        add = self.clauses.add
         people = len(scene.suspects) + 1
         for t in range(len(scene.times) - 1):
             for r in range(len(scene.rooms)):
                 reach = scene.neighbours(r)
                 for mover in range(scene.movers):
-                    now, then = self.at[mover][t], self.at[mover][t + 1]
+                    now = self.at[mover][t]
+                    then = self.at[mover][t + 1]
                     add([-now[r], then[r], *(then[other] for other in reach)])
                     add([-then[r], now[r], *(now[other] for other in reach)])
                 for other in reach:
@@ -101,7 +111,8 @@ class Rules:
                 self.clauses.add(without)
 
     def _add_murder(self) -> None:
-        scene, add = self.scene, self.clauses.add
+        scene = self.scene
+        add = self.clauses.add
         for t, time in enumerate(self.time):
             for r, room in enumerate(self.room):
                 body = self.at[scene.victim][t][r]
@@ -114,14 +125,26 @@ class Rules:
                     add([-time, -body, -weapon, self.at[scene.weapon(w)][t][r]])
 
     def truth(self) -> list[int]:
-        """Return the variables that are true in the scene; together they say everything about it."""
+        """Return the variables that are true in the scene; together they say everything about
+        it.
+        """
         scene = self.scene
-        places = [rooms[r] for where, there in zip(scene.where, self.at) for r, rooms in zip(where, there)]
+        places = [
+            rooms[r] for where, there in zip(scene.where, self.at) for r, rooms in zip(where, there)
+        ]
         motives = [own[m] for m, own in zip(scene.motive_of, self.motive)]
-        return [*places, *motives, self.murderer[scene.murderer], self.weapon[scene.murder_weapon], self.time[scene.murder_time]]
+        return [
+            *places,
+            *motives,
+            self.murderer[scene.murderer],
+            self.weapon[scene.murder_weapon],
+            self.time[scene.murder_time],
+        ]
 
     def rooms_of(self, subject: Subject, t: int) -> list[int]:
-        """Return variables by room: the subject, which must be one mover, was there. Those of a role follow its holder."""
+        """Return variables by room: the subject, which must be one mover, was there. Those of a
+        role follow its holder.
+        """
         if subject.kind == "mover":
             return self.at[subject.number][t]
         if (subject, t) not in self._role_at:
@@ -134,7 +157,9 @@ class Rules:
         return self._role_at[subject, t]
 
     def holders(self, subject: Subject) -> list[tuple[int, int]]:
-        """Return (variable that says that it is this mover, mover) of all that the subject may be."""
+        """Return (variable that says that it is this mover, mover) of all that the subject may
+        be.
+        """
         if subject.kind == "mover":
             return [(self.true, subject.number)]
         if subject.kind == "murderer":
@@ -144,11 +169,14 @@ class Rules:
         return [(own[subject.number], s) for s, own in enumerate(self.motive)]
 
     def was_at(self, subject: Subject, t: int, r: int) -> int:
-        """Return a variable that is true exactly if the subject, or one of those that it may be, was in this room."""
+        """Return a variable that is true exactly if the subject, or one of those that it may be,
+        was in this room.
+        """
         if subject.kind != "motive" or self.scene.motive_count(subject.number) == 1:
             return self.rooms_of(subject, t)[r]
         if (subject, t, r) not in self._some_at:
-            some, each = self.clauses.new_variable(), []
+            some = self.clauses.new_variable()
+            each = []
             for holder, mover in self.holders(subject):
                 each.append(one := self.clauses.new_variable())
                 self.clauses.add([-one, holder])

@@ -1,6 +1,8 @@
-"""The scene of a puzzle: what was where at each time, who did it, and the part of the prompt that says how the world works.
+"""The scene of a puzzle: what was where at each time, who did it, and the part of the prompt that
+says how the world works.
 
-Indices: s suspect, w weapon, r room, t time, m motive. Movers are the suspects, then the victim, then the weapons.
+Indices: s suspect, w weapon, r room, t time, m motive. Movers are the suspects, then the victim,
+then the weapons.
 """
 
 import random
@@ -13,17 +15,29 @@ from ttrl.tasks.words import pick, shuffled
 
 VICTIM = "Lord Ashgrove"
 SUSPECTS = (
-    "Miss Violet", "Captain Amber", "Doctor Indigo", "Lady Cerise", "Father Umber", "Madam Olive", "Judge Sable", "Mr. Cobalt",
-    "Mrs. Saffron", "Baron Russet", "Nurse Ivory", "Major Teal",
+    "Miss Violet", "Captain Amber", "Doctor Indigo", "Lady Cerise", "Father Umber", "Madam Olive",
+    "Judge Sable", "Mr. Cobalt", "Mrs. Saffron", "Baron Russet", "Nurse Ivory", "Major Teal",
 )  # fmt: skip
-WEAPONS = ("Dagger", "Pistol", "Fire Iron", "Silk Scarf", "Arsenic", "Bronze Bust", "Hatchet", "Bow", "Razor", "Walking Stick")
+WEAPONS = (
+    "Dagger",
+    "Pistol",
+    "Fire Iron",
+    "Silk Scarf",
+    "Arsenic",
+    "Bronze Bust",
+    "Hatchet",
+    "Bow",
+    "Razor",
+    "Walking Stick",
+)
 ROOMS = (
-    "Armoury", "Attic", "Boathouse", "Cellar", "Chapel", "Gallery", "Greenhouse", "Laundry", "Map Room", "Music Room",
-    "Nursery", "Orchard", "Pantry", "Parlour", "Salon", "Stables", "Tea Room", "Wine Cellar",
+    "Armoury", "Attic", "Boathouse", "Cellar", "Chapel", "Gallery", "Greenhouse", "Laundry",
+    "Map Room", "Music Room", "Nursery", "Orchard", "Pantry", "Parlour", "Salon", "Stables",
+    "Tea Room", "Wine Cellar",
 )  # fmt: skip
 MOTIVES = (
-    "Envy", "Shame", "Debt", "Love", "Grief", "Vengeance", "Loyalty", "Boredom", "Contempt", "Despair", "Inheritance",
-    "Rivalry",
+    "Envy", "Shame", "Debt", "Love", "Grief", "Vengeance", "Loyalty", "Boredom", "Contempt",
+    "Despair", "Inheritance", "Rivalry",
 )  # fmt: skip
 DIRECTIONS = {"north": (0, -1), "south": (0, 1), "east": (1, 0), "west": (-1, 0)}
 SHARED_MOTIVES_AT_MOST = 5
@@ -41,18 +55,34 @@ class PuzzleSize:
     times: int
     """1: nobody moves, and the clues and questions name no time."""
     motives: Motives = "own"
-    """none; own: each suspect has another one; shared: fewer than suspects, and the prompt says how many have each."""
+    """none; own: each suspect has another one; shared: fewer than suspects, and the prompt says how
+    many have each.
+    """
 
     def __post_init__(self) -> None:
-        limits = {"suspects": len(SUSPECTS), "weapons": len(WEAPONS), "rooms": len(ROOMS), "times": 12}
+        limits = {
+            "suspects": len(SUSPECTS),
+            "weapons": len(WEAPONS),
+            "rooms": len(ROOMS),
+            "times": 12,
+        }
         for name, most in limits.items():
-            least, value = 1 if name == "times" else 2, getattr(self, name)
+            least = 1 if name == "times" else 2
+            value = getattr(self, name)
             if type(value) is not int or not least <= value <= most:
-                raise TaskError(f"temporal-clue: {name} is {value!r}; give a whole number from {least} to {most}")
+                raise TaskError(
+                    f"temporal-clue: {name} is {value!r}; give a whole number from {least} to "
+                    f"{most}"
+                )
         if self.motives not in ("none", "own", "shared"):
-            raise TaskError(f"temporal-clue: motives is {self.motives!r}; give 'none', 'own' or 'shared'")
+            raise TaskError(
+                f"temporal-clue: motives is {self.motives!r}; give 'none', 'own' or 'shared'"
+            )
         if self.rooms * 3 < self.suspects:
-            raise TaskError(f"temporal-clue: {self.suspects} suspects in {self.rooms} rooms are never alone; give more rooms")
+            raise TaskError(
+                f"temporal-clue: {self.suspects} suspects in {self.rooms} rooms are never alone; "
+                "give more rooms"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,15 +132,20 @@ class Scene:
         return self.motive_of.count(m)
 
     def neighbour(self, r: int, direction: str) -> int | None:
-        """Return the room just north, south, east or west of another; None at the edge of the board."""
+        """Return the room just north, south, east or west of another; None at the edge of the
+        board.
+        """
         right, down = DIRECTIONS[direction]
-        column, row = r % self.width + right, r // self.width + down
+        column = r % self.width + right
+        row = r // self.width + down
         other = row * self.width + column
         return other if 0 <= column < self.width and row >= 0 and other < len(self.rooms) else None
 
     def neighbours(self, r: int) -> list[int]:
         """Return the rooms that can be reached in one move."""
-        return [other for direction in DIRECTIONS if (other := self.neighbour(r, direction)) is not None]
+        return [
+            other for direction in DIRECTIONS if (other := self.neighbour(r, direction)) is not None
+        ]
 
 
 def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
@@ -119,9 +154,18 @@ def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
     motive_of: tuple[int, ...] = ()
     suspects = tuple(shuffled(rng, SUSPECTS)[: size.suspects])
     if size.motives != "none":
-        count = size.suspects if size.motives == "own" else min(SHARED_MOTIVES_AT_MOST, max(1, (size.suspects + 1) // 2))
+        count = (
+            size.suspects
+            if size.motives == "own"
+            else min(SHARED_MOTIVES_AT_MOST, max(1, (size.suspects + 1) // 2))
+        )
         motives = tuple(shuffled(rng, MOTIVES)[:count])
-        motive_of = tuple(shuffled(rng, [*range(count), *(int(rng.random() * count) for _ in range(size.suspects - count))]))
+        motive_of = tuple(
+            shuffled(
+                rng,
+                [*range(count), *(int(rng.random() * count) for _ in range(size.suspects - count))],
+            )
+        )
     step = pick(rng, (15, 30, 60))
     start = (18 + int(rng.random() * 6)) * 60 + (0 if step == 60 else 30 * int(rng.random() * 2))
     rooms = tuple(shuffled(rng, ROOMS)[: size.rooms])
@@ -134,38 +178,57 @@ def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
         if chances := _chances(scene):
             murderer, weapon, time = pick(rng, chances)
             return replace(scene, murderer=murderer, murder_weapon=weapon, murder_time=time)
-    raise TaskError(f"temporal-clue: no murder is possible in {size}; give fewer suspects, or more rooms or weapons")
+    raise TaskError(
+        f"temporal-clue: no murder is possible in {size}; give fewer suspects, or more rooms or "
+        "weapons"
+    )
 
 
 def _clock(minutes: int) -> str:
     """Write minutes since midnight: 1425 → "11:45 PM"."""
-    hour, minute = minutes // 60 % 24, minutes % 60
+    hour = minutes // 60 % 24
+    minute = minutes % 60
     return f"{(hour + 11) % 12 + 1:02d}:{minute:02d} {'AM' if hour < 12 else 'PM'}"
 
 
 def _walk(rng: random.Random, scene: Scene) -> tuple[tuple[int, ...], ...]:
-    """Let everybody stay or move to a neighbouring room; a weapon may go with a suspect who leaves its room."""
+    """Let everybody stay or move to a neighbouring room; a weapon may go with a suspect who leaves
+    its room.
+    """
     rooms = range(len(scene.rooms))
     where = [[pick(rng, rooms)] for _ in range(scene.movers)]
     people = len(scene.suspects) + 1
     for _ in scene.times[1:]:
         for steps in where[:people]:
-            steps.append(steps[-1] if rng.random() < 0.35 else pick(rng, scene.neighbours(steps[-1])))
+            steps.append(
+                steps[-1] if rng.random() < 0.35 else pick(rng, scene.neighbours(steps[-1]))
+            )
         for steps in where[people:]:
-            leaving = [other for other in where[: people - 1] if other[-2] == steps[-1] and other[-1] != steps[-1]]
+            leaving = [
+                other
+                for other in where[: people - 1]
+                if other[-2] == steps[-1] and other[-1] != steps[-1]
+            ]
             steps.append(pick(rng, leaving)[-1] if leaving and rng.random() < 0.5 else steps[-1])
     return tuple(map(tuple, where))
 
 
 def _chances(scene: Scene) -> list[tuple[int, int, int]]:
-    """Return (suspect, weapon, time) where the suspect and the victim are alone in a room with the weapon."""
-    chances, where = [], scene.where
+    """Return (suspect, weapon, time) where the suspect and the victim are alone in a room with the
+    weapon.
+    """
+    chances = []
+    where = scene.where
     suspects = range(len(scene.suspects))
     for t in range(len(scene.times)):
         room = where[scene.victim][t]
         there = [s for s in suspects if where[s][t] == room]
         if len(there) == 1:
-            chances += [(there[0], w, t) for w in range(len(scene.weapons)) if where[scene.weapon(w)][t] == room]
+            chances += [
+                (there[0], w, t)
+                for w in range(len(scene.weapons))
+                if where[scene.weapon(w)][t] == room
+            ]
     return chances
 
 
@@ -173,7 +236,8 @@ def describe(scene: Scene) -> str:
     """Write the prompt up to the clues: people, things, board, times, motives and rules."""
     digits = len(str(len(scene.rooms)))
     parts = [
-        f"{VICTIM} invited a few acquaintances to his country house. Before the night was over, he had been murdered in one "
+        f"{VICTIM} invited a few acquaintances to his country house. Before the night was over, "
+        "he had been murdered in one "
         "of its rooms. Exactly one of these suspects did it:",
         _bullets(scene.suspects),
         "Exactly one of these weapons, all of them somewhere in the house, was used:",
@@ -187,10 +251,13 @@ def describe(scene: Scene) -> str:
         parts += [
             "The murder happened at one of these times:",
             _bullets(scene.times),
-            f"From each time to the next, every suspect and {VICTIM} stayed where they were or moved to a neighbouring room "
-            "(just north, south, east or west of it). A weapon stayed in its room unless a suspect who made the same move took "
+            f"From each time to the next, every suspect and {VICTIM} stayed where they were or "
+            "moved to a neighbouring room "
+            "(just north, south, east or west of it). A weapon stayed in its room unless a "
+            "suspect who made the same move took "
             "it along. "
-            'Where a clue says that somebody "moved from" one room to another at a time, they were in the first room at the time '
+            'Where a clue says that somebody "moved from" one room to another at a time, they '
+            "were in the first room at the time "
             "before and in the second room at that time.",
         ]
     if scene.motives:
@@ -198,11 +265,16 @@ def describe(scene: Scene) -> str:
             parts += ["Every suspect has a motive, each another one:", _bullets(scene.motives)]
         else:
             counts = [scene.motive_count(m) for m in range(len(scene.motives))]
-            named = [f"{name} ({count} suspect{'s' * (count > 1)})" for name, count in zip(scene.motives, counts)]
+            named = [
+                f"{name} ({count} suspect{'s' * (count > 1)})"
+                for name, count in zip(scene.motives, counts)
+            ]
             parts += ["Every suspect has one of these motives:", _bullets(named)]
     parts.append(
-        f"When the murder happened, the murderer and {VICTIM} were in the same room with the murder weapon, and no other suspect "
-        f"was there; other weapons may have been. Clues about where {VICTIM} was hold whether he was alive or dead. A clue that "
+        f"When the murder happened, the murderer and {VICTIM} were in the same room with the "
+        "murder weapon, and no other suspect "
+        f"was there; other weapons may have been. Clues about where {VICTIM} was hold whether he "
+        "was alive or dead. A clue that "
         "puts two suspects or two weapons into the same room speaks of two different ones."
     )
     return "\n\n".join(parts)
@@ -216,7 +288,10 @@ def _board(scene: Scene) -> str:
     digits = len(str(len(scene.rooms)))
     rows = []
     for start in range(0, len(scene.rooms), scene.width):
-        cells = [f"{r + 1:0{digits}d}" if r < len(scene.rooms) else "-" * digits for r in range(start, start + scene.width)]
+        cells = [
+            f"{r + 1:0{digits}d}" if r < len(scene.rooms) else "-" * digits
+            for r in range(start, start + scene.width)
+        ]
         rows.append("W " + "|".join(cells) + " E")
     edge = "  " + " ".join("{0}" * digits for _ in range(scene.width))
     return "\n".join([edge.format("N"), *rows, edge.format("S")])

@@ -1,4 +1,6 @@
-"""Tasks of temporal-clue: from a file of puzzles, the published ones or our own, or made when they are asked for."""
+"""Tasks of temporal-clue: from a file of puzzles, the published ones or our own, or made when they
+are asked for.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +30,9 @@ Split = Literal["train", "validation"]
 
 @dataclass(frozen=True)
 class TemporalCluePuzzle:
-    """One row of a file: the whole prompt, the right value for each letter, and how many clues the prompt has."""
+    """One row of a file: the whole prompt, the right value for each letter, and how many clues the
+    prompt has.
+    """
 
     prompt: str
     solution: Mapping[str, str]
@@ -36,7 +40,8 @@ class TemporalCluePuzzle:
 
 
 def load_puzzles(source: Source, *, splits: tuple[str, ...] = ()) -> Rows[TemporalCluePuzzle]:
-    """Load the puzzles of a file with the fields prompt, solution (letters and values) and, if known, num_clues.
+    """Load the puzzles of a file with the fields prompt, solution (letters and values) and, if
+    known, num_clues.
 
     source: see ttrl.tasks.datasets. Raises TaskError naming the row.
     """
@@ -55,16 +60,22 @@ def get_temporal_clue_tasks(
 ) -> list[Task]:
     """Return `n` puzzles; reward = (share of right answers) ** power.
 
-    path: a file of puzzles (None for `n`: all of the split). One in ten, by a hash of the prompt, is held out for validation;
-        in a folder or on the hub, train and validation are its files train and val.
-    Without it puzzles are made here, a dozen a second: `ttrl tasks generate temporal-clue` makes files of them in parallel.
-        size: how large; None: sizes are mixed. scope: "answers", or "night" for puzzles like the published ones, which take
-        longer to make (`ttrl.tasks.temporal_clue.generator`). validation: the same ones for every seed, never one of train.
+    path: a file of puzzles (None for `n`: all of the split). One in ten, by a hash of the prompt,
+        is held out for validation; in a folder or on the hub, train and validation are its files
+        train and val.
+    Without it puzzles are made here, a dozen a second: `ttrl tasks generate temporal-clue` makes
+    files of them in parallel.
+        size: how large; None: sizes are mixed. scope: "answers", or "night" for puzzles like the
+        published ones, which take longer to make (`ttrl.tasks.temporal_clue.generator`).
+        validation: the same ones for every seed, never one of train.
     """
     check_name("split", split, ("train", "validation"), "temporal_clue")
     if path is not None:
         if size is not None or scope != "answers":
-            raise TaskError("size and scope are of puzzles that are made here; a file of puzzles (path) has its own")
+            raise TaskError(
+                "size and scope are of puzzles that are made here; a file of puzzles (path) has "
+                "its own"
+            )
         names = ("train",) if split == "train" else ("validation", "val")
         puzzles = select(
             load_puzzles(path, splits=names),
@@ -78,15 +89,23 @@ def get_temporal_clue_tasks(
         )
     else:
         held_out = split == "validation"
-        puzzles = [_parse(make_puzzle(one, size, scope, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
-    return [Task(question(puzzle.prompt), TemporalClueGrader(puzzle.solution, power)) for puzzle in puzzles]
+        puzzles = [
+            _parse(make_puzzle(one, size, scope, held_out=held_out))
+            for one in puzzle_seeds(split, n, seed)
+        ]
+    return [
+        Task(question(puzzle.prompt), TemporalClueGrader(puzzle.solution, power))
+        for puzzle in puzzles
+    ]
 
 
 def _parse(row: Row) -> TemporalCluePuzzle:
     prompt = text_field(row, "prompt")
     solution = from_json(row.get("solution"))
     if not isinstance(solution, Mapping):
-        raise RowError(f"solution is {str(solution)[:80]!r}; it must be an object of letters and values")
+        raise RowError(
+            f"solution is {str(solution)[:80]!r}; it must be an object of letters and values"
+        )
     # Tables of the hub have a column for every letter that any row has; the others are null.
     solution = {str(letter): value for letter, value in solution.items() if value is not None}
     if not all(isinstance(value, str) for value in solution.values()):

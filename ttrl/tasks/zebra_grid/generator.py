@@ -1,8 +1,10 @@
-"""Makes zebra puzzles: houses in a row, attributes of which each has another value, and a minimal set of clues for one solution.
+"""Makes zebra puzzles: houses in a row, attributes of which each has another value, and a minimal
+set of clues for one solution.
 
-Minimal: with all clues exactly one grid is possible; without any one of them, more than one. The kinds of clues are those of
-ZebraLogic (Lin et al. 2025): found at a house, not at a house, same house, directly left or right, side by side, somewhere to the
-left or right, one or two houses between.
+Minimal: with all clues exactly one grid is possible; without any one of them, more than one. The
+kinds of clues are those of ZebraLogic (Lin et al. 2025): found at a house, not at a house, same
+house, directly left or right, side by side, somewhere to the left or right, one or two houses
+between.
 """
 
 import bisect
@@ -14,7 +16,8 @@ from ttrl.errors import TaskError
 from ttrl.tasks.clauses import Clauses
 from ttrl.tasks.words import in_validation, pick, shuffled
 
-SMALLEST, LARGEST = 2, 6
+SMALLEST = 2
+LARGEST = 6
 """Houses, and attributes."""
 
 
@@ -34,12 +37,37 @@ def _attribute(name: str, sentence: str, person: str, values: str) -> Attribute:
     return Attribute(name, sentence, person, tuple(values.split()))
 
 
-NAME = _attribute("Name", "Everybody has a different name", "{}", "Anton Beatrice Cyril Dora Emil Flora Greta Hugo")
+NAME = _attribute(
+    "Name",
+    "Everybody has a different name",
+    "{}",
+    "Anton Beatrice Cyril Dora Emil Flora Greta Hugo",
+)
 OTHERS = (
-    _attribute("Colour", "The houses have different colours", "the person in the {} house", "red green blue white yellow grey"),
-    _attribute("Pet", "Everybody keeps a different animal", "the person who keeps the {}", "cat dog goat parrot tortoise pony"),
-    _attribute("Drink", "Everybody likes a different drink", "the person who drinks {}", "tea coffee cocoa cider water lemonade"),
-    _attribute("Dish", "Everybody cooks a different dish", "the person who cooks {}", "soup curry pasta stew omelette risotto"),
+    _attribute(
+        "Colour",
+        "The houses have different colours",
+        "the person in the {} house",
+        "red green blue white yellow grey",
+    ),
+    _attribute(
+        "Pet",
+        "Everybody keeps a different animal",
+        "the person who keeps the {}",
+        "cat dog goat parrot tortoise pony",
+    ),
+    _attribute(
+        "Drink",
+        "Everybody likes a different drink",
+        "the person who drinks {}",
+        "tea coffee cocoa cider water lemonade",
+    ),
+    _attribute(
+        "Dish",
+        "Everybody cooks a different dish",
+        "the person who cooks {}",
+        "soup curry pasta stew omelette risotto",
+    ),
     _attribute(
         "Hobby",
         "Everybody has a different hobby",
@@ -47,7 +75,10 @@ OTHERS = (
         "chess painting fishing pottery knitting archery",
     ),
     _attribute(
-        "Flower", "A different flower grows at each door", "the person who grows {}", "roses tulips lilies asters dahlias irises"
+        "Flower",
+        "A different flower grows at each door",
+        "the person who grows {}",
+        "roses tulips lilies asters dahlias irises",
     ),
     _attribute(
         "Vehicle",
@@ -56,14 +87,21 @@ OTHERS = (
         "van tractor scooter tandem convertible motorbike",
     ),
     _attribute(
-        "Music", "Everybody listens to different music", "the person who listens to {}", "jazz opera folk blues techno swing"
+        "Music",
+        "Everybody listens to different music",
+        "the person who listens to {}",
+        "jazz opera folk blues techno swing",
     ),
     _attribute(
-        "Birthplace", "Everybody was born in a different town", "the person from {}", "Lisbon Oslo Cairo Quito Hanoi Perth"
+        "Birthplace",
+        "Everybody was born in a different town",
+        "the person from {}",
+        "Lisbon Oslo Cairo Quito Hanoi Perth",
     ),
 )
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-_FACTS_FIRST = 0.5  # how much earlier than relations it is tried to leave out "is in the third house"
+# How much earlier than relations it is tried to leave out "is in the third house".
+_FACTS_FIRST = 0.5
 
 
 class Value(NamedTuple):
@@ -81,7 +119,9 @@ class ZebraClue(NamedTuple):
     other: Value | None
     """None for a clue about one value."""
     allowed: Collection[int]
-    """Distances from `one` to `other`, in houses to the right; for a clue about one value, its houses."""
+    """Distances from `one` to `other`, in houses to the right; for a clue about one value, its
+    houses.
+    """
 
     def allows(self, one: int, other: int) -> bool:
         """Return whether the clue is true with its values in these houses."""
@@ -99,13 +139,19 @@ class ZebraDraft(NamedTuple):
 
 
 def make_puzzle(
-    seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None
+    seed: int | str,
+    houses: int | None = None,
+    attributes: int | None = None,
+    held_out: bool | None = None,
 ) -> dict[str, Any]:
-    """Make a row in ZebraLogic's format: {"id", "size", "puzzle", "solution": {"header", "rows"}}; the same every time.
+    """Make a row in ZebraLogic's format: {"id", "size", "puzzle", "solution": {"header", "rows"}};
+    the same every time.
 
-    houses, attributes: 2 to 6; None draws one. The column of house numbers is not counted as an attribute.
-    held_out: True makes one for validation, False one for training, None either. A hash of the attributes and their values, in
-        the order of the text, decides: whatever the seeds, no puzzle is ever made for both.
+    houses, attributes: 2 to 6; None draws one. The column of house numbers is not counted as an
+        attribute.
+    held_out: True makes one for validation, False one for training, None either. A hash of the
+        attributes and their values, in the order of the text, decides: whatever the seeds, no
+        puzzle is ever made for both.
     Raises TaskError for other sizes.
     """
     draft = make_draft(seed, houses, attributes, held_out)
@@ -125,54 +171,79 @@ def make_puzzle(
 
 
 def make_draft(
-    seed: int | str, houses: int | None = None, attributes: int | None = None, held_out: bool | None = None
+    seed: int | str,
+    houses: int | None = None,
+    attributes: int | None = None,
+    held_out: bool | None = None,
 ) -> ZebraDraft:
     """Make the puzzle of a seed before it is written out."""
     for name, value in (("houses", houses), ("attributes", attributes)):
         if value is not None and (type(value) is not int or not SMALLEST <= value <= LARGEST):
-            raise TaskError(f"zebra-grid: {name} is {value!r}; give a whole number from {SMALLEST} to {LARGEST}")
+            raise TaskError(
+                f"zebra-grid: {name} is {value!r}; give a whole number from {SMALLEST} to {LARGEST}"
+            )
     rng = random.Random(f"ttrl zebra grid 1 {seed}")
     sizes = range(SMALLEST, LARGEST + 1)
     houses = pick(rng, sizes) if houses is None else houses
     attributes = pick(rng, sizes) if attributes is None else attributes
     while True:
         columns = [NAME, *shuffled(rng, OTHERS)[: attributes - 1]]
-        chosen = tuple(column._replace(values=tuple(shuffled(rng, column.values)[:houses])) for column in columns)
+        chosen = tuple(
+            column._replace(values=tuple(shuffled(rng, column.values)[:houses]))
+            for column in columns
+        )
         setting = "zebra-grid " + " ".join(value for column in chosen for value in column.values)
         if held_out is None or in_validation(setting) == held_out:
             break
-    where = {Value(a, number): house for a in range(attributes) for number, house in enumerate(shuffled(rng, range(houses)))}
+    where = {
+        Value(a, number): house
+        for a in range(attributes)
+        for number, house in enumerate(shuffled(rng, range(houses)))
+    }
     return ZebraDraft(chosen, where, _minimal_clues(rng, chosen, where, houses))
 
 
 def _minimal_clues(
     rng: random.Random, attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int
 ) -> tuple[ZebraClue, ...]:
-    """Draw all true clues in a random order; return the first of them that leave one grid, without those that are not needed."""
+    """Draw all true clues in a random order; return the first of them that leave one grid, without
+    those that are not needed.
+    """
     clauses = Clauses()
     at = {value: [clauses.new_variable() for _ in range(houses)] for value in where}
     for a in range(len(attributes)):
         for place in range(houses):
             clauses.add_exactly_one(at[Value(a, place)])
             clauses.add_exactly_one([at[Value(a, number)][place] for number in range(houses)])
-    clauses.add([-at[value][house] for value, house in where.items()])  # from here on, a solution is another grid
+    # From here on, a solution is another grid.
+    clauses.add([-at[value][house] for value, house in where.items()])
     clues = shuffled(rng, _true_clues(attributes, where, houses))
     switches = [clauses.new_variable() for _ in clues]
     for switch, clue in zip(switches, clues):
         for first in range(houses):
             others = (
-                [] if clue.other is None else [at[clue.other][second] for second in range(houses) if clue.allows(first, second)]
+                []
+                if clue.other is None
+                else [
+                    at[clue.other][second] for second in range(houses) if clue.allows(first, second)
+                ]
             )
             if clue.other is not None or not clue.allows(first, 0):
                 clauses.add([-switch, -at[clue.one][first], *others])
-    count = bisect.bisect_left(range(len(clues)), True, key=lambda count: clauses.contradict(switches[:count]))
+    count = bisect.bisect_left(
+        range(len(clues)), True, key=lambda count: clauses.contradict(switches[:count])
+    )
     order = [rng.random() + (0.0 if clue.other is None else _FACTS_FIRST) for clue in clues[:count]]
     needed = clauses.needed([switch for _, switch in sorted(zip(order, switches))])
     return tuple(clue for switch, clue in zip(switches, clues) if switch in needed)
 
 
-def _true_clues(attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int) -> list[ZebraClue]:
-    """Return every clue that could be given: together they leave one grid, for each value's house is among them."""
+def _true_clues(
+    attributes: tuple[Attribute, ...], where: dict[Value, int], houses: int
+) -> list[ZebraClue]:
+    """Return every clue that could be given: together they leave one grid, for each value's house
+    is among them.
+    """
     clues: list[ZebraClue] = []
 
     def person(value: Value) -> str:
@@ -187,11 +258,18 @@ def _true_clues(attributes: tuple[Attribute, ...], where: dict[Value, int], hous
             if h == house:
                 add(f"{person(one)} is in the {_ORDINALS[h]} house", one, None, {h})
             else:
-                add(f"{person(one)} is not in the {_ORDINALS[h]} house", one, None, {*range(houses)} - {h})
+                add(
+                    f"{person(one)} is not in the {_ORDINALS[h]} house",
+                    one,
+                    None,
+                    {*range(houses)} - {h},
+                )
         for other, another in where.items():
             if one == other:
                 continue
-            me, them, distance = person(one), person(other), another - house
+            me = person(one)
+            them = person(other)
+            distance = another - house
             if distance == 0 and one < other:
                 add(f"{me} is {them}", one, other, {0})
             elif distance > 0:
@@ -210,9 +288,13 @@ def _true_clues(attributes: tuple[Attribute, ...], where: dict[Value, int], hous
 def _text(draft: ZebraDraft, houses: int) -> str:
     """Write the puzzle as ZebraLogic does: houses, attributes, numbered clues."""
     lines = [
-        f"There are {houses} houses in a row, numbered 1 to {houses} from left to right. One person lives in each of them. "
+        f"There are {houses} houses in a row, numbered 1 to {houses} from left to right. One "
+        "person lives in each of them. "
         "Each attribute below has a different value in each house:",
-        *(f" - {attribute.sentence}: " + ", ".join(f"`{x}`" for x in attribute.values) for attribute in draft.attributes),
+        *(
+            f" - {attribute.sentence}: " + ", ".join(f"`{x}`" for x in attribute.values)
+            for attribute in draft.attributes
+        ),
         "",
         "## Clues:",
         *(f"{number}. {clue.text}" for number, clue in enumerate(draft.clues, 1)),

@@ -1,4 +1,5 @@
-"""The grader of zebra-grid: reads the last markdown table of a reply, after any thinking, with a row for each house.
+"""The grader of zebra-grid: reads the last markdown table of a reply, after any thinking, with a
+row for each house.
 
 A table is lines with `|`, one after the other: a heading, a line of dashes (which may be missing),
 a row for each house. Spaces, the bars at the ends, bold, upper and lower case do not matter, nor
@@ -24,7 +25,9 @@ Table = list[list[str]]
 
 
 def read_tables(reply: str) -> list[tuple[Table, int]]:
-    """Return every markdown table: rows of normalised cells, the heading first, lines of dashes left out; and where it ends."""
+    """Return every markdown table: rows of normalised cells, the heading first, lines of dashes
+    left out; and where it ends.
+    """
     tables: list[tuple[Table, int]] = []
     block: list[tuple[list[str], int]] = []
     end = 0
@@ -53,7 +56,9 @@ def _is_rule(cells: list[str]) -> bool:
 
 
 def _tables_of(block: list[tuple[list[str], int]]) -> list[tuple[Table, int]]:
-    """Cut lines into tables: those without an empty line between them begin one line above their dashes."""
+    """Cut lines into tables: those without an empty line between them begin one line above their
+    dashes.
+    """
     rules = [number for number, (cells, _) in enumerate(block) if _is_rule(cells)]
     starts = sorted({0, *(number - 1 for number in rules if number > 0)})
     parts = [block[start:end] for start, end in zip(starts, [*starts[1:], len(block)])]
@@ -72,21 +77,29 @@ class ZebraGridGrader:
     def __post_init__(self) -> None:
         if len(self.header) < 2 or not self.rows:
             raise TaskError(
-                f"zebra-grid: a solution of {len(self.header)} columns and {len(self.rows)} rows; give House and more"
+                f"zebra-grid: a solution of {len(self.header)} columns and {len(self.rows)} "
+                "rows; give House and more"
             )
         for number, row in enumerate(self.rows, 1):
             if len(row) != len(self.header):
-                raise TaskError(f"zebra-grid: row {number} of the solution has {len(row)} cells, the header {len(self.header)}")
+                raise TaskError(
+                    f"zebra-grid: row {number} of the solution has {len(row)} cells, the header "
+                    f"{len(self.header)}"
+                )
             if empty := [name for name, cell in zip(self.header, row) if not _normalise(cell)]:
-                raise TaskError(f"zebra-grid: row {number} of the solution has nothing in {empty[0]!r}")
+                raise TaskError(
+                    f"zebra-grid: row {number} of the solution has nothing in {empty[0]!r}"
+                )
         if len({_normalise(name) for name in self.header}) < len(self.header):
             raise TaskError(f"zebra-grid: two columns of the same name in {list(self.header)}")
 
     def __call__(self, choice: Choice) -> tuple[float, dict[str, float]]:
-        """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height}), and where that ends
-        (`ttrl.records.ANSWER_END`)."""
+        """Return (reward, {"solved": 0 or 1, "table": 1 if there was one of the right height}), and
+        where that ends (`ttrl.records.ANSWER_END`)."""
         answer = after_thinking(reply_text(choice))
-        fitting = [(table, end) for table, end in read_tables(answer) if len(table) == len(self.rows) + 1]
+        fitting = [
+            (table, end) for table, end in read_tables(answer) if len(table) == len(self.rows) + 1
+        ]
         if not fitting:
             return 0.0, {"solved": 0.0, "table": 0.0}
         table, end = fitting[-1]
@@ -94,21 +107,32 @@ class ZebraGridGrader:
         wanted = [_normalise(cell) for row in self.rows for cell in row[1:]]
         right = sum(mine == theirs for mine, theirs in zip(given, wanted))
         ends = place_in_content(choice, answer, end)
-        return right / len(wanted), {"solved": float(right == len(wanted)), "table": 1.0, ANSWER_END: ends}
+        return right / len(wanted), {
+            "solved": float(right == len(wanted)),
+            "table": 1.0,
+            ANSWER_END: ends,
+        }
 
     def reference(self) -> str:
         lines = ["| " + " | ".join(cells) + " |" for cells in (self.header, *self.rows)]
         return "\n".join([lines[0], "|" + "---|" * len(self.header), *lines[1:]])
 
     def _in_order(self, table: Table) -> list[str]:
-        """Return the cells of the grid, row by row, in the order of the solution; "" for those that the table lacks."""
+        """Return the cells of the grid, row by row, in the order of the solution; "" for those that
+        the table lacks.
+        """
         heading, *rows = table
         names = [_normalise(name) for name in self.header]
         columns = list(range(len(names)))
         if all(heading.count(name) == 1 for name in names[1:]):
             # Without a column of house numbers, rows are told by their order.
-            columns = [heading.index(names[0]) if heading.count(names[0]) == 1 else -1, *map(heading.index, names[1:])]
-        cells = [[row[column] if 0 <= column < len(row) else "" for column in columns] for row in rows]
+            columns = [
+                heading.index(names[0]) if heading.count(names[0]) == 1 else -1,
+                *map(heading.index, names[1:]),
+            ]
+        cells = [
+            [row[column] if 0 <= column < len(row) else "" for column in columns] for row in rows
+        ]
         numbers = [row[0].removeprefix("house").strip(" #:") for row in cells]
         places = [str(number) for number in range(1, len(rows) + 1)]
         if sorted(numbers) == sorted(places):

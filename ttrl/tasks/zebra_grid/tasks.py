@@ -1,4 +1,6 @@
-"""Tasks of zebra-grid: from a file in ZebraLogic's format, the published one or our own, or made when they are asked for."""
+"""Tasks of zebra-grid: from a file in ZebraLogic's format, the published one or our own, or made
+when they are asked for.
+"""
 
 import os
 from typing import Literal, NamedTuple
@@ -24,7 +26,9 @@ Split = Literal["train", "validation"]
 
 
 class ZebraPuzzle(NamedTuple):
-    """One row: the text with its clues, and the grid, whose first column holds the house numbers."""
+    """One row: the text with its clues, and the grid, whose first column holds the house
+    numbers.
+    """
 
     text: str
     header: tuple[str, ...]
@@ -37,9 +41,11 @@ def load_puzzles(
     splits: tuple[str, ...] = (),
     config: str | None = None,
 ) -> Rows[ZebraPuzzle]:
-    """Load the puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and rows.
+    """Load the puzzles of a file with ZebraLogic's fields: puzzle, and solution with header and
+    rows.
 
-    source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution is hidden (`___`).
+    source: see ttrl.tasks.datasets. Raises TaskError naming the row, also for rows whose solution
+        is hidden (`___`).
     """
     return load_rows(source, _parse, splits=splits, config=config)
 
@@ -56,18 +62,27 @@ def get_zebra_grid_tasks(
 ) -> list[Task]:
     """Return `n` puzzles; reward = share of right cells.
 
-    path: a file of puzzles, or the hub's id with `config` (None for `n`: all of the split). One in ten, by a hash of the text, is
-        held out for validation; in a folder, train and validation are files of their own.
-    Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random where not given. validation: the same ones for
+    path: a file of puzzles, or the hub's id with `config` (None for `n`: all of the split). One in
+        ten, by a hash of the text, is held out for validation; in a folder, train and validation
+        are files of their own.
+    Without it puzzles are made here: 2 to 6 houses and attributes, drawn at random where not given.
+    validation: the same ones for
         every seed, never one of train.
     """
     check_name("split", split, ("train", "validation"), "zebra_grid")
     if path is not None:
         if houses is not None or attributes is not None:
-            raise TaskError("houses and attributes are of puzzles that are made here; a file of puzzles (path) has its own")
+            raise TaskError(
+                "houses and attributes are of puzzles that are made here; a file of puzzles "
+                "(path) has its own"
+            )
         in_folder = os.path.isdir(os.path.expanduser(path))
         # The published set has one split, named test.
-        names = ("test", "train") if not in_folder else (("train",) if split == "train" else ("validation", "val"))
+        names = (
+            ("test", "train")
+            if not in_folder
+            else (("train",) if split == "train" else ("validation", "val"))
+        )
         puzzles = select(
             load_puzzles(path, splits=names, config=config),
             lambda puzzle: puzzle.text,
@@ -80,27 +95,46 @@ def get_zebra_grid_tasks(
         )
     else:
         held_out = split == "validation"
-        puzzles = [_parse(make_puzzle(one, houses, attributes, held_out=held_out)) for one in puzzle_seeds(split, n, seed)]
-    return [Task(question(prompt(puzzle)), ZebraGridGrader(puzzle.header, puzzle.rows)) for puzzle in puzzles]
+        puzzles = [
+            _parse(make_puzzle(one, houses, attributes, held_out=held_out))
+            for one in puzzle_seeds(split, n, seed)
+        ]
+    return [
+        Task(question(prompt(puzzle)), ZebraGridGrader(puzzle.header, puzzle.rows))
+        for puzzle in puzzles
+    ]
 
 
 def prompt(puzzle: ZebraPuzzle) -> str:
     """Write the text and how to answer: an empty table to be filled in."""
     table = ["| " + " | ".join(puzzle.header) + " |", "|" + "---|" * len(puzzle.header)]
     table += ["| " + row[0] + " |" + " |" * (len(puzzle.header) - 1) for row in puzzle.rows]
-    return f"{puzzle.text}\n\nThink it through, then end your reply with this table, filled in:\n\n" + "\n".join(table)
+    return (
+        f"{puzzle.text}\n\nThink it through, then end your reply with this table, filled in:\n\n"
+        + "\n".join(table)
+    )
 
 
 def _parse(row: Row) -> ZebraPuzzle:
     text = text_field(row, "puzzle")
     solution = from_json(row.get("solution"))
-    if not isinstance(solution, dict) or not all(isinstance(solution.get(part), list) for part in ("header", "rows")):
-        raise RowError(f"solution is {str(row.get('solution'))[:80]!r}; it must be an object with header and rows")
+    if not isinstance(solution, dict) or not all(
+        isinstance(solution.get(part), list) for part in ("header", "rows")
+    ):
+        raise RowError(
+            f"solution is {str(row.get('solution'))[:80]!r}; it must be an object with header "
+            "and rows"
+        )
     lines = [solution["header"], *solution["rows"]]
-    if not all(isinstance(line, list) and all(isinstance(cell, str) for cell in line) for line in lines):
+    if not all(
+        isinstance(line, list) and all(isinstance(cell, str) for cell in line) for line in lines
+    ):
         raise RowError("solution: header and rows must be lists of texts")
     if any(cell.strip("_ ") == "" for line in solution["rows"] for cell in line):
-        raise RowError("its solution is hidden or has empty cells; the public copy of the set has none, the private one does")
+        raise RowError(
+            "its solution is hidden or has empty cells; the public copy of the set has none, the "
+            "private one does"
+        )
     try:
         ZebraGridGrader(solution["header"], solution["rows"])
     except TaskError as error:

@@ -1,23 +1,27 @@
-"""Attention over packed rows. Needs torch alone, so that it can be measured on machines without torchtune.
+"""Attention over packed rows. Needs torch alone, so that it can be measured on machines without
+torchtune.
 
-Rows hold every prompt once for all of its completions, so the mask is not plainly causal: a token attends to earlier tokens of
-its own group and of its group's ancestors (`ttrl.data.packing.masks`). What follows from the ids alone is computed once per
-microbatch, in an `AttentionPlan`; then the device and the kind of scores decide how attention is computed:
+Rows hold every prompt once for all of its completions, so the mask is not plainly causal: a token
+attends to earlier tokens of its own group and of its group's ancestors (`ttrl.data.packing.masks`).
+What follows from the ids alone is computed once per microbatch, in an `AttentionPlan`; then the
+device and the kind of scores decide how attention is computed:
 
     CUDA   FlexAttention with a block mask built straight from the ids, always compiled
     CUDA, float64   the exact fallback, a head at a time: FlexAttention adds up in fp32 at most
-    CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own kernel where it can be compiled
-           (`ttrl.training.kernels.native_attention`)
+    CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own
+           kernel where it can be compiled (`ttrl.training.kernels.native_attention`)
     CPU, soft cap or sliding window   the exact fallback: a dense mask, quadratic in T
 
 On CPUs, a window that is longer than every sample changes nothing, and does not count as one.
 
-A graph per length would mean a compilation per microbatch, up to PyTorch's limit and then attention with all S × S scores. So
-compiled code sees the rows laid end to end, as one row with a dynamic number of tokens; what differs from batch to batch comes in
-tensors; and where it is called without being compiled it raises an error. A model has one graph with gradients and one without,
-for layers with a window one more each.
+A graph per length would mean a compilation per microbatch, up to PyTorch's limit and then attention
+with all S × S scores. So compiled code sees the rows laid end to end, as one row with a dynamic
+number of tokens; what differs from batch to batch comes in tensors; and where it is called without
+being compiled it raises an error. A model has one graph with gradients and one without, for layers
+with a window one more each.
 
-Shapes: B rows, T tokens of a row, S = B·T rounded up, H query heads, K key/value heads, E dimension of a head.
+Shapes: B rows, T tokens of a row, S = B·T rounded up, H query heads, K key/value heads, E dimension
+of a head.
 """
 
 import functools
@@ -32,18 +36,39 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from ttrl.data.packing.masks import DEFAULT_BLOCK_SIZE, block_mask, dense_mask, free_to_look, mask_rule, subtree_ends
+from ttrl.data.packing.masks import (
+    DEFAULT_BLOCK_SIZE,
+    block_mask,
+    dense_mask,
+    free_to_look,
+    mask_rule,
+    subtree_ends,
+)
 from ttrl.errors import UserError
-from ttrl.training.kernels.split_attention import SplitPlan, never_compiled, split_attend, split_plan
+from ttrl.training.kernels.split_attention import (
+    SplitPlan,
+    never_compiled,
+    split_attend,
+    split_plan,
+)
 
-_LISTS = [f"{full}{of}_{what}" for of in ("kv", "q") for full in ("", "full_") for what in ("num_blocks", "indices")]
-_LARGE_TILES = 163 * 1024  # bytes of shared memory for a block, as sm_80 has; sm_86, sm_89 and sm_120 have 99 KiB
+_LISTS = [
+    f"{full}{of}_{what}"
+    for of in ("kv", "q")
+    for full in ("", "full_")
+    for what in ("num_blocks", "indices")
+]
+# Bytes of shared memory for a block, as sm_80 has; sm_86, sm_89 and sm_120 have 99 KiB.
+_LARGE_TILES = 163 * 1024
 _NARROWEST = 16  # of heads, which FlexAttention takes on GPUs; narrower ones get zeros behind them
-_GRAPHS = 64  # of compiled attention in a process: far more than its models, dtypes and kinds of scores need
+# Of compiled attention in a process: far more than its models, dtypes and kinds of scores need.
+_GRAPHS = 64
 
 
 class FlexMask(NamedTuple):
-    """A block mask over rows laid end to end as tensors alone, whose lengths compiled code takes as dynamic."""
+    """A block mask over rows laid end to end as tensors alone, whose lengths compiled code takes as
+    dynamic.
+    """
 
     ends: Tensor
     """int64 [1, S]"""
@@ -57,12 +82,19 @@ class FlexMask(NamedTuple):
         """The mask itself."""
         S = self.ends.shape[1]
         lists: dict[str, Any] = self.lists
-        return BlockMask((S, S), **lists, BLOCK_SIZE=(DEFAULT_BLOCK_SIZE,) * 2, mask_mod=mask_rule(self.ends, self.near))
+        return BlockMask(
+            (S, S),
+            **lists,
+            BLOCK_SIZE=(DEFAULT_BLOCK_SIZE,) * 2,
+            mask_mod=mask_rule(self.ends, self.near),
+        )
 
 
 @dataclass(eq=False)
 class AttentionPlan:
-    """What attention over these rows needs beyond queries, keys and values; the same for all layers. Made by `attention_plan`."""
+    """What attention over these rows needs beyond queries, keys and values; the same for all
+    layers. Made by `attention_plan`.
+    """
 
     group_ids: Tensor
     parent_ids: Tensor
@@ -78,13 +110,14 @@ class AttentionPlan:
 
     @never_compiled
     def dense(self, window: int | None) -> Tensor:
-        """Return the mask [B, 1, T, T] in the plan's dtype: 0 where a token may attend and -inf elsewhere. Built once per
-        window."""
+        """Return the mask [B, 1, T, T] in the plan's dtype: 0 where a token may attend and -inf
+        elsewhere. Built once per window."""
         if window not in self.dense_masks:
             allowed_BTT = dense_mask(self.group_ids, self.parent_ids)
             if window is not None:
                 allowed_BTT &= self.input_pos.unsqueeze(1) > self.input_pos.unsqueeze(2) - window
-            # As numbers to be added: a bool mask would be turned into such, and kept for the backward pass, once per layer.
+            # As numbers to be added: a bool mask would be turned into such, and kept for the
+            # backward pass, once per layer.
             mask = torch.zeros(allowed_BTT.shape, dtype=self.dtype, device=allowed_BTT.device)
             self.dense_masks[window] = mask.masked_fill_(~allowed_BTT, -torch.inf).unsqueeze(1)
         return self.dense_masks[window]
@@ -102,7 +135,9 @@ class AttentionPlan:
                 ends = torch.cat([ends, behind.unsqueeze(0) + 1], dim=1)
             near = None
             if window is not None:
-                positions = F.pad(self.input_pos.reshape(1, -1), (0, ends.shape[1] - self.input_pos.numel()))
+                positions = F.pad(
+                    self.input_pos.reshape(1, -1), (0, ends.shape[1] - self.input_pos.numel())
+                )
                 near = positions, positions - window
             mask = block_mask(ends, near)
             lists = {name: getattr(mask, name) for name in _LISTS}
@@ -115,15 +150,19 @@ class AttentionPlan:
 
 
 def flex_length(tokens: int) -> int:
-    """Return S, a multiple of FlexAttention's blocks: its kernels then check no borders. Two blocks at least, since code is
-    compiled anew for lists of one."""
+    """Return S, a multiple of FlexAttention's blocks: its kernels then check no borders. Two blocks
+    at least, since code is compiled anew for lists of one."""
     return max(2, -(-tokens // DEFAULT_BLOCK_SIZE)) * DEFAULT_BLOCK_SIZE
 
 
-def attention_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor, input_pos_BT: Tensor, dtype: torch.dtype) -> AttentionPlan:
-    """Make the plan for packed rows and queries of `dtype`, once per microbatch, outside of the layers.
+def attention_plan(
+    group_ids_BT: Tensor, parent_ids_BT: Tensor, input_pos_BT: Tensor, dtype: torch.dtype
+) -> AttentionPlan:
+    """Make the plan for packed rows and queries of `dtype`, once per microbatch, outside of the
+    layers.
 
-    group_ids, parent_ids: int64 [B, T], -1 in padding; input_pos: int64 [B, T], position in the unpacked sequence.
+    group_ids, parent_ids: int64 [B, T], -1 in padding; input_pos: int64 [B, T], position in the
+        unpacked sequence.
     """
     look = free_to_look(group_ids_BT.device)
     longest = int(input_pos_BT.max()) + 1 if look else sys.maxsize
@@ -142,19 +181,22 @@ def attend(
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax attention with grouped queries. Returns [B, H, T, E]; values at padding are finite and meaningless.
+    """Compute softmax attention with grouped queries. Returns [B, H, T, E]; values at padding are
+    finite and meaningless.
 
-    Scores are q·k × `scale` (1/√E unless given). With `soft_cap` c they become c·tanh(score/c) (Gemma 2, arXiv 2408.00118). With
-    `window` w, a query at position p sees keys at positions above p - w, counted in the unpacked sequence.
-    With `sinks`, each head has one more score, of a key whose value is zero (gpt-oss, arXiv 2508.10925);
-    computed with a dense mask, head by head.
+    Scores are q·k × `scale` (1/√E unless given). With `soft_cap` c they become c·tanh(score/c)
+    (Gemma 2, arXiv 2408.00118). With `window` w, a query at position p sees keys at positions above
+    p - w, counted in the unpacked sequence. With `sinks`, each head has one more score, of a key
+    whose value is zero (gpt-oss, arXiv 2508.10925); computed with a dense mask, head by head.
     """
     scale = q_BHTE.shape[-1] ** -0.5 if scale is None else scale
     window = None if window is None or window >= plan.longest else window
     device = q_BHTE.device.type
     if torch.is_autocast_enabled(device):  # as PyTorch's own attention does
         lower = torch.get_autocast_dtype(device)
-        q_BHTE, k_BKTE, v_BKTE = q_BHTE.to(lower), k_BKTE.to(lower), v_BKTE.to(lower)
+        q_BHTE = q_BHTE.to(lower)
+        k_BKTE = k_BKTE.to(lower)
+        v_BKTE = v_BKTE.to(lower)
     if sinks_H is not None:
         return dense_attend_by_head(q_BHTE, k_BKTE, v_BKTE, plan, scale, soft_cap, window, sinks_H)
     if plan.split is None and q_BHTE.dtype is torch.float64:
@@ -167,10 +209,16 @@ def attend(
 
 
 def dense_attend(
-    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, plan: AttentionPlan, scale: float, soft_cap: float | None, window: int | None
+    q_BHTE: Tensor,
+    k_BKTE: Tensor,
+    v_BKTE: Tensor,
+    plan: AttentionPlan,
+    scale: float,
+    soft_cap: float | None,
+    window: int | None,
 ) -> Tensor:
-    """Compute attention with a dense mask: the exact fallback, against which the other ways are tested. Memory is quadratic in
-    T."""
+    """Compute attention with a dense mask: the exact fallback, against which the other ways are
+    tested. Memory is quadratic in T."""
     return _masked_attend(q_BHTE, k_BKTE, v_BKTE, plan.dense(window), scale, soft_cap)
 
 
@@ -232,7 +280,13 @@ def _masked_attend(
 
 
 def attend_trees(
-    q_1HSE: Tensor, k_1KSE: Tensor, v_1KSE: Tensor, mask: FlexMask, scale: float, soft_cap: float | None, options: Any
+    q_1HSE: Tensor,
+    k_1KSE: Tensor,
+    v_1KSE: Tensor,
+    mask: FlexMask,
+    scale: float,
+    soft_cap: float | None,
+    options: Any,
 ) -> Tensor:
     """Call FlexAttention on rows laid end to end: what is compiled. `options` are its kernels'."""
 
@@ -254,18 +308,25 @@ def attend_trees(
 
 
 def kernel_options(head_dim: int, dtype: torch.dtype, shared_memory: int) -> dict[str, int | bool]:
-    """Return options of FlexAttention's kernels for a GPU with this much shared memory for a block, in bytes.
+    """Return options of FlexAttention's kernels for a GPU with this much shared memory for a block,
+    in bytes.
 
-    With heads above 128, PyTorch's tiles need more than the 99 KiB of GPUs with 24 GB and of sm_120 (pytorch issues 180278 and
-    198224; the backward pass's here are the fastest that were found there). `tools/check_kernels.py` compiles them all.
+    With heads above 128, PyTorch's tiles need more than the 99 KiB of GPUs with 24 GB and of sm_120
+    (pytorch issues 180278 and 198224; the backward pass's here are the fastest that were found
+    there). `tools/check_kernels.py` compiles them all.
     """
     options: dict[str, int | bool] = {"IS_DIVISIBLE": True}
     if head_dim <= 128 or shared_memory >= _LARGE_TILES:
         return options
     sizes = (64, 16, 2, 4) if dtype is torch.float32 else (64, 32, 2, 4)
-    options |= zip(("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), sizes, strict=True)
+    options |= zip(
+        ("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), sizes, strict=True
+    )
     if dtype is not torch.float32:  # for which PyTorch's are small
-        options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {"bwd_num_stages": 2, "bwd_num_warps": 4}
+        options |= {f"bwd_BLOCK_{side}": 32 for side in ("M1", "N1", "M2", "N2")} | {
+            "bwd_num_stages": 2,
+            "bwd_num_warps": 4,
+        }
     return options
 
 
@@ -280,23 +341,31 @@ def flex_attend(
     window: int | None,
     kernel: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Compute attention with FlexAttention (arXiv 2412.05496): by `compiled_flex`, unless another `kernel` is given. Raises
-    UserError where it would have to be computed without being compiled.
+    """Compute attention with FlexAttention (arXiv 2412.05496): by `compiled_flex`, unless another
+    `kernel` is given. Raises UserError where it would have to be computed without being compiled.
 
-    Keys and values are laid out for each query head: grouped, the backward pass has too few programs, and takes half as long
-    again (H100). Compared on the CPU; on a GPU in runs of tests/gpu whose results were lost in part."""
-    kernel = compiled_flex() if kernel is None else kernel  # here, where no compiler of whole layers sees it
+    Keys and values are laid out for each query head: grouped, the backward pass has too few
+    programs, and takes half as long again (H100). Compared on the CPU; on a GPU in runs of
+    tests/gpu whose results were lost in part.
+    """
+    # Here, where no compiler of whole layers sees it.
+    kernel = compiled_flex() if kernel is None else kernel
     B, H, T, E = q_BHTE.shape
     mask = plan.flex(window)
     S = mask.ends.shape[1]
     narrow = max(0, _NARROWEST - E)
 
     def joined(x_BHTE: Tensor) -> Tensor:
-        """Lay the rows end to end, heads of keys and values once for each query head that they serve."""
-        x_HSE = F.pad(x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)).transpose(0, 1)
+        """Lay the rows end to end, heads of keys and values once for each query head that they
+        serve.
+        """
+        x_HSE = F.pad(
+            x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)
+        ).transpose(0, 1)
         if (times := H // x_HSE.shape[0]) > 1:
             x_HSE = x_HSE.unsqueeze(1).expand(-1, times, -1, -1).flatten(0, 1)
-        else:  # a view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks
+        # A view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks.
+        else:
             x_HSE = x_HSE.transpose(0, 1).contiguous().transpose(0, 1)
         torch._dynamo.mark_dynamic(x_1HSE := x_HSE.unsqueeze(0), 2)
         return x_1HSE
@@ -308,7 +377,8 @@ def flex_attend(
         out = kernel(joined(q_BHTE), joined(k_BKTE), joined(v_BKTE), mask, scale, soft_cap, options)
     except torch._dynamo.exc.FailOnRecompileLimitHit as error:
         raise UserError(
-            f"attention was compiled {_GRAPHS} times in this process, which is the limit, and is computed in no other way ({S} "
+            f"attention was compiled {_GRAPHS} times in this process, which is the limit, and is "
+            f"computed in no other way ({S} "
             f"tokens would have {S}×{S} scores); TORCH_LOGS=recompiles in the environment says why"
         ) from error
     out_BTHE: Tensor = out[0].transpose(0, 1)[: B * T, :, :E].unflatten(0, (B, T))
@@ -319,8 +389,10 @@ def _attend_compiled(q_1HSE: Tensor, *arguments: Any) -> Tensor:
     if not torch.compiler.is_dynamo_compiling():  # code that was compiled does not come here
         S = q_1HSE.shape[2]
         raise UserError(
-            f"torch.compile is switched off, and without it attention over {S} tokens would hold {S}×{S} scores; remove "
-            "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE from the environment, and torch._dynamo's disable and suppress_errors "
+            f"torch.compile is switched off, and without it attention over {S} tokens would hold "
+            f"{S}×{S} scores; remove "
+            "TORCH_COMPILE_DISABLE and TORCHDYNAMO_DISABLE from the environment, and "
+            "torch._dynamo's disable and suppress_errors "
             "from the code, or train on CPUs (device: cpu)"
         )
     return attend_trees(q_1HSE, *arguments)
@@ -328,9 +400,12 @@ def _attend_compiled(q_1HSE: Tensor, *arguments: Any) -> Tensor:
 
 @functools.cache
 def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Tensor]:
-    """Return `attend_trees` compiled, with lengths as dynamic as they are marked, and nothing else."""
+    """Return `attend_trees` compiled, with lengths as dynamic as they are marked, and nothing
+    else.
+    """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _GRAPHS)
-    options: dict[str, Any] | None = {"wrap_inductor_compiled_regions": True}  # so that selective checkpointing sees it
+    # So that selective checkpointing sees it.
+    options: dict[str, Any] | None = {"wrap_inductor_compiled_regions": True}
     options = options if backend == "inductor" else None
     compiled: Callable[..., Tensor] = torch.compile(
         _attend_compiled, backend=backend, options=options, fullgraph=True, dynamic=False

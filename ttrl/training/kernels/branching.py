@@ -1,7 +1,8 @@
 """Run recurrent layers over packed trees: a prompt once, its state handed to every completion.
 
 A packed row holds groups of tokens, each of which continues its parent (`ttrl.data.packing.masks`).
-Attention sees the tree through a mask. A recurrence has no mask, so this file cuts rows into groups:
+Attention sees the tree through a mask. A recurrence has no mask, so this file cuts rows into
+groups:
 
 - `branching_scan` runs a scan (gated delta rule, Mamba 2, KDA) over all groups of one depth at a
   time. A group begins with the final state of its parent. The gradients of all children add up in
@@ -87,7 +88,10 @@ class Branches:
             leaves = [number for number in by_depth[depth] if number not in parents]
             batches = []
             states: dict[int, int] = {}
-            for numbers, full, has_children in ((inner, fullness, True), (leaves, _FULLNESS, False)):
+            for numbers, full, has_children in (
+                (inner, fullness, True),
+                (leaves, _FULLNESS, False),
+            ):
                 for together in _of_similar_length(numbers, self.groups, full):
                     batches.append(self._batch(together, state_of, has_children))
                     if has_children:
@@ -96,7 +100,9 @@ class Branches:
             found.append(tuple(batches))
         return tuple(found)
 
-    def _batch(self, numbers: Sequence[int], state_of: Mapping[int, int], has_children: bool) -> Batch:
+    def _batch(
+        self, numbers: Sequence[int], state_of: Mapping[int, int], has_children: bool
+    ) -> Batch:
         groups = [self.groups[number] for number in numbers]
         longest = max(group.length for group in groups)
         index = torch.full((len(groups), longest), self.tokens, dtype=torch.int64)
@@ -112,7 +118,9 @@ class Branches:
         """Return int64 [N]: where in the outputs of all batches, laid end to end, each position is;
         behind the last of them for padding."""
         everywhere = torch.cat([batch.index.flatten() for depth in batches for batch in depth])
-        places = torch.full((self.tokens + 1,), len(everywhere), dtype=torch.int64, device=self.device)
+        places = torch.full(
+            (self.tokens + 1,), len(everywhere), dtype=torch.int64, device=self.device
+        )
         places[everywhere] = torch.arange(len(everywhere), device=self.device)
         return places[:-1]
 
@@ -128,7 +136,8 @@ class Branches:
 
     def taps(self, before: int) -> tuple[Tensor, Tensor]:
         """Return int64 (positions, places): each group with `before` inputs of its ancestors before
-        it, N where there are none; and where in that each position is, behind the end for padding."""
+        it, N where there are none; and where in that each position is, behind the end for padding.
+        """
         if before not in self._taps:
             self._taps[before] = self._find_taps(before)
         return self._taps[before]
@@ -148,7 +157,9 @@ class Branches:
         return torch.tensor(positions, device=self.device), places.to(self.device)
 
 
-def _of_similar_length(numbers: Sequence[int], groups: Sequence[Group], fullness: float) -> list[list[int]]:
+def _of_similar_length(
+    numbers: Sequence[int], groups: Sequence[Group], fullness: float
+) -> list[list[int]]:
     found: list[list[int]] = []
     for number in sorted(numbers, key=lambda number: -groups[number].length):
         longest = groups[found[-1][0]].length if found else 0
@@ -178,7 +189,8 @@ def branches_of(group_ids: Tensor, parent_ids: Tensor) -> Branches:
                 begin = row * length + start
                 groups.append(Group(begin, begin + count, above, depth))
             start += count
-    if not groups:  # rows of padding alone, which a process is given where others have the last ones
+    # Rows of padding alone, which a process is given where others have the last ones.
+    if not groups:
         groups.append(Group(0, length, None, 0))
     return Branches(tuple(groups), rows * length, group_ids.device)
 
@@ -193,13 +205,15 @@ class Scan(NamedTuple):
     wants_state: str
     """The argument that asks for final states."""
     fill: Mapping[str, float] | None = None
-    """Values with which a token changes no state, where they are not zeros. None: there are none, so
-    that nothing may be filled up."""
+    """Values with which a token changes no state, where they are not zeros. None: there are none,
+    so that nothing may be filled up."""
     always_two: bool = True
     """Whether it returns (outputs, states) even where states were not asked for."""
 
 
-def branching_scan(function: Callable[..., Any], scan: Scan, given: Mapping[str, Any], branches: Branches) -> Tensor:
+def branching_scan(
+    function: Callable[..., Any], scan: Scan, given: Mapping[str, Any], branches: Branches
+) -> Tensor:
     """Return the outputs [B, T, …] of a scan over packed trees; finite and meaningless at padding.
 
     given: the function's arguments by name, for rows as they are packed.
@@ -236,9 +250,15 @@ def branching_scan(function: Callable[..., Any], scan: Scan, given: Mapping[str,
 
 
 def branching_convolution(
-    function: Callable[..., Tensor], x_BCT: Tensor, weight_Ck: Tensor, branches: Branches, **others: Any
+    function: Callable[..., Tensor],
+    x_BCT: Tensor,
+    weight_Ck: Tensor,
+    branches: Branches,
+    **others: Any,
 ) -> Tensor:
-    """Return a causal convolution [B, C, T] over packed trees; finite and meaningless at padding."""
+    """Return a causal convolution [B, C, T] over packed trees; finite and meaningless at
+    padding.
+    """
     rows, _, length = x_BCT.shape
     positions, places = branches.taps(weight_Ck.shape[-1] - 1)
     laid_CN = F.pad(x_BCT.transpose(0, 1).flatten(1), (0, 1))

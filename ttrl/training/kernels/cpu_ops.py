@@ -1,11 +1,14 @@
-"""Compute what a layer needs besides matrix products and attention, in few passes over memory, on CPUs.
+"""Compute what a layer needs besides matrix products and attention, in few passes over memory, on
+CPUs.
 
-Composed from PyTorch's operations, a norm with its gradient passes over main memory some twenty times; here a block of rows is
-processed while it is in the cache, and what the backward pass can recompute is not kept. The results are those of the plain
-compositions up to rounding, and the same for any number of threads. On other devices, under torch.compile (which fuses by itself)
-and for sharded tensors the callers use the plain form.
+Composed from PyTorch's operations, a norm with its gradient passes over main memory some twenty
+times; here a block of rows is processed while it is in the cache, and what the backward pass can
+recompute is not kept. The results are those of the plain compositions up to rounding, and the same
+for any number of threads. On other devices, under torch.compile (which fuses by itself) and for
+sharded tensors the callers use the plain form.
 
-Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated, W any width.
+Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated, W
+any width.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +26,9 @@ _CACHED_ELEMENTS = 2**17  # of a block: 512 kB in fp32, of which three or four a
 
 
 def rms_norm(x: Tensor, scale_W: Tensor, eps: float) -> Tensor:
-    """Return x / √(mean x² + eps) × scale over the last dimension. x [..., W], fp32 or float64, as is the scale."""
+    """Return x / √(mean x² + eps) × scale over the last dimension. x [..., W], fp32 or float64, as
+    is the scale.
+    """
     apply: Callable[..., Tensor] = _RMSNorm.apply
     return apply(x, scale_W, eps)
 
@@ -35,15 +40,16 @@ def silu_times(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate_halves(x_BTHE: Tensor, cos_BT1R: Tensor, sin_BT1R: Tensor) -> Tensor:
-    """Map (a, b) → (a·cos - b·sin, b·cos + a·sin) for the halves of the first R dimensions; the others pass through. Both halves
-    of cosines and of sines must be the same, and get no gradient."""
+    """Map (a, b) → (a·cos - b·sin, b·cos + a·sin) for the halves of the first R dimensions; the
+    others pass through. Both halves of cosines and of sines must be the same, and get no gradient.
+    """
     apply: Callable[..., Tensor] = _RotateHalves.apply
     return apply(x_BTHE, cos_BT1R, sin_BT1R)
 
 
 def turn_pairs(x_BTHE: Tensor, turns_BT1R: Tensor) -> Tensor:
-    """Map (a, b) → (a·cos - b·sin, b·cos + a·sin) for all pairs of neighbours in a head. turns [B, T, 1, E/2]: complex, cos +
-    i·sin, without gradient. Five times as fast as `rotate_halves`."""
+    """Map (a, b) → (a·cos - b·sin, b·cos + a·sin) for all pairs of neighbours in a head. turns [B,
+    T, 1, E/2]: complex, cos + i·sin, without gradient. Five times as fast as `rotate_halves`."""
     apply: Callable[..., Tensor] = _TurnPairs.apply
     return apply(x_BTHE, turns_BT1R)
 
@@ -65,7 +71,13 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         (rows,) = _as_rows(x)
-        inverse = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        inverse = (
+            torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            .square_()
+            .div_(x.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
         out = torch.empty_like(rows)
         for part in _blocks(*rows.shape):
             torch.mul(rows[part], inverse[part], out=out[part]).mul_(scale)
@@ -75,17 +87,25 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        """Return, with r the inverse root and g the gradient, ∂x = r·g·scale - x·r³/W·Σ(g·x·scale) and ∂scale = Σ_rows r·g·x."""
+        """Return, with r the inverse root and g the gradient, ∂x = r·g·scale - x·r³/W·Σ(g·x·scale)
+        and ∂scale = Σ_rows r·g·x.
+        """
         x, scale, inverse = ctx.saved_tensors
         grad, rows = _as_rows(grad, x)
-        out, product = torch.empty_like(rows), torch.empty_like(rows[: _rows_of_block(rows.shape[1])])
+        out = torch.empty_like(rows)
+        product = torch.empty_like(rows[: _rows_of_block(rows.shape[1])])
         grad_scale = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
         for part in _blocks(*rows.shape):
-            g, r, into = grad[part], inverse[part], out[part]
+            g = grad[part]
+            r = inverse[part]
+            into = out[part]
             gx = torch.mul(g, rows[part], out=product[: len(g)])
             along = torch.mv(gx, scale).unsqueeze(1).mul_(r).mul_(r).mul_(r)
-            torch.mul(g, scale, out=into).mul_(r).addcmul_(rows[part], along, value=-1.0 / x.shape[-1])
-            if grad_scale is not None:  # a sum in pairs: a product with r, in order, would lose most of a digit
+            torch.mul(g, scale, out=into).mul_(r).addcmul_(
+                rows[part], along, value=-1.0 / x.shape[-1]
+            )
+            # A sum in pairs: a product with r, in order, would lose most of a digit.
+            if grad_scale is not None:
                 grad_scale.add_(gx.mul_(r).sum(0))
         return out.view(x.shape), grad_scale, None
 
@@ -105,9 +125,11 @@ class _SiluTimes(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         grads, gates, ups = _as_rows(grad, gate, up)
-        grad_gate, grad_up = torch.empty_like(gates), torch.empty_like(ups)
+        grad_gate = torch.empty_like(gates)
+        grad_up = torch.empty_like(ups)
         for part in _blocks(*gates.shape):
-            g, into = grads[part], grad_up[part]
+            g = grads[part]
+            into = grad_up[part]
             torch.mul(g, ups[part], out=into)
             torch.ops.aten.silu_backward.grad_input(into, gates[part], grad_input=grad_gate[part])
             torch.ops.aten.silu.out(gates[part], out=into).mul_(g)
@@ -147,11 +169,14 @@ def _complex(x: Tensor) -> Tensor:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    whole, R = torch.empty(x.shape, dtype=x.dtype), cos.shape[-1]
+    whole = torch.empty(x.shape, dtype=x.dtype)
+    R = cos.shape[-1]
     half = R // 2
     x, out, cos, sin = (part.flatten(0, 1) for part in (x, whole, cos, sin))
     for part in _blocks(len(x), x.shape[1] * x.shape[2]):
-        a, b, s = x[part, :, :half], x[part, :, half:R], sin[part, :, :half]
+        a = x[part, :, :half]
+        b = x[part, :, half:R]
+        s = sin[part, :, :half]
         into = out[part]
         torch.mul(x[part, :, :R], cos[part], out=into[..., :R])
         into[..., :half].addcmul_(b, s, value=-sign)

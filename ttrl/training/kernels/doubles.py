@@ -20,7 +20,11 @@ class KeepDoubles(TorchFunctionMode):
     """
 
     def __torch_function__(
-        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+        self,
+        function: Any,
+        types: Any,
+        given: tuple[Any, ...] = (),
+        named: dict[str, Any] | None = None,
     ) -> Any:
         named = dict(named or {})
         first = given[0] if given else named.get("input")

@@ -1,12 +1,15 @@
-"""The arithmetic of an output head on a GPU, in Triton: log-probability, entropy and gradient out of a chunk's logits.
+"""The arithmetic of an output head on a GPU, in Triton: log-probability, entropy and gradient out
+of a chunk's logits.
 
-Each logit is read once for what is measured of its position (largest, sum and entropy so far go along the vocabulary), and once
-to become the gradient; nothing else of the vocabulary's width is made. PyTorch's operations (the formulas are there:
-`ttrl.training.kernels.head_blocks`) read and write it some ten times, and hold two copies in fp32; so there is room for logits in
-fp32 of products in bf16.
+Each logit is read once for what is measured of its position (largest, sum and entropy so far go
+along the vocabulary), and once to become the gradient; nothing else of the vocabulary's width is
+made. PyTorch's operations (the formulas are there: `ttrl.training.kernels.head_blocks`) read and
+write it some ten times, and hold two copies in fp32; so there is room for logits in fp32 of
+products in bf16.
 
-Run by Triton's interpreter in the tests, compiled for GPUs that are not there (tools/check_kernels.py), and on an H100 held to
-float64 at vocabularies of 50,257 and 151,936 (tests/gpu).
+Run by Triton's interpreter in the tests, compiled for GPUs that are not there
+(tools/check_kernels.py), and on an H100 held to float64 at vocabularies of 50,257 and 151,936
+(tests/gpu).
 
 Shapes: n positions of a chunk, V vocabulary (this rank's part).
 """
@@ -16,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 4096, 8
+BLOCK = 4096
+WARPS = 8
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -29,15 +33,35 @@ def _final(raw, cap, temperature, CAPPED: tl.constexpr):  # type: ignore[no-unty
 
 @triton.jit  # type: ignore[untyped-decorator]
 def measure_kernel(  # type: ignore[no-untyped-def]
-    raw, labels, normaliser, entropy, of_label, V, stride, cap, temperature, CAPPED: tl.constexpr, BLOCK: tl.constexpr
+    raw,
+    labels,
+    normaliser,
+    entropy,
+    of_label,
+    V,
+    stride,
+    cap,
+    temperature,
+    CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One program for a position: log Σ exp z, the entropy of softmax(z), and z of the label, 0 where it is another rank's."""
+    """One program for a position: log Σ exp z, the entropy of softmax(z), and z of the label, 0
+    where it is another rank's.
+    """
     row = tl.program_id(0).to(tl.int64)
     start = raw + row * stride
-    largest, total, weighted = -1.0e30, 0.0, 0.0  # of z, Σ exp(z - largest), Σ exp(z - largest)·(z - largest)
+    # Of z, Σ exp(z - largest), Σ exp(z - largest)·(z - largest).
+    largest = -1.0e30
+    total = 0.0
+    weighted = 0.0
     for begin in range(0, V, BLOCK):
         columns = begin + tl.arange(0, BLOCK)
-        z = _final(tl.load(start + columns, mask=columns < V, other=0.0).to(tl.float32), cap, temperature, CAPPED)
+        z = _final(
+            tl.load(start + columns, mask=columns < V, other=0.0).to(tl.float32),
+            cap,
+            temperature,
+            CAPPED,
+        )
         z = tl.where(columns < V, z, -1.0e30)
         new = tl.maximum(largest, tl.max(z, 0))
         scale = tl.exp(largest - new)
@@ -51,20 +75,29 @@ def measure_kernel(  # type: ignore[no-untyped-def]
     tl.store(entropy + row, tl.log(total) - weighted / total)
     label = tl.load(labels + row)
     mine = (label >= 0) & (label < V)
-    z = _final(tl.load(start + label, mask=mine, other=0.0).to(tl.float32), cap, temperature, CAPPED)
+    z = _final(
+        tl.load(start + label, mask=mine, other=0.0).to(tl.float32), cap, temperature, CAPPED
+    )
     tl.store(of_label + row, tl.where(mine, z, 0.0))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gradient_kernel(  # type: ignore[no-untyped-def]
-    raw, out, labels, normaliser, entropy, of_logprobs, of_entropy, V, stride, out_stride, cap, temperature,
-    CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+    raw, out, labels, normaliser, entropy, of_logprobs, of_entropy, V, stride, out_stride, cap,
+    temperature, CAPPED: tl.constexpr, ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for a part of a position's vocabulary: ∂loss/∂raw out of ∂loss/∂log-probability and ∂loss/∂entropy."""
+    """One program for a part of a position's vocabulary: ∂loss/∂raw out of ∂loss/∂log-probability
+    and ∂loss/∂entropy.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < V
-    z = _final(tl.load(raw + row * stride + columns, mask=inside, other=0.0).to(tl.float32), cap, temperature, CAPPED)
+    z = _final(
+        tl.load(raw + row * stride + columns, mask=inside, other=0.0).to(tl.float32),
+        cap,
+        temperature,
+        CAPPED,
+    )
     logp = z - tl.load(normaliser + row)
     upstream = tl.load(of_logprobs + row)
     factor = -upstream
@@ -78,14 +111,18 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * out_stride + columns, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-def measure(raw_nV: Tensor, labels_n: Tensor, temperature: float, soft_cap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log Σ exp z, entropy and z of the label, [n] each, of this part of the vocabulary. labels: columns in it; others are
-    those of other parts."""
-    normaliser, entropy, of_label = (torch.empty(len(raw_nV), dtype=torch.float32, device=raw_nV.device) for _ in range(3))
+def measure(
+    raw_nV: Tensor, labels_n: Tensor, temperature: float, soft_cap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log Σ exp z, entropy and z of the label, [n] each, of this part of the vocabulary.
+    labels: columns in it; others are those of other parts."""
+    normaliser, entropy, of_label = (
+        torch.empty(len(raw_nV), dtype=torch.float32, device=raw_nV.device) for _ in range(3)
+    )
     if len(raw_nV):
         measure_kernel[(len(raw_nV),)](
-            raw_nV, labels_n, normaliser, entropy, of_label, raw_nV.shape[1], raw_nV.stride(0), soft_cap or 1.0, temperature,
-            CAPPED=soft_cap is not None, BLOCK=BLOCK, num_warps=WARPS,
+            raw_nV, labels_n, normaliser, entropy, of_label, raw_nV.shape[1], raw_nV.stride(0),
+            soft_cap or 1.0, temperature, CAPPED=soft_cap is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return normaliser, entropy, of_label
 
@@ -99,13 +136,13 @@ def gradient(
     temperature: float,
     soft_cap: float | None,
 ) -> None:
-    """Write ∂loss/∂raw into `out`, which may be `raw`. known: log Σ exp z and entropy, of the whole vocabulary. upstream: ∂loss/∂
-    of log-probability and entropy."""
+    """Write ∂loss/∂raw into `out`, which may be `raw`. known: log Σ exp z and entropy, of the whole
+    vocabulary. upstream: ∂loss/∂ of log-probability and entropy."""
     of_logprobs, of_entropy = (None if x is None else x.float().contiguous() for x in upstream)
     n, V = raw_nV.shape
     if n:
         gradient_kernel[(n, triton.cdiv(V, BLOCK))](
-            raw_nV, out_nV, labels_n, *known, of_logprobs, of_entropy, V, raw_nV.stride(0), out_nV.stride(0),
-            soft_cap or 1.0, temperature, CAPPED=soft_cap is not None, ENTROPY=of_entropy is not None, BLOCK=BLOCK,
-            num_warps=WARPS,
+            raw_nV, out_nV, labels_n, *known, of_logprobs, of_entropy, V, raw_nV.stride(0),
+            out_nV.stride(0), soft_cap or 1.0, temperature, CAPPED=soft_cap is not None,
+            ENTROPY=of_entropy is not None, BLOCK=BLOCK, num_warps=WARPS,
         )  # fmt: skip

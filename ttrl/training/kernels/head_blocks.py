@@ -1,12 +1,14 @@
-"""The arithmetic of an output head on one chunk of positions: probabilities, entropies, divergences, gradients in closed form.
+"""The arithmetic of an output head on one chunk of positions: probabilities, entropies,
+divergences, gradients in closed form.
 
-With raw logits r = h·Wᵀ + b, z = cap·tanh(r/cap)/temperature (the cap where a model has one), p = softmax(z), and per position a
-label y, H = -Σ p log p and D = Σ p (log p - log q):
+With raw logits r = h·Wᵀ + b, z = cap·tanh(r/cap)/temperature (the cap where a model has one), p =
+softmax(z), and per position a label y, H = -Σ p log p and D = Σ p (log p - log q):
 
     ∂ log p(y)/∂z = onehot(y) - p        ∂H/∂z = -p (log p + H)        ∂D/∂z = p (log p - log q - D)
 
-so one buffer of logits becomes, in place, the gradient to be multiplied with W and h. It is worked on a few rows at a time, which
-stay in the cache. Where the vocabulary is sharded, each rank holds its columns, and only numbers per position are exchanged.
+so one buffer of logits becomes, in place, the gradient to be multiplied with W and h. It is worked
+on a few rows at a time, which stay in the cache. Where the vocabulary is sharded, each rank holds
+its columns, and only numbers per position are exchanged.
 
 Shapes: n positions of a chunk, r of them at a time, D width, V vocabulary (this rank's).
 """
@@ -38,7 +40,9 @@ class VocabShards:
 
     @classmethod
     def of(cls, size: int, group: dist.ProcessGroup | None, device: torch.device) -> "VocabShards":
-        """Make shards from the number of rows on this rank; a collective. Shards are in the order of ranks."""
+        """Make shards from the number of rows on this rank; a collective. Shards are in the order
+        of ranks.
+        """
         if group is None:
             return cls(None, 0, size)
         own = torch.tensor([size], device=device)
@@ -64,7 +68,9 @@ class VocabShards:
 
 @dataclass(frozen=True, eq=False)
 class HeadWeights:
-    """One output projection and what follows it. `weight` and `bias` are in the dtype of the products."""
+    """One output projection and what follows it. `weight` and `bias` are in the dtype of the
+    products.
+    """
 
     weight: Tensor
     bias: Tensor | None
@@ -75,7 +81,8 @@ class HeadWeights:
     def logits(self, h_nD: Tensor, buffer: Tensor) -> Tensor:
         """Return raw logits [n, V], written into the buffer's first n rows."""
         raw_nV = buffer[: len(h_nD)]
-        if raw_nV.dtype != h_nD.dtype:  # on GPUs: products in bf16 that are added up in fp32 stay so
+        # On GPUs: products in bf16 that are added up in fp32 stay so.
+        if raw_nV.dtype != h_nD.dtype:
             torch.mm(h_nD, self.weight.T, out_dtype=raw_nV.dtype, out=raw_nV)
         elif fast(h_nD, self.weight):
             product_into(h_nD, self.weight, raw_nV)
@@ -119,7 +126,11 @@ class HeadWeights:
 
 def fused_kernels(raw: Tensor) -> Any:
     """Return `ttrl.training.kernels.fused_head` if it can take such logits, else None."""
-    if raw.device.type != "cuda" or raw.dtype not in (torch.float32, torch.bfloat16) or not _has_triton():
+    if (
+        raw.device.type != "cuda"
+        or raw.dtype not in (torch.float32, torch.bfloat16)
+        or not _has_triton()
+    ):
         return None
     from ttrl.training.kernels import fused_head
 
@@ -167,9 +178,13 @@ class HeadChunk:
         return self.labels - self.weights.shards.first
 
     def _measured(self, kernels: Any) -> Distribution:
-        """Measure all three at once. Parts of a vocabulary have π_l of the probability each: H = Σ π_l (H_l - log π_l)."""
+        """Measure all three at once. Parts of a vocabulary have π_l of the probability each: H = Σ
+        π_l (H_l - log π_l).
+        """
         shards = self.weights.shards
-        part, entropy, label = kernels.measure(self.raw, self._columns(), self.weights.temperature, self.weights.soft_cap)
+        part, entropy, label = kernels.measure(
+            self.raw, self._columns(), self.weights.temperature, self.weights.soft_cap
+        )
         normaliser = shards.logsumexp(part)
         if shards.group is not None:
             share = part - normaliser
@@ -177,15 +192,21 @@ class HeadChunk:
         return Distribution(shards.sum(label).sub_(normaliser), normaliser, entropy)
 
     def _differentiate(self, kernels: Any, known: Distribution, gradients: "Gradients") -> None:
-        weights, out = self.weights, self.raw
+        weights = self.weights
+        out = self.raw
         if out.dtype != weights.weight.dtype:
             out = torch.empty_like(out, dtype=weights.weight.dtype)
-        found, upstream = (known.log_normaliser, known.entropy), (gradients.logprobs, gradients.entropy)
-        kernels.gradient(self.raw, out, self._columns(), found, upstream, weights.temperature, weights.soft_cap)
+        found = (known.log_normaliser, known.entropy)
+        upstream = (gradients.logprobs, gradients.entropy)
+        kernels.gradient(
+            self.raw, out, self._columns(), found, upstream, weights.temperature, weights.soft_cap
+        )
         self.raw = out
 
     def measure(self) -> Distribution:
-        """Return log-probabilities of the labels and log-normalisers; entropies are not filled in yet, but by kernels."""
+        """Return log-probabilities of the labels and log-normalisers; entropies are not filled in
+        yet, but by kernels.
+        """
         if (kernels := self.kernels) is not None:
             return self._measured(kernels)
         normaliser = self.weights.log_normaliser(self.raw)
@@ -193,15 +214,21 @@ class HeadChunk:
         return Distribution(logprobs, normaliser, torch.zeros_like(logprobs))
 
     def hidden_gradient(self, known: Distribution, gradients: "Gradients") -> Tensor:
-        """Return the gradient at the hidden states [n, D] that these give, this rank's share of it; the logits stay."""
+        """Return the gradient at the hidden states [n, D] that these give, this rank's share of it;
+        the logits stay.
+        """
         copied = dataclasses.replace(self, raw=self.raw.clone())
         copied.finish(known, gradients, entropies=False)
         found = hidden_gradient(copied.raw, self.weights.weight)
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
-    def finish(self, known: Distribution, gradients: "Gradients | None", entropies: bool = True) -> None:
-        """Fill in entropy and divergence (unless known: `entropies` False), and with `gradients` turn the raw logits into the
-        gradient with respect to them, in place, or in the dtype of products."""
+    def finish(
+        self, known: Distribution, gradients: "Gradients | None", entropies: bool = True
+    ) -> None:
+        """Fill in entropy and divergence (unless known: `entropies` False), and with `gradients`
+        turn the raw logits into the gradient with respect to them, in place, or in the dtype of
+        products.
+        """
         if (kernels := self.kernels) is not None:
             if gradients is not None:
                 self._differentiate(kernels, known, gradients)
@@ -216,11 +243,21 @@ class HeadChunk:
             slope = None if gradients is None else self.weights.slope(z)
             normaliser = known.log_normaliser[rows].unsqueeze(1)
             # z may be the raw logits themselves, which are needed no more once the slope is known
-            logp = z.sub_(normaliser) if gradients is not None or z.data_ptr() != self.raw[rows].data_ptr() else z - normaliser
+            logp = (
+                z.sub_(normaliser)
+                if gradients is not None or z.data_ptr() != self.raw[rows].data_ptr()
+                else z - normaliser
+            )
             p = torch.exp(logp)
             log_ratio = None
-            if self.reference is not None and self.reference_raw is not None and reference_normaliser is not None:
-                logq = self.reference.final(self.reference_raw[rows]) - reference_normaliser[rows].unsqueeze(1)
+            if (
+                self.reference is not None
+                and self.reference_raw is not None
+                and reference_normaliser is not None
+            ):
+                logq = self.reference.final(self.reference_raw[rows]) - reference_normaliser[
+                    rows
+                ].unsqueeze(1)
                 log_ratio = torch.sub(logp, logq, out=logq)
             if entropies:
                 known.entropy[rows] = -_row_dots(p, logp)
@@ -229,12 +266,19 @@ class HeadChunk:
             if gradients is not None:
                 assert slope is not None
                 factor = gradients.factor(rows, known, logp, log_ratio)
-                # The label's own part is added before bf16 rounds: what is left of 1 - p where p is near 1 would be lost.
+                # The label's own part is added before bf16 rounds: what is left of 1 - p where p is
+                # near 1 would be lost.
                 into = self.raw[rows] if self.raw.dtype == p.dtype else p
-                torch.mul(p, factor.mul_(slope) if isinstance(slope, float) else factor * slope, out=into)
+                torch.mul(
+                    p, factor.mul_(slope) if isinstance(slope, float) else factor * slope, out=into
+                )
                 here, columns = self.weights.mine(self.labels[rows])
                 of_label = (known.logprobs[rows] + normaliser.squeeze(1))[here]  # z
-                into.index_put_((here, columns), gradients.logprobs[rows][here] * self.weights.slope(of_label), accumulate=True)
+                into.index_put_(
+                    (here, columns),
+                    gradients.logprobs[rows][here] * self.weights.slope(of_label),
+                    accumulate=True,
+                )
                 if into is p:
                     self.raw[rows] = p
         if entropies:
@@ -259,8 +303,12 @@ class Gradients:
         if self.divergence is not None:
             yield "divergence", Gradients(nothing, divergence=self.divergence)
 
-    def factor(self, rows: slice, known: Distribution, logp: Tensor, log_ratio: Tensor | None) -> Tensor:
-        """Return ∂loss/∂z without the label's own part, divided by p: [r, V] or [r, 1]. Overwrites `logp` and `log_ratio`."""
+    def factor(
+        self, rows: slice, known: Distribution, logp: Tensor, log_ratio: Tensor | None
+    ) -> Tensor:
+        """Return ∂loss/∂z without the label's own part, divided by p: [r, V] or [r, 1]. Overwrites
+        `logp` and `log_ratio`.
+        """
         constant = -self.logprobs[rows]
         factor: Tensor | None = None
         if self.entropy is not None:
@@ -280,11 +328,17 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 def hidden_gradient(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
     """Return gradient·W, [n, D]."""
-    return product(gradient_nV, weight_VD.T) if fast(gradient_nV, weight_VD) else gradient_nV @ weight_VD
+    return (
+        product(gradient_nV, weight_VD.T)
+        if fast(gradient_nV, weight_VD)
+        else gradient_nV @ weight_VD
+    )
 
 
 def add_weight_gradient(total_VD: Tensor, gradient_nV: Tensor, h_nD: Tensor, first: bool) -> None:
-    """Compute total += gradientᵀ·h, or = for the first chunk. Products in bf16 are added up in the total's dtype."""
+    """Compute total += gradientᵀ·h, or = for the first chunk. Products in bf16 are added up in the
+    total's dtype.
+    """
     if total_VD.dtype == gradient_nV.dtype:
         total_VD.addmm_(gradient_nV.T, h_nD, beta=0.0 if first else 1.0)
         return

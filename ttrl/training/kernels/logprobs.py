@@ -1,16 +1,21 @@
-"""From hidden states to log-probabilities without ever holding the logits of a whole row. Needs torch alone.
+"""From hidden states to log-probabilities without ever holding the logits of a whole row. Needs
+torch alone.
 
-Only trained positions go through the output projection, a chunk at a time, so that the peak is one chunk's logits. Two forms:
+Only trained positions go through the output projection, a chunk at a time, so that the peak is one
+chunk's logits. Two forms:
 
-    gradient in the forward pass   for losses that treat each token by itself (`token_loss`): while a chunk's logits are there,
-                                   they become the gradient, which the backward pass only scales; three products in all
-    recompute                      for all others: the backward pass computes a chunk's logits again; four products
+    gradient in the forward pass   for losses that treat each token by itself (`token_loss`): while
+                                   a chunk's logits are there, they become the gradient, which the
+                                   backward pass only scales; three products in all
+    recompute                      for all others: the backward pass computes a chunk's logits
+                                   again; four products
 
-Both give log-probabilities and entropies, and with a reference the divergence over the whole vocabulary, for no more memory than
-the chunk. The idea of the first is that of Liger Kernel (arXiv 2410.10989); the arithmetic is in
-`ttrl.training.kernels.head_blocks`.
+Both give log-probabilities and entropies, and with a reference the divergence over the whole
+vocabulary, for no more memory than the chunk. The idea of the first is that of Liger Kernel (arXiv
+2410.10989); the arithmetic is in `ttrl.training.kernels.head_blocks`.
 
-Shapes: N trained positions, n of a chunk, D width, V vocabulary (of a sharded one, this rank's part).
+Shapes: N trained positions, n of a chunk, D width, V vocabulary (of a sharded one, this rank's
+part).
 """
 
 from collections.abc import Callable, Iterator
@@ -35,18 +40,23 @@ from ttrl.training.kernels.head_blocks import (
 )
 
 IGNORE = -100  # the label of positions where nothing is trained, as everywhere in PyTorch
-_CHUNK = {"cpu": 128}  # positions, where nothing is asked for; twice as many are 7% faster, and take twice the memory
+# Positions, where nothing is asked for; twice as many are 7% faster, and take twice the memory.
+_CHUNK = {"cpu": 128}
 _CHUNK_ELSEWHERE = 1024
 
 TokenLoss = Callable[[Tensor, slice], Tensor]
-"""(log-probabilities [n], which of the N positions they are) → weighted losses [n], each a function of its own token alone."""
+"""(log-probabilities [n], which of the N positions they are) → weighted losses [n], each a function
+of its own token alone.
+"""
 Apart = Callable[[str, Tensor], None]
 """("entropy" or "divergence", the gradient [n, D] at a chunk's hidden states that comes of it)"""
 
 
 @dataclass(frozen=True, eq=False)
 class ReferenceHead:
-    """The reference model's hidden states at the same positions, and its output projection; neither gets a gradient."""
+    """The reference model's hidden states at the same positions, and its output projection; neither
+    gets a gradient.
+    """
 
     h_ref_ND: Tensor  # noqa: N815
     weight_ref_VD: Tensor  # noqa: N815
@@ -84,12 +94,14 @@ def run_head(
     apart: Apart | None = None,
     vocab_group: dist.ProcessGroup | None = None,
 ) -> HeadOutput:
-    """Evaluate the distributions softmax(cap(h·Wᵀ + b) / temperature), from which a sampler draws, at their labels.
+    """Evaluate the distributions softmax(cap(h·Wᵀ + b) / temperature), from which a sampler draws,
+    at their labels.
 
-    With `token_loss`, `loss` is Σ of the weighted losses, whose gradient is ready when this returns: everything else is detached.
-    `backward` through it may happen once, with any factor. Without, `logprobs_N` have a gradient, and so have `entropy_N` and
-    `divergence_N` where it is asked for; `apart` is then told in the backward pass, chunk by chunk, what each of these two adds
-    to the gradient of the hidden states, for a product more each.
+    With `token_loss`, `loss` is Σ of the weighted losses, whose gradient is ready when this
+    returns: everything else is detached. `backward` through it may happen once, with any factor.
+    Without, `logprobs_N` have a gradient, and so have `entropy_N` and `divergence_N` where it is
+    asked for; `apart` is then told in the backward pass, chunk by chunk, what each of these two
+    adds to the gradient of the hidden states, for a product more each.
 
     Chunks: `num_chunks` of about the same size, or `chunk_size` positions each, or neither.
     Products run in autocast's dtype, or else in the wider one of the two factors'. With
@@ -98,19 +110,24 @@ def run_head(
     graph: ranks without a trained token still take part in every collective of the backward pass.
     """
     assert num_chunks is None or chunk_size is None, "num_chunks or chunk_size, not both"
-    assert token_loss is None or not (entropy_grad or divergence_grad), "gradients of whole distributions need the recompute form"
+    assert token_loss is None or not (entropy_grad or divergence_grad), (
+        "gradients of whole distributions need the recompute form"
+    )
     assert not divergence_grad or reference is not None, "a divergence needs a reference"
     device = h_ND.device.type
     autocast = torch.is_autocast_enabled(device)
     shards = VocabShards.of(weight_VD.shape[0], vocab_group, h_ND.device)
-    of_products = torch.promote_types(h_ND.dtype, weight_VD.dtype)  # a frozen head may be held in 16 bits
+    # A frozen head may be held in 16 bits.
+    of_products = torch.promote_types(h_ND.dtype, weight_VD.dtype)
     if autocast:
         of_products = torch.get_autocast_dtype(device)
     if num_chunks is not None:
         chunk_size = -(-len(h_ND) // num_chunks)
     task = _Task(
         labels=labels_N,
-        chunk_size=max(1, _CHUNK.get(device, _CHUNK_ELSEWHERE) if chunk_size is None else chunk_size),
+        chunk_size=max(
+            1, _CHUNK.get(device, _CHUNK_ELSEWHERE) if chunk_size is None else chunk_size
+        ),
         dtype=of_products,
         temperature=temperature,
         soft_cap=soft_cap,
@@ -150,16 +167,24 @@ class _Task:
 
     def weights(self, weight_VD: Tensor, bias_V: Tensor | None) -> HeadWeights:
         bias = None if bias_V is None else bias_V.to(self.dtype)
-        return HeadWeights(weight_VD.to(self.dtype), bias, self.temperature, self.soft_cap, self.shards)
+        return HeadWeights(
+            weight_VD.to(self.dtype), bias, self.temperature, self.soft_cap, self.shards
+        )
 
-    def chunks(self, h_ND: Tensor, weights: HeadWeights, use_reference: bool) -> Iterator[tuple[slice, Tensor, HeadChunk]]:
+    def chunks(
+        self, h_ND: Tensor, weights: HeadWeights, use_reference: bool
+    ) -> Iterator[tuple[slice, Tensor, HeadChunk]]:
         """Yield (which positions, their hidden states, their logits), all in the same buffer."""
         other = None
         if use_reference and self.reference is not None:
             other = self.weights(self.reference.weight_ref_VD, self.reference.bias_ref_V)
         rows = min(self.chunk_size, len(h_ND))
         buffer = torch.empty(rows, weights.weight.shape[0], dtype=self.dtype, device=h_ND.device)
-        if self.reference is None and self.dtype is torch.bfloat16 and fused_kernels(buffer) is not None:
+        if (
+            self.reference is None
+            and self.dtype is torch.bfloat16
+            and fused_kernels(buffer) is not None
+        ):
             buffer = torch.empty_like(buffer, dtype=torch.float32)  # which makes no copies of them
         spare = None if other is None else torch.empty_like(buffer)
         for start in range(0, len(h_ND), self.chunk_size):
@@ -168,21 +193,32 @@ class _Task:
             chunk = HeadChunk(weights, self.labels[part], weights.logits(h, buffer))
             if other is not None and spare is not None and self.reference is not None:
                 chunk.reference = other
-                chunk.reference_raw = other.logits(self.reference.h_ref_ND[part].to(self.dtype), spare)
+                chunk.reference_raw = other.logits(
+                    self.reference.h_ref_ND[part].to(self.dtype), spare
+                )
             yield part, h, chunk
 
 
 class _Totals:
     """Gradients of the inputs, summed over chunks; None where none is wanted."""
 
-    def __init__(self, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wanted: tuple[bool, ...], task: _Task) -> None:
+    def __init__(
+        self,
+        h_ND: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        wanted: tuple[bool, ...],
+        task: _Task,
+    ) -> None:
         wide = torch.promote_types(task.dtype, torch.float32)
         self.task = task
         self.inputs = (h_ND, weight_VD, bias_V)
         self.h = torch.empty_like(h_ND, dtype=wide) if wanted[0] else None
         new = torch.empty if len(h_ND) else torch.zeros
         self.weight = new(weight_VD.shape, dtype=wide, device=h_ND.device) if wanted[1] else None
-        self.bias = torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
+        self.bias = (
+            torch.zeros_like(bias_V, dtype=wide) if wanted[2] and bias_V is not None else None
+        )
 
     def add(self, part: slice, h_nD: Tensor, chunk: HeadChunk) -> None:
         """Add the gradients of one chunk, whose logits have been turned into their gradient."""
@@ -194,7 +230,9 @@ class _Totals:
             self.bias += chunk.raw.sum(dim=0, dtype=self.bias.dtype)
 
     def finished(self) -> tuple[Tensor | None, ...]:
-        """Return the gradients in the inputs' dtypes; that of the hidden states is summed over the whole vocabulary."""
+        """Return the gradients in the inputs' dtypes; that of the hidden states is summed over the
+        whole vocabulary.
+        """
         if self.h is not None:
             self.task.shards.sum(self.h)
         grads = zip((self.h, self.weight, self.bias), self.inputs, strict=True)
@@ -205,13 +243,19 @@ class _LossHead(torch.autograd.Function):
     """Gradient in the forward pass."""
 
     @staticmethod
-    def forward(ctx: Any, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: _Task) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: _Task
+    ) -> tuple[Tensor | None, ...]:
         assert task.token_loss is not None
-        wanted = tuple(task.grad and x is not None and x.requires_grad for x in (h_ND, weight_VD, bias_V))
+        wanted = tuple(
+            task.grad and x is not None and x.requires_grad for x in (h_ND, weight_VD, bias_V)
+        )
         totals = _Totals(h_ND, weight_VD, bias_V, wanted, task)
         found = _Found(h_ND, task)
         loss = h_ND.new_zeros((), dtype=found.logprobs.dtype)
-        for part, h, chunk in task.chunks(h_ND, task.weights(weight_VD, bias_V), use_reference=True):
+        for part, h, chunk in task.chunks(
+            h_ND, task.weights(weight_VD, bias_V), use_reference=True
+        ):
             known = chunk.measure()
             with torch.enable_grad():
                 logprobs = known.logprobs.detach().requires_grad_()
@@ -232,7 +276,8 @@ class _LossHead(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        grads, ctx.grads = ctx.grads, None
+        grads = ctx.grads
+        ctx.grads = None
         assert grads is not None, "the gradient of a head's loss can be taken once"
         # In place: the gradient of a vocabulary's weight is too large for a copy.
         if not free_to_look(grad_loss.device) or grad_loss.item() != 1.0:
@@ -244,9 +289,13 @@ class _RecomputeHead(torch.autograd.Function):
     """Logits again in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: _Task) -> tuple[Tensor | None, ...]:
+    def forward(
+        ctx: Any, h_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, task: _Task
+    ) -> tuple[Tensor | None, ...]:
         found = _Found(h_ND, task)
-        for part, _, chunk in task.chunks(h_ND, task.weights(weight_VD, bias_V), use_reference=True):
+        for part, _, chunk in task.chunks(
+            h_ND, task.weights(weight_VD, bias_V), use_reference=True
+        ):
             known = chunk.measure()
             chunk.finish(known, None)
             found.put(part, known)
@@ -261,7 +310,9 @@ class _RecomputeHead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor | None, *others: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, *others: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         h_ND, weight_VD, bias_V, logprobs, normaliser, entropy, divergence = ctx.saved_tensors
         task: _Task = ctx.task
         grad_entropy = others[0] if task.entropy_grad else None
@@ -269,9 +320,14 @@ class _RecomputeHead(torch.autograd.Function):
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(logprobs)
         totals = _Totals(h_ND, weight_VD, bias_V, ctx.needs_input_grad, task)
-        for part, h, chunk in task.chunks(h_ND, task.weights(weight_VD, bias_V), use_reference=grad_divergence is not None):
+        for part, h, chunk in task.chunks(
+            h_ND, task.weights(weight_VD, bias_V), use_reference=grad_divergence is not None
+        ):
             known = Distribution(
-                logprobs[part], normaliser[part], entropy[part], None if divergence is None else divergence[part]
+                logprobs[part],
+                normaliser[part],
+                entropy[part],
+                None if divergence is None else divergence[part],
             )
             gradients = Gradients(
                 grad_logprobs[part],
@@ -291,11 +347,17 @@ class _Found:
 
     def __init__(self, h_ND: Tensor, task: _Task) -> None:
         wide = torch.promote_types(task.dtype, torch.float32)
-        self.logprobs, self.normaliser, self.entropy = (h_ND.new_empty(len(h_ND), dtype=wide) for _ in range(3))
+        self.logprobs, self.normaliser, self.entropy = (
+            h_ND.new_empty(len(h_ND), dtype=wide) for _ in range(3)
+        )
         self.divergence = None if task.reference is None else torch.empty_like(self.entropy)
 
     def put(self, part: slice, known: Distribution) -> None:
-        self.logprobs[part], self.normaliser[part], self.entropy[part] = known.logprobs, known.log_normaliser, known.entropy
+        self.logprobs[part], self.normaliser[part], self.entropy[part] = (
+            known.logprobs,
+            known.log_normaliser,
+            known.entropy,
+        )
         if self.divergence is not None and known.divergence is not None:
             self.divergence[part] = known.divergence
 

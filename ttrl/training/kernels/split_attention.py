@@ -1,22 +1,27 @@
-"""Exact attention over packed trees on CPUs, without a mask: split into parts that a plain kernel computes, then merged.
+"""Exact attention over packed trees on CPUs, without a mask: split into parts that a plain kernel
+computes, then merged.
 
-Query q sees key k where k <= q < end[k] (`ttrl.data.packing.masks.subtree_ends`). A run of tokens with the same end therefore
-attends causally within itself, and all tokens from behind the run up to its end see every key of it. So the whole is
+Query q sees key k where k <= q < end[k] (`ttrl.data.packing.masks.subtree_ends`). A run of tokens
+with the same end therefore attends causally within itself, and all tokens from behind the run up to
+its end see every key of it. So the whole is
 
     causal parts       one per run: each token is a query of exactly one
-    rectangles         one per run that others continue: the queries behind it, contiguous, against its keys, nothing masked
+    rectangles         one per run that others continue: the queries behind it, contiguous, against
+                       its keys, nothing masked
 
-each computed by the flash kernel of PyTorch's CPU backend (fp32, bf16, float64; grouped queries without repeated keys) and merged
-by log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691) and Hydragen (arXiv 2402.05099). The backward kernel rebuilds
-probabilities from scores and log-sum-exp; given the *merged* output and log-sum-exp, each part yields its share of the exact
-gradient. Memory: a few times the size of the queries. Where it can be compiled, a kernel of our own does the same faster
-(`ttrl.training.kernels.native_attention`).
+each computed by the flash kernel of PyTorch's CPU backend (fp32, bf16, float64; grouped queries
+without repeated keys) and merged by log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691) and
+Hydragen (arXiv 2402.05099). The backward kernel rebuilds probabilities from scores and log-sum-exp;
+given the *merged* output and log-sum-exp, each part yields its share of the exact gradient. Memory:
+a few times the size of the queries. Where it can be compiled, a kernel of our own does the same
+faster (`ttrl.training.kernels.native_attention`).
 
-Rows are laid end to end, since a tree never spans rows. Runs of equal length that follow one another (siblings) go through one
-call; short runs of other lengths are gathered into padded batches: causal attention needs no mask for padding at the end.
+Rows are laid end to end, since a tree never spans rows. Runs of equal length that follow one
+another (siblings) go through one call; short runs of other lengths are gathered into padded
+batches: causal attention needs no mask for padding at the end.
 
-Shapes: B rows, T tokens of a row, S = B·T, H query heads, K key/value heads, E dimension of a head, n runs of a batch, L tokens
-of a run.
+Shapes: B rows, T tokens of a row, S = B·T, H query heads, K key/value heads, E dimension of a head,
+n runs of a batch, L tokens of a run.
 """
 
 from collections.abc import Callable, Iterator
@@ -38,12 +43,15 @@ _backward_kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 
 _SHORT = 256  # runs up to here are gathered with others of about their length, to save calls
 _FULLNESS = 0.8  # of the longest in its batch, at least
-_BF16_FROM = 512  # shorter causal parts are faster in fp32, on CPUs without matrix units for bf16 by a factor of two
+# Shorter causal parts are faster in fp32, on CPUs without matrix units for bf16 by a factor of two.
+_BF16_FROM = 512
 
 
 @dataclass(eq=False, frozen=True)
 class Span:
-    """`count` runs of `length` tokens that follow one another, from position `start` of the rows laid end to end."""
+    """`count` runs of `length` tokens that follow one another, from position `start` of the rows
+    laid end to end.
+    """
 
     start: int
     length: int
@@ -66,7 +74,9 @@ class Span:
 
 @dataclass(eq=False, frozen=True)
 class Gathered:
-    """Runs of about the same length, wherever they are. Beyond its end, a run is filled up with copies of its last token."""
+    """Runs of about the same length, wherever they are. Beyond its end, a run is filled up with
+    copies of its last token.
+    """
 
     index: Tensor
     """int64 [n·L]: positions."""
@@ -95,7 +105,9 @@ class Gathered:
 
     def put(self, into: Tensor, part: Tensor) -> None:
         """Write [n, H, L, ...] to its place in [S, H, ...], without the copies."""
-        into.index_copy_(0, self.where, part.transpose(1, 2).flatten(0, 1).index_select(0, self.real))
+        into.index_copy_(
+            0, self.where, part.transpose(1, 2).flatten(0, 1).index_select(0, self.real)
+        )
 
 
 @dataclass(eq=False, frozen=True)
@@ -112,21 +124,35 @@ class SplitPlan:
 
 
 def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
-    """Return the parts that cover exactly the pairs of query and key that may see each other. Padding is in no part."""
+    """Return the parts that cover exactly the pairs of query and key that may see each other.
+    Padding is in no part.
+    """
     T = group_ids_BT.shape[1]
     ends_BT = subtree_ends(group_ids_BT, parent_ids_BT)
-    ends_BT = ends_BT + T * torch.arange(len(ends_BT), device=ends_BT.device).unsqueeze(1)  # rows end to end
-    ends_S, real_S = ends_BT.flatten(), group_ids_BT.flatten() >= 0
+    # Rows end to end.
+    ends_BT = ends_BT + T * torch.arange(len(ends_BT), device=ends_BT.device).unsqueeze(1)
+    ends_S = ends_BT.flatten()
+    real_S = group_ids_BT.flatten() >= 0
     starts_S = real_S.clone()
     starts_S[1:] &= ends_S[1:] != ends_S[:-1]
     stops_S = real_S.clone()
     stops_S[:-1] &= ends_S[1:] != ends_S[:-1]
-    runs = list(zip(starts_S.nonzero().flatten().tolist(), (stops_S.nonzero().flatten() + 1).tolist(), strict=True))
+    runs = list(
+        zip(
+            starts_S.nonzero().flatten().tolist(),
+            (stops_S.nonzero().flatten() + 1).tolist(),
+            strict=True,
+        )
+    )
     ends = ends_S[starts_S].tolist()
     rectangles = [
-        (Span(stop, end - stop), Span(start, stop - start)) for (start, stop), end in zip(runs, ends, strict=True) if end > stop
+        (Span(stop, end - stop), Span(start, stop - start))
+        for (start, stop), end in zip(runs, ends, strict=True)
+        if end > stop
     ]
-    parts = [(*run, *run) for run in runs] + [(q.start, q.stop, k.start, k.stop) for q, k in rectangles]
+    parts = [(*run, *run) for run in runs] + [
+        (q.start, q.stop, k.start, k.stop) for q, k in rectangles
+    ]
     listed = torch.tensor(parts, dtype=torch.int64).view(-1, 4)
     return SplitPlan(tuple(_batched(runs)), tuple(rectangles), bool(real_S.all()), listed)
 
@@ -140,7 +166,11 @@ def _batched(runs: list[tuple[int, int]]) -> Iterator[Span | Gathered]:
             spans[-1] = Span(spans[-1].start, length, spans[-1].count + 1)
         else:
             spans.append(Span(start, length))
-    short = sorted((span for span in spans if span.length * span.count <= _SHORT), key=lambda span: span.length, reverse=True)
+    short = sorted(
+        (span for span in spans if span.length * span.count <= _SHORT),
+        key=lambda span: span.length,
+        reverse=True,
+    )
     yield from (span for span in spans if span.length * span.count > _SHORT)
     batches: list[list[Span]] = []
     for span in short:
@@ -157,7 +187,9 @@ def _batched(runs: list[tuple[int, int]]) -> Iterator[Span | Gathered]:
 
 def _gathered(spans: list[Span]) -> Gathered:
     lengths = torch.tensor([span.length for span in spans for _ in range(span.count)])
-    starts = torch.tensor([span.start + i * span.length for span in spans for i in range(span.count)])
+    starts = torch.tensor(
+        [span.start + i * span.length for span in spans for i in range(span.count)]
+    )
     offset = torch.arange(int(lengths.max()))
     index = starts.unsqueeze(1) + torch.minimum(offset, lengths.unsqueeze(1) - 1)
     real = (offset < lengths.unsqueeze(1)).flatten().nonzero().flatten()
@@ -175,21 +207,28 @@ class _SplitAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: SplitPlan, scale: float) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         new = torch.empty if plan.complete else torch.zeros
-        out, lse = new(q.shape, dtype=wide), new(q.shape[:2], dtype=wide)
+        out = new(q.shape, dtype=wide)
+        lse = new(q.shape[:2], dtype=wide)
         for part in plan.causal:
             dtype = _kernel_dtype(q.dtype, part.length, causal=True)
-            part_out, part_lse = _forward_kernel(*(part.take(x).to(dtype) for x in (q, k, v)), 0.0, True, scale=scale)
+            part_out, part_lse = _forward_kernel(
+                *(part.take(x).to(dtype) for x in (q, k, v)), 0.0, True, scale=scale
+            )
             part.put(out, part_out)
             part.put(lse, part_lse)
         for queries, keys in plan.rectangles:
-            part_out, part_lse = _forward_kernel(queries.take(q), keys.take(k), keys.take(v), 0.0, False, scale=scale)
-            own_out, own_lse = queries.take(out), queries.take(lse)
+            part_out, part_lse = _forward_kernel(
+                queries.take(q), keys.take(k), keys.take(v), 0.0, False, scale=scale
+            )
+            own_out = queries.take(out)
+            own_lse = queries.take(lse)
             merged_lse = torch.logaddexp(own_lse, part_lse)
             own_out.lerp_(part_out.to(wide), torch.exp(part_lse - merged_lse).unsqueeze(-1))
             own_lse.copy_(merged_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan = plan
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -201,12 +240,23 @@ class _SplitAttention(torch.autograd.Function):
         for part in ctx.plan.causal:
             dtype = _kernel_dtype(q.dtype, part.length, causal=True)
             taken = [part.take(x).to(dtype) for x in (q, k, v, out)]
-            grad = part.take_or_zero(grad_out) if isinstance(part, Gathered) else part.take(grad_out)
-            parts = _backward_kernel(grad.to(dtype), *taken, part.take(lse), 0.0, True, scale=ctx.scale)
+            grad = (
+                part.take_or_zero(grad_out) if isinstance(part, Gathered) else part.take(grad_out)
+            )
+            parts = _backward_kernel(
+                grad.to(dtype), *taken, part.take(lse), 0.0, True, scale=ctx.scale
+            )
             for whole, share in zip(grads, parts, strict=True):
                 part.put(whole, share.to(whole.dtype))
         for queries, keys in ctx.plan.rectangles:
-            taken = [queries.take(grad_out), queries.take(q), keys.take(k), keys.take(v), queries.take(out), queries.take(lse)]
+            taken = [
+                queries.take(grad_out),
+                queries.take(q),
+                keys.take(k),
+                keys.take(v),
+                queries.take(out),
+                queries.take(lse),
+            ]
             shares = _backward_kernel(*taken, 0.0, False, scale=ctx.scale)
             for whole, share, span in zip(grads, shares, (queries, keys, keys), strict=True):
                 span.take(whole).add_(share)
@@ -221,7 +271,8 @@ class _NativeAttention(torch.autograd.Function):
         out, lse = native_attention.forward(q.float(), k.float(), v.float(), plan.parts, scale)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.plan = plan
+        ctx.scale = scale
         return out
 
     @staticmethod
@@ -233,14 +284,20 @@ class _NativeAttention(torch.autograd.Function):
 
 
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep torch.compile out of a function, such as one that loops over parts that differ from batch to batch."""
+    """Keep torch.compile out of a function, such as one that loops over parts that differ from
+    batch to batch.
+    """
     kept_out: Callable[P, R] = torch.compiler.disable(function)
     return kept_out
 
 
 @never_compiled
-def split_attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, plan: SplitPlan, scale: float) -> Tensor:
-    """Compute softmax attention [B, H, T, E] over packed rows on the CPU; zero at padding. All inputs have one dtype."""
+def split_attend(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, plan: SplitPlan, scale: float
+) -> Tensor:
+    """Compute softmax attention [B, H, T, E] over packed rows on the CPU; zero at padding. All
+    inputs have one dtype.
+    """
     B, _, T, _ = q_BHTE.shape
     flat = [x.transpose(1, 2).contiguous().flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE)]
     way = _NativeAttention if native_attention.serves(*flat) else _SplitAttention

@@ -1,11 +1,15 @@
-"""Decoders for the recipes: ours, built from a Hugging Face folder's config.json and nothing else, and transformers' classes.
+"""Decoders for the recipes: ours, built from a Hugging Face folder's config.json and nothing else,
+and transformers' classes.
 
-families      what each model_type means: names of parameters, norms, biases, blocks; one table row per family
-architecture  everything that a forward pass needs, read from a config; what we cannot compute is refused, all of it at once
+families      what each model_type means: names of parameters, norms, biases, blocks; one table row
+              per family
+architecture  everything that a forward pass needs, read from a config; what we cannot compute is
+refused, all of it at once
 rope          rotary positions of every type
 blocks        norms, attention and layers
 decoder       torchtune's skeleton with these parts in it
-transformers_decoder  transformers' own classes, with attention and recurrences of packed rows plugged in
+transformers_decoder  transformers' own classes, with attention and recurrences of packed rows
+plugged in
 layouts       where checkpoints of these classes keep their parameters
 weights       parameters from safetensors and back, under either naming
 """

@@ -1,6 +1,8 @@
-"""Read from config.json everything that a forward pass needs; what we cannot compute is refused, all of it at once.
+"""Read from config.json everything that a forward pass needs; what we cannot compute is refused,
+all of it at once.
 
-Both spellings of RoPE are read: `rope_parameters` of transformers 5, and the older `rope_theta` with `rope_scaling`.
+Both spellings of RoPE are read: `rope_parameters` of transformers 5, and the older `rope_theta`
+with `rope_scaling`.
 """
 
 import dataclasses
@@ -21,20 +23,35 @@ from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
 
 register()
 
-# Types of layers of transformers' classes that the plugged in functions know, or that look at one token at a time.
-_PLUGGED_IN = frozenset({"full_attention", "sliding_attention", "attention", "linear_attention", "mamba", "conv", "hybrid"})
+# Types of layers of transformers' classes that the plugged in functions know, or that look at one
+# token at a time.
+_PLUGGED_IN = frozenset(
+    {
+        "full_attention",
+        "sliding_attention",
+        "attention",
+        "linear_attention",
+        "mamba",
+        "conv",
+        "hybrid",
+    }
+)
 _SINGLE_TOKENS = frozenset({"mlp", "moe"})
 _NOT_PACKED = {
     "def mamba_selective_scan": "Mamba 1, whose scan begins with no state of its own",
     "create_chunked_causal_mask(": "attention within chunks",
 }
-"""What the source of a class contains, and what it then computes that packed rows have no function for."""
+"""What the source of a class contains, and what it then computes that packed rows have no function
+for.
+"""
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu2")
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a decoder computes, apart from its weights. Fields that config.json has too bear its names."""
+    """What a decoder computes, apart from its weights. Fields that config.json has too bear its
+    names.
+    """
 
     model_type: str
     vocab_size: int
@@ -73,7 +90,9 @@ class Architecture:
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_dim: int = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     return head_dim
 
 
@@ -83,7 +102,11 @@ def _activation(config: PretrainedConfig) -> str:
 
 
 def _feed_forward_width(config: PretrainedConfig) -> int:
-    width: int = config.n_inner or 4 * config.hidden_size if hasattr(config, "n_inner") else config.intermediate_size
+    width: int = (
+        config.n_inner or 4 * config.hidden_size
+        if hasattr(config, "n_inner")
+        else config.intermediate_size
+    )
     return width
 
 
@@ -93,10 +116,16 @@ def _key_value_heads(config: PretrainedConfig) -> int:
 
 
 def _ropes(config: PretrainedConfig) -> dict[str, Any]:
-    """Return RoPE parameters by kind of layer: one kind, unless the config has them by layer type (Gemma 3)."""
+    """Return RoPE parameters by kind of layer: one kind, unless the config has them by layer type
+    (Gemma 3).
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = any(isinstance(value, dict) for value in parameters.values())
-    return {kind: parameters[kind] for kind in sorted(set(config.layer_types))} if nested else {EVERY_LAYER: parameters}
+    return (
+        {kind: parameters[kind] for kind in sorted(set(config.layer_types))}
+        if nested
+        else {EVERY_LAYER: parameters}
+    )
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -110,16 +139,20 @@ def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
 
 def architecture(config: PretrainedConfig) -> Architecture:
     """Return the architecture of a config that `read_config` has accepted."""
-    family, head_dim = FAMILIES[config.model_type], _head_dim(config)
+    family = FAMILIES[config.model_type]
+    head_dim = _head_dim(config)
 
     def decided(value: bool | str) -> bool:
         return bool(getattr(config, value, False)) if isinstance(value, str) else value
 
-    ropes, layers = _ropes(config), config.num_hidden_layers
+    ropes = _ropes(config)
+    layers = config.num_hidden_layers
     every_layer = None if family.learned_positions else EVERY_LAYER
     described = {kind: _described(rope, config) for kind, rope in ropes.items()}
     scale = config.query_pre_attn_scalar if family.query_scale else head_dim
-    attention_cap, output_cap = (getattr(config, name) if name in family.soft_caps else None for name in SOFT_CAPS)
+    attention_cap, output_cap = (
+        getattr(config, name) if name in family.soft_caps else None for name in SOFT_CAPS
+    )
     return Architecture(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -154,8 +187,12 @@ def architecture(config: PretrainedConfig) -> Architecture:
 
 
 def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
-    """Return RoPE parameters in one form for either spelling, with what else the frequencies depend on."""
-    known = {name: value for name, value in sorted(rope.items()) if name != "type" and value is not None}
+    """Return RoPE parameters in one form for either spelling, with what else the frequencies depend
+    on.
+    """
+    known = {
+        name: value for name, value in sorted(rope.items()) if name != "type" and value is not None
+    }
     if known.get("partial_rotary_factor") == 1.0:
         del known["partial_rotary_factor"]
     if known.get("rope_type") in ("dynamic", "longrope", "yarn"):
@@ -168,20 +205,34 @@ def _problems(config: PretrainedConfig) -> list[str]:
     problems = []
     known = config.model_type in FAMILIES
     if not known:
-        problems.append(f"the model type {config.model_type!r} (there are {', '.join([*FAMILIES, *COMPOSITES])})")
+        problems.append(
+            f"the model type {config.model_type!r} (there are "
+            f"{', '.join([*FAMILIES, *COMPOSITES])})"
+        )
     problems += _problems_of_any(config)
-    experts = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, name, None)]
+    experts = [
+        name
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        if getattr(config, name, None)
+    ]
     if experts:
         problems.append(f"a mixture of experts ({experts[0]})")
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
-    if any(value is None for key, value in rope.items() if key in (getattr(config, "layer_types", None) or [])):
+    if any(
+        value is None
+        for key, value in rope.items()
+        if key in (getattr(config, "layer_types", None) or [])
+    ):
         problems.append("layers without RoPE")
     for kind in sorted({str(one.get("rope_type", "default")) for one in ropes} - set(ROPE_TYPES)):
         problems.append(f"the RoPE type {kind!r} (there are {', '.join(ROPE_TYPES)})")
     if any(one.get("rope_type") == "default" != one.get("type", "default") for one in ropes):
         # transformers 5 does so with Gemma 3's rope_scaling, and says nothing.
-        problems.append('a RoPE whose "type" is lost to the rope_type "default" (write rope_type in config.json)')
+        problems.append(
+            'a RoPE whose "type" is lost to the rope_type "default" (write rope_type in '
+            "config.json)"
+        )
     if (name := _activation(config)) not in ACTIVATIONS:
         problems.append(f"the activation {name!r} (there are {', '.join(ACTIVATIONS)})")
     types = getattr(config, "layer_types", None) or []
@@ -198,7 +249,10 @@ def _problems_of_any(config: PretrainedConfig) -> list[str]:
     if getattr(config, "is_encoder_decoder", False):
         problems.append("an encoder in addition to the decoder")
     if getattr(config, "quantization_config", None):
-        problems.append("quantised weights (train the unquantised model; adapters over quantised weights are another setting)")
+        problems.append(
+            "quantised weights (train the unquantised model; adapters over quantised weights are "
+            "another setting)"
+        )
     if getattr(config, "use_bidirectional_attention", False):
         problems.append("attention to later tokens (use_bidirectional_attention)")
     return problems
@@ -214,13 +268,20 @@ def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
     """Return everything that keeps transformers' own class from being trained on packed rows."""
     kind = config.model_type
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in OWN_MODEL_TYPES:
-        return [f"the model type {kind!r}, for which neither ttrl nor transformers has a decoder of text"]
+        return [
+            f"the model type {kind!r}, for which neither ttrl nor transformers has a decoder of "
+            "text"
+        ]
     problems = _problems_of_any(config)
     rope = getattr(config, "rope_parameters", None) or {}
     ropes = [r for r in rope.values() if isinstance(r, dict)] or [rope]
     for one in sorted({str(one.get("rope_type")) for one in ropes} & {"dynamic", "longrope"}):
-        problems.append(f"the RoPE type {one!r}, which transformers computes from the longest row of a batch")
-    for name in sorted(set(getattr(config, "layer_types", None) or []) - _PLUGGED_IN - _SINGLE_TOKENS):
+        problems.append(
+            f"the RoPE type {one!r}, which transformers computes from the longest row of a batch"
+        )
+    for name in sorted(
+        set(getattr(config, "layer_types", None) or []) - _PLUGGED_IN - _SINGLE_TOKENS
+    ):
         problems.append(f"layers of the type {name!r}")
     source = _source_of_class(config)
     problems += [f"{what} ({kind})" for sign, what in _NOT_PACKED.items() if sign in source]
@@ -230,19 +291,24 @@ def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
 def _source_of_class(config: PretrainedConfig) -> str:
     package = type(config).__module__.rpartition(".")[0]
     spec = importlib.util.find_spec(f"{package}.modeling_{package.rpartition('.')[2]}")
-    return "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+    return (
+        "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
+    )
 
 
 def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]:
     problems = []
-    family, window = FAMILIES[config.model_type], getattr(config, "sliding_window", None)
+    family = FAMILIES[config.model_type]
+    window = getattr(config, "sliding_window", None)
     if types and family.windows != "by_layer_types" and "sliding_attention" in types:
         problems.append(f"layer_types, which {config.model_type} models do not have")
     if family.windows == "by_layer_types" and len(types) != config.num_hidden_layers:
         problems.append(f"{len(types)} layer_types for {config.num_hidden_layers} layers")
     for name in SOFT_CAPS:
         if getattr(config, name, None) and name not in family.soft_caps:
-            problems.append(f"{name}, which neither transformers nor vLLM applies to {config.model_type} models")
+            problems.append(
+                f"{name}, which neither transformers nor vLLM applies to {config.model_type} models"
+            )
     if window is not None and window < 1:
         problems.append(f"a sliding window of {window} positions")
     if config.num_attention_heads % (heads := _key_value_heads(config)):
@@ -251,8 +317,14 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
         problems.append("tied embeddings with a bias in the head")
     for name, value in family.fixed.items():
         if (given := getattr(config, name, value)) != value:
-            problems.append(f"{name} {given!r} (ttrl and vLLM compute {config.model_type} models with {value!r})")
-    plain = all(_described(rope, config).keys() <= {"rope_type", "rope_theta"} for rope in _ropes(config).values())
+            problems.append(
+                f"{name} {given!r} (ttrl and vLLM compute {config.model_type} models with "
+                f"{value!r})"
+            )
+    plain = all(
+        _described(rope, config).keys() <= {"rope_type", "rope_theta"}
+        for rope in _ropes(config).values()
+    )
     if family.turns_backwards and not plain:
         problems.append(f"a scaled or partial RoPE, which {config.model_type} models do not have")
     return problems
@@ -268,10 +340,21 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
     folder = Path(folder)
     file = folder / "config.json" if folder.is_dir() else folder
     if not file.is_file():
-        raise ModelFolderError(f"{folder}: no config.json there; give a model folder in Hugging Face layout")
+        raise ModelFolderError(
+            f"{folder}: no config.json there; give a model folder in Hugging Face layout"
+        )
     try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
-    except (ValueError, OSError, KeyError, TypeError, AttributeError, StrictDataclassError) as error:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            file, local_files_only=True, trust_remote_code=False
+        )
+    except (
+        ValueError,
+        OSError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        StrictDataclassError,
+    ) as error:
         raise ModelFolderError(f"{file} cannot be read: {error}") from error
     text = config.get_text_config()
     if text is not config:
@@ -281,16 +364,26 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
         decoder = "transformers" if decoder == "auto" and not known else decoder
     config.ttrl_decoder = decoder
     if getattr(config, "rope_parameters", None):
-        config.standardize_rope_params()  # what transformers does again before it computes frequencies
-    if problems := _problems_with_transformers(config) if uses_transformers(config) else _problems(config):
-        raise ModelFolderError(f"{folder}: its config asks for what ttrl does not compute: {'; '.join(problems)}")
+        # What transformers does again before it computes frequencies.
+        config.standardize_rope_params()
+    if (
+        problems := _problems_with_transformers(config)
+        if uses_transformers(config)
+        else _problems(config)
+    ):
+        raise ModelFolderError(
+            f"{folder}: its config asks for what ttrl does not compute: {'; '.join(problems)}"
+        )
     return config
 
 
 def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, folder: Any) -> None:
-    """Raise ModelFolderError if a model of `config` would compute something else than one of `own` with the same weights."""
+    """Raise ModelFolderError if a model of `config` would compute something else than one of `own`
+    with the same weights.
+    """
     if uses_transformers(own):
-        theirs, ours = _computed(config), _computed(own)
+        theirs = _computed(config)
+        ours = _computed(own)
         different = [
             f"{name} is {theirs.get(name)!r} instead of {ours.get(name)!r}"
             for name in sorted(theirs.keys() | ours.keys())
@@ -299,18 +392,33 @@ def check_same_architecture(config: PretrainedConfig, own: PretrainedConfig, fol
     else:
         different = _different_architecture(config, own)
     if different:
-        raise ModelFolderError(f"{folder}: not the architecture of the policy: {'; '.join(different)}")
+        raise ModelFolderError(
+            f"{folder}: not the architecture of the policy: {'; '.join(different)}"
+        )
 
 
 def _computed(config: PretrainedConfig) -> dict[str, Any]:
     """Return the fields of a config that say what is computed."""
-    others = ("dtype", "transformers_version", "architectures", "use_cache", "_name_or_path", "ttrl_decoder", "model_type")
+    others = (
+        "dtype",
+        "transformers_version",
+        "architectures",
+        "use_cache",
+        "_name_or_path",
+        "ttrl_decoder",
+        "model_type",
+    )
     values = config.to_dict()
-    return {name: value for name, value in values.items() if name not in others and not name.endswith("_token_id")}
+    return {
+        name: value
+        for name, value in values.items()
+        if name not in others and not name.endswith("_token_id")
+    }
 
 
 def _different_architecture(config: PretrainedConfig, own: PretrainedConfig) -> list[str]:
-    theirs, ours = architecture(config), architecture(own)
+    theirs = architecture(config)
+    ours = architecture(own)
     return [
         f"{field.name} is {getattr(theirs, field.name)!r} instead of {getattr(ours, field.name)!r}"
         for field in dataclasses.fields(Architecture)

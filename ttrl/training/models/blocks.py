@@ -1,7 +1,9 @@
 """Norms, attention and layers of decoders, where torchtune 0.6.1 has none or others.
 
-- q/k norms come before RoPE, as in Qwen3 and Gemma 3 (torchtune applies them after, as nanochat does);
-- windows are counted in positions, scores can be capped, and rows may be longer than the model's context.
+- q/k norms come before RoPE, as in Qwen3 and Gemma 3 (torchtune applies them after, as nanochat
+  does);
+- windows are counted in positions, scores can be capped, and rows may be longer than the model's
+  context.
 
 Shapes: B rows, T tokens, D width, H query heads, K key/value heads, E dimension of a head.
 """
@@ -19,16 +21,21 @@ from ttrl.training.models.rope import Rotary, rotate, turns_of
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (arXiv 1910.07467), in fp32 or wider. `plus_one`: the weight is an offset from 1 (Gemma). `bare`:
-    there is none (nanochat)."""
+    """Root mean square norm (arXiv 1910.07467), in fp32 or wider. `plus_one`: the weight is an
+    offset from 1 (Gemma). `bare`: there is none (nanochat)."""
 
     def __init__(self, dim: int, eps: float, plus_one: bool = False, bare: bool = False) -> None:
         super().__init__()
-        self.eps, self.plus_one = eps, plus_one
-        self.scale = None if bare else nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
+        self.eps = eps
+        self.plus_one = plus_one
+        self.scale = (
+            None if bare else nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
+        )
 
     def forward(self, x: Tensor, pairs: bool = False) -> Tensor:
-        """Normalise x [..., dim]; same shape and dtype. `pairs`: its halves come as pairs (`cpu_products.as_pairs`)."""
+        """Normalise x [..., dim]; same shape and dtype. `pairs`: its halves come as pairs
+        (`cpu_products.as_pairs`).
+        """
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = x.new_ones(x.shape[-1], dtype=wide) if self.scale is None else self.scale.to(wide)
         scale = scale + 1.0 if self.plus_one else scale
@@ -41,7 +48,9 @@ class RMSNorm(nn.Module):
 def norm(shape: Architecture, dim: int) -> nn.Module:
     if shape.norm == "layer":
         return LayerNorm(dim, shape.norm_eps)
-    return RMSNorm(dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one", bare=shape.norm == "rms_bare")
+    return RMSNorm(
+        dim, shape.norm_eps, plus_one=shape.norm == "rms_plus_one", bare=shape.norm == "rms_bare"
+    )
 
 
 class SquaredReLU(nn.Module):
@@ -53,12 +62,19 @@ class SquaredReLU(nn.Module):
 
 def activation(name: str) -> nn.Module:
     """Make an activation by its Hugging Face name, one of ACTIVATIONS in `architecture`."""
-    kinds: dict[str, type[nn.Module]] = {"silu": nn.SiLU, "relu": nn.ReLU, "relu2": SquaredReLU, "gelu": nn.GELU}
+    kinds: dict[str, type[nn.Module]] = {
+        "silu": nn.SiLU,
+        "relu": nn.ReLU,
+        "relu2": SquaredReLU,
+        "gelu": nn.GELU,
+    }
     return kinds[name]() if name in kinds else nn.GELU(approximate="tanh")
 
 
 def for_products(x: Tensor) -> Tensor:
-    """Return x in the dtype of matrix products: autocast would make, and keep, a copy for each of them."""
+    """Return x in the dtype of matrix products: autocast would make, and keep, a copy for each of
+    them.
+    """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 
@@ -85,53 +101,78 @@ class SelfAttention(nn.Module):
 
     def __init__(self, shape: Architecture, layer: int) -> None:
         super().__init__()
-        dim, self.head_dim = shape.hidden_size, shape.head_dim
+        dim = shape.hidden_size
+        self.head_dim = shape.head_dim
         self.q_proj = Linear(dim, shape.num_attention_heads * self.head_dim, bias=shape.qkv_bias)
         self.k_proj = Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
         self.v_proj = Linear(dim, shape.num_key_value_heads * self.head_dim, bias=shape.qkv_bias)
-        self.output_proj = Linear(shape.num_attention_heads * self.head_dim, dim, bias=shape.output_bias)
+        self.output_proj = Linear(
+            shape.num_attention_heads * self.head_dim, dim, bias=shape.output_bias
+        )
         self.q_norm = norm(shape, self.head_dim) if shape.qk_norm else None
         self.k_norm = norm(shape, self.head_dim) if shape.qk_norm else None
         self.norms_last = shape.norm == "rms_bare"
         self.kind, self.window = shape.rope_kinds[layer], shape.windows[layer]
-        self.scale, self.soft_cap = shape.attention_scale, shape.attention_soft_cap
+        self.scale = shape.attention_scale
+        self.soft_cap = shape.attention_soft_cap
 
     def forward(self, x: Tensor, y: Tensor, *, mask: AttentionPlan, input_pos: Rotary) -> Tensor:
-        """Map x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and `input_pos` are torchtune's
-        names for what is passed through its layers to the attention: here the plan of attention, and RotaryEmbedding's output."""
+        """Map x [B, T, D] (y, torchtune's second input, is the same tensor) → [B, T, D]. `mask` and
+        `input_pos` are torchtune's names for what is passed through its layers to the attention:
+        here the plan of attention, and RotaryEmbedding's output.
+        """
         B, T, _ = x.shape
-        x, rotary = for_products(x), None if self.kind is None else input_pos[self.kind]
+        x = for_products(x)
+        rotary = None if self.kind is None else input_pos[self.kind]
         if rotary is not None and self._turns_pairs(x, rotary):
             q, k, v = self._projected_and_turned(x, rotary)
         else:
-            q, k, v = (part.view(B, T, -1, self.head_dim) for part in project(x, self.q_proj, self.k_proj, self.v_proj))
+            q, k, v = (
+                part.view(B, T, -1, self.head_dim)
+                for part in project(x, self.q_proj, self.k_proj, self.v_proj)
+            )
             q, k = (q, k) if self.norms_last else self._normed(q, k)
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             if rotary is not None:
-                q, k = rotate(q, rotary), rotate(k, rotary)
+                q = rotate(q, rotary)
+                k = rotate(k, rotary)
             q, k = self._normed(q, k) if self.norms_last else (q, k)
         out = attend(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window)
         return project(out.transpose(1, 2).reshape(B, T, -1), self.output_proj)[0]
 
     def _turns_pairs(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
-        """Tell whether queries and keys may come with the halves of their heads as pairs, which RoPE rotates faster: attention
-        sums over the dimensions of a head in any order. Pays off if more numbers are rotated than weights are reordered."""
-        whole = rotary[0].shape[-1] == self.head_dim and all(n is None or type(n) is RMSNorm for n in (self.q_norm, self.k_norm))
+        """Tell whether queries and keys may come with the halves of their heads as pairs, which
+        RoPE rotates faster: attention sums over the dimensions of a head in any order. Pays off if
+        more numbers are rotated than weights are reordered.
+        """
+        whole = rotary[0].shape[-1] == self.head_dim and all(
+            n is None or type(n) is RMSNorm for n in (self.q_norm, self.k_norm)
+        )
         pays = x.shape[0] * x.shape[1] >= x.shape[2]
         return whole and pays and cpu_products.serve(x, self.q_proj, self.k_proj, self.v_proj)
 
     def _projected_and_turned(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the first two."""
-        layers, E = (self.q_proj, self.k_proj, self.v_proj), self.head_dim
-        q, k, v = (part.unflatten(-1, (-1, E)) for part in cpu_products.project(x, *layers, pairs=(E, E)))
+        """Return queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the
+        first two.
+        """
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        E = self.head_dim
+        q, k, v = (
+            part.unflatten(-1, (-1, E)) for part in cpu_products.project(x, *layers, pairs=(E, E))
+        )
         q, k = (q, k) if self.norms_last else self._normed(q, k, pairs=True)
         turns = turns_of(rotary)
-        q, k = cpu_ops.turn_pairs(q, turns), cpu_ops.turn_pairs(k, turns)
+        q = cpu_ops.turn_pairs(q, turns)
+        k = cpu_ops.turn_pairs(k, turns)
         q, k = self._normed(q, k, pairs=True) if self.norms_last else (q, k)
         return tuple(part.transpose(1, 2) for part in (q, k, v))
 
     def _normed(self, q: Tensor, k: Tensor, **how: bool) -> tuple[Tensor, Tensor]:
-        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q, **how), self.k_norm(k, **how))
+        return (
+            (q, k)
+            if self.q_norm is None or self.k_norm is None
+            else (self.q_norm(q, **how), self.k_norm(k, **how))
+        )
 
 
 class ParallelLayer(TransformerSelfAttentionLayer):
@@ -146,7 +187,9 @@ class ParallelLayer(TransformerSelfAttentionLayer):
 
 def layer(shape: Architecture, number: int) -> TransformerSelfAttentionLayer:
     """Make the layer of that number, counted from 0."""
-    dim, width, bias = shape.hidden_size, shape.intermediate_size, shape.mlp_bias
+    dim = shape.hidden_size
+    width = shape.intermediate_size
+    bias = shape.mlp_bias
     feed_forward = (GatedFeedForward if shape.gated_mlp else FeedForward)(
         gate_proj=Linear(dim, width, bias=bias),
         down_proj=Linear(width, dim, bias=bias),

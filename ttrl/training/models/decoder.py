@@ -1,5 +1,6 @@
-"""The decoder that the recipes train: torchtune's skeleton (TransformerDecoder, its layers and FeedForward, so that its tools for
-checkpointing, sharding and LoRA apply) around our attention, RoPE and norms.
+"""The decoder that the recipes train: torchtune's skeleton (TransformerDecoder, its layers and
+FeedForward, so that its tools for checkpointing, sharding and LoRA apply) around our attention,
+RoPE and norms.
 
 Shapes: B rows, T tokens, D width, V vocabulary.
 """
@@ -20,8 +21,8 @@ from ttrl.training.models.transformers_decoder import TransformersDecoder
 
 
 class Decoder(TransformerDecoder):
-    """torchtune's decoder with one RoPE computation per pass, and hidden states as its output. Dropout is never applied, whatever
-    the config says: what is trained must be what samples."""
+    """torchtune's decoder with one RoPE computation per pass, and hidden states as its output.
+    Dropout is never applied, whatever the config says: what is trained must be what samples."""
 
     rope: RotaryEmbedding
     pos_embeddings: nn.Embedding | None
@@ -33,10 +34,14 @@ class Decoder(TransformerDecoder):
     """Logits are cap·tanh(logits/cap) where this is not None (Gemma 2)."""
 
     def hidden_states(
-        self, tokens_BT: Tensor, positions_BT: Tensor, plan: AttentionPlan, watch: Callable[[int, Tensor], None] | None = None
+        self,
+        tokens_BT: Tensor,
+        positions_BT: Tensor,
+        plan: AttentionPlan,
+        watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary. watch: is given the number of each
-        layer and the hidden states that leave it."""
+        """Return final hidden states [B, T, D], normed, not yet projected to the vocabulary. watch:
+        is given the number of each layer and the hidden states that leave it."""
         h: Tensor = self.tok_embeddings(tokens_BT)
         device = h.device.type
         h = widened(h)  # layers add up in fp32, even if embeddings are held or gathered in 16 bits
@@ -44,7 +49,8 @@ class Decoder(TransformerDecoder):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         if (scale := self.architecture.embedding_scale) is not None:
-            # Rounded to the dtype of the computation, as in the original, in transformers and in vLLM.
+            # Rounded to the dtype of the computation, as in the original, in transformers and in
+            # vLLM.
             h = h * torch.tensor(scale, dtype=dtype, device="cpu").item()
         if self.pos_embeddings is not None:
             h = h + self.pos_embeddings(positions_BT)
@@ -59,7 +65,9 @@ class Decoder(TransformerDecoder):
         return normed
 
     def logits(self, h: Tensor) -> Tensor:
-        """Map hidden states [..., D] → logits [..., V] in fp32 or wider, capped if the model does so."""
+        """Map hidden states [..., D] → logits [..., V] in fp32 or wider, capped if the model does
+        so.
+        """
         logits: Tensor = self.output(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.output_soft_cap
@@ -70,12 +78,15 @@ class Decoder(TransformerDecoder):
         self.rope.materialise(device)
 
 
-def build_decoder(config: PretrainedConfig, context: int | None = None) -> "Decoder | TransformersDecoder":
-    """Build a decoder of the config's shape on the current default device (the meta device too) and dtype, with parameters yet to
-    be loaded.
+def build_decoder(
+    config: PretrainedConfig, context: int | None = None
+) -> "Decoder | TransformersDecoder":
+    """Build a decoder of the config's shape on the current default device (the meta device too) and
+    dtype, with parameters yet to be loaded.
 
-    context: the longest sequence in tokens, for the RoPE type that depends on it (longrope); None takes the config's
-    max_position_embeddings, as vLLM does. Give the same length to the server as its max_model_len.
+    context: the longest sequence in tokens, for the RoPE type that depends on it (longrope); None
+    takes the config's max_position_embeddings, as vLLM does. Give the same length to the server as
+    its max_model_len.
     """
     if uses_transformers(config):
         return TransformersDecoder(config, context)
@@ -92,9 +103,15 @@ def build_decoder(config: PretrainedConfig, context: int | None = None) -> "Deco
         if shape.tie_word_embeddings
         else Linear(shape.hidden_size, shape.vocab_size, bias=shape.head_bias),
     )
-    decoder.pos_embeddings = nn.Embedding(shape.learned_positions, shape.hidden_size) if shape.learned_positions else None
+    decoder.pos_embeddings = (
+        nn.Embedding(shape.learned_positions, shape.hidden_size)
+        if shape.learned_positions
+        else None
+    )
     kinds = tuple(sorted({kind for kind in shape.rope_kinds if kind is not None}))
     decoder.rope = RotaryEmbedding(config, kinds, context or config.max_position_embeddings)
     decoder.context = context
-    decoder.config, decoder.architecture, decoder.output_soft_cap = config, shape, shape.output_soft_cap
+    decoder.config = config
+    decoder.architecture = shape
+    decoder.output_soft_cap = shape.output_soft_cap
     return decoder

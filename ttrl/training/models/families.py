@@ -1,6 +1,7 @@
 """What a model_type means beyond the numbers in its config.json: one row of FAMILIES for each.
 
-Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, so that its tools find them). "{}" stands for the layer.
+Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, so that its tools find
+them). "{}" stands for the layer.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,9 @@ Names = Mapping[str, str | tuple[str, ...]]
 
 
 def _names(*, gated: bool = True) -> dict[str, str | tuple[str, ...]]:
-    """Return the names that nearly all families share: embeddings, head, q/k/v and, if gated, feed-forward layers."""
+    """Return the names that nearly all families share: embeddings, head, q/k/v and, if gated,
+    feed-forward layers.
+    """
     attention = {
         f"model.layers.{{}}.self_attn.{part}_proj.{kind}": f"layers.{{}}.attn.{part}_proj.{kind}"
         for part in "qkv"
@@ -53,9 +56,17 @@ _GEMMA2: Names = {
 }
 
 _PHI3: Names = {
-    **{theirs: ours for theirs, ours in _LLAMA.items() if not any(p in theirs for p in ("q_", "k_", "v_", "gate_", "up_"))},
-    "model.layers.{}.self_attn.qkv_proj.weight": tuple(f"layers.{{}}.attn.{part}_proj.weight" for part in "qkv"),
-    "model.layers.{}.mlp.gate_up_proj.weight": tuple(f"layers.{{}}.mlp.{part}.weight" for part in ("w1", "w3")),
+    **{
+        theirs: ours
+        for theirs, ours in _LLAMA.items()
+        if not any(p in theirs for p in ("q_", "k_", "v_", "gate_", "up_"))
+    },
+    "model.layers.{}.self_attn.qkv_proj.weight": tuple(
+        f"layers.{{}}.attn.{part}_proj.weight" for part in "qkv"
+    ),
+    "model.layers.{}.mlp.gate_up_proj.weight": tuple(
+        f"layers.{{}}.mlp.{part}.weight" for part in ("w1", "w3")
+    ),
 }
 
 _PHI: Names = {
@@ -93,13 +104,19 @@ _GPT2: Names = {
         )
     },
     **{
-        f"transformer.h.{{}}.attn.c_attn.{kind}": tuple(f"layers.{{}}.attn.{part}_proj.{kind}" for part in "qkv")
+        f"transformer.h.{{}}.attn.c_attn.{kind}": tuple(
+            f"layers.{{}}.attn.{part}_proj.{kind}" for part in "qkv"
+        )
         for kind in ("weight", "bias")
     },
 }
 
 _NANOCHAT: Names = {
-    **{theirs: ours for theirs, ours in _LLAMA.items() if "norm" not in theirs and ".mlp." not in theirs},
+    **{
+        theirs: ours
+        for theirs, ours in _LLAMA.items()
+        if "norm" not in theirs and ".mlp." not in theirs
+    },
     "model.layers.{}.mlp.fc1.weight": "layers.{}.mlp.w1.weight",
     "model.layers.{}.mlp.fc2.weight": "layers.{}.mlp.w2.weight",
 }
@@ -107,7 +124,9 @@ _NANOCHAT: Names = {
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """A row of the table. A string in the place of a bool is the field of config.json that decides."""
+    """A row of the table. A string in the place of a bool is the field of config.json that
+    decides.
+    """
 
     names: Names
     norm: Literal["rms", "rms_plus_one", "rms_bare", "layer"] = "rms"
@@ -134,7 +153,9 @@ class ModelFamily:
     turns_backwards: bool = False
     """RoPE turns by the negative angle; there is none but the default type."""
     query_scale: bool = False
-    """Attention scores are scaled by 1/√ of the config's query_pre_attn_scalar instead of the dimension of a head."""
+    """Attention scores are scaled by 1/√ of the config's query_pre_attn_scalar instead of the
+    dimension of a head.
+    """
     soft_caps: tuple[str, ...] = ()
     """Which of the config's SOFT_CAPS the family has."""
     fixed: Mapping[str, bool] = field(default_factory=dict)
@@ -144,20 +165,34 @@ class ModelFamily:
     prefix: str = ""
     """What older files leave out at the beginning of names."""
     tied_head_in_files: bool = True
-    """Checkpoints with tied embeddings hold them again, as lm_head.weight, which most of vLLM's classes need when they reload in
-    place on CPU, and transformers accepts; vLLM's Gemma 2 refuses it, and GPT-2 does without."""
+    """Checkpoints with tied embeddings hold them again, as lm_head.weight, which most of vLLM's
+    classes need when they reload in place on CPU, and transformers accepts; vLLM's Gemma 2 refuses
+    it, and GPT-2 does without.
+    """
     windows: Literal["none", "every_layer", "by_layer_types"] = "none"
     """Which layers the config's sliding_window applies to."""
 
 
 FAMILIES = {
-    "llama": ModelFamily(_LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"),
+    "llama": ModelFamily(
+        _LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
     "mistral": ModelFamily(_LLAMA, windows="every_layer"),
     "ministral": ModelFamily(_LLAMA, windows="by_layer_types"),
     "qwen2": ModelFamily(_LLAMA, qkv_bias=True, windows="by_layer_types"),
-    "qwen3": ModelFamily(_LLAMA, qk_norm=True, qkv_bias="attention_bias", output_bias="attention_bias", windows="by_layer_types"),
+    "qwen3": ModelFamily(
+        _LLAMA,
+        qk_norm=True,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        windows="by_layer_types",
+    ),
     "gemma": ModelFamily(
-        _LLAMA, norm="rms_plus_one", qkv_bias="attention_bias", output_bias="attention_bias", scaled_embeddings=True
+        _LLAMA,
+        norm="rms_plus_one",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        scaled_embeddings=True,
     ),
     "gemma2": ModelFamily(
         _GEMMA2,
@@ -231,10 +266,14 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Composite:
-    """A model with more than text, of which only the text part (a family of its own) is trained; checkpoints keep the rest."""
+    """A model with more than text, of which only the text part (a family of its own) is trained;
+    checkpoints keep the rest.
+    """
 
     layouts: tuple[Mapping[str, str], ...]
-    """Prefixes of the text part's parameters, by the beginning of their plain names, as versions of transformers write them."""
+    """Prefixes of the text part's parameters, by the beginning of their plain names, as versions of
+    transformers write them.
+    """
     frozen: tuple[str, ...]
     """What the names of all other parameters begin with."""
 
@@ -245,6 +284,11 @@ COMPOSITES = {
             {"model.": "model.language_model.", "lm_head.": "lm_head."},
             {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
         ),
-        frozen=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+        frozen=(
+            "vision_tower.",
+            "multi_modal_projector.",
+            "model.vision_tower.",
+            "model.multi_modal_projector.",
+        ),
     ),
 }

@@ -1,4 +1,5 @@
-"""Where checkpoints keep the parameters of a transformers class: each stored tensor is a view of one.
+"""Where checkpoints keep the parameters of a transformers class: each stored tensor is a view of
+one.
 
 transformers 5 converts while it loads: it renames, and stacks the matrices of all experts into one
 parameter. Read backwards, its own table of conversions says which part of a parameter a file holds
@@ -56,7 +57,9 @@ class _SplitView(SplitModulelist):
         found: dict[str, Tensor] = {}
         for source, given in input_dict.items():
             tensor = given[0] if isinstance(given, list) else given
-            targets = self.get_target_patterns(input_dict, source, target_patterns, tensor.size(self.dim))
+            targets = self.get_target_patterns(
+                input_dict, source, target_patterns, tensor.size(self.dim)
+            )
             found |= zip(targets, tensor.unbind(self.dim), strict=True)
         return found
 
@@ -68,9 +71,17 @@ class _TransposeView(Transpose):
         self, input_dict: Any, source_patterns: Any, target_patterns: Any, **others: Any
     ) -> Any:
         if self.check_dims:
-            return {self.get_target_pattern(input_dict, source_patterns, target_patterns): next(iter(input_dict.values()))[0]}
+            return {
+                self.get_target_pattern(input_dict, source_patterns, target_patterns): next(
+                    iter(input_dict.values())
+                )[0]
+            }
         ((tensor,),) = input_dict.values()
-        return {self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor.transpose(self.dim0, self.dim1)}
+        return {
+            self.get_target_pattern(input_dict, source_patterns, target_patterns): tensor.transpose(
+                self.dim0, self.dim1
+            )
+        }
 
 
 def _as_view(operation: Any, model_type: str) -> Any:
@@ -81,7 +92,9 @@ def _as_view(operation: Any, model_type: str) -> Any:
     if isinstance(operation, Transpose):
         return _TransposeView(operation.dim0, operation.dim1, operation.check_dims)
     kind = type(operation).__name__
-    raise ModelFolderError(f"{model_type} models store matrices rearranged ({kind}), which ttrl does not write yet")
+    raise ModelFolderError(
+        f"{model_type} models store matrices rearranged ({kind}), which ttrl does not write yet"
+    )
 
 
 class Names(NamedTuple):
@@ -112,7 +125,8 @@ class Names(NamedTuple):
 def names_of(whole: PreTrainedModel) -> Names:
     """Return the names of a model with its head."""
     base: Any = whole.base_model
-    embeddings, layers = whole.get_input_embeddings(), whole.config.num_hidden_layers
+    embeddings = whole.get_input_embeddings()
+    layers = whole.config.num_hidden_layers
     parts = {}
     for name, child in base.named_children():
         if child is embeddings:
@@ -126,8 +140,8 @@ class Layout:
     """How checkpoints of a model class name and divide its parameters."""
 
     def __init__(self, whole: PreTrainedModel) -> None:
-        """Describe a model with its head, which may be on the meta device. Raises ModelFolderError for
-        conversions that are no views."""
+        """Describe a model with its head, which may be on the meta device. Raises ModelFolderError
+        for conversions that are no views."""
         self._whole = whole
         self.names = names_of(whole)
         mapping = get_model_conversion_mapping(whole, add_legacy=False)
@@ -136,20 +150,26 @@ class Layout:
         self._renamings = [one for one in backwards if isinstance(one, WeightRenaming)]
         self._converters = [one for one in backwards if isinstance(one, WeightConverter)]
         for converter in self._converters:
-            converter.operations = [_as_view(one, whole.config.model_type) for one in converter.operations]
+            converter.operations = [
+                _as_view(one, whole.config.model_type) for one in converter.operations
+            ]
         self.ignored: frozenset[str] = frozenset(whole._keys_to_ignore_on_load_unexpected or ())
         """Patterns of stored names that the class leaves out."""
 
     def views(self, name: str, parameter: Tensor) -> dict[str, Tensor]:
         """Return the stored tensors that a parameter of the decoder holds, by their names."""
         theirs = self.names.theirs(name)
-        renamed, pattern = rename_source_key(theirs, self._renamings, self._converters, reverse=True)
+        renamed, pattern = rename_source_key(
+            theirs, self._renamings, self._converters, reverse=True
+        )
         if pattern is None:
             return {renamed: parameter}
         converter = next(one for one in self._converters if pattern in one.source_patterns)
         own = copy.deepcopy(converter)
         own.add_tensor(renamed, theirs, pattern, parameter)  # type: ignore[arg-type]
-        found: dict[str, Tensor] = own.convert(renamed, model=self._whole, config=self._whole.config)
+        found: dict[str, Tensor] = own.convert(
+            renamed, model=self._whole, config=self._whole.config
+        )
         return found
 
 
@@ -169,13 +189,20 @@ class Prefixes(NamedTuple):
 def prefixes_among(stored: Iterable[str], own: Iterable[str]) -> Prefixes:
     """Return the prefixes of a folder's names: a model with towers keeps its text part under one of
     its own. Those under which most are there. `own`: names of the layout."""
-    names, wanted = set(stored), set(own)
+    names = set(stored)
+    wanted = set(own)
     found = Prefixes()
     if wanted <= names:
         return found
-    bases = {name.removesuffix(_THEIR_EMBEDDINGS) for name in names if name.endswith(_THEIR_EMBEDDINGS)}
+    bases = {
+        name.removesuffix(_THEIR_EMBEDDINGS) for name in names if name.endswith(_THEIR_EMBEDDINGS)
+    }
     heads = {name.removesuffix("weight") for name in names if name.endswith(HEAD)}
-    every = [Prefixes(base, head) for base in sorted({found.base, *bases}) for head in sorted({found.head, *heads})]
+    every = [
+        Prefixes(base, head)
+        for base in sorted({found.base, *bases})
+        for head in sorted({found.head, *heads})
+    ]
 
     def fits(prefixes: Prefixes) -> int:
         return sum(prefixes.stored(name) in names for name in wanted)
@@ -186,7 +213,9 @@ def prefixes_among(stored: Iterable[str], own: Iterable[str]) -> Prefixes:
 def whole_model(config: PretrainedConfig, **how: Any) -> PreTrainedModel:
     """Make a model of the config's class with its head, on the current default device."""
     given = copy.deepcopy(config)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(given, dtype=torch.get_default_dtype(), **how)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        given, dtype=torch.get_default_dtype(), **how
+    )
     return model
 
 
@@ -205,8 +234,9 @@ def _layout_of(config: str, kind: type[PretrainedConfig]) -> tuple[Layout, dict[
 
 
 def stored_parameters(whole: PreTrainedModel) -> dict[str, Tensor]:
-    """Return what checkpoints of a model hold: parameters and buffers, by the decoder's names. A tied
-    head is left out."""
+    """Return what checkpoints of a model hold: parameters and buffers, by the decoder's names. A
+    tied head is left out."""
     tied = bool(whole.config.tie_word_embeddings)
-    names, named = names_of(whole), whole.state_dict(keep_vars=True).items()
+    names = names_of(whole)
+    named = whole.state_dict(keep_vars=True).items()
     return {names.ours(name): tensor for name, tensor in named if not (tied and name == HEAD)}

@@ -1,8 +1,10 @@
 """Rotary positions (RoPE, arXiv 2104.09864), in the half-rotation form of Hugging Face checkpoints.
 
-Frequencies are computed by transformers from the config itself, whatever the scaling type, so that they cannot differ.
+Frequencies are computed by transformers from the config itself, whatever the scaling type, so that
+they cannot differ.
 
-Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated (the first ones).
+Shapes: B rows, T tokens, H heads, E dimension of a head, R the dimensions of it that are rotated
+(the first ones).
 """
 
 from collections.abc import Callable
@@ -24,12 +26,13 @@ Rotary = dict[str, tuple[Tensor, Tensor]]
 
 
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
-    """Return inverse frequencies [R/2] in fp32 on the CPU, negative in families that turn backwards, and the factor of cosines
-    and sines, for layers of `kind`.
+    """Return inverse frequencies [R/2] in fp32 on the CPU, negative in families that turn
+    backwards, and the factor of cosines and sines, for layers of `kind`.
 
-    "longrope" and "dynamic" depend on the length of the sequence in transformers: that of the longest of the batch at hand. vLLM
-    decides once and for all, because keys in the cache are rotated already, and so do we, so that the same token has the same
-    keys in every packing: for longrope by `context`, the longest sequence that will occur (its max_model_len); for dynamic by
+    "longrope" and "dynamic" depend on the length of the sequence in transformers: that of the
+    longest of the batch at hand. vLLM decides once and for all, because keys in the cache are
+    rotated already, and so do we, so that the same token has the same keys in every packing: for
+    longrope by `context`, the longest sequence that will occur (its max_model_len); for dynamic by
     the model's own context, whatever the server's is.
     """
     nested = kind != EVERY_LAYER
@@ -39,7 +42,9 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
         if (rope_type := parameters["rope_type"]) == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             sign = -1.0 if FAMILIES[config.model_type].turns_backwards else 1.0
-            return sign / parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+            return sign / parameters["rope_theta"] ** (
+                torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+            ), 1.0
         if rope_type == "dynamic":
             context = config.max_position_embeddings
         layer = {"layer_type": kind} if nested else {}
@@ -47,8 +52,8 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of positions, for each kind of layer; maybe there is none. Frequencies stay in fp32: they are computed
-    anew after a move."""
+    """Cosines and sines of positions, for each kind of layer; maybe there is none. Frequencies stay
+    in fp32: they are computed anew after a move."""
 
     def __init__(self, config: PretrainedConfig, kinds: tuple[str, ...], context: int) -> None:
         super().__init__()
@@ -68,22 +73,31 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def forward(self, positions_BT: Tensor, dtype: torch.dtype) -> Rotary:
-        """Map positions [B, T] → cosines and sines in `dtype`; angles are always computed in fp32."""
+        """Map positions [B, T] → cosines and sines in `dtype`; angles are always computed in
+        fp32.
+        """
         rotary = {}
         with torch.autocast(positions_BT.device.type, enabled=False):
             for kind, (_, factor) in self._computed.items():
                 angles = positions_BT.float().unsqueeze(-1) * self.get_buffer(f"{kind}_frequencies")
                 angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
-                rotary[kind] = ((angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype))
+                rotary[kind] = (
+                    (angles.cos() * factor).to(dtype),
+                    (angles.sin() * factor).to(dtype),
+                )
         return rotary
 
 
 def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by their positions; dimensions from R on pass through."""
     cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
-    if cpu_ops.apply_to(x_BHTE):  # in the layout that the projections give and attention takes: [B, T, H, E] in memory
-        return cpu_ops.rotate_halves(*(part.transpose(1, 2) for part in (x_BHTE, cos, sin))).transpose(1, 2)
-    turned, passed = x_BHTE[..., : cos.shape[-1]], x_BHTE[..., cos.shape[-1] :]
+    # In the layout that the projections give and attention takes: [B, T, H, E] in memory.
+    if cpu_ops.apply_to(x_BHTE):
+        return cpu_ops.rotate_halves(
+            *(part.transpose(1, 2) for part in (x_BHTE, cos, sin))
+        ).transpose(1, 2)
+    turned = x_BHTE[..., : cos.shape[-1]]
+    passed = x_BHTE[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
     return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned

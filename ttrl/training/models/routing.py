@@ -1,14 +1,15 @@
 """Replay the sampler's experts, and measure what routers do.
 
-A router of transformers scores all experts of each token and chooses by `torch.topk`. While a router
-runs, a mode of torch sees these calls. It puts the sampler's experts in the place of the router's
-own choice and takes their scores, so gradients still flow into the router. Tokens whose experts the
-sampler did not return keep the router's choice.
+A router of transformers scores all experts of each token and chooses by `torch.topk`. While a
+router runs, a mode of torch sees these calls. It puts the sampler's experts in the place of the
+router's own choice and takes their scores, so gradients still flow into the router. Tokens whose
+experts the sampler did not return keep the router's choice.
 
 Rounding turns a close choice the other way, and then the trainer computes another network than the
 sampler did. Source of the method: Rollout Routing Replay (arXiv:2510.11370).
 
-Shapes: B rows, T tokens, N = B·T, L layers, K experts of a token, E experts. Has never run on a GPU.
+Shapes: B rows, T tokens, N = B·T, L layers, K experts of a token, E experts. Has never run on a
+GPU.
 """
 
 from collections.abc import Callable
@@ -62,8 +63,9 @@ class LayerRouting:
 
 
 def routing_metrics(layers: list[LayerRouting]) -> dict[str, Any]:
-    """Return what train.jsonl says about routers: lists of one entry per layer with experts, and the
-    shares of tokens that were replayed, and would have been routed otherwise, over all layers."""
+    """Return what train.jsonl says about routers: lists of one entry per layer with experts, and
+    the shares of tokens that were replayed, and would have been routed otherwise, over all layers.
+    """
     return {
         "layers": [one.layer for one in layers],
         "entropy": [one.entropy for one in layers],
@@ -115,7 +117,10 @@ class Routing:
 
     def _add(self, mode: "_Choice", router: str) -> None:
         if mode.facts is None and mode.rows.experts is not None:
-            raise UserError(f"router_replay: {router} does not choose experts by torch.topk; set router_replay=False")
+            raise UserError(
+                f"router_replay: {router} does not choose experts by torch.topk; set "
+                "router_replay=False"
+            )
         if mode.facts is not None:
             before = self._facts.get(mode.layer)
             self._facts[mode.layer] = mode.facts if before is None else before + mode.facts
@@ -126,13 +131,22 @@ class Routing:
 
     def take(self, add_up: Callable[[Tensor], Tensor]) -> list[LayerRouting]:
         """Return what routers did since the last call. add_up: sums a tensor over all ranks."""
-        facts, self._facts = self._facts, {}
+        facts = self._facts
+        self._facts = {}
         found = []
         for layer, sums in sorted(facts.items()):
             entropy, tokens, known, differing, *load = add_up(sums).tolist()
             total = sum(load) or 1.0
             share = [count / total for count in load]
-            found.append(LayerRouting(layer, entropy / max(tokens, 1), share, known / max(tokens, 1), differing / max(known, 1)))
+            found.append(
+                LayerRouting(
+                    layer,
+                    entropy / max(tokens, 1),
+                    share,
+                    known / max(tokens, 1),
+                    differing / max(known, 1),
+                )
+            )
         return found
 
 
@@ -140,7 +154,9 @@ def _router_of(block: nn.Module) -> nn.Module | None:
     """Return the router of a block of experts; None for other modules."""
     if not hasattr(getattr(block, "experts", None), "num_experts"):
         return None
-    routers = [getattr(block, name) for name in _NAMES if isinstance(getattr(block, name, None), nn.Module)]
+    routers = [
+        getattr(block, name) for name in _NAMES if isinstance(getattr(block, name, None), nn.Module)
+    ]
     return routers[0] if routers else None
 
 
@@ -156,8 +172,8 @@ class _Choice(TorchFunctionMode):
         """Holds this mode while the router runs."""
         self._scores_NE: Tensor | None = None
         self.facts: Tensor | None = None
-        """[4 + E]: sums of entropies, tokens, tokens with known experts, of those with other ones than the router's, and the
-        choices of each expert."""
+        """[4 + E]: sums of entropies, tokens, tokens with known experts, of those with other ones
+        than the router's, and the choices of each expert."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -165,7 +181,8 @@ class _Choice(TorchFunctionMode):
             self._scores_NE = out
         if func in _CHOICES:
             given = args[0] if args else kwargs["input"]
-            if given.dim() == 2 and given.shape[-1] == self._experts:  # else groups of experts are chosen
+            # Else groups of experts are chosen.
+            if given.dim() == 2 and given.shape[-1] == self._experts:
                 return self._choose(given, out[0], out[1])
         return out
 
@@ -175,8 +192,13 @@ class _Choice(TorchFunctionMode):
         if self.rows.experts is not None:
             told_BTK = self.rows.experts[:, :, self.layer]
             if told_BTK.shape[-1] != own_NK.shape[-1]:
-                counts = f"{told_BTK.shape[-1]} experts of each token, and layer {self.layer} chooses {own_NK.shape[-1]}"
-                raise UserError(f"router_replay: the pack holds {counts}; was it sampled from another model?")
+                counts = (
+                    f"{told_BTK.shape[-1]} experts of each token, and layer {self.layer} chooses "
+                    f"{own_NK.shape[-1]}"
+                )
+                raise UserError(
+                    f"router_replay: the pack holds {counts}; was it sampled from another model?"
+                )
             told_NK = told_BTK.reshape(own_NK.shape).long()
             known_N = (told_NK >= 0).all(-1)
             chosen_NK = torch.where(known_N[:, None], told_NK, own_NK)
@@ -194,5 +216,10 @@ class _Choice(TorchFunctionMode):
         differs_N = (own_NK.sort(-1).values != chosen_NK.sort(-1).values).any(-1)
         load_E = token_N.new_zeros(self._experts)
         load_E.index_add_(0, chosen_NK.flatten(), token_N.repeat_interleave(chosen_NK.shape[-1]))
-        sums = [(entropy_N * token_N).sum(), token_N.sum(), known_N.sum(), (differs_N * known_N).sum()]
+        sums = [
+            (entropy_N * token_N).sum(),
+            token_N.sum(),
+            known_N.sum(),
+            (differs_N * known_N).sum(),
+        ]
         self.facts = torch.cat([torch.stack(sums), load_E])

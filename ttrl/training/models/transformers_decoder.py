@@ -1,4 +1,5 @@
-"""Train transformers' own model classes, unmodified: attention and recurrences are plugged in from outside.
+"""Train transformers' own model classes, unmodified: attention and recurrences are plugged in from
+outside.
 
 A class is built without its head. It is given positions and no mask. Where it attends, it calls
 `attend_packed` through transformers' attention interface; where it scans or convolves over tokens,
@@ -27,7 +28,13 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, PretrainedConfig
 
 from ttrl.training.kernels.attention import AttentionPlan, attend
-from ttrl.training.kernels.branching import Branches, Scan, branches_of, branching_convolution, branching_scan
+from ttrl.training.kernels.branching import (
+    Branches,
+    Scan,
+    branches_of,
+    branching_convolution,
+    branching_scan,
+)
 from ttrl.training.kernels.doubles import KeepDoubles
 from ttrl.training.kernels.widening import Linear, TiedLinear, widened
 from ttrl.training.models.layouts import Layout, whole_model
@@ -35,7 +42,9 @@ from ttrl.training.models.routing import Routing
 
 ATTENTION = "ttrl"
 """The name of `attend_packed` in transformers."""
-_DELTA_RULE = Scan(("query", "key", "value", "g", "beta"), "initial_state", "output_final_state", fill={})
+_DELTA_RULE = Scan(
+    ("query", "key", "value", "g", "beta"), "initial_state", "output_final_state", fill={}
+)
 SCANS = {
     "torch_chunk_gated_delta_rule": _DELTA_RULE,
     "chunk_kimi_delta_attention": _DELTA_RULE,
@@ -89,8 +98,8 @@ _now = _Now()
 class TransformersDecoder(nn.Module):
     """A model class of transformers, from packed rows to hidden states. Dropout is never applied.
 
-    Its parameters have the names of the class, but for those that all decoders share: tok_embeddings,
-    layers.0 … and output."""
+    Its parameters have the names of the class, but for those that all decoders share:
+    tok_embeddings, layers.0 … and output."""
 
     tok_embeddings: nn.Embedding
     layers: nn.ModuleList
@@ -110,7 +119,8 @@ class TransformersDecoder(nn.Module):
         self.output = TiedLinear(self.tok_embeddings) if config.tie_word_embeddings else head
         _freeze_buffers(self)
         _widen_products(self)
-        self.config, self.context = config, context
+        self.config = config
+        self.context = context
         self.max_seq_len: int = config.max_position_embeddings
         self.output_soft_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.output_scale = _output_scale(config)
@@ -121,8 +131,8 @@ class TransformersDecoder(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> "TransformersDecoder":
-        """Stay as it is: what is trained must be what samples. In training mode, Mamba 2 would also take kernels that do several
-        steps at once, in which no groups can be told apart."""
+        """Stay as it is: what is trained must be what samples. In training mode, Mamba 2 would also
+        take kernels that do several steps at once, in which no groups can be told apart."""
         return super().train(False)
 
     def hidden_states(
@@ -138,13 +148,20 @@ class TransformersDecoder(nn.Module):
         experts_BTLK: those that the sampler chose, -1 where unknown; None: each router chooses."""
         wide = self.tok_embeddings.weight.dtype is torch.float64
         self._base[0].config._experts_implementation = "eager" if wide else "grouped_mm"
-        with self._handing_on(Rows(plan, wide, experts_BTLK), watch), KeepDoubles() if wide else nullcontext():
-            out = self._base[0](input_ids=tokens_BT, position_ids=positions_BT, attention_mask=None, use_cache=False)
+        with (
+            self._handing_on(Rows(plan, wide, experts_BTLK), watch),
+            KeepDoubles() if wide else nullcontext(),
+        ):
+            out = self._base[0](
+                input_ids=tokens_BT, position_ids=positions_BT, attention_mask=None, use_cache=False
+            )
         h: Tensor = out.last_hidden_state
         return h if self.output_scale == 1.0 else h * self.output_scale
 
     @contextmanager
-    def _handing_on(self, rows: Rows, watch: Callable[[int, Tensor], None] | None) -> Iterator[None]:
+    def _handing_on(
+        self, rows: Rows, watch: Callable[[int, Tensor], None] | None
+    ) -> Iterator[None]:
         """Give the rows to each layer among its arguments, which checkpointing keeps for the second
         computation of the layer."""
 
@@ -160,11 +177,15 @@ class TransformersDecoder(nn.Module):
                 hook = layer.register_forward_pre_hook(give, prepend=True, with_kwargs=True)
                 hooks.callback(hook.remove)
                 if watch is not None:
-                    hooks.callback(layer.register_forward_hook(functools.partial(tell, number)).remove)
+                    hooks.callback(
+                        layer.register_forward_hook(functools.partial(tell, number)).remove
+                    )
             yield
 
     def logits(self, h: Tensor) -> Tensor:
-        """Map hidden states [..., D] → logits [..., V] in fp32 or wider, capped if the model does so."""
+        """Map hidden states [..., D] → logits [..., V] in fp32 or wider, capped if the model does
+        so.
+        """
         logits: Tensor = self.output(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.output_soft_cap
@@ -188,8 +209,8 @@ class TransformersDecoder(nn.Module):
 
 
 def _freeze_buffers(decoder: nn.Module) -> None:
-    """Make parameters without a gradient of the buffers that checkpoints hold, such as the biases by
-    which routers balance experts."""
+    """Make parameters without a gradient of the buffers that checkpoints hold, such as the biases
+    by which routers balance experts."""
     for module in decoder.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set:
@@ -250,7 +271,12 @@ def attend_packed(
     assert _now.rows is not None, "attention outside of a decoder's layers"
     width = value.shape[-1]
     wide = F.pad(value, (0, query.shape[-1] - width))
-    how: dict[str, Any] = {"scale": scaling, "soft_cap": softcap, "window": sliding_window, "sinks_H": s_aux}
+    how: dict[str, Any] = {
+        "scale": scaling,
+        "soft_cap": softcap,
+        "window": sliding_window,
+        "sinks_H": s_aux,
+    }
     out = attend(query, key, wide, _now.rows.plan, **how)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
@@ -287,8 +313,14 @@ def _scan_or_branch(theirs: Callable[..., Any], *given: Any, scan: Scan, **named
 
 
 def _convolve_or_branch(
-    theirs: Callable[..., Tensor], hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, **named: Any
+    theirs: Callable[..., Tensor],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    **named: Any,
 ) -> Tensor:
     if _now.rows is None:
         return theirs(hidden_states, weight, bias, **named)
-    return branching_convolution(theirs, hidden_states, weight, _now.rows.branches, bias=bias, **named)
+    return branching_convolution(
+        theirs, hidden_states, weight, _now.rows.branches, bias=bias, **named
+    )

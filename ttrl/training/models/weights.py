@@ -1,7 +1,8 @@
-"""Parameters from safetensors and back, under either naming: theirs (Hugging Face) and ours (torchtune's).
+"""Parameters from safetensors and back, under either naming: theirs (Hugging Face) and ours
+(torchtune's).
 
-Some families store matrices fused along their rows (Phi-3: q, k and v; gate and up), or transposed and fused along their columns
-(GPT-2); ours are apart.
+Some families store matrices fused along their rows (Phi-3: q, k and v; gate and up), or transposed
+and fused along their columns (GPT-2); ours are apart.
 """
 
 import contextlib
@@ -22,22 +23,35 @@ from transformers import PretrainedConfig
 from ttrl.errors import ModelFolderError
 from ttrl.system.files import again
 from ttrl.system.weight_files import check_tied_head
-from ttrl.training.models.architecture import Architecture, architecture, read_config, uses_transformers
+from ttrl.training.models.architecture import (
+    Architecture,
+    architecture,
+    read_config,
+    uses_transformers,
+)
 from ttrl.training.models.families import COMPOSITES, FAMILIES, Chosen, Composite, ModelFamily
 from ttrl.training.models.layouts import Layout, layout_of_class, prefixes_among
 
 _LAYER = re.compile(r"\.(\d+)\.")
-_TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # in old files; the last two hold GPT-2's causal mask
+# In old files; the last two hold GPT-2's causal mask.
+_TABLES = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 FILE_DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"},
+    **{
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+    },
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
 
 
 class Stored(NamedTuple):
-    """A tensor of a checkpoint: its name there, and the parameters of ours that it holds, one after the other in its rows; or, if
-    it is transposed, in its columns."""
+    """A tensor of a checkpoint: its name there, and the parameters of ours that it holds, one after
+    the other in its rows; or, if it is transposed, in its columns."""
 
     name: str
     parameters: tuple[str, ...]
@@ -64,11 +78,18 @@ def _is_transposed(theirs: str, family: ModelFamily) -> bool:
 
 
 def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[Stored]:
-    """Return how a checkpoint stores parameters of these names; a tied head once more by itself, if the family stores it so."""
+    """Return how a checkpoint stores parameters of these names; a tied head once more by itself, if
+    the family stores it so.
+    """
     if uses_transformers(config):
         layout, shapes = layout_of_class(config)
-        return [Stored(view, (name,), layout=layout) for name in parameters for view in layout.views(name, shapes[name])]
-    table, family = {}, FAMILIES[config.model_type]
+        return [
+            Stored(view, (name,), layout=layout)
+            for name in parameters
+            for view in layout.views(name, shapes[name])
+        ]
+    table = {}
+    family = FAMILIES[config.model_type]
     for theirs, ours in family.names.items():
         parts = (ours,) if isinstance(ours, str) else ours
         table[parts[0]] = (theirs, parts)
@@ -81,14 +102,20 @@ def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[S
         assert template in table, f"no Hugging Face name for {name}"
         theirs, parts = table[template]
         transposed = _is_transposed(theirs, family)
-        found.append(Stored(theirs.format(layer), tuple(part.format(layer) for part in parts), transposed))
+        found.append(
+            Stored(theirs.format(layer), tuple(part.format(layer) for part in parts), transposed)
+        )
     if config.tie_word_embeddings and family.tied_head_in_files:
         found.append(Stored("lm_head.weight", ("tok_embeddings.weight",)))
     return found
 
 
-def to_hugging_face_names(weights: Mapping[str, Tensor], config: PretrainedConfig) -> dict[str, Tensor]:
-    """Undo `iter_weights`; a tied head is a copy of its own. Gradients or moments are renamed just as well."""
+def to_hugging_face_names(
+    weights: Mapping[str, Tensor], config: PretrainedConfig
+) -> dict[str, Tensor]:
+    """Undo `iter_weights`; a tied head is a copy of its own. Gradients or moments are renamed just
+    as well.
+    """
     renamed = {}
     for stored in stored_as(weights, config):
         renamed[stored.name] = stored.joined([weights[part] for part in stored.parameters])
@@ -108,17 +135,23 @@ def _rows(parameter: str, shape: Architecture) -> int:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the safetensors files of a model folder, one or a sharded set. Raises ModelFolderError; pickles are refused."""
-    index, files = folder / "model.safetensors.index.json", ["model.safetensors"]
+    """Return the safetensors files of a model folder, one or a sharded set. Raises
+    ModelFolderError; pickles are refused.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = ["model.safetensors"]
     if index.is_file():
         try:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ModelFolderError(f"{index} is damaged ({type(error).__name__}: {error}); copy or download it again") from error
+            raise ModelFolderError(
+                f"{index} is damaged ({type(error).__name__}: {error}); copy or download it again"
+            ) from error
     for file in files:
         if not (folder / file).is_file():
             raise ModelFolderError(
-                f"{folder}: {file} is not there; save the model with save_pretrained (safetensors, not pickles)"
+                f"{folder}: {file} is not there; save the model with save_pretrained "
+                "(safetensors, not pickles)"
             )
     return files
 
@@ -132,7 +165,9 @@ def iter_stored(folder: str | Path) -> Iterator[tuple[str, str, Tensor]]:
                 for name in tensors.keys():  # noqa: SIM118  # not a dict
                     yield file, name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelFolderError(f"{folder / file} cannot be read ({error}); copy or download it again") from error
+            raise ModelFolderError(
+                f"{folder / file} cannot be read ({error}); copy or download it again"
+            ) from error
 
 
 def composite_of(folder: str | Path) -> Composite | None:
@@ -141,7 +176,9 @@ def composite_of(folder: str | Path) -> Composite | None:
 
 
 def layout_of(stored: str, composite: Composite) -> tuple[Mapping[str, str], str] | None:
-    """Return the layout that a stored name belongs to, and its plain name; None if it belongs to none."""
+    """Return the layout that a stored name belongs to, and its plain name; None if it belongs to
+    none.
+    """
     for layout in composite.layouts:
         for plain, prefix in layout.items():
             if stored.startswith(prefix):
@@ -160,15 +197,19 @@ def check_head(folder: str | Path) -> None:
 
 
 def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple[str, Tensor]]:
-    """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on the CPU. Files are mapped into
-    memory and read tensor by tensor, so that the host never holds the whole model. Raises ModelFolderError."""
+    """Yield (our name, tensor) of every parameter of a model folder, in the dtype of its files, on
+    the CPU. Files are mapped into memory and read tensor by tensor, so that the host never holds
+    the whole model. Raises ModelFolderError.
+    """
     config = read_config(folder, decoder)
     if config.tie_word_embeddings:
         check_head(folder)
     if uses_transformers(config):
         yield from _iter_parts(Path(folder), config)
         return
-    shape, family, composite = architecture(config), FAMILIES[config.model_type], composite_of(folder)
+    shape = architecture(config)
+    family = FAMILIES[config.model_type]
+    composite = composite_of(folder)
     for file, stored, tensor in iter_stored(folder):
         theirs = stored
         if composite is not None:
@@ -182,10 +223,13 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         if template not in family.names:
             template = family.prefix + template
         if template not in family.names:
-            raise ModelFolderError(f"{folder}/{file}: the parameter {stored!r} has no place in our decoder")
+            raise ModelFolderError(
+                f"{folder}/{file}: the parameter {stored!r} has no place in our decoder"
+            )
         if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ModelFolderError(
-                f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more"
+                f"{folder}/{file}: {stored} is {tensor.dtype}; ttrl trains from float weights of "
+                "16 bits or more"
             )
         if _is_transposed(template, family):
             tensor = tensor.T
@@ -196,12 +240,17 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
             continue
         rows = [_rows(part, shape) for part in parts]
         if tensor.shape[0] != sum(rows):
-            raise ModelFolderError(f"{folder}/{file}: {stored} has {tensor.shape[0]} rows; its config.json asks for {sum(rows)}")
+            raise ModelFolderError(
+                f"{folder}/{file}: {stored} has {tensor.shape[0]} rows; its config.json asks for "
+                f"{sum(rows)}"
+            )
         yield from zip(parts, tensor.split(rows), strict=True)
 
 
 def _iter_parts(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a transformers class, put together from the tensors that hold them."""
+    """Yield the parameters of a transformers class, put together from the tensors that hold
+    them.
+    """
     layout, shapes = layout_of_class(config)
     places = names_in(folder, config)
     opened: dict[Path, Any] = {}
@@ -215,19 +264,27 @@ def _iter_parts(folder: Path, config: PretrainedConfig) -> Iterator[tuple[str, T
                 file, stored = places[view]
                 try:
                     if file not in opened:
-                        opened[file] = files.enter_context(again(partial(safe_open, file, framework="pt")))
+                        opened[file] = files.enter_context(
+                            again(partial(safe_open, file, framework="pt"))
+                        )
                     parts[view] = opened[file].get_tensor(stored)
                 except (SafetensorError, OSError) as error:
-                    raise ModelFolderError(f"{file} cannot be read ({error}); copy or download it again") from error
+                    raise ModelFolderError(
+                        f"{file} cannot be read ({error}); copy or download it again"
+                    ) from error
                 _check_part(parts[view], wanted, f"{file}: {stored}")
             yield name, _put_together(layout, name, shape, parts)
 
 
 def _check_part(tensor: Tensor, wanted: Tensor, what: str) -> None:
     if tensor.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
-        raise ModelFolderError(f"{what} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more")
+        raise ModelFolderError(
+            f"{what} is {tensor.dtype}; ttrl trains from float weights of 16 bits or more"
+        )
     if tensor.shape != wanted.shape:
-        raise ModelFolderError(f"{what} is {tuple(tensor.shape)}; its config.json asks for {tuple(wanted.shape)}")
+        raise ModelFolderError(
+            f"{what} is {tuple(tensor.shape)}; its config.json asks for {tuple(wanted.shape)}"
+        )
 
 
 def _put_together(layout: Layout, name: str, shape: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
@@ -241,8 +298,8 @@ def _put_together(layout: Layout, name: str, shape: Tensor, parts: Mapping[str, 
 
 
 def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, str]]:
-    """Return where a folder holds each tensor of a transformers class: the layout's name → (file, name there). Raises
-    ModelFolderError for tensors that have no place in it."""
+    """Return where a folder holds each tensor of a transformers class: the layout's name → (file,
+    name there). Raises ModelFolderError for tensors that have no place in it."""
     layout, shapes = layout_of_class(config)
     own = {view for name, shape in shapes.items() for view in layout.views(name, shape)}
     stored = stored_names(folder)
@@ -256,7 +313,9 @@ def names_in(folder: Path, config: PretrainedConfig) -> dict[str, tuple[Path, st
     if text_only(folder):
         strange = sorted(name for name in others if not _may_be_beside(name, layout, config))
         if strange:
-            raise ModelFolderError(f"{folder}: the parameter {strange[0]!r} has no place in its model class")
+            raise ModelFolderError(
+                f"{folder}: the parameter {strange[0]!r} has no place in its model class"
+            )
     return places
 
 
@@ -279,13 +338,18 @@ def stored_names(folder: Path) -> dict[str, str]:
             with again(partial(safe_open, folder / file, framework="pt")) as tensors:
                 found |= dict.fromkeys(tensors.keys(), file)
         except (SafetensorError, OSError) as error:
-            raise ModelFolderError(f"{folder / file} cannot be read ({error}); copy or download it again") from error
+            raise ModelFolderError(
+                f"{folder / file} cannot be read ({error}); copy or download it again"
+            ) from error
     return found
 
 
 def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], folder: Any) -> None:
-    """Raise ModelFolderError if weights and parameters have other names or shapes (for sharded ones, the whole shape)."""
-    missing, surplus = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    """Raise ModelFolderError if weights and parameters have other names or shapes (for sharded
+    ones, the whole shape).
+    """
+    missing = sorted(own.keys() - weights.keys())
+    surplus = sorted(weights.keys() - own.keys())
     shapes = [
         f"{name} {tuple(weights[name].shape)} instead of {tuple(own[name].shape)}"
         for name in own.keys() & weights.keys()
@@ -294,7 +358,8 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], fold
     if missing or surplus or shapes:
         raise ModelFolderError(
             f"{folder}: the weights do not fit its config.json: "
-            f"missing {missing[:3] or 'none'}, not expected {surplus[:3] or 'none'}, other shapes {sorted(shapes)[:3] or 'none'}"
+            f"missing {missing[:3] or 'none'}, not expected {surplus[:3] or 'none'}, other "
+            f"shapes {sorted(shapes)[:3] or 'none'}"
         )
 
 
@@ -304,17 +369,22 @@ def bytes_of(tensor: Tensor) -> memoryview | bytes:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
-    """Write a safetensors file of tensors on the CPU; return its SHA-256, computed from memory meanwhile. Raises OSError.
+def write_tensors(
+    path: str | Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> str:
+    """Write a safetensors file of tensors on the CPU; return its SHA-256, computed from memory
+    meanwhile. Raises OSError.
 
-    Byte for byte what safetensors 0.8 writes for tensors of one type, without its writer: that took 4 s where this takes 0.6
-    (650 MB on a busy machine; 1.8 and 0.2 s of CPU). Tensors may share memory.
+    Byte for byte what safetensors 0.8 writes for tensors of one type, without its writer: that took
+    4 s where this takes 0.6 (650 MB on a busy machine; 1.8 and 0.2 s of CPU). Tensors may share
+    memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each is aligned
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
-        begin, end = end, end + tensors[name].nbytes
+        begin = end
+        end = end + tensors[name].nbytes
         described = {"dtype": FILE_DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape)}
         header[name] = described | {"data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -322,7 +392,11 @@ def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: Map
     hashed = hashlib.sha256()
     with open(path, "wb") as file, ThreadPoolExecutor(1) as hashing:
         waiting = []
-        for part in (len(text).to_bytes(8, "little"), text, *(bytes_of(tensors[name]) for name in names)):
+        for part in (
+            len(text).to_bytes(8, "little"),
+            text,
+            *(bytes_of(tensors[name]) for name in names),
+        ):
             waiting.append(hashing.submit(hashed.update, part))
             file.write(part)
         for one in waiting:

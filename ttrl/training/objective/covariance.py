@@ -1,8 +1,10 @@
-"""Which tokens Clip-Cov and KL-Cov act on (arXiv 2505.22617): those that would lower the entropy most.
+"""Which tokens Clip-Cov and KL-Cov act on (arXiv 2505.22617): those that would lower the entropy
+most.
 
-The covariance of a token is (log π - mean log π)·(A - mean A), the means over all trained tokens of the optimizer step (equation
-11 there). So the choice is made over the whole step, on values from a pass without gradient; whether the step is then trained in
-one microbatch or many, on one rank or several, changes nothing. N: trained positions of the whole step, over all ranks.
+The covariance of a token is (log π - mean log π)·(A - mean A), the means over all trained tokens of
+the optimizer step (equation 11 there). So the choice is made over the whole step, on values from a
+pass without gradient; whether the step is then trained in one microbatch or many, on one rank or
+several, changes nothing. N: trained positions of the whole step, over all ranks.
 """
 
 import hashlib
@@ -15,16 +17,25 @@ from ttrl.data.packing.pack import PackedTensors
 
 
 def token_keys(rows: PackedTensors) -> Tensor:
-    """Return a number for every position [R, T], int64, that does not depend on where its sample is packed: a hash of the task's
-    id, the number of the sample, the lengths of prompt and completion, the position and the label. Meaningful at labels only."""
-    texts = [f"{one.task_id}\0{one.sample}\0{one.prompt_length}\0{one.completion_length}" for one in rows.samples]
-    table_S = torch.tensor([*map(_number, texts), 0], dtype=torch.int64)  # the last one is for sample_ids of -1
+    """Return a number for every position [R, T], int64, that does not depend on where its sample is
+    packed: a hash of the task's id, the number of the sample, the lengths of prompt and completion,
+        the position and the label. Meaningful at labels only.
+    """
+    texts = [
+        f"{one.task_id}\0{one.sample}\0{one.prompt_length}\0{one.completion_length}"
+        for one in rows.samples
+    ]
+    # The last one is for sample_ids of -1.
+    table_S = torch.tensor([*map(_number, texts), 0], dtype=torch.int64)
     return _mixed(_mixed(table_S[rows.sample_ids] + rows.input_pos) + rows.labels)
 
 
 def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return (log π - mean)·(A - mean) [N], float64, on the CPU; exact sums, so the order of the tokens does not matter."""
-    logprobs, advantages = logprobs_N.detach().double().cpu(), advantages_N.detach().double().cpu()
+    """Return (log π - mean)·(A - mean) [N], float64, on the CPU; exact sums, so the order of the
+    tokens does not matter.
+    """
+    logprobs = logprobs_N.detach().double().cpu()
+    advantages = advantages_N.detach().double().cpu()
     return (logprobs - _mean(logprobs)) * (advantages - _mean(advantages))
 
 
@@ -40,13 +51,19 @@ def choose_by_covariance(
 ) -> Tensor:
     """Choose share·N tokens, at least one if there is a candidate: bool [N], on the CPU.
 
-    bounds: Clip-Cov: draw among tokens whose covariance is strictly between them, all with the same probability; fewer are
-        chosen where there are not enough. None: KL-Cov: those of the highest covariances, equal ones in the order of their keys.
-    keys: see `token_keys`. The draw depends on (seed, key) alone, so that the order of the tokens does not matter.
+    bounds: Clip-Cov: draw among tokens whose covariance is strictly between them, all with the same
+        probability; fewer are chosen where there are not enough. None: KL-Cov: those of the highest
+        covariances, equal ones in the order of their keys.
+    keys: see `token_keys`. The draw depends on (seed, key) alone, so that the order of the tokens
+        does not matter.
     allowed: False for tokens that are not candidates: those that PPO's clipping already silences.
     """
     covariance_N = covariances(logprobs_N, advantages_N)
-    candidates_N = torch.ones_like(covariance_N, dtype=torch.bool) if allowed_N is None else allowed_N.cpu().clone()
+    candidates_N = (
+        torch.ones_like(covariance_N, dtype=torch.bool)
+        if allowed_N is None
+        else allowed_N.cpu().clone()
+    )
     keys_N = keys_N.cpu()
     if bounds is not None:
         candidates_N &= (covariance_N > bounds[0]) & (covariance_N < bounds[1])
@@ -71,7 +88,9 @@ def _number(text: str) -> int:
 
 
 def _mixed(values: Tensor) -> Tensor:
-    """Permute int64 numbers so that no order is left: MurmurHash3's finaliser, with logical shifts, modulo 2^64."""
+    """Permute int64 numbers so that no order is left: MurmurHash3's finaliser, with logical shifts,
+    modulo 2^64.
+    """
     for factor in (-49064778989728563, -4265267296055464877):
         values = (values ^ ((values >> 33) & 0x7FFFFFFF)) * factor
     return values ^ ((values >> 33) & 0x7FFFFFFF)

@@ -3,28 +3,34 @@
 With ρ = π/π_old, A the advantage, sg the value without gradient:
 
 reinforce    -A·log π                                                    Williams 1992
-ppo          -min(ρA, clip(ρ, 1 - low, 1 + high)·A)                      arXiv 1707.06347; dual clip: 1912.09729
+ppo          -min(ρA, clip(ρ, 1 - low, 1 + high)·A)                      arXiv 1707.06347; dual
+             clip: 1912.09729
 tanh         -tanh(log ρ)·A
 cispo        -sg(clip(ρ, 1 - low, 1 + high))·A·log π                     arXiv 2506.13585
 gspo         ppo with sg(s)·π/sg(π) for ρ, s the sample's mean ratio     arXiv 2507.18071
 clip_cov     ppo, the chosen tokens without gradient                     arXiv 2505.22617
 kl_cov       -ρA, plus c·|log ρ| on the chosen tokens                    arXiv 2505.22617
 
-Where ρ = 1 all of them have the gradient of REINFORCE, but for the chosen tokens. `old_logprobs` must be known everywhere:
-unknown log-probabilities are NaN and are replaced by `where` before any arithmetic (`known_or_current`); multiplying with a mask
-would keep the NaN, and its gradient. N: trained positions; 0 is as good as any number.
+Where ρ = 1 all of them have the gradient of REINFORCE, but for the chosen tokens. `old_logprobs`
+must be known everywhere: unknown log-probabilities are NaN and are replaced by `where` before any
+arithmetic (`known_or_current`); multiplying with a mask would keep the NaN, and its gradient. N:
+trained positions; 0 is as good as any number.
 """
 
 import torch
 from torch import Tensor
 
 LARGEST_LOG_RATIO = 20.0
-"""Beyond it the exponential is useless, and soon infinite: such a token has a constant loss and no gradient."""
+"""Beyond it the exponential is useless, and soon infinite: such a token has a constant loss and no
+gradient.
+"""
 
 
 def known_or_current(old_logprobs_N: Tensor, logprobs_N: Tensor) -> Tensor:
-    """Return the sampler's log-probabilities; where unknown (NaN), the current ones without gradient, so that the ratio is 1 and
-    the token is still trained. An exact 0.0 (probability one) is a known value."""
+    """Return the sampler's log-probabilities; where unknown (NaN), the current ones without
+    gradient, so that the ratio is 1 and the token is still trained. An exact 0.0 (probability one)
+    is a known value.
+    """
     return torch.where(torch.isnan(old_logprobs_N), logprobs_N.detach(), old_logprobs_N)
 
 
@@ -34,8 +40,10 @@ def probability_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
 
 
 def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return -A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992). Ignores the policy that sampled:
-    right for tokens of the current one, or with an off-policy correction (`ttrl.training.objective.off_policy`)."""
+    """Return -A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992).
+    Ignores the policy that sampled: right for tokens of the current one, or with an off-policy
+    correction (`ttrl.training.objective.off_policy`).
+    """
     return -advantages_N * logprobs_N
 
 
@@ -47,16 +55,25 @@ def clipped_ratio_loss(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate (arXiv 1707.06347), with separate
-    bounds as in DAPO (arXiv 2503.14476).
+    """Return -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate
+    (arXiv 1707.06347), with separate bounds as in DAPO (arXiv 2503.14476).
 
-    dual_clip: c > 1, which bounds the objective of negative advantages from below by c·A, -max(min(…), cA), so that a ratio that
-    has run away does not decide the step (arXiv 1912.09729, equation 5; there c = 3). Positive advantages are not concerned.
+    dual_clip: c > 1, which bounds the objective of negative advantages from below by c·A,
+    -max(min(…), cA), so that a ratio that has run away does not decide the step (arXiv 1912.09729,
+    equation 5; there c = 3). Positive advantages are not concerned.
     """
-    return _clipped(probability_ratio(logprobs_N, old_logprobs_N), advantages_N, clip_low, clip_high, dual_clip)
+    return _clipped(
+        probability_ratio(logprobs_N, old_logprobs_N), advantages_N, clip_low, clip_high, dual_clip
+    )
 
 
-def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None) -> Tensor:
+def _clipped(
+    ratio_N: Tensor,
+    advantages_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     objective_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
     if dual_clip is not None:
@@ -66,61 +83,101 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: 
 
 
 def tanh_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
-    """Return -tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which fades in both directions and
-    for either sign of A: unlike PPO's, a token that has run away in the wrong direction is not called back."""
+    """Return -tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which
+    fades in both directions and for either sign of A: unlike PPO's, a token that has run away in
+    the wrong direction is not called back.
+    """
     return -torch.tanh(logprobs_N - old_logprobs_N) * advantages_N
 
 
-def cispo_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585, equation 4): every token keeps its
-    gradient, however far its ratio; what is clipped is its weight. The paper has no lower bound: clip_low = 1."""
-    weight_N = probability_ratio(logprobs_N, old_logprobs_N).clamp(1 - clip_low, 1 + clip_high).detach()
+def cispo_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585,
+    equation 4): every token keeps its gradient, however far its ratio; what is clipped is its
+    weight. The paper has no lower bound: clip_low = 1.
+    """
+    weight_N = (
+        probability_ratio(logprobs_N, old_logprobs_N).clamp(1 - clip_low, 1 + clip_high).detach()
+    )
     return -weight_N * advantages_N * logprobs_N
 
 
 def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (the sum of the values of each of S samples [S], in float64; the number of their tokens [S]; which of them each
-    token belongs to [N])."""
+    """Return (the sum of the values of each of S samples [S], in float64; the number of their
+    tokens [S]; which of them each token belongs to [N])."""
     names_S, places_N, counts_S = torch.unique(samples_N, return_inverse=True, return_counts=True)
     sums_S = torch.zeros(len(names_S), dtype=torch.float64, device=values_N.device)
     return sums_S.index_add(0, places_N, values_N.double()), counts_S, places_N
 
 
 def gspo_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, samples_N: Tensor) -> Tensor:
-    """Return sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and each token has its own
-    gradient (GSPO-token, arXiv 2507.18071, equation 14). All trained tokens of a sample must be present."""
+    """Return sg(s)·π/sg(π) [N], s = exp(mean over the sample of log π - log π_old): equal to s, and
+    each token has its own gradient (GSPO-token, arXiv 2507.18071, equation 14). All trained tokens
+    of a sample must be present.
+    """
     difference_N = (logprobs_N - old_logprobs_N).detach()
     sums_S, counts_S, places_N = sums_by_sample(difference_N, samples_N)
     log_ratio_N = (sums_S / counts_S).to(difference_N.dtype)[places_N]
-    return torch.exp(log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) * torch.exp(logprobs_N - logprobs_N.detach())
+    return torch.exp(log_ratio_N.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)) * torch.exp(
+        logprobs_N - logprobs_N.detach()
+    )
 
 
 def gspo_loss(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, samples_N: Tensor, clip_low: float, clip_high: float
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    samples_N: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
-    """Return PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO, arXiv 2507.18071).
+    """Return PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO,
+    arXiv 2507.18071).
 
-    Written in the form with a term for each token (equations 13 and 14), which has the value and the gradient of the sequence
-    form (equation 5) where the tokens of a sample share one advantage and are weighed 1/length: aggregation "sequence". samples:
-    the sample of each token, int64; all trained tokens of a sample must be in the same call.
+    Written in the form with a term for each token (equations 13 and 14), which has the value and
+    the gradient of the sequence form (equation 5) where the tokens of a sample share one advantage
+    and are weighed 1/length: aggregation "sequence". samples: the sample of each token, int64; all
+    trained tokens of a sample must be in the same call.
     """
-    return _clipped(gspo_ratio(logprobs_N, old_logprobs_N, samples_N), advantages_N, clip_low, clip_high)
+    return _clipped(
+        gspo_ratio(logprobs_N, old_logprobs_N, samples_N), advantages_N, clip_low, clip_high
+    )
 
 
 def clip_cov_loss(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, clip_low: float, clip_high: float
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    chosen_N: Tensor,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
-    """Return PPO's surrogate without the chosen tokens (bool), whose loss and gradient are 0 (Clip-Cov, arXiv 2505.22617,
-    equation 12; its code clips the ratio too). They are chosen by `ttrl.training.objective.covariance`; the entropy then falls
-    less by what they would have learned."""
+    """Return PPO's surrogate without the chosen tokens (bool), whose loss and gradient are 0
+    (Clip-Cov, arXiv 2505.22617, equation 12; its code clips the ratio too). They are chosen by
+    `ttrl.training.objective.covariance`; the entropy then falls less by what they would have
+    learned.
+    """
     loss_N = clipped_ratio_loss(logprobs_N, old_logprobs_N, advantages_N, clip_low, clip_high)
     return torch.where(chosen_N, torch.zeros_like(loss_N), loss_N)
 
 
-def kl_cov_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, chosen_N: Tensor, coefficient: float) -> Tensor:
-    """Return -ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov, arXiv 2505.22617, equation 14;
-    the absolute difference is how its code estimates KL(π_old ‖ π)). No clipping. At ρ = 1 the penalty has no gradient: it takes
-    effect from the second step of an iteration on."""
+def kl_cov_loss(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    chosen_N: Tensor,
+    coefficient: float,
+) -> Tensor:
+    """Return -ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov,
+    arXiv 2505.22617, equation 14; the absolute difference is how its code estimates KL(π_old ‖ π)).
+    No clipping. At ρ = 1 the penalty has no gradient: it takes effect from the second step of an
+    iteration on.
+    """
     difference_N = (logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     loss_N = -torch.exp(difference_N) * advantages_N
     return torch.where(chosen_N, loss_N + coefficient * difference_N.abs(), loss_N)

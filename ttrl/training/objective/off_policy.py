@@ -1,15 +1,21 @@
-"""Correction for the sampler's probabilities not being the trainer's: other kernels, another precision, older weights.
+"""Correction for the sampler's probabilities not being the trainer's: other kernels, another
+precision, older weights.
 
-With w = π_start/π_sampler, π_start the trainer's policy at the start of the iteration, a token's loss is multiplied by
+With w = π_start/π_sampler, π_start the trainer's policy at the start of the iteration, a token's
+loss is multiplied by
 
 token       min(w, cap)                                 truncated importance sampling
-sequence    min(w of the whole sample, cap)             the same, of the product over the sample's trained tokens
-mask        w where floor <= w <= cap, else 0           IcePop: tokens on which the two disagree too much teach nothing
+sequence    min(w of the whole sample, cap)             the same, of the product over the sample's
+                                                        trained tokens
+mask        w where floor <= w <= cap, else 0           IcePop: tokens on which the two disagree too
+                                                        much teach nothing
 
-Truncated importance sampling: E. Ionides, "Truncated Importance Sampling", 2008; for sampler against trainer: F. Yao et al.,
-"Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025. IcePop: Ling team, "Small Leak Can Sink a Great
-Ship", 2025, with [0.5, 5]. The token form is biased (the tokens before are weighed as the sampler drew them), the sequence form
-is not but for the cap, and has a far larger variance for long samples. Weights never have a gradient. N: trained positions.
+Truncated importance sampling: E. Ionides, "Truncated Importance Sampling", 2008; for sampler
+against trainer: F. Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training", 2025. IcePop: Ling team, "Small Leak Can Sink a Great Ship", 2025, with [0.5, 5]. The
+token form is biased (the tokens before are weighed as the sampler drew them), the sequence form is
+not but for the cap, and has a far larger variance for long samples. Weights never have a gradient.
+N: trained positions.
 """
 
 from typing import Literal, TypeAlias
@@ -23,12 +29,19 @@ Correction: TypeAlias = Literal["none", "token", "sequence", "mask"]
 
 
 def importance_weights(
-    kind: Correction, start_logprobs_N: Tensor, sampled_logprobs_N: Tensor, samples_N: Tensor, cap: float, floor: float = 0.0
+    kind: Correction,
+    start_logprobs_N: Tensor,
+    sampled_logprobs_N: Tensor,
+    samples_N: Tensor,
+    cap: float,
+    floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Return (weights [N] without gradient, bool [N]: capped or masked). Tokens without a known sampler log-probability (NaN)
-    count as sampled by the trainer: weight 1 by themselves, and no part of their sample's product.
+    """Return (weights [N] without gradient, bool [N]: capped or masked). Tokens without a known
+    sampler log-probability (NaN) count as sampled by the trainer: weight 1 by themselves, and no
+    part of their sample's product.
 
-    samples: the sample of each token, int64; for "sequence", all trained tokens of a sample must be in the same call.
+    samples: the sample of each token, int64; for "sequence", all trained tokens of a sample must be
+        in the same call.
     """
     start_N = start_logprobs_N.detach()
     if kind == "none":

@@ -1,11 +1,14 @@
-"""Advantages of single tokens, made from log-probabilities or values once per iteration: new `advantages` for the packed rows.
+"""Advantages of single tokens, made from log-probabilities or values once per iteration: new
+`advantages` for the packed rows.
 
-implicit   β·(log π - log π_ref) of each token as its reward, baseline and outcome by leave-one-out in the group     PRIME
+implicit   β·(log π - log π_ref) of each token as its reward, baseline and outcome by leave-one-out
+           in the group     PRIME
 KL         -β·k of each token as its reward, on top of the advantages that are there
 GAE        advantages and returns from a value head, with the graders' rewards
 
-All take the rows of the *whole* iteration: a task's samples lie in any of them. Log-probabilities are the trainer's at the start
-of the iteration, of labels; what they hold elsewhere does not matter. R rows, T positions.
+All take the rows of the *whole* iteration: a task's samples lie in any of them. Log-probabilities
+are the trainer's at the start of the iteration, of labels; what they hold elsewhere does not
+matter. R rows, T positions.
 """
 
 import itertools
@@ -27,26 +30,37 @@ class _Completion:
     """What the model generated in one sample."""
 
     places: Tensor
-    """Places of its labels in the flattened rows, int64, in the order in which they were generated."""
+    """Places of its labels in the flattened rows, int64, in the order in which they were generated.
+    """
     reward: float
 
 
 def implicit_advantages(
-    rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Tensor, beta: float, gamma: float = 1.0
+    rows: PackedTensors,
+    logprobs_RT: Tensor,
+    reference_logprobs_RT: Tensor,
+    beta: float,
+    gamma: float = 1.0,
 ) -> Tensor:
-    """Return new advantages [R, T] from implicit process rewards and the samples' rewards (PRIME, arXiv 2502.01456); 0 where
-    nothing is trained. The formula: `ttrl.data.token_advantages.implicit_reward_advantages`.
+    """Return new advantages [R, T] from implicit process rewards and the samples' rewards (PRIME,
+    arXiv 2502.01456); 0 where nothing is trained. The formula:
+    `ttrl.data.token_advantages.implicit_reward_advantages`.
 
-    PRIME trains a reward model φ next to the policy, on the outcomes. Here the policy itself stands for φ, which saves a model
-    and makes the process rewards those of a policy that was trained on these outcomes; where policy and reference are the same
-    model, they are 0 and what is left are leave-one-out advantages. The advantages in the rows take no part.
+    PRIME trains a reward model φ next to the policy, on the outcomes. Here the policy itself stands
+    for φ, which saves a model and makes the process rewards those of a policy that was trained on
+    these outcomes; where policy and reference are the same model, they are 0 and what is left are
+    leave-one-out advantages. The advantages in the rows take no part.
 
     Raises PackError where a log-probability of a label is unknown.
     """
-    logprobs, reference = _numbers("logprobs", logprobs_RT, rows), _numbers("reference logprobs", reference_logprobs_RT, rows)
+    logprobs = _numbers("logprobs", logprobs_RT, rows)
+    reference = _numbers("reference logprobs", reference_logprobs_RT, rows)
     advantages = torch.zeros_like(rows.advantages)
     for group in _groups(rows):
-        rewards = [implicit_rewards(logprobs[one.places].tolist(), reference[one.places].tolist(), beta) for one in group]
+        rewards = [
+            implicit_rewards(logprobs[one.places].tolist(), reference[one.places].tolist(), beta)
+            for one in group
+        ]
         found = implicit_reward_advantages(rewards, [one.reward for one in group], gamma)
         for one, values in zip(group, found, strict=True):
             advantages.view(-1)[one.places] = torch.tensor(values, dtype=advantages.dtype)
@@ -63,11 +77,13 @@ def divergence_penalties(
 ) -> Tensor:
     """Return what KL in the reward adds to the advantages [R, T]; 0 where nothing is trained.
 
-    A token's reward is -beta·k, k an estimate of KL(π ‖ π_ref) (`ttrl.training.objective.divergences`; k1 is the right one here),
-    as in InstructGPT (arXiv 2203.02155). A token is charged with the sum of γ^(s-t)·k_s from its own on, less the mean of that
-    sum over the group's other samples at the same place in their completions (0 where they have ended; nothing in groups of one).
-    That mean depends on nothing that the sample itself drew, and so changes the variance alone. With γ = 0 each token pays for
-    itself. Nothing is divided by a standard deviation.
+    A token's reward is -beta·k, k an estimate of KL(π ‖ π_ref)
+    (`ttrl.training.objective.divergences`; k1 is the right one here), as in InstructGPT (arXiv
+    2203.02155). A token is charged with the sum of γ^(s-t)·k_s from its own on, less the mean of
+    that sum over the group's other samples at the same place in their completions (0 where they
+    have ended; nothing in groups of one). That mean depends on nothing that the sample itself drew,
+    and so changes the variance alone. With γ = 0 each token pays for itself. Nothing is divided by
+    a standard deviation.
 
     Raises PackError where a log-probability of a label is unknown.
     """
@@ -84,22 +100,33 @@ def divergence_penalties(
 
 
 def value_advantages(
-    rows: PackedTensors, values_RT: Tensor, gamma: float = 1.0, lam: float = 1.0, token_rewards_RT: Tensor | None = None
+    rows: PackedTensors,
+    values_RT: Tensor,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    token_rewards_RT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns), both [R, T], by generalised advantage estimation (arXiv 1506.02438); 0 where nothing is
-    trained.
+    """Return (advantages, returns), both [R, T], by generalised advantage estimation (arXiv
+    1506.02438); 0 where nothing is trained.
 
-    values: of what the model has read up to each position that predicts a label. A sample's reward belongs to its last trained
-    token, whatever ended it: samples that were cut off at a length count as ended. token_rewards: more rewards of single tokens,
-    such as KL. Tokens of a sample that are not trained (a tool's answers) are not steps. The advantages in the rows are not used.
+    values: of what the model has read up to each position that predicts a label. A sample's reward
+    belongs to its last trained token, whatever ended it: samples that were cut off at a length
+    count as ended. token_rewards: more rewards of single tokens, such as KL. Tokens of a sample
+    that are not trained (a tool's answers) are not steps. The advantages in the rows are not used.
 
     Raises PackError where the value or reward at a label is not finite.
     """
     values = _numbers("values", values_RT, rows)
-    extra = torch.zeros_like(values) if token_rewards_RT is None else _numbers("token rewards", token_rewards_RT, rows)
-    advantages, returns = torch.zeros_like(rows.advantages), torch.zeros_like(rows.advantages)
+    extra = (
+        torch.zeros_like(values)
+        if token_rewards_RT is None
+        else _numbers("token rewards", token_rewards_RT, rows)
+    )
+    advantages = torch.zeros_like(rows.advantages)
+    returns = torch.zeros_like(rows.advantages)
     for one in itertools.chain.from_iterable(_groups(rows)):
-        rewards, own = extra[one.places].tolist(), values[one.places]
+        rewards = extra[one.places].tolist()
+        own = values[one.places]
         rewards[-1] += one.reward
         found = torch.tensor(gae(rewards, own.tolist(), gamma, lam), dtype=torch.float64)
         advantages.view(-1)[one.places] = found.to(advantages.dtype)
@@ -108,31 +135,54 @@ def value_advantages(
 
 
 def token_divergences(
-    rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Tensor, beta: float, estimator: str = "k1"
+    rows: PackedTensors,
+    logprobs_RT: Tensor,
+    reference_logprobs_RT: Tensor,
+    beta: float,
+    estimator: str = "k1",
 ) -> Tensor:
-    """Return -beta·k of each label [R, T], float32, for `value_advantages`; 0 elsewhere. Raises PackError if one is unknown."""
-    charges = _charges(rows, logprobs_RT, reference_logprobs_RT, beta, estimator).view(rows.labels.shape).to(torch.float32)
+    """Return -beta·k of each label [R, T], float32, for `value_advantages`; 0 elsewhere. Raises
+    PackError if one is unknown.
+    """
+    charges = (
+        _charges(rows, logprobs_RT, reference_logprobs_RT, beta, estimator)
+        .view(rows.labels.shape)
+        .to(torch.float32)
+    )
     return torch.where(rows.labels != IGNORE_LABEL, charges, torch.zeros_like(charges))
 
 
-def _charges(rows: PackedTensors, logprobs_RT: Tensor, reference_logprobs_RT: Tensor, beta: float, estimator: str) -> Tensor:
-    logprobs, reference = _numbers("logprobs", logprobs_RT, rows), _numbers("reference logprobs", reference_logprobs_RT, rows)
+def _charges(
+    rows: PackedTensors,
+    logprobs_RT: Tensor,
+    reference_logprobs_RT: Tensor,
+    beta: float,
+    estimator: str,
+) -> Tensor:
+    logprobs = _numbers("logprobs", logprobs_RT, rows)
+    reference = _numbers("reference logprobs", reference_logprobs_RT, rows)
     return -beta * ESTIMATORS[estimator](logprobs, reference)
 
 
 def _groups(rows: PackedTensors) -> list[list[_Completion]]:
-    """Return the samples of each task. The sequences of a sample that is several (`share` below 1) are one completion, in the
-    order of the sample table, which is that of its turns. The order of the rows does not matter."""
+    """Return the samples of each task. The sequences of a sample that is several (`share` below 1)
+    are one completion, in the order of the sample table, which is that of its turns. The order of
+    the rows does not matter.
+    """
     labelled = torch.nonzero((rows.labels != IGNORE_LABEL).view(-1)).squeeze(1)
     owners = rows.sample_ids.view(-1)[labelled]
     order = numpy.lexsort((rows.input_pos.view(-1)[labelled].numpy(), owners.numpy()))
-    places = labelled[torch.from_numpy(order)].split(torch.bincount(owners, minlength=len(rows.samples)).tolist())
+    places = labelled[torch.from_numpy(order)].split(
+        torch.bincount(owners, minlength=len(rows.samples)).tolist()
+    )
     groups: dict[str, list[_Completion]] = {}
-    open_ones: dict[tuple[str, int], tuple[_Completion, float]] = {}  # and the share of the sample that is there already
+    # And the share of the sample that is there already.
+    open_ones: dict[tuple[str, int], tuple[_Completion, float]] = {}
     for sample, own in zip(rows.samples, places, strict=True):
         key = (sample.task_id, sample.sample)
         before, share = open_ones.get(key, (None, 0.0))
-        if before is not None and share + sample.share < 1 + 1e-6:  # more is another sample of a task that came up twice
+        # More is another sample of a task that came up twice.
+        if before is not None and share + sample.share < 1 + 1e-6:
             before.places = torch.cat([before.places, own])
             open_ones[key] = (before, share + sample.share)
             continue
@@ -145,13 +195,16 @@ def _groups(rows: PackedTensors) -> list[list[_Completion]]:
 def _numbers(what: str, tensor_RT: Tensor, rows: PackedTensors) -> Tensor:
     """Return the tensor, flat and in float64. Raises PackError if it is not finite at a label."""
     if tensor_RT.shape != rows.labels.shape:
-        raise PackError(f"{what} have the shape {list(tensor_RT.shape)}, but the rows {list(rows.labels.shape)}")
+        raise PackError(
+            f"{what} have the shape {list(tensor_RT.shape)}, but the rows {list(rows.labels.shape)}"
+        )
     flat = tensor_RT.detach().double().cpu().reshape(-1)
     wrong = ~torch.isfinite(flat) & (rows.labels.reshape(-1) != IGNORE_LABEL)
     if wrong.any():
         row, position = divmod(int(wrong.nonzero()[0]), rows.seq_len)
         raise PackError(
-            f"{what}: {int(wrong.sum())} of {rows.num_trained} labels have none that is finite, the first at row {row}, position "
+            f"{what}: {int(wrong.sum())} of {rows.num_trained} labels have none that is finite, "
+            f"the first at row {row}, position "
             f"{position}; advantages of single tokens need them all"
         )
     return flat
@@ -159,7 +212,8 @@ def _numbers(what: str, tensor_RT: Tensor, rows: PackedTensors) -> Tensor:
 
 def _returns(rewards: Tensor, gamma: float) -> Tensor:
     """Return Σ_{s≥t} γ^(s-t)·r_s."""
-    later, result = 0.0, list[float]()
+    later = 0.0
+    result = list[float]()
     for reward in reversed(rewards.tolist()):
         later = reward + gamma * later
         result.append(later)

@@ -1,4 +1,6 @@
-"""The optimizer, and its learning rate as a function of the global step. Its state on disk: `ttrl.training.optimizer.state`."""
+"""The optimizer, and its learning rate as a function of the global step. Its state on disk:
+`ttrl.training.optimizer.state`.
+"""
 
 import functools
 import math
@@ -15,21 +17,31 @@ from ttrl.training.policy.policy import Policy
 
 
 def learning_rate(config: TrainingConfig, step: int) -> float:
-    """Return the learning rate of step `step` (from 0): linear warm-up, then constant, or falling to 0 at `total_steps`."""
+    """Return the learning rate of step `step` (from 0): linear warm-up, then constant, or falling
+    to 0 at `total_steps`.
+    """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.lr_schedule == "constant":
         return config.lr
     assert config.total_steps is not None
     done = min(1.0, (step - config.warmup_steps) / (config.total_steps - config.warmup_steps))
-    return config.lr * ((1 - done) if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
+    return config.lr * (
+        (1 - done) if config.lr_schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    )
 
 
 class OptimizerInBackward:
-    """One optimizer per parameter, stepped and freed as soon as the backward pass has its gradient; for one backward pass a step.
-    A gradient that is not finite spoils its parameter: the norm tells when it is too late."""
+    """One optimizer per parameter, stepped and freed as soon as the backward pass has its gradient;
+    for one backward pass a step. A gradient that is not finite spoils its parameter: the norm tells
+    when it is too late.
+    """
 
-    def __init__(self, groups: list[dict[str, Any]], make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ) -> None:
         self.by_parameter: dict[nn.Parameter, torch.optim.Optimizer] = {}
         self._stepped: set[Tensor] = set()
         self._squares = SquaredNorm()
@@ -40,14 +52,19 @@ class OptimizerInBackward:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.by_parameter.values() for group in optimizer.param_groups]
+        return [
+            group for optimizer in self.by_parameter.values() for group in optimizer.param_groups
+        ]
 
     @torch.no_grad()
     def _step(self, parameter: Tensor) -> None:
         if parameter in self._stepped:
             raise ConfigError(
                 "config",
-                ["optimizer_in_backward with more than one microbatch a step; raise rows_per_microbatch, or switch it off"],
+                [
+                    "optimizer_in_backward with more than one microbatch a step; raise "
+                    "rows_per_microbatch, or switch it off"
+                ],
             )
         assert isinstance(parameter, nn.Parameter) and parameter.grad is not None
         self._stepped.add(parameter)
@@ -57,7 +74,9 @@ class OptimizerInBackward:
         parameter.grad = None
 
     def finish_step(self) -> float:
-        """Return the global norm of the gradients that the step saw; a collective if they are sharded."""
+        """Return the global norm of the gradients that the step saw; a collective if they are
+        sharded.
+        """
         norm = float(self._squares.norm())
         self._squares = SquaredNorm()
         self._stepped.clear()
@@ -69,8 +88,13 @@ Optimizer = torch.optim.Optimizer | OptimizerInBackward
 
 def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Optimizer]:
     if config.optimizer == "sgd":
-        return functools.partial(torch.optim.SGD, lr=config.lr)  # the fused one knows no sharded parameters
-    adamw: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        # The fused one knows no sharded parameters.
+        return functools.partial(torch.optim.SGD, lr=config.lr)
+    adamw: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
     if config.optimizer == "adamw_8bit":
         from torchao.optim import AdamW8bit
 
@@ -83,9 +107,11 @@ def _maker(config: TrainingConfig) -> Callable[[Iterable[Any]], torch.optim.Opti
 
 
 def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
-    """Make AdamW (arXiv 1711.05101), or what the config says, for a policy in its final place; weight decay on matrices only, not
-    on norms and biases."""
-    parameters = [parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad]
+    """Make AdamW (arXiv 1711.05101), or what the config says, for a policy in its final place;
+    weight decay on matrices only, not on norms and biases."""
+    parameters = [
+        parameter for parameter in policy.parameters_by_name().values() if parameter.requires_grad
+    ]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
@@ -96,8 +122,8 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
 
 
 def tensors_with_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state that live on the device of its parameters. Only fused optimizers count steps
-    there; others do on the CPU."""
+    """Yield the tensors of an optimizer's state that live on the device of its parameters. Only
+    fused optimizers count steps there; others do on the CPU."""
     counts_there = bool(optimizer.defaults.get("fused"))
     for state in optimizer.state.values():
         for value in state.values():
@@ -105,20 +131,30 @@ def tensors_with_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor
                 yield value
 
 
-def begin_step(optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0) -> None:
+def begin_step(
+    optimizer: Optimizer, config: TrainingConfig, global_step: int, lr_scale: float = 1.0
+) -> None:
     rate = learning_rate(config, global_step) * lr_scale
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)  # torchao's optimizers are compiled: a new number would be a new program, and raises
+            # Torchao's optimizers are compiled: a new number would be a new program, and raises.
+            group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
 
 def clip_and_step(
-    policy: Policy, optimizer: Optimizer, config: TrainingConfig, global_step: int, *, lr_scale: float = 1.0
+    policy: Policy,
+    optimizer: Optimizer,
+    config: TrainingConfig,
+    global_step: int,
+    *,
+    lr_scale: float = 1.0,
 ) -> float:
-    """Clip, step at the learning rate of `global_step` times `lr_scale`, and zero the gradients. Returns the global gradient norm
-    before clipping; where that is not finite the step was not taken (but by an optimizer that works in the backward pass)."""
+    """Clip, step at the learning rate of `global_step` times `lr_scale`, and zero the gradients.
+    Returns the global gradient norm before clipping; where that is not finite the step was not
+    taken (but by an optimizer that works in the backward pass).
+    """
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.finish_step()
     norm = clip_gradients(policy.parameters(), config.max_grad_norm)

@@ -1,12 +1,17 @@
-"""The optimizer's state on disk, by parameter name: written by any number of ranks, read by any other.
+"""The optimizer's state on disk, by parameter name: written by any number of ranks, read by any
+other.
 
-    whole     optimizer.safetensors: the first rank gathers each tensor, one at a time, holds and writes them
-    sharded   RANK.safetensors and RANK.json: each rank writes its parts, and where in the whole they begin, for models whose
-              state no one rank can hold; no pickle, which runs what it says, as torch.distributed.checkpoint has one
+    whole     optimizer.safetensors: the first rank gathers each tensor, one at a time, holds and
+              writes them
+    sharded   RANK.safetensors and RANK.json: each rank writes its parts, and where in the whole
+              they begin, for models whose state no one rank can hold; no pickle, which runs what it
+              says, as torch.distributed.checkpoint has one
 
-Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json: in fp32, or moments of 8 bits as they are, with
-"NAME.exp_avg_scale", which has a number for each block of 256. Where parts of several processes end inside of blocks, moments of
-8 bits are written in fp32, and rounded once more when they are loaded: the largest of a block can come back smaller by 0.7%."""
+Both hold "NAME.exp_avg", "NAME.exp_avg_sq" and "NAME.step", next to state.json: in fp32, or moments
+of 8 bits as they are, with "NAME.exp_avg_scale", which has a number for each block of 256. Where
+parts of several processes end inside of blocks, moments of 8 bits are written in fp32, and rounded
+once more when they are loaded: the largest of a block can come back smaller by 0.7%.
+"""
 
 import contextlib
 import json
@@ -27,19 +32,30 @@ from ttrl.system.files import atomic_folder, json_text
 from ttrl.training.models.weights import FILE_DTYPES, write_tensors
 from ttrl.training.optimizer.optimizer import Optimizer, OptimizerInBackward
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.parallel.sharding import copy_whole, full_tensor, gather_whole, local_part, part_of, place_of_part
+from ttrl.training.parallel.sharding import (
+    copy_whole,
+    full_tensor,
+    gather_whole,
+    local_part,
+    part_of,
+    place_of_part,
+)
 from ttrl.training.policy.policy import Policy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"  # behind a moment's name
-_BLOCK, _SMALLEST = 256, 4096  # torchao's: numbers that share a scale, and of a part that is held in 8 bits
+# Torchao's: numbers that share a scale, and of a part that is held in 8 bits.
+_BLOCK = 256
+_SMALLEST = 4096
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 _DTYPES = {name: dtype for dtype, name in FILE_DTYPES.items()}
 WHOLE_STATE_LIMIT = 8e9
 """Bytes of state up to which "auto" stores it whole."""
 
 
-def _optimizer_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[torch.optim.Optimizer, Any]:
+def _optimizer_of(
+    optimizer: Optimizer, parameter: nn.Parameter
+) -> tuple[torch.optim.Optimizer, Any]:
     """Return the optimizer that has a parameter's state, and the key under which it has it."""
     if isinstance(optimizer, OptimizerInBackward):
         return optimizer.by_parameter[parameter], parameter
@@ -51,7 +67,11 @@ def _optimizer_of(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[torch.
 
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:
-    one = next(iter(optimizer.by_parameter.values())) if isinstance(optimizer, OptimizerInBackward) else optimizer
+    one = (
+        next(iter(optimizer.by_parameter.values()))
+        if isinstance(optimizer, OptimizerInBackward)
+        else optimizer
+    )
     return () if isinstance(one, torch.optim.SGD) else _MOMENTS
 
 
@@ -62,41 +82,61 @@ def _plain(moment: Tensor) -> Tensor:
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
-    """Return this process's part as a tensor that is sharded as `like` is, with as many rows; of its shape where the part has
-    that of `like`'s."""
+    """Return this process's part as a tensor that is sharded as `like` is, with as many rows; of
+    its shape where the part has that of `like`'s."""
     if not isinstance(like, DTensor):
         return local
-    shape = like.shape if local.shape == local_part(like).shape else torch.Size((like.shape[0], *local.shape[1:]))
+    shape = (
+        like.shape
+        if local.shape == local_part(like).shape
+        else torch.Size((like.shape[0], *local.shape[1:]))
+    )
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
+    )
 
 
 def _whole_blocks(moment: Tensor) -> bool:
-    """Tell whether every process's part of a moment of 8 bits is in 8 bits, and blocks end where rows do."""
+    """Tell whether every process's part of a moment of 8 bits is in 8 bits, and blocks end where
+    rows do.
+    """
     if not isinstance(moment, DTensor):
         return True
     parts = moment.device_mesh.size()
     rows = [len(rows) for rows in torch.arange(moment.shape[0]).chunk(parts)]
     width = math.prod(moment.shape[1:])
-    return moment.placements == (Shard(0),) and len(rows) == parts and width % _BLOCK == 0 and rows[-1] * width >= _SMALLEST
+    return (
+        moment.placements == (Shard(0),)
+        and len(rows) == parts
+        and width % _BLOCK == 0
+        and rows[-1] * width >= _SMALLEST
+    )
 
 
 def _as_stored(name: str, moment: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield a moment under its name in the files: in fp32, or codes and scales, the latter by rows if blocks end with them."""
+    """Yield a moment under its name in the files: in fp32, or codes and scales, the latter by rows
+    if blocks end with them.
+    """
     local = local_part(moment)
     if not _whole_blocks(moment):
         yield name, _plain(moment)
     elif isinstance(local, OptimState8bit):
         by_rows = math.prod(local.shape[1:]) % _BLOCK == 0
         yield name, _sharded_as(moment, local.codes)
-        yield name + _SCALE, _sharded_as(moment, local.scale.view(local.shape[0], -1)) if by_rows else local.scale
+        yield (
+            name + _SCALE,
+            _sharded_as(moment, local.scale.view(local.shape[0], -1)) if by_rows else local.scale,
+        )
     else:
         yield name, moment
 
 
-def state_tensors(policy: Policy, optimizer: Optimizer, as_stored: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """Yield ("NAME.PART", tensor) of all trained parameters, sharded as the parameters are: in fp32, or as they are stored. Zeros
-    if no step was taken yet."""
+def state_tensors(
+    policy: Policy, optimizer: Optimizer, as_stored: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield ("NAME.PART", tensor) of all trained parameters, sharded as the parameters are: in
+    fp32, or as they are stored. Zeros if no step was taken yet."""
     moments = _moments(optimizer)
     for name, parameter in policy.parameters_by_name().items():
         if not (parameter.requires_grad and moments):
@@ -105,7 +145,11 @@ def state_tensors(policy: Policy, optimizer: Optimizer, as_stored: bool = False)
         state = owner.state[key] or {}
         for moment in moments:
             value = state[moment] if moment in state else torch.zeros_like(parameter)
-            yield from _as_stored(f"{name}.{moment}", value) if as_stored else [(f"{name}.{moment}", _plain(value))]
+            yield from (
+                _as_stored(f"{name}.{moment}", value)
+                if as_stored
+                else [(f"{name}.{moment}", _plain(value))]
+            )
         step = full_tensor(state["step"]) if "step" in state else torch.zeros(())
         yield f"{name}.step", step.cpu().reshape(1).clone()
 
@@ -119,13 +163,29 @@ def save_state(
     state_format: str = "auto",
     beside: Callable[[Path], None] = lambda _: None,
 ) -> None:
-    """Write the state and state.json, atomically as one folder. A collective. state_format: as in TrainingConfig. beside: writes
-    what else belongs in the folder; called on the first rank. Raises StorageError."""
-    one = next(iter(optimizer.by_parameter.values())) if isinstance(optimizer, OptimizerInBackward) else optimizer
+    """Write the state and state.json, atomically as one folder. A collective. state_format: as in
+    TrainingConfig. beside: writes what else belongs in the folder; called on the first rank. Raises
+    StorageError.
+    """
+    one = (
+        next(iter(optimizer.by_parameter.values()))
+        if isinstance(optimizer, OptimizerInBackward)
+        else optimizer
+    )
     each = 2 * (1 if isinstance(one, AdamW8bit) else 4)
-    size = sum(each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    if state_format == "sharded" or (state_format == "auto" and ranks.processes > 1 and size > WHOLE_STATE_LIMIT):
-        _save_sharded(Path(folder), state_tensors(policy, optimizer, as_stored=True), global_step, ranks, beside)
+    size = sum(
+        each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad
+    )
+    if state_format == "sharded" or (
+        state_format == "auto" and ranks.processes > 1 and size > WHOLE_STATE_LIMIT
+    ):
+        _save_sharded(
+            Path(folder),
+            state_tensors(policy, optimizer, as_stored=True),
+            global_step,
+            ranks,
+            beside,
+        )
         return
     tensors: dict[str, Tensor] = {}
     for name, tensor in state_tensors(policy, optimizer, as_stored=True):
@@ -134,7 +194,9 @@ def save_state(
             tensors[name] = whole.cpu().contiguous()
     if ranks.is_first:
         with atomic_folder(folder, sum(tensor.nbytes for tensor in tensors.values())) as temporary:
-            files = {"optimizer.safetensors": write_tensors(temporary / "optimizer.safetensors", tensors)}
+            files = {
+                "optimizer.safetensors": write_tensors(temporary / "optimizer.safetensors", tensors)
+            }
             beside(temporary)
             header = json_text({"schema": 1, "global_step": global_step, "files": files})
             (temporary / "state.json").write_text(header, encoding="utf-8")
@@ -142,46 +204,72 @@ def save_state(
 
 
 def _save_sharded(
-    folder: Path, tensors: Iterable[tuple[str, Tensor]], global_step: int, ranks: Ranks, beside: Callable[[Path], None]
+    folder: Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    global_step: int,
+    ranks: Ranks,
+    beside: Callable[[Path], None],
 ) -> None:
     with contextlib.ExitStack() as stack:
         own = stack.enter_context(atomic_folder(folder)) if ranks.is_first else None
-        place, problem = Path(ranks.texts_of_each(str(own or ""))[0]), ""
+        place = Path(ranks.texts_of_each(str(own or ""))[0])
+        problem = ""
         try:
             _write_parts(place, ranks, tensors)
         except OSError as error:
             problem = str(error)
-        if found := [one for one in ranks.texts_of_each(problem) if one]:  # all are written when it returns
-            raise StorageError(0, f"could not write {folder}: {found[0]}; make room, or look at the permissions")
+        # All are written when it returns.
+        if found := [one for one in ranks.texts_of_each(problem) if one]:
+            raise StorageError(
+                0, f"could not write {folder}: {found[0]}; make room, or look at the permissions"
+            )
         if own is not None:
             beside(own)
-            header = {"schema": 1, "global_step": global_step, "format": "sharded", "ranks": ranks.processes}
+            header = {
+                "schema": 1,
+                "global_step": global_step,
+                "format": "sharded",
+                "ranks": ranks.processes,
+            }
             (own / "state.json").write_text(json_text(header), encoding="utf-8")
     ranks.barrier()
 
 
 def _write_parts(folder: Path, ranks: Ranks, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write what this process holds; of what several hold alike, the first of them writes it. Raises OSError."""
-    parts, table = {}, {}
+    """Write what this process holds; of what several hold alike, the first of them writes it.
+    Raises OSError.
+    """
+    parts = {}
+    table = {}
     for name, tensor in tensors:
         copies = [not ranks.is_first]
         if isinstance(tensor, DTensor):
             coordinates = tensor.device_mesh.get_coordinate()
             assert coordinates is not None
-            copies = [where > 0 for where, how in zip(coordinates, tensor.placements, strict=True) if how.is_replicate()]
+            copies = [
+                where > 0
+                for where, how in zip(coordinates, tensor.placements, strict=True)
+                if how.is_replicate()
+            ]
         part = local_part(tensor).detach().cpu().contiguous()
         if not any(copies) and part.numel():
             parts[name] = part
             starts = [own.start for own in place_of_part(tensor)]
-            table[name] = {"dtype": FILE_DTYPES[part.dtype], "shape": list(tensor.shape), "start": starts}
+            table[name] = {
+                "dtype": FILE_DTYPES[part.dtype],
+                "shape": list(tensor.shape),
+                "start": starts,
+            }
     stem = f"{ranks.rank * ranks.tensor_ranks + ranks.tensor_rank:05}"
     write_tensors(folder / f"{stem}.safetensors", parts)
     (folder / f"{stem}.json").write_text(json_text(table), encoding="utf-8")
 
 
 def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
-    """Restore what `save_state` wrote, in either format, whatever the number of ranks was; returns the global step. Raises
-    RunFolderError where the state is missing, damaged, or of another model or optimizer."""
+    """Restore what `save_state` wrote, in either format, whatever the number of ranks was; returns
+    the global step. Raises RunFolderError where the state is missing, damaged, or of another model
+    or optimizer.
+    """
     folder = Path(folder)
     try:
         header = json.loads((folder / "state.json").read_text())
@@ -189,15 +277,22 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
         if header.get("format") == "sharded":
             if "ranks" not in header:
                 raise RunFolderError(
-                    f"{folder}: an earlier ttrl wrote this state in a form that can run code when it is read (a pickle), so it "
-                    "is not read; leave state out to start the optimizer afresh, or have that ttrl train one more iteration with "
+                    f"{folder}: an earlier ttrl wrote this state in a form that can run code "
+                    "when it is read (a pickle), so it "
+                    "is not read; leave state out to start the optimizer afresh, or have that "
+                    "ttrl train one more iteration with "
                     "state_format 'whole'"
                 )
             _load_sharded(folder, int(header["ranks"]), policy, optimizer)
         else:
             with safe_open(folder / "optimizer.safetensors", framework="pt") as stored:
                 names = stored.keys()
-                _check(folder, policy, optimizer, {name: tuple(stored.get_slice(name).get_shape()) for name in names})
+                _check(
+                    folder,
+                    policy,
+                    optimizer,
+                    {name: tuple(stored.get_slice(name).get_shape()) for name in names},
+                )
                 parameters = policy.parameters_by_name()
                 for name in (name for name in names if not name.endswith(_SCALE)):
                     scale = stored.get_tensor(name + _SCALE) if name + _SCALE in names else None
@@ -206,7 +301,8 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
         raise
     except _DAMAGE as error:
         raise RunFolderError(
-            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave state out to start afresh"
+            f"{folder}: the optimizer state cannot be read: {error}; copy it again, or leave "
+            "state out to start afresh"
         ) from error
     return global_step
 
@@ -227,7 +323,9 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
             table = json.loads((folder / f"{rank:05}.json").read_text(encoding="utf-8"))
             file = stack.enter_context(safe_open(folder / f"{rank:05}.safetensors", framework="pt"))
             for name, part in table.items():
-                one = stored.setdefault(name, _Stored(_DTYPES[part["dtype"]], torch.Size(part["shape"]), []))
+                one = stored.setdefault(
+                    name, _Stored(_DTYPES[part["dtype"]], torch.Size(part["shape"]), [])
+                )
                 one.parts.append((file, part["start"]))
         _check(folder, policy, optimizer, {name: tuple(one.shape) for name, one in stored.items()})
         parameters = policy.parameters_by_name()
@@ -237,19 +335,30 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
 
 
 @torch.no_grad()
-def _read(name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """Return a tensor, or this process's part of it, from the parts that have something of it. Raises ValueError where some of it
-    is nowhere."""
+def _read(
+    name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]
+) -> Tensor:
+    """Return a tensor, or this process's part of it, from the parts that have something of it.
+    Raises ValueError where some of it is nowhere."""
     room = _room_for(name, stored, parameters)
-    own, wanted = local_part(room), place_of_part(room)
+    own = local_part(room)
+    wanted = place_of_part(room)
     left = own.numel()
     for file, starts in stored[name].parts:
         part = file.get_slice(name)
         ends = [start + length for start, length in zip(starts, part.get_shape(), strict=True)]
-        common = [(max(w.start, s), min(w.stop, e)) for w, s, e in zip(wanted, starts, ends, strict=True)]
+        common = [
+            (max(w.start, s), min(w.stop, e)) for w, s, e in zip(wanted, starts, ends, strict=True)
+        ]
         if all(begin < end for begin, end in common):
-            here = tuple(slice(begin - w.start, end - w.start) for (begin, end), w in zip(common, wanted, strict=True))
-            there = tuple(slice(begin - start, end - start) for (begin, end), start in zip(common, starts, strict=True))
+            here = tuple(
+                slice(begin - w.start, end - w.start)
+                for (begin, end), w in zip(common, wanted, strict=True)
+            )
+            there = tuple(
+                slice(begin - start, end - start)
+                for (begin, end), start in zip(common, starts, strict=True)
+            )
             own[here].copy_(part[there])
             left -= own[here].numel()
     if left:
@@ -257,48 +366,72 @@ def _read(name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.
     return room
 
 
-def _room_for(name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]) -> Tensor:
-    """Return a tensor into which an entry can be read: sharded as its parameter; whole, and on the CPU, the step count, and
-    moments of 8 bits whose blocks do not end with this parameter's parts."""
+def _room_for(
+    name: str, stored: Mapping[str, _Stored], parameters: Mapping[str, nn.Parameter]
+) -> Tensor:
+    """Return a tensor into which an entry can be read: sharded as its parameter; whole, and on the
+    CPU, the step count, and moments of 8 bits whose blocks do not end with this parameter's parts.
+    """
     base, _, part = name.rpartition(".")
-    entry, parameter = stored[name], parameters[base]
+    entry = stored[name]
+    parameter = parameters[base]
     scale = stored.get(name.removesuffix(_SCALE) + _SCALE)
-    parts_fit = scale is None or (len(scale.shape) == 2 and getattr(parameter, "placements", None) == (Shard(0),))
+    parts_fit = scale is None or (
+        len(scale.shape) == 2 and getattr(parameter, "placements", None) == (Shard(0),)
+    )
     if entry.shape.numel() > max(1, parameter.numel()):
-        raise ValueError(f"{name} has {entry.shape.numel()} numbers, and its parameter {parameter.numel()}")
+        raise ValueError(
+            f"{name} has {entry.shape.numel()} numbers, and its parameter {parameter.numel()}"
+        )
     if part == "step" or not isinstance(parameter, DTensor) or not parts_fit:
         return torch.zeros(entry.shape, dtype=entry.dtype)
     if entry.shape == parameter.shape:
         return torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False)
     local = local_part(parameter)
-    return _sharded_as(parameter, local.new_zeros((local.shape[0], *entry.shape[1:]), dtype=entry.dtype))
+    return _sharded_as(
+        parameter, local.new_zeros((local.shape[0], *entry.shape[1:]), dtype=entry.dtype)
+    )
 
 
-def _check(folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise RunFolderError if the stored names and shapes are not those of this policy and optimizer."""
+def _check(
+    folder: Path, policy: Policy, optimizer: Optimizer, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise RunFolderError if the stored names and shapes are not those of this policy and
+    optimizer.
+    """
     shapes = {name: shape for name, shape in shapes.items() if not name.endswith(_SCALE)}
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in policy.parameters_by_name().items():
         if parameter.requires_grad and _moments(optimizer):
-            wanted |= {f"{name}.{moment}": tuple(parameter.shape) for moment in _moments(optimizer)} | {f"{name}.step": (1,)}
+            wanted |= {
+                f"{name}.{moment}": tuple(parameter.shape) for moment in _moments(optimizer)
+            } | {f"{name}.step": (1,)}
     if wanted.keys() != shapes.keys():
         odd = sorted(wanted.keys() ^ shapes.keys())
         raise RunFolderError(
-            f"{folder}: the optimizer state is of another model or optimizer: {len(odd)} names differ, the first is {odd[0]!r}"
+            f"{folder}: the optimizer state is of another model or optimizer: {len(odd)} names "
+            f"differ, the first is {odd[0]!r}"
         )
     for name, shape in wanted.items():
         if shapes[name] != shape:
             raise RunFolderError(
-                f"{folder}: the optimizer state is of another model: {name.rpartition('.')[0]} is {shapes[name]} there "
+                f"{folder}: the optimizer state is of another model: {name.rpartition('.')[0]} "
+                f"is {shapes[name]} there "
                 f"and {shape} in the model"
             )
 
 
 @torch.no_grad()
 def _restore(
-    parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, entry: str, value: Tensor, scale: Tensor | None
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: Optimizer,
+    entry: str,
+    value: Tensor,
+    scale: Tensor | None,
 ) -> None:
-    """Put one tensor, whole or sharded as its parameter, into the optimizer's state. `scale`: of codes of 8 bits."""
+    """Put one tensor, whole or sharded as its parameter, into the optimizer's state. `scale`: of
+    codes of 8 bits.
+    """
     name, _, part = entry.rpartition(".")
     parameter = parameters[name]
     owner, key = _optimizer_of(optimizer, parameter)
@@ -308,12 +441,15 @@ def _restore(
         state["step"] = value.reshape(()).to("cpu" if eight_bit else key.device, copy=True)
         return
     signed = part == "exp_avg"
-    state[part] = owner._new_buffer(key, signed) if isinstance(owner, AdamW8bit) else torch.zeros_like(key)
+    state[part] = (
+        owner._new_buffer(key, signed) if isinstance(owner, AdamW8bit) else torch.zeros_like(key)
+    )
     local = local_part(state[part])
     if scale is not None:
         if _copy_codes(local, state[part], value, scale):
             return
-        codes, scales = local_part(value), local_part(scale).reshape(-1)
+        codes = local_part(value)
+        scales = local_part(scale).reshape(-1)
         qmap = OptimState8bit.zeros((_BLOCK,), signed, _BLOCK, codes.device).qmap
         value = _sharded_as(value, OptimState8bit(codes, scales, qmap, signed).dequantize())
     if isinstance(value, DTensor):
@@ -323,7 +459,9 @@ def _restore(
 
 
 def _copy_codes(local: Tensor, moment: Tensor, codes: Tensor, scale: Tensor) -> bool:
-    """Copy codes and scales into this process's part of a moment, and return True, where both have the same blocks."""
+    """Copy codes and scales into this process's part of a moment, and return True, where both have
+    the same blocks.
+    """
     if not isinstance(local, OptimState8bit) or not _whole_blocks(moment):
         return False
     if isinstance(moment, DTensor) and not isinstance(codes, DTensor):
@@ -331,7 +469,8 @@ def _copy_codes(local: Tensor, moment: Tensor, codes: Tensor, scale: Tensor) -> 
             return False
         first = torch.arange(codes.shape[0]).view(-1, 1).expand(codes.shape)
         rows = part_of(first, moment)[:, 0]
-        codes, scale = codes[rows], scale[rows]
+        codes = codes[rows]
+        scale = scale[rows]
     local.codes.copy_(local_part(codes))
     local.scale.copy_(local_part(scale).reshape(-1))
     return True

@@ -1,11 +1,15 @@
-"""The processes of one training run: which one this is, where it computes, and how all end together.
+"""The processes of one training run: which one this is, where it computes, and how all end
+together.
 
-torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR). They
-form a grid, data × tensor: those in one tensor row share the layers and see the same packed rows, those in one data column hold
-the same part of each layer and see different rows. gloo on CPU, NCCL on CUDA (run with one GPU only).
+torchrun starts them, on one machine or several, and says so in the environment (WORLD_SIZE, RANK,
+LOCAL_RANK, MASTER_ADDR). They form a grid, data × tensor: those in one tensor row share the layers
+and see the same packed rows, those in one data column hold the same part of each layer and see
+different rows. gloo on CPU, NCCL on CUDA (run with one GPU only).
 
-What processes tell each other besides tensors of the model goes over a gloo group of its own. So does each wait for the first
-process while it writes files: servers may have the GPUs by then, and nothing must run there."""
+What processes tell each other besides tensors of the model goes over a gloo group of its own. So
+does each wait for the first process while it writes files: servers may have the GPUs by then, and
+nothing must run there.
+"""
 
 import contextlib
 import hashlib
@@ -38,7 +42,9 @@ DATA, TENSOR = "data", "tensor"  # the grid's dimensions
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all that train together. `rank` and `world_size` count those that see different rows."""
+    """This process among all that train together. `rank` and `world_size` count those that see
+    different rows.
+    """
 
     rank: int
     world_size: int
@@ -61,7 +67,9 @@ class Ranks:
 
     @property
     def data_group(self) -> distributed.ProcessGroup | None:
-        """Those that see different rows and hold the same part of each layer; None stands for all."""
+        """Those that see different rows and hold the same part of each layer; None stands for
+        all.
+        """
         return None if self.mesh is None else self.mesh.get_group(DATA)
 
     @property
@@ -78,15 +86,17 @@ class Ranks:
         return total
 
     def gather(self, values: torch.Tensor) -> torch.Tensor:
-        """Concatenate tensors of any lengths in the order of the ranks, on every rank and in the CPU's memory where there are
-        several."""
+        """Concatenate tensors of any lengths in the order of the ranks, on every rank and in the
+        CPU's memory where there are several."""
         if self.world_size == 1:
             return values
         return torch.cat(self.rows_of_each(values)[self.tensor_rank :: self.tensor_ranks])
 
     def rows_of_each(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Return the rows of every process, on every one and in the CPU's memory, the first one's first; each may have another
-        number of them, of the same shape and dtype. Exchanges them over the host group."""
+        """Return the rows of every process, on every one and in the CPU's memory, the first one's
+        first; each may have another number of them, of the same shape and dtype. Exchanges them
+        over the host group.
+        """
         rows = rows.cpu()
         if self.processes == 1:
             return [rows]
@@ -106,8 +116,8 @@ class Ranks:
         return [bytes(found.tolist()).decode() for found in self.rows_of_each(letters)]
 
     def barrier(self) -> None:
-        """Wait for all processes, on the CPU. Fails at once if one of them has died, and after the group's timeout if one of them
-        does not come."""
+        """Wait for all processes, on the CPU. Fails at once if one of them has died, and after the
+        group's timeout if one of them does not come."""
         if self.processes > 1:
             # Not `distributed.barrier`, which puts its tensor on the GPU, whatever the group.
             distributed.all_reduce(torch.zeros(1), group=self.host_group)
@@ -119,8 +129,12 @@ def parse_config(config_class: type[C], raw: Any) -> C:
     return config_class.parse(values, "recipe config")
 
 
-def run_on_ranks(make_config: Callable[[], C], work: Callable[[C, "Ranks"], None], logger: logging.Logger) -> int:
-    """Join the config's other ranks, and work. Returns the exit code: a TtrlError is logged without a traceback."""
+def run_on_ranks(
+    make_config: Callable[[], C], work: Callable[[C, "Ranks"], None], logger: logging.Logger
+) -> int:
+    """Join the config's other ranks, and work. Returns the exit code: a TtrlError is logged without
+    a traceback.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     try:
         config = make_config()
@@ -133,11 +147,15 @@ def run_on_ranks(make_config: Callable[[], C], work: Callable[[C, "Ranks"], None
 
 
 def run_recipe(config_class: type[C], train: Callable[[C, "Ranks"], None], raw: Any) -> int:
-    return run_on_ranks(lambda: parse_config(config_class, raw), train, logging.getLogger(train.__module__))
+    return run_on_ranks(
+        lambda: parse_config(config_class, raw), train, logging.getLogger(train.__module__)
+    )
 
 
 def recipe_main(parsed: Callable[[], int]) -> Callable[[], int]:
-    """Return a recipe's `main`: torchtune's, after a look at the file of --config, which torchtune refuses with a traceback."""
+    """Return a recipe's `main`: torchtune's, after a look at the file of --config, which torchtune
+    refuses with a traceback.
+    """
 
     def main() -> int:
         for option, path in itertools.pairwise(sys.argv):
@@ -150,7 +168,9 @@ def recipe_main(parsed: Callable[[], int]) -> Callable[[], int]:
 
 
 def model_shape(folder: str) -> dict[str, Any]:
-    """Return what config.json says (`model_settings`); empty if it cannot be read, which loading reports."""
+    """Return what config.json says (`model_settings`); empty if it cannot be read, which loading
+    reports.
+    """
     try:
         shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -159,50 +179,84 @@ def model_shape(folder: str) -> dict[str, Any]:
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
-    """Return the device. Raises ConfigError with all that it, the number of processes or the model's shape cannot provide."""
-    wanted = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    """Return the device. Raises ConfigError with all that it, the number of processes or the
+    model's shape cannot provide.
+    """
+    wanted = (
+        config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     problems = config.problems_here(wanted, processes, model_shape(config.model))
     if wanted == "cuda" and not torch.cuda.is_available():
-        problems.insert(0, "device is 'cuda', but PyTorch sees no CUDA device; use 'cpu', or run `ttrl doctor`")
+        problems.insert(
+            0, "device is 'cuda', but PyTorch sees no CUDA device; use 'cpu', or run `ttrl doctor`"
+        )
     if problems:
         raise ConfigError("config", problems)
     return wanted
 
 
 def check_here(config: TrainingConfig, here: Ranks) -> None:
-    """Raise ConfigError if the processes that are already running were started for another config, or cannot train this one."""
+    """Raise ConfigError if the processes that are already running were started for another config,
+    or cannot train this one.
+    """
     wanted = _device_for(config, here.processes)
-    found = [] if wanted == here.device.type else [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
+    found = (
+        []
+        if wanted == here.device.type
+        else [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
+    )
     if config.tensor_parallel != here.tensor_ranks:
-        found.append(f"tensor_parallel is {config.tensor_parallel}, and this trainer was started with {here.tensor_ranks}")
+        found.append(
+            f"tensor_parallel is {config.tensor_parallel}, and this trainer was started with "
+            f"{here.tensor_ranks}"
+        )
     if config.num_threads not in (None, torch.get_num_threads()):
-        found.append(f"num_threads is {config.num_threads}, and this trainer was started with {torch.get_num_threads()}")
+        found.append(
+            f"num_threads is {config.num_threads}, and this trainer was started with "
+            f"{torch.get_num_threads()}"
+        )
     if found:
         raise ConfigError("config", [f"{problem}; restart it" for problem in found])
 
 
 def seconds_to_wait(config: TrainingConfig) -> int:
-    """Return how long one process waits for the others unless `collective_timeout` says so. The longest wait is for the first one
-    to write the optimizer's state: four times the bytes of a model in bf16, at the 100 MB/s of a slow network disk."""
+    """Return how long one process waits for the others unless `collective_timeout` says so. The
+    longest wait is for the first one to write the optimizer's state: four times the bytes of a
+    model in bf16, at the 100 MB/s of a slow network disk.
+    """
     folders = [Path(config.model), Path(config.lora_base or config.model)]
-    return 600 + max(sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in folders) * 4 // 10**8
+    return (
+        600
+        + max(
+            sum(path.stat().st_size for path in folder.glob("*.safetensors")) for folder in folders
+        )
+        * 4
+        // 10**8
+    )
 
 
 @contextlib.contextmanager
 def ranks(config: TrainingConfig) -> Iterator[Ranks]:
-    """Join the process group that torchrun described in the environment, if any, and leave it at the end. Raises ConfigError with
-    everything that the device, the number of processes or the model's shape cannot give, before anything is loaded."""
+    """Join the process group that torchrun described in the environment, if any, and leave it at
+    the end. Raises ConfigError with everything that the device, the number of processes or the
+    model's shape cannot give, before anything is loaded.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     wanted = _device_for(config, world_size)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if wanted == "cuda" else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if wanted == "cuda"
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1 and not config.cpu_offload:
         yield Ranks(0, 1, device)
         return
-    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"  # what is parked, or offloaded, is gathered on the CPU
+    # What is parked, or offloaded, is gathered on the CPU.
+    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
     timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
     own: dict[str, Any] = {}
     if world_size == 1:
@@ -211,7 +265,9 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
         store = FileStore(path, world_size)
         store.set_timeout(timeout)
         own = {"store": store, "rank": int(os.environ["RANK"]), "world_size": world_size}
-    distributed.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **own)
+    distributed.init_process_group(
+        backend, timeout=timeout, device_id=device if device.type == "cuda" else None, **own
+    )
     try:
         yield grid(device, config.tensor_parallel, timeout)
     finally:
@@ -219,11 +275,15 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
 
 
 def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = None) -> Ranks:
-    """Return this process's place in the data × tensor grid over the whole process group, with a `timeout` of what they exchange.
-    Neighbours share layers: they are on one machine. A collective."""
+    """Return this process's place in the data × tensor grid over the whole process group, with a
+    `timeout` of what they exchange. Neighbours share layers: they are on one machine. A collective.
+    """
     world_size = distributed.get_world_size()
-    mesh = init_device_mesh(device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR))
-    if timeout is not None:  # a group that is made for a part of the grid has PyTorch's own, of gloo 30 minutes
+    mesh = init_device_mesh(
+        device.type, (world_size // tensor_ranks, tensor_ranks), mesh_dim_names=(DATA, TENSOR)
+    )
+    # A group that is made for a part of the grid has PyTorch's own, of gloo 30 minutes.
+    if timeout is not None:
         for name in (DATA, TENSOR):
             _set_pg_timeout(timeout, mesh.get_group(name))
     return Ranks(
@@ -238,6 +298,8 @@ def grid(device: torch.device, tensor_ranks: int, timeout: timedelta | None = No
 
 
 def derived_generator(*parts: int | str) -> torch.Generator:
-    """Return a random generator that depends on all of its parts, (seed, iteration, …), and on nothing else in the process."""
+    """Return a random generator that depends on all of its parts, (seed, iteration, …), and on
+    nothing else in the process.
+    """
     digest = hashlib.sha256(repr(parts).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

@@ -13,10 +13,16 @@ from ttrl.training.parallel.sharding import full_tensor, local_part
 
 
 def settle(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum gradients of which each process holds a part, such as those of q/k norms under tensor parallelism."""
+    """Sum gradients of which each process holds a part, such as those of q/k norms under tensor
+    parallelism.
+    """
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(gradient, DTensor)
+            and gradient.placements != parameter.placements
+        ):
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
@@ -24,11 +30,17 @@ def sharded_dims(tensor: DTensor) -> tuple[str, ...]:
     """Return the mesh's dimensions along which processes hold different parts of a tensor."""
     names = tensor.device_mesh.mesh_dim_names
     assert names is not None
-    return tuple(name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate())
+    return tuple(
+        name
+        for name, placement in zip(names, tensor.placements, strict=True)
+        if not placement.is_replicate()
+    )
 
 
 class SquaredNorm:
-    """Σ g² over gradients that are spread over processes in different ways, with one reduction for each way, at the end."""
+    """Σ g² over gradients that are spread over processes in different ways, with one reduction for
+    each way, at the end.
+    """
 
     def __init__(self) -> None:
         self._squares: dict[tuple[str, ...], Tensor] = {}
@@ -42,7 +54,9 @@ class SquaredNorm:
         self._squares[dims] = self._squares[dims] + square if dims in self._squares else square
 
     def norm(self) -> Tensor:
-        """Return the square root of the sum over all processes; a collective if something was sharded."""
+        """Return the square root of the sum over all processes; a collective if something was
+        sharded.
+        """
         total: Tensor | float = 0.0
         for dims in sorted(self._squares):
             square = self._squares[dims]
@@ -55,14 +69,18 @@ class SquaredNorm:
 
 @torch.no_grad()
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float | None) -> float:
-    """Scale all gradients so that their global norm is at most `limit` (None: leave them alone). Returns the norm before, which
-    does not depend on the number of processes. A collective if parameters are sharded."""
+    """Scale all gradients so that their global norm is at most `limit` (None: leave them alone).
+    Returns the norm before, which does not depend on the number of processes. A collective if
+    parameters are sharded.
+    """
     parameters = list(parameters)
     settle(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     first = gradients[0] if gradients else None
     if not (isinstance(first, DTensor) and TENSOR in (first.device_mesh.mesh_dim_names or ())):
-        return float(full_tensor(nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)))
+        return float(
+            full_tensor(nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit))
+        )
     squares = SquaredNorm()
     for gradient in gradients:
         squares.add(gradient)

@@ -1,9 +1,10 @@
-"""Hold tensors in the CPU's memory for a while: what a trainer has parked while servers use its GPU, and its own weights while it
-computes with another model's.
+"""Hold tensors in the CPU's memory for a while: what a trainer has parked while servers use its
+GPU, and its own weights while it computes with another model's.
 
-A process's tensors lie in one piece of memory, which is page-locked where there is a GPU: the bus then copies at its full speed,
-and while other things are done. To lock pages takes long, so the piece stays, and serves again. Locked pages cannot be swapped
-out, so the machine is asked first: where it has too little, all ranks get a StorageError, and whoever asked does without.
+A process's tensors lie in one piece of memory, which is page-locked where there is a GPU: the bus
+then copies at its full speed, and while other things are done. To lock pages takes long, so the
+piece stays, and serves again. Locked pages cannot be swapped out, so the machine is asked first:
+where it has too little, all ranks get a StorageError, and whoever asked does without.
 """
 
 import logging
@@ -28,7 +29,9 @@ _SPARE = 2 * 2**30
 
 
 class HostMemory:
-    """One rank's piece of memory. What it holds is valid until it is asked to hold something else."""
+    """One rank's piece of memory. What it holds is valid until it is asked to hold something
+    else.
+    """
 
     def __init__(self, here: Ranks) -> None:
         self._here = here
@@ -37,9 +40,10 @@ class HostMemory:
 
     @torch.no_grad()
     def hold(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of plain tensors. A collective. Raises StorageError, on all ranks, where a machine has too little memory
-        left."""
-        begins, size = [], 0
+        """Return copies of plain tensors. A collective. Raises StorageError, on all ranks, where a
+        machine has too little memory left."""
+        begins = []
+        size = 0
         for tensor in tensors:
             begins.append(size)
             size += -(-tensor.nbytes // _ALIGNED) * _ALIGNED
@@ -67,8 +71,14 @@ class HostMemory:
         problem = ""
         processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if wanted and (missing := size * processes - (memory_bytes()[1] - _SPARE)) > 0:
-            problem = f"{size * processes / 2**30:.1f} GiB of the CPU's memory are needed for {processes} "
-            problem += f"process{'es' * (processes != 1)} on this machine, and {missing / 2**30:.1f} GiB of them are not free"
+            problem = (
+                f"{size * processes / 2**30:.1f} GiB of the CPU's memory are needed for "
+                f"{processes} "
+            )
+            problem += (
+                f"process{'es' * (processes != 1)} on this machine, and {missing / 2**30:.1f} "
+                "GiB of them are not free"
+            )
         if found := [one for one in self._here.texts_of_each(problem) if one]:
             raise StorageError(found[0])
         if wanted:
@@ -77,18 +87,28 @@ class HostMemory:
                 self._lock_pages()
 
     def _lock_pages(self) -> None:
-        """Lock the memory's pages while it is there. Not by PyTorch's own allocator, which takes powers of two."""
-        address, size, runtime = self._memory.data_ptr(), self._memory.nbytes, torch.cuda.cudart()
+        """Lock the memory's pages while it is there. Not by PyTorch's own allocator, which takes
+        powers of two.
+        """
+        address = self._memory.data_ptr()
+        size = self._memory.nbytes
+        runtime = torch.cuda.cudart()
         error = int(runtime.cudaHostRegister(address, size, 0))
         if error:
-            logger.warning("%.1f GiB of memory could not be page-locked (CUDA error %d); copies take longer", size / 2**30, error)
+            logger.warning(
+                "%.1f GiB of memory could not be page-locked (CUDA error %d); copies take longer",
+                size / 2**30,
+                error,
+            )
             return
         self._unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
 
 def places(tensor: Tensor) -> Iterator[tuple[Any, str]]:
-    """Yield where the plain tensors are that one is made of, as (object, name of its attribute): its own data, or the parts of
-    one that is sharded or quantised. Put there, others take their place, while the tensor itself, with its hooks, stays."""
+    """Yield where the plain tensors are that one is made of, as (object, name of its attribute):
+    its own data, or the parts of one that is sharded or quantised. Put there, others take their
+    place, while the tensor itself, with its hooks, stays.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor, "data"
         return

@@ -1,11 +1,13 @@
-"""Where torchrun's agents of several machines meet: a store on the leading machine that listens on one address alone.
+"""Where torchrun's agents of several machines meet: a store on the leading machine that listens on
+one address alone.
 
-torchrun's own way (c10d) listens on all interfaces, and each agent unpickles, and so runs, what anybody has written there. Here
-numbers are exchanged: the leading machine is 0, the others are counted as they come. The store has no password all the same: who
-can reach it can end the training, or take part in it, so it belongs in a private network (docs/security.md).
+torchrun's own way (c10d) listens on all interfaces, and each agent unpickles, and so runs, what
+anybody has written there. Here numbers are exchanged: the leading machine is 0, the others are
+counted as they come. The store has no password all the same: who can reach it can end the training,
+or take part in it, so it belongs in a private network (docs/security.md).
 
-torchrun finds this by the entry point "ttrl" of the group "torchrun.handlers" (pyproject.toml): `--rdzv-backend ttrl`, with
-`--rdzv-conf is_host=true` on the leading machine.
+torchrun finds this by the entry point "ttrl" of the group "torchrun.handlers" (pyproject.toml):
+`--rdzv-backend ttrl`, with `--rdzv-conf is_host=true` on the leading machine.
 """
 
 import socket
@@ -26,7 +28,9 @@ _LOOK_SECONDS = 0.1
 
 
 class Meeting(StaticTCPRendezvous):
-    """One start of the trainer, on one machine. Raises RendezvousTimeoutError where not all have come within `join_timeout`."""
+    """One start of the trainer, on one machine. Raises RendezvousTimeoutError where not all have
+    come within `join_timeout`.
+    """
 
     def __init__(self, params: RendezvousParameters) -> None:
         host, _, port = params.endpoint.rpartition(":")
@@ -58,15 +62,25 @@ class Meeting(StaticTCPRendezvous):
             else:
                 store.wait(["complete"], self.timeout)
         except (OSError, RuntimeError, ValueError) as error:  # of the store
-            raise RendezvousTimeoutError(f"{self.master_addr}:{self.master_port}: {error}") from error
+            raise RendezvousTimeoutError(
+                f"{self.master_addr}:{self.master_port}: {error}"
+            ) from error
         if self.rank >= self.world_size:
             raise RendezvousTimeoutError(
-                f"{self.master_addr}:{self.master_port}: all {self.world_size} machines are there already"
+                f"{self.master_addr}:{self.master_port}: all {self.world_size} machines are "
+                "there already"
             )
-        return RendezvousInfo(store, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self.master_port))
+        return RendezvousInfo(
+            store,
+            self.rank,
+            self.world_size,
+            RendezvousStoreInfo(self.master_addr, self.master_port),
+        )
 
     def _listening(self) -> int:
-        """Return the descriptor of a socket that listens on this machine's address in the endpoint's network alone."""
+        """Return the descriptor of a socket that listens on this machine's address in the
+        endpoint's network alone.
+        """
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -78,7 +92,9 @@ class Meeting(StaticTCPRendezvous):
         deadline = time.monotonic() + self.timeout.total_seconds()
         while machines() < self.world_size:
             if time.monotonic() > deadline:
-                raise RendezvousTimeoutError(f"{machines()} of {self.world_size} machines were there in time")
+                raise RendezvousTimeoutError(
+                    f"{machines()} of {self.world_size} machines were there in time"
+                )
             time.sleep(_LOOK_SECONDS)
 
 

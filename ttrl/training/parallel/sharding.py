@@ -1,9 +1,11 @@
-"""Parameters spread over processes: FSDP2 over the data ranks, tensor parallelism over those that share a layer, or both.
+"""Parameters spread over processes: FSDP2 over the data ranks, tensor parallelism over those that
+share a layer, or both.
 
-Tensor parallelism (Megatron-LM, arXiv 1909.08053) deals out the columns of q, k, v, w1, w3 (whole heads, so attention itself
-needs no communication), the rows of the output projections, and the vocabulary of embeddings and head. Norms are computed by
-every process alike; q/k norms see only the local heads, so their gradients are summed. Layers with adapters are dealt out alike:
-of an adapter's two matrices the one with the dealt-out side, while the other, of low rank, is on all.
+Tensor parallelism (Megatron-LM, arXiv 1909.08053) deals out the columns of q, k, v, w1, w3 (whole
+heads, so attention itself needs no communication), the rows of the output projections, and the
+vocabulary of embeddings and head. Norms are computed by every process alike; q/k norms see only the
+local heads, so their gradients are summed. Layers with adapters are dealt out alike: of an
+adapter's two matrices the one with the dealt-out side, while the other, of low rank, is on all.
 
 Shapes: B rows, T tokens, H heads, E dimension of a head, D width, V vocabulary.
 Has run on CPU over gloo, and on one GPU with CPU offload; several GPUs: never run.
@@ -17,13 +19,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from ttrl.configs import TrainingConfig
 from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
@@ -38,10 +59,15 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def gather_whole(tensor: Tensor, here: Ranks) -> Tensor | None:
     """Return the whole tensor on the first process, on the device of its parts; None on the others.
 
-    The others send their parts and receive nothing. A collective of all processes, if it is sharded.
+    The others send their parts and receive nothing. A collective of all processes, if it is
+    sharded.
     """
     part = local_part(tensor).detach()
-    if not isinstance(tensor, DTensor) or here.processes == 1 or all(how.is_replicate() for how in tensor.placements):
+    if (
+        not isinstance(tensor, DTensor)
+        or here.processes == 1
+        or all(how.is_replicate() for how in tensor.placements)
+    ):
         return part if here.is_first else None
     assert tensor.device_mesh.size() == here.processes
     places = _places_of_parts(tensor)
@@ -67,7 +93,9 @@ def _places_of_parts(tensor: DTensor) -> list[tuple[slice, ...]]:
     places = []
     for rank in range(mesh.size()):
         [coordinates] = (mesh.mesh == rank).nonzero().tolist()
-        found = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, coordinates, tensor.placements)
+        found = _compute_local_shape_and_global_offset(
+            tensor.shape, mesh.shape, coordinates, tensor.placements
+        )
         places.append(_as_slices(*found, tensor.shape))
     return places
 
@@ -77,7 +105,9 @@ def _lengths(place: tuple[slice, ...]) -> tuple[int, ...]:
 
 
 def _padded_bytes(part: Tensor, size: int) -> Tensor:
-    """Return the bytes of a tensor, and as many behind them as are missing to `size`; a copy only if there are any, or gaps."""
+    """Return the bytes of a tensor, and as many behind them as are missing to `size`; a copy only
+    if there are any, or gaps.
+    """
     flat = part.contiguous().view(-1).view(torch.uint8)
     if len(flat) == size:
         return flat
@@ -87,7 +117,9 @@ def _padded_bytes(part: Tensor, size: int) -> Tensor:
 
 
 def _follow_each_other(places: Sequence[tuple[slice, ...]], shape: torch.Size) -> bool:
-    """Tell whether parts are whole rows, one after the other, of which only the last ones are shorter than the first."""
+    """Tell whether parts are whole rows, one after the other, of which only the last ones are
+    shorter than the first.
+    """
     most = places[0][0].stop
     starts = [min(number * most, shape[0]) for number in range(len(places))]
     in_order = [place[0].start for place in places] == starts
@@ -107,13 +139,19 @@ def place_of_part(like: Tensor) -> tuple[slice, ...]:
     return _as_slices(*found, like.shape)
 
 
-def _as_slices(lengths: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> tuple[slice, ...]:
+def _as_slices(
+    lengths: Sequence[int], offsets: Sequence[int], whole: Sequence[int]
+) -> tuple[slice, ...]:
     starts = [min(offset, size) for offset, size in zip(offsets, whole, strict=True)]
-    return tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+    return tuple(
+        slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+    )
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """Return the part of `whole` that this process holds of `like`: a view, so that nothing else is read from a file."""
+    """Return the part of `whole` that this process holds of `like`: a view, so that nothing else is
+    read from a file.
+    """
     return whole[place_of_part(like)] if isinstance(like, DTensor) else whole
 
 
@@ -124,7 +162,9 @@ def copy_whole(target: Tensor, whole: Tensor) -> None:
 
 
 def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] = ()) -> None:
-    """Give every parameter on the meta device memory on `device`, unset; buffers, and those in `but`, stay as they are."""
+    """Give every parameter on the meta device memory on `device`, unset; buffers, and those in
+    `but`, stay as they are.
+    """
     left = {id(tensor) for tensor in but}
 
     def give(tensor: Tensor) -> Tensor:
@@ -135,8 +175,10 @@ def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] =
 
 
 class _SameEverywhere(ParallelStyle):
-    """A module whose parameters every process holds whole, for an input that all have (or, with `shard`, hold a part of along
-    that dimension, so that the parameters' gradients are partial sums)."""
+    """A module whose parameters every process holds whole, for an input that all have (or, with
+    `shard`, hold a part of along that dimension, so that the parameters' gradients are partial
+    sums).
+    """
 
     def __init__(self, shard: int | None = None) -> None:
         super().__init__()
@@ -154,8 +196,10 @@ class _SameEverywhere(ParallelStyle):
 
 
 class Share(NamedTuple):
-    """What a linear layer that computes with its process's part exchanges with the others of a mesh: with `rows`, parts of the
-    input go in, and what comes out is summed; else the input is whole, and each process has a part of the output."""
+    """What a linear layer that computes with its process's part exchanges with the others of a
+    mesh: with `rows`, parts of the input go in, and what comes out is summed; else the input is
+        whole, and each process has a part of the output.
+    """
 
     mesh: DeviceMesh
     rows: bool
@@ -163,10 +207,14 @@ class Share(NamedTuple):
     """Whether the output is put together."""
 
     def entered(self, x: Tensor) -> Tensor:
-        """Return the input, whose gradient is to be summed where each process knows a part of it."""
+        """Return the input, whose gradient is to be summed where each process knows a part of
+        it.
+        """
         if self.rows:
             return x
-        return DTensor.from_local(x, self.mesh, (Replicate(),), run_check=False).to_local(grad_placements=(Partial(),))
+        return DTensor.from_local(x, self.mesh, (Replicate(),), run_check=False).to_local(
+            grad_placements=(Partial(),)
+        )
 
     def summed(self, y: Tensor) -> Tensor:
         return self._whole(y, Partial(), y.shape[-1]) if self.rows else y
@@ -178,11 +226,15 @@ class Share(NamedTuple):
     def _whole(self, y: Tensor, placement: Placement, width: int) -> Tensor:
         shape = torch.Size((*y.shape[:-1], width))
         stride = torch.empty(shape, device="meta").stride()
-        spread = DTensor.from_local(y, self.mesh, (placement,), run_check=False, shape=shape, stride=stride)
+        spread = DTensor.from_local(
+            y, self.mesh, (placement,), run_check=False, shape=shape, stride=stride
+        )
         return local_part(spread.redistribute(placements=(Replicate(),)))
 
     def lengths(self, lengths: Tensor) -> Tensor:
-        """Return the lengths of vectors of which each process has a part, from those of the parts; without a gradient."""
+        """Return the lengths of vectors of which each process has a part, from those of the parts;
+        without a gradient.
+        """
         if not self.rows:
             return lengths
         squares = lengths.square()
@@ -192,28 +244,40 @@ class Share(NamedTuple):
 
 def with_partial_gradient(parameter: Tensor) -> Tensor:
     """Return this process's part of a parameter, of whose gradient it will know one summand."""
-    return parameter.to_local(grad_placements=(Partial(),)) if isinstance(parameter, DTensor) else parameter
+    return (
+        parameter.to_local(grad_placements=(Partial(),))
+        if isinstance(parameter, DTensor)
+        else parameter
+    )
 
 
 class _WithAdapter(ParallelStyle):
-    """A layer with adapters (`ttrl.training.policy.lora`), which exchanges by itself what its `share` says."""
+    """A layer with adapters (`ttrl.training.policy.lora`), which exchanges by itself what its
+    `share` says.
+    """
 
     def __init__(self, rows: bool = False, gathered: bool = False) -> None:
         super().__init__()
-        self.rows, self.gathered = rows, gathered
+        self.rows = rows
+        self.gathered = gathered
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        whole, dealt = Replicate(), Shard(1 if self.rows else 0)
+        whole = Replicate()
+        dealt = Shard(1 if self.rows else 0)
         alike = ("bias", "lora_b", "magnitude") if self.rows else ("lora_a",)
         for name, parameter in list(module.named_parameters(recurse=False)):
-            spread = distribute_tensor(parameter.detach(), device_mesh, (whole if name in alike else dealt,))
+            spread = distribute_tensor(
+                parameter.detach(), device_mesh, (whole if name in alike else dealt,)
+            )
             setattr(module, name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
         module.share = Share(device_mesh, self.rows, self.gathered)  # type: ignore[assignment]
         return module
 
 
 class TiedHead:
-    """The output projection that uses vocabulary-sharded embeddings: h [..., D], the same on all → logits [..., V], whole."""
+    """The output projection that uses vocabulary-sharded embeddings: h [..., D], the same on all →
+    logits [..., V], whole.
+    """
 
     def __init__(self, whole: Any, mesh: DeviceMesh) -> None:
         """Spread the head of a decoder in one process, `whole`."""
@@ -255,17 +319,21 @@ def tensor_parallel_plan(decoder: nn.Module) -> dict[str, ParallelStyle]:
 
 
 def apply_tensor_parallel(decoder: Any, mesh: DeviceMesh) -> None:
-    """Spread a decoder over the processes of a one-dimensional mesh; its hidden states and logits stay whole on each."""
+    """Spread a decoder over the processes of a one-dimensional mesh; its hidden states and logits
+    stay whole on each.
+    """
     parallelize_module(decoder, mesh, tensor_parallel_plan(decoder))
     if hasattr(decoder.output, "tied_module"):
         decoder.output = TiedHead(decoder.output, mesh)
 
 
 def gathered_precision(config: TrainingConfig, device: torch.device) -> MixedPrecisionPolicy:
-    """Choose the dtypes of gathering and reducing. On CUDA with bf16, parameters are gathered in bf16 and gradients reduced in
-    fp32, and the stream between layers stays fp32; else all are gathered as they are held, and autocast converts as without FSDP.
-    So are DoRA's: a magnitude or a row's length that is rounded to bf16 (0.4%) would hide what it learns, and checkpoints are
-    merged from those that are not rounded."""
+    """Choose the dtypes of gathering and reducing. On CUDA with bf16, parameters are gathered in
+    bf16 and gradients reduced in fp32, and the stream between layers stays fp32; else all are
+    gathered as they are held, and autocast converts as without FSDP. So are DoRA's: a magnitude or
+    a row's length that is rounded to bf16 (0.4%) would hide what it learns, and checkpoints are
+    merged from those that are not rounded.
+    """
     mixed = config.dtype == "bf16" and device.type == "cuda" and config.lora_kind != "dora"
     if not mixed:
         return MixedPrecisionPolicy()
@@ -286,11 +354,15 @@ def apply_fsdp(policy: nn.Module, layers: Any, config: TrainingConfig, here: Ran
 
 
 def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP2 keeps of each parameter (PyTorch's FSDPParam); nothing where it is not used."""
+    """Yield what FSDP2 keeps of each parameter (PyTorch's FSDPParam); nothing where it is not
+    used.
+    """
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            before_2_13 = [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+            before_2_13 = (
+                [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
+            )
             for group in getattr(state, "_fsdp_param_groups", before_2_13):
                 yield from group.fsdp_params
 
@@ -301,15 +373,20 @@ def reset_shards(policy: nn.Module) -> None:
         parameter.reset_sharded_param()
 
 
-def shard(policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None) -> None:
-    """Spread a policy, also on the meta device. `between` wraps layers after tensor parallelism and before FSDP."""
+def shard(
+    policy: Any, config: TrainingConfig, here: Ranks, between: Callable[[], None] = lambda: None
+) -> None:
+    """Spread a policy, also on the meta device. `between` wraps layers after tensor parallelism and
+    before FSDP.
+    """
     if here.tensor_ranks > 1:
         assert here.mesh is not None
         apply_tensor_parallel(policy.decoder, here.mesh[TENSOR])
         policy.vocab_group = here.tensor_group
     between()
     if here.world_size > 1 and here.tensor_ranks > 1:
-        # It warns whenever a tensor that is sharded in two dimensions is gathered; there is no other way to gather one.
+        # It warns whenever a tensor that is sharded in two dimensions is gathered; there is no
+        # other way to gather one.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if here.world_size > 1 or config.cpu_offload:
         apply_fsdp(policy, policy.decoder.layers, config, here)

@@ -1,19 +1,22 @@
-"""Hold weights out to servers on this machine, in memory that every process here can map: the trainer's half of their transfer
-(`ttrl.server.transfer`).
+"""Hold weights out to servers on this machine, in memory that every process here can map: the
+trainer's half of their transfer (`ttrl.server.transfer`).
 
-The memory is laid out as a safetensors file of whole tensors. Each rank writes the parts that it holds to where they belong, and
-a server's worker reads the parts that it needs, so a model that is sharded one way over the trainer and another way over the
-server is gathered nowhere. A part is written in pieces that stay in the processor's cache, through page-locked memory where it
-comes from a GPU; what is hashed is what lies there before it is written.
+The memory is laid out as a safetensors file of whole tensors. Each rank writes the parts that it
+holds to where they belong, and a server's worker reads the parts that it needs, so a model that is
+sharded one way over the trainer and another way over the server is gathered nowhere. A part is
+written in pieces that stay in the processor's cache, through page-locked memory where it comes from
+a GPU; what is hashed is what lies there before it is written.
 
-The same for GPUs that train and serve in turn and for those that do one of both, instead of CUDA's handles of memory: a trainer
-that has parked leaves its GPU to the server, wherever it ran, no GPU has to reach another, and what stays in memory serves again
-where a server dies. For 7B in bf16 that is 15 GB of the host's memory, where parked weights and moments take 91 GB; over a bus
-of 25 GB/s, 0.6 s there and 0.6 s back, less than hashing takes for the proof, which goes through the CPU's memory anyway: 2.4 s
-with 8 threads at 0.8 GB/s, and an eighth of all that where 8 GPUs train.
+The same for GPUs that train and serve in turn and for those that do one of both, instead of CUDA's
+handles of memory: a trainer that has parked leaves its GPU to the server, wherever it ran, no GPU
+has to reach another, and what stays in memory serves again where a server dies. For 7B in bf16 that
+is 15 GB of the host's memory, where parked weights and moments take 91 GB; over a bus of 25 GB/s,
+0.6 s there and 0.6 s back, less than hashing takes for the proof, which goes through the CPU's
+memory anyway: 2.4 s with 8 threads at 0.8 GB/s, and an eighth of all that where 8 GPUs train.
 
-It is a memfd, which the kernel frees with the last process that holds it, however that ends; others open it as /proc/PID/fd/N,
-which takes the same user, and the same container. Tested sharded over gloo and written from the CPU, and from one GPU.
+It is a memfd, which the kernel frees with the last process that holds it, however that ends; others
+open it as /proc/PID/fd/N, which takes the same user, and the same container. Tested sharded over
+gloo and written from the CPU, and from one GPU.
 """
 
 import contextlib
@@ -42,7 +45,9 @@ _FILE_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 
 
 class Held(NamedTuple):
-    """A tensor for the servers: its name, and what it is made of, laid end to end along `dim`; each may be sharded."""
+    """A tensor for the servers: its name, and what it is made of, laid end to end along `dim`; each
+    may be sharded.
+    """
 
     name: str
     blocks: tuple[Tensor, ...]
@@ -67,15 +72,17 @@ class WeightMemory:
 
     @torch.no_grad()
     def write(self, tensors: Sequence[Held], dtype: torch.dtype) -> dict[str, Any]:
-        """Write the tensors in `dtype`, over those of the iteration before. A collective: each rank writes what it holds.
+        """Write the tensors in `dtype`, over those of the iteration before. A collective: each rank
+        writes what it holds.
 
-        Returns what servers are told (`ttrl.server.transfer.Handover`), on every rank. Raises StorageError where there is no
-        memory for it.
+        Returns what servers are told (`ttrl.server.transfer.Handover`), on every rank. Raises
+        StorageError where there is no memory for it.
         """
         begins = self._open(tensors, dtype)
         assert self._data is not None
         if self.here.device.type == "cuda":
-            torch.cuda.synchronize(self.here.device)  # the threads' streams know nothing of the steps before
+            # The threads' streams know nothing of the steps before.
+            torch.cuda.synchronize(self.here.device)
         places: list[tuple[int, list[int], list[int]]] = []
         digests: list[Future[bytes]] = []
         with ThreadPoolExecutor(min(_MOST_THREADS, torch.get_num_threads())) as copying:
@@ -89,15 +96,20 @@ class WeightMemory:
                         part, starts = found
                         starts[held.dim] += place
                         places.append((number, starts, list(part.shape)))
-                        digests.append(copying.submit(_copy, part, _narrowed(whole, starts, part.shape)))
+                        digests.append(
+                            copying.submit(_copy, part, _narrowed(whole, starts, part.shape))
+                        )
                     place += block.shape[held.dim]
         return {"memory": self._path, "parts": self._parts_of_all(tensors, places, digests)}
 
     def _parts_of_all(
-        self, tensors: Sequence[Held], places: list[tuple[int, list[int], list[int]]], digests: list[Future[bytes]]
+        self,
+        tensors: Sequence[Held],
+        places: list[tuple[int, list[int], list[int]]],
+        digests: list[Future[bytes]],
     ) -> list[tuple[str, list[int], list[int], str]]:
-        """Return what all ranks have written, each part with its tensor's name, where it begins, how long it is, and its SHA-256;
-        all of it is there then."""
+        """Return what all ranks have written, each part with its tensor's name, where it begins,
+        how long it is, and its SHA-256; all of it is there then."""
         most = max(len(held.shape) for held in tensors)
         own = torch.zeros(len(places), 1 + 2 * most + 4, dtype=torch.int64)
         for line, (number, starts, lengths), digest in zip(own, places, digests, strict=True):
@@ -108,7 +120,9 @@ class WeightMemory:
         parts = []
         for line in torch.cat(self.here.rows_of_each(own)):
             held = tensors[int(line[0])]
-            starts, lengths = (line[first : first + len(held.shape)].tolist() for first in (1, 1 + most))
+            starts, lengths = (
+                line[first : first + len(held.shape)].tolist() for first in (1, 1 + most)
+            )
             parts.append((held.name, starts, lengths, line[1 + 2 * most :].numpy().tobytes().hex()))
         return parts
 
@@ -120,9 +134,12 @@ class WeightMemory:
             self._descriptor = None
 
     def _open(self, tensors: Sequence[Held], dtype: torch.dtype) -> list[int]:
-        """Make the memory, or keep it where its layout is the same; return where each tensor begins."""
+        """Make the memory, or keep it where its layout is the same; return where each tensor
+        begins.
+        """
         header: dict[str, Any] = {}
-        begins, end = [], 0
+        begins = []
+        end = 0
         for held in tensors:
             begins.append(end)
             length = dtype.itemsize * torch.Size(held.shape).numel()
@@ -139,7 +156,8 @@ class WeightMemory:
         return [len(layout) + begin for begin in begins]
 
     def _make(self, layout: bytes, size: int) -> None:
-        path, problem = "", ""
+        path = ""
+        problem = ""
         if self.here.is_first:
             self._descriptor = os.memfd_create("ttrl-weights", os.MFD_CLOEXEC)
             path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
@@ -166,14 +184,20 @@ class WeightMemory:
 
 
 def _own_part(tensor: Tensor, here: Ranks) -> tuple[Tensor, list[int]] | None:
-    """Return this process's part of a tensor and where it begins in the whole; None where it is empty, or another rank's to
-    write: of what several hold alike, the first writes it."""
+    """Return this process's part of a tensor and where it begins in the whole; None where it is
+    empty, or another rank's to write: of what several hold alike, the first writes it."""
     if not isinstance(tensor, DTensor):
         return (tensor.detach(), [0] * tensor.dim()) if here.is_first else None
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
-    copies = [where for where, how in zip(coordinates, tensor.placements, strict=True) if how.is_replicate()]
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    copies = [
+        where
+        for where, how in zip(coordinates, tensor.placements, strict=True)
+        if how.is_replicate()
+    ]
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     part = local_part(tensor.detach())
     return None if any(copies) or not part.numel() else (part, list(offsets))
 
@@ -186,9 +210,12 @@ def _narrowed(whole: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> T
 
 def _copy(part: Tensor, target: Tensor) -> bytes:
     """Copy a part to where it belongs, some rows at a time; return the SHA-256 of its bytes."""
-    digest, on_gpu = hashlib.sha256(), part.device.type == "cuda"
+    digest = hashlib.sha256()
+    on_gpu = part.device.type == "cuda"
     rows = max(1, _PIECE // max(1, target[:1].nbytes))
-    room = torch.empty((min(rows, len(part)), *part.shape[1:]), dtype=target.dtype, pin_memory=on_gpu)
+    room = torch.empty(
+        (min(rows, len(part)), *part.shape[1:]), dtype=target.dtype, pin_memory=on_gpu
+    )
     stream = torch.cuda.Stream(part.device) if on_gpu else None
     there: Any = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
     with there:

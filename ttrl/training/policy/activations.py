@@ -1,11 +1,13 @@
-"""What the backward pass needs of the forward pass: kept, recomputed, or moved to the CPU's memory and back.
+"""What the backward pass needs of the forward pass: kept, recomputed, or moved to the CPU's memory
+and back.
 
-- Full checkpointing (arXiv 1604.06174) keeps a layer's input alone; every k-th layer can be recomputed, the others kept.
-- Selective checkpointing keeps what is dear and recomputes what is cheap (arXiv 2205.05198): results of matrix products and of
-  attention stay.
+- Full checkpointing (arXiv 1604.06174) keeps a layer's input alone; every k-th layer can be
+  recomputed, the others kept.
+- Selective checkpointing keeps what is dear and recomputes what is cheap (arXiv 2205.05198):
+  results of matrix products and of attention stay.
 
-Both are exact: what is recomputed are the same operations on the same numbers. Layers have no dropout, so no random state is
-stored; but adapters may have.
+Both are exact: what is recomputed are the same operations on the same numbers. Layers have no
+dropout, so no random state is stored; but adapters may have.
 """
 
 import functools
@@ -14,7 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtune.training import OffloadActivations
 
@@ -44,13 +49,17 @@ def checkpoint_layers(layers: nn.ModuleList, config: TrainingConfig) -> None:
     if config.checkpoint_keeps == "products":
         settings["context_fn"] = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
     for number in range(0, len(layers), config.checkpoint_every):
-        layers[number] = checkpoint_wrapper(layers[number], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **settings)
+        layers[number] = checkpoint_wrapper(
+            layers[number], checkpoint_impl=CheckpointImpl.NO_REENTRANT, **settings
+        )
 
 
 def offload_activations(decoder: Any) -> None:
-    """Move what the layers' forward pass saves to pinned memory of the CPU while it goes on, and back when the backward pass
-    nears it (torchtune's OffloadActivations on a stream of its own, which cannot be created on a machine without a GPU). What the
-    head saves stays: it takes gradients in its forward pass."""
+    """Move what the layers' forward pass saves to pinned memory of the CPU while it goes on, and
+    back when the backward pass nears it (torchtune's OffloadActivations on a stream of its own,
+    which cannot be created on a machine without a GPU). What the head saves stays: it takes
+    gradients in its forward pass.
+    """
     hidden_states: Callable[..., Tensor] = decoder.hidden_states
     offloading = OffloadActivations()
 

@@ -1,13 +1,17 @@
 """Store adapters in the layout of peft, and load them with their base.
 
-    checkpoint/                            the merged model, as any other checkpoint; or no weights (`ttrl.training.merge`)
+    checkpoint/                            the merged model, as any other checkpoint; or no weights
+                                           (`ttrl.training.merge`)
     checkpoint/adapter/                    what peft, and vLLM with --enable-lora, load
-        adapter_config.json                rank, scale, targets, and the folder of the base, in peft's words
-        adapter_model.safetensors          base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, …, in fp32
+        adapter_config.json                rank, scale, targets, and the folder of the base, in
+                                           peft's words
+        adapter_model.safetensors          base_model.model.model.layers.0….q_proj.lora_A.weight, …,
+                                           in fp32
         ttrl_adapter.json                  the same in ours
 
-Training continues from base and adapter: merged weights are only served. If a family stores matrices fused (Phi-3: q, k and v),
-peft sees one matrix: its A stacks ours, its B has ours along the diagonal, and rank and alpha are multiplied by their number.
+Training continues from base and adapter: merged weights are only served. If a family stores
+matrices fused (Phi-3: q, k and v), peft sees one matrix: its A stacks ours, its B has ours along
+the diagonal, and rank and alpha are multiplied by their number.
 """
 
 import contextlib
@@ -30,24 +34,46 @@ from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.system.files import write_json
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.decoder import build_decoder
-from ttrl.training.models.weights import check_weights, composite_of, files_of, iter_weights, stored_as
+from ttrl.training.models.weights import (
+    check_weights,
+    composite_of,
+    files_of,
+    iter_weights,
+    stored_as,
+)
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.sharding import copy_whole, full_tensor, gather_whole, materialise
-from ttrl.training.policy.lora import AdaptedLinear, adapted, apply_lora, is_adapter, merge, plain, without_adapters
+from ttrl.training.policy.lora import (
+    AdaptedLinear,
+    adapted,
+    apply_lora,
+    is_adapter,
+    merge,
+    plain,
+    without_adapters,
+)
 from ttrl.training.policy.policy import Policy, fill_parameters
 
-PEFT_FILE, WEIGHTS_FILE, OWN_FILE = "adapter_config.json", "adapter_model.safetensors", ADAPTER_SETTINGS
+PEFT_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+OWN_FILE = ADAPTER_SETTINGS
 _PREFIX = "base_model.model."  # of peft's wrappers
-_THEIRS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+_THEIRS = {
+    "lora_a": "lora_A.weight",
+    "lora_b": "lora_B.weight",
+    "magnitude": "lora_magnitude_vector",
+}
 
 
 # The base
 
 
 def base_folder(config: TrainingConfig) -> str:
-    """Return the folder with the weights that stay frozen; `config.model` if there are no adapters. Raises ModelFolderError if
-    `config.model` holds neither that base nor an adapter, ConfigError if the adapter is of another kind than the config's, or the
-    config's reference is another model than the base."""
+    """Return the folder with the weights that stay frozen; `config.model` if there are no adapters.
+    Raises ModelFolderError if `config.model` holds neither that base nor an adapter, ConfigError if
+    the adapter is of another kind than the config's, or the config's reference is another model
+    than the base.
+    """
     if config.lora_rank is None:
         return config.model
     folder = Path(config.model, ADAPTER_FOLDER)
@@ -60,14 +86,22 @@ def base_folder(config: TrainingConfig) -> str:
             for name, wanted in _settings(config, base).items()
             if name not in ("lora_base", "lora_base_dtype") and wanted != stored.get(name)
         ]
-        different += _other_numbers(config.lora_base_dtype, str(stored.get("lora_base_dtype")), base)
+        different += _other_numbers(
+            config.lora_base_dtype, str(stored.get("lora_base_dtype")), base
+        )
         if different:
-            raise ConfigError("config", [f"{folder} holds another kind of adapter: {'; '.join(different)}"])
+            raise ConfigError(
+                "config", [f"{folder} holds another kind of adapter: {'; '.join(different)}"]
+            )
         if not Path(base, "config.json").is_file():
-            raise ModelFolderError(f"{folder} is an adapter to {base}, which is not there; say where it is now with lora_base")
+            raise ModelFolderError(
+                f"{folder} is an adapter to {base}, which is not there; say where it is now with "
+                "lora_base"
+            )
     elif not _same_weights(config.model, base):
         raise ModelFolderError(
-            f"{config.model} has no {ADAPTER_FOLDER}/, and its weights are not those of lora_base, {base}; leave lora_base "
+            f"{config.model} has no {ADAPTER_FOLDER}/, and its weights are not those of "
+            f"lora_base, {base}; leave lora_base "
             "out to begin an adapter to this model"
         )
     reference = getattr(config, "reference_model", None)
@@ -75,8 +109,10 @@ def base_folder(config: TrainingConfig) -> str:
         raise ConfigError(
             "config",
             [
-                f"reference_model is {reference}, and the adapters' base is {base}; with adapters the base itself is "
-                "the reference: leave reference_model out, or store the other model's log-probabilities with the pack "
+                f"reference_model is {reference}, and the adapters' base is {base}; with "
+                "adapters the base itself is "
+                "the reference: leave reference_model out, or store the other model's "
+                "log-probabilities with the pack "
                 "(python -m ttrl.training.prepass)"
             ],
         )
@@ -84,8 +120,8 @@ def base_folder(config: TrainingConfig) -> str:
 
 
 def _other_numbers(wanted: str, stored: str, base: str) -> list[str]:
-    """Return what is wrong, in a line, if bases held as `wanted` and as `stored` are not the same numbers. Those of "auto" and
-    "fp32" are: a run that began with one goes on with the other."""
+    """Return what is wrong, in a line, if bases held as `wanted` and as `stored` are not the same
+    numbers. Those of "auto" and "fp32" are: a run that began with one goes on with the other."""
     exact = ("auto", "fp32")
     if wanted == stored or (wanted in exact and stored in exact):
         return []
@@ -102,27 +138,33 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
-        raise ModelFolderError(f"{path} cannot be read ({error}); copy the checkpoint again") from error
+        raise ModelFolderError(
+            f"{path} cannot be read ({error}); copy the checkpoint again"
+        ) from error
 
 
 def _same_weights(one: str, other: str) -> bool:
     """Tell whether two folders hold the same weight files: one may link to the other's."""
-    first, second = Path(one), Path(other)
+    first = Path(one)
+    second = Path(other)
     if not (first.is_dir() and second.is_dir()):
         return False
     if first.samefile(second):
         return True
     files = files_of(second)
-    return files == files_of(first) and all((first / name).samefile(second / name) for name in files)
+    return files == files_of(first) and all(
+        (first / name).samefile(second / name) for name in files
+    )
 
 
 # Loading
 
 
 def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
-    """Fill memory that is already allocated: the base's weights, frozen, and the adapter that belongs to `config.model`, or a new
-    one. A collective if sharded. Raises ModelFolderError."""
-    parameters, layers = policy.parameters_by_name(), adapted(policy)
+    """Fill memory that is already allocated: the base's weights, frozen, and the adapter that
+    belongs to `config.model`, or a new one. A collective if sharded. Raises ModelFolderError."""
+    parameters = policy.parameters_by_name()
+    layers = adapted(policy)
     device = next(p.device for name, p in parameters.items() if is_adapter(name))
     in_four_bits = {id(layer.weight): layer for layer in layers.values() if layer.weight.is_meta}
 
@@ -132,7 +174,12 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
         else:
             copy_whole(target, whole)
 
-    fill_parameters({name: p for name, p in parameters.items() if not is_adapter(name)}, base, put, config.decoder)
+    fill_parameters(
+        {name: p for name, p in parameters.items() if not is_adapter(name)},
+        base,
+        put,
+        config.decoder,
+    )
     folder = Path(config.model, ADAPTER_FOLDER)
     if folder.is_dir():
         _load(folder, policy, base)
@@ -141,14 +188,22 @@ def fill_policy(policy: Policy, config: TrainingConfig, base: str) -> None:
 
 
 def map_policy(config: TrainingConfig, base: str) -> Policy:
-    """Return base and adapter on the CPU, for the sake of their weights: those of the base stay in its files, which are mapped,
-    in the dtype that they have there. Raises ModelFolderError."""
+    """Return base and adapter on the CPU, for the sake of their weights: those of the base stay in
+    its files, which are mapped, in the dtype that they have there. Raises ModelFolderError."""
     with torch.device("meta"):
         decoder = build_decoder(read_config(base, config.decoder))
         apply_lora(decoder, config)
     policy = Policy(decoder)
-    frozen = {name: parameter for name, parameter in policy.parameters_by_name().items() if not is_adapter(name)}
-    layers = {id(layer.weight): layer for layer in adapted(policy).values()} if config.lora_base_dtype == "nf4" else {}
+    frozen = {
+        name: parameter
+        for name, parameter in policy.parameters_by_name().items()
+        if not is_adapter(name)
+    }
+    layers = (
+        {id(layer.weight): layer for layer in adapted(policy).values()}
+        if config.lora_base_dtype == "nf4"
+        else {}
+    )
     materialise(policy, torch.device("cpu"), but=frozen.values())
 
     def put(target: Tensor, whole: Tensor) -> None:
@@ -165,31 +220,53 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
 
 @torch.no_grad()
 def _begin(layers: Mapping[str, AdaptedLinear], seed: int) -> None:
-    """Start an adapter that changes nothing yet: A uniform within ±1/√D, as peft's, B zero, magnitudes the rows' lengths."""
+    """Start an adapter that changes nothing yet: A uniform within ±1/√D, as peft's, B zero,
+    magnitudes the rows' lengths.
+    """
     for name, layer in layers.items():
         bound = 1 / math.sqrt(layer.in_features)
-        a = torch.rand(layer.lora_a.shape, generator=derived_generator(seed, "lora", name)) * 2 * bound - bound
+        a = (
+            torch.rand(layer.lora_a.shape, generator=derived_generator(seed, "lora", name))
+            * 2
+            * bound
+            - bound
+        )
         copy_whole(layer.lora_a, a)
         layer.lora_b.zero_()
         if layer.magnitude is not None:
-            copy_whole(layer.magnitude, torch.linalg.vector_norm(full_tensor(plain(layer.weight)).float(), dim=1))
+            copy_whole(
+                layer.magnitude,
+                torch.linalg.vector_norm(full_tensor(plain(layer.weight)).float(), dim=1),
+            )
 
 
 def _load(folder: Path, policy: Policy, base: str) -> None:
     try:
-        tensors = {name: tensor.float() for name, tensor in load_file(folder / WEIGHTS_FILE).items()}
+        tensors = {
+            name: tensor.float() for name, tensor in load_file(folder / WEIGHTS_FILE).items()
+        }
     except (SafetensorError, OSError) as error:
-        raise ModelFolderError(f"{folder / WEIGHTS_FILE} cannot be read ({error}); copy the checkpoint again") from error
+        raise ModelFolderError(
+            f"{folder / WEIGHTS_FILE} cannot be read ({error}); copy the checkpoint again"
+        ) from error
     fused = _fused(policy, base)
-    wanted = {name: _together(one, part, _wholes(one, part, full_tensor)) for one in fused for name, part in one.names()}
+    wanted = {
+        name: _together(one, part, _wholes(one, part, full_tensor))
+        for one in fused
+        for name, part in one.names()
+    }
     check_weights(wanted, tensors, folder)
     for one in fused:
         for name, part in one.names():
             for layer, piece in zip(one.layers, _apart(one, part, tensors[name]), strict=True):
                 if layer is not None and piece is not None:
                     copy_whole(getattr(layer, part), piece)
-            if not torch.equal(tensors[name], _together(one, part, _wholes(one, part, full_tensor))):
-                raise ModelFolderError(f"{folder}: {name} mixes matrices that ttrl has apart; it cannot be continued")
+            if not torch.equal(
+                tensors[name], _together(one, part, _wholes(one, part, full_tensor))
+            ):
+                raise ModelFolderError(
+                    f"{folder}: {name} mixes matrices that ttrl has apart; it cannot be continued"
+                )
 
 
 # A matrix as peft sees it
@@ -221,8 +298,11 @@ class _Fused(NamedTuple):
 
 
 def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
-    layers, composite = adapted(policy), composite_of(base)
-    shapes = {name: p.shape for name, p in policy.parameters_by_name().items() if not is_adapter(name)}
+    layers = adapted(policy)
+    composite = composite_of(base)
+    shapes = {
+        name: p.shape for name, p in policy.parameters_by_name().items() if not is_adapter(name)
+    }
     found = []
     for stored in stored_as(shapes, policy.decoder.config):
         parts = tuple(layers.get(name.removesuffix(".weight")) for name in stored.parameters)
@@ -240,7 +320,8 @@ def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
             raise ConfigError(
                 "config",
                 [
-                    f"lora_targets has no {missing}, which the model stores in one matrix with others that are there; with "
+                    f"lora_targets has no {missing}, which the model stores in one matrix with "
+                    "others that are there; with "
                     f"lora_kind 'dora', which has a length for each row of a matrix, add {missing}"
                 ],
             )
@@ -248,9 +329,11 @@ def _fused(policy: Policy, base: str | Path) -> list[_Fused]:
 
 
 @torch.no_grad()
-def _wholes(one: _Fused, part: str, whole_of: Callable[[Tensor], Tensor | None]) -> list[Tensor | None]:
-    """Return the part of each layer's adapter, made whole by `whole_of`, on the CPU; None for a layer without one, and where
-    `whole_of` returns that."""
+def _wholes(
+    one: _Fused, part: str, whole_of: Callable[[Tensor], Tensor | None]
+) -> list[Tensor | None]:
+    """Return the part of each layer's adapter, made whole by `whole_of`, on the CPU; None for a
+    layer without one, and where `whole_of` returns that."""
     wholes = []
     for layer in one.layers:
         whole = None if layer is None else whole_of(getattr(layer, part))
@@ -309,8 +392,12 @@ class Adapter(NamedTuple):
         write_json(folder / OWN_FILE, self.settings)
 
 
-def gather_adapter(policy: Policy, config: TrainingConfig, base: str, here: Ranks) -> Adapter | None:
-    """Return the adapter whole on the first process, None on the others. A collective if the policy is sharded."""
+def gather_adapter(
+    policy: Policy, config: TrainingConfig, base: str, here: Ranks
+) -> Adapter | None:
+    """Return the adapter whole on the first process, None on the others. A collective if the policy
+    is sharded.
+    """
     fused = _fused(policy, base)
     tensors: dict[str, Tensor] = {}
     for one in fused:
@@ -318,7 +405,11 @@ def gather_adapter(policy: Policy, config: TrainingConfig, base: str, here: Rank
             wholes = _wholes(one, part, functools.partial(gather_whole, here=here))
             if here.is_first:
                 tensors[name] = _together(one, part, wholes).contiguous()
-    return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base)) if here.is_first else None
+    return (
+        Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
+        if here.is_first
+        else None
+    )
 
 
 def _settings(config: TrainingConfig, base: str) -> dict[str, Any]:
@@ -337,13 +428,15 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
     alpha = int(config.lora_alpha) if config.lora_alpha.is_integer() else config.lora_alpha
     transposed = any(one.transposed for one in fused)
 
-    def module(one: _Fused) -> str:  # GPT-2 has a c_proj in attention and another one in the feed-forward layer
+    # GPT-2 has a c_proj in attention and another one in the feed-forward layer.
+    def module(one: _Fused) -> str:
         return ".".join(one.name.split(".")[-2 if transposed else -1 :])
 
     modules = sorted({module(one) for one in fused})
     several = {module(one): len(one.adapted) for one in fused if len(one.adapted) > 1}
     targets: str | list[str] = modules
-    if (composite := composite_of(base)) is not None:  # a vision tower has modules of these names too
+    # A vision tower has modules of these names too.
+    if (composite := composite_of(base)) is not None:
         beginnings = "|".join(re.escape(prefix) for prefix in composite.layouts[0].values())
         targets = rf"({beginnings}).*({'|'.join(modules)})"
     return {
@@ -368,9 +461,9 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
 
 @torch.no_grad()
 def merged_weight(parameter: Tensor, layer: AdaptedLinear | None, here: Ranks) -> Tensor | None:
-    """Return a parameter of the base, with its adapter if it has one: whole and on its device on the first process, None on the
-    others. A collective if sharded. A merged one is in fp32: what is held in 16 bits is widened before the adapter is added, so
-    nothing is rounded but the sum."""
+    """Return a parameter of the base, with its adapter if it has one: whole and on its device on
+    the first process, None on the others. A collective if sharded. A merged one is in fp32: what is
+    held in 16 bits is widened before the adapter is added, so nothing is rounded but the sum."""
     whole = gather_whole(plain(parameter), here)
     if layer is None:
         return whole
@@ -387,8 +480,10 @@ def merged_weight(parameter: Tensor, layer: AdaptedLinear | None, here: Ranks) -
 
 @contextlib.contextmanager
 def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
-    """Make the policy compute what the reference model does, inside the block: the base if there are adapters, which are switched
-    off, else `config.reference_model`, whose weights are swapped in. A collective if sharded."""
+    """Make the policy compute what the reference model does, inside the block: the base if there
+    are adapters, which are switched off, else `config.reference_model`, whose weights are swapped
+    in. A collective if sharded.
+    """
     if config.lora_rank is not None:
         with without_adapters(policy):
             yield
@@ -400,17 +495,20 @@ def as_reference(policy: Policy, config: GRPOConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_policy_of(policy: Policy, config: GRPOConfig, folder: str) -> Iterator[None]:
-    """Make the policy compute what another folder of the same model does, inside the block: its weights, or its adapter, are
-    swapped in, and afterwards its own again, which are those of `config.model`, or no file's. A collective if sharded. Raises
-    ModelFolderError."""
+    """Make the policy compute what another folder of the same model does, inside the block: its
+    weights, or its adapter, are swapped in, and afterwards its own again, which are those of
+    `config.model`, or no file's. A collective if sharded. Raises ModelFolderError."""
     if config.lora_rank is None:
         put_back = policy.set_aside(config.model if config.kept is None else None)
         policy.load_folder(folder)
         yield
         put_back()
         return
-    theirs, own, base = Path(folder, ADAPTER_FOLDER), Path(config.model, ADAPTER_FOLDER), base_folder(config)
-    if not theirs.is_dir() or not own.is_dir():  # the base: before the first update there is no adapter
+    theirs = Path(folder, ADAPTER_FOLDER)
+    own = Path(config.model, ADAPTER_FOLDER)
+    base = base_folder(config)
+    # The base: before the first update there is no adapter.
+    if not theirs.is_dir() or not own.is_dir():
         with without_adapters(policy) if not theirs.is_dir() else contextlib.nullcontext():
             yield
         return

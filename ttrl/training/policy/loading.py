@@ -1,8 +1,8 @@
 """From a model folder to the policy on its devices, without ever holding the model more than once.
 
-The decoder is built without memory (on the meta device), spread over the processes, and only then given memory: each process's
-own part. Files are mapped, not read: a process touches the pages of its part, tensor by tensor, so that a machine holds the model
-once however many processes it runs.
+The decoder is built without memory (on the meta device), spread over the processes, and only then
+given memory: each process's own part. Files are mapped, not read: a process touches the pages of
+its part, tensor by tensor, so that a machine holds the model once however many processes it runs.
 """
 
 import torch
@@ -23,9 +23,9 @@ from ttrl.training.policy.policy import Policy, fill_parameters
 
 
 def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
-    """Load the policy of `config.model` on this rank's device, sharded if there are several ranks: parameters in fp32, a frozen
-    base as `lora_base_dtype` says. Raises ModelFolderError for folders that are missing, incomplete or of a family that is not
-    supported."""
+    """Load the policy of `config.model` on this rank's device, sharded if there are several ranks:
+    parameters in fp32, a frozen base as `lora_base_dtype` says. Raises ModelFolderError for folders
+    that are missing, incomplete or of a family that is not supported."""
     base = base_folder(config)
     hf_config = read_config(base, config.decoder)
     with torch.device("meta"):
@@ -35,7 +35,11 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
     if isinstance(decoder, TransformersDecoder):
         _check_settings(config)
     if config.lora_rank is not None:
-        hold_base(decoder, {name: weight.dtype for name, weight in iter_weights(base, config.decoder)}, config)
+        hold_base(
+            decoder,
+            {name: weight.dtype for name, weight in iter_weights(base, config.decoder)},
+            config,
+        )
     policy = Policy(
         decoder,
         num_output_chunks=config.num_output_chunks,
@@ -70,9 +74,14 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
 def _check_settings(config: TrainingConfig) -> None:
     """Raise ConfigError with the settings that transformers' classes cannot be trained with yet."""
     problems = []
-    whose = "which only ttrl's own decoder has; this model is computed by transformers' class (decoder)"
+    whose = (
+        "which only ttrl's own decoder has; this model is computed by transformers' class (decoder)"
+    )
     if config.tensor_parallel > 1:
-        problems.append(f"tensor_parallel is {config.tensor_parallel}, {whose}: set it to 1 (FSDP2 shares the model as well)")
+        problems.append(
+            f"tensor_parallel is {config.tensor_parallel}, {whose}: set it to 1 (FSDP2 shares "
+            "the model as well)"
+        )
     if config.compile:
         problems.append(f"compile is true, {whose}: set it to false")
     if problems:
@@ -80,6 +89,12 @@ def _check_settings(config: TrainingConfig) -> None:
 
 
 def seed_dropout(config: TrainingConfig, ranks: Ranks) -> None:
-    """Seed dropout so that what adapters drop depends on (seed, iteration, rank), and on nothing that this process did before."""
+    """Seed dropout so that what adapters drop depends on (seed, iteration, rank), and on nothing
+    that this process did before.
+    """
     if config.lora_dropout:
-        torch.manual_seed(derived_generator(config.seed, getattr(config, "iteration", 0), ranks.rank).initial_seed())
+        torch.manual_seed(
+            derived_generator(
+                config.seed, getattr(config, "iteration", 0), ranks.rank
+            ).initial_seed()
+        )

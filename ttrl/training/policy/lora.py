@@ -1,11 +1,13 @@
 """Adapters of low rank for frozen matrices.
 
     LoRA (arXiv 2106.09685)   y = W x + b + s·B A x                        s = α / r
-    DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b    norms of rows, treated as constants (section 4.3)
+    DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b    norms of rows, treated as
+                              constants (section 4.3)
 
-QLoRA (arXiv 2305.14314) is either with W in 4 bits. torchtune's modules of the same names are not used: its DoRA multiplies the
-bias too (peft does not) and builds an identity matrix of the model's width in each pass, and dropout would also act in passes
-without gradient, where log-probabilities are compared.
+QLoRA (arXiv 2305.14314) is either with W in 4 bits. torchtune's modules of the same names are not
+used: its DoRA multiplies the bias too (peft does not) and builds an identity matrix of the model's
+width in each pass, and dropout would also act in passes without gradient, where log-probabilities
+are compared.
 
 Shapes: D width in, O width out, r rank. NF4 on a GPU trains what it does on the CPU, to 1e-6.
 """
@@ -33,17 +35,25 @@ _SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
 
 
 class AdaptedLinear(SumOfProducts):
-    """A frozen linear layer with ADAPTER_PARTS: lora_a [r, D], lora_b [O, r], and for DoRA magnitude [O]."""
+    """A frozen linear layer with ADAPTER_PARTS: lora_a [r, D], lora_b [O, r], and for DoRA
+    magnitude [O].
+    """
 
     def __init__(self, frozen: nn.Linear, config: TrainingConfig) -> None:
         nn.Module.__init__(self)
         assert config.lora_rank is not None
-        self.in_features, self.out_features = frozen.in_features, frozen.out_features
-        self.weight, self.bias = frozen.weight, frozen.bias
+        self.in_features = frozen.in_features
+        self.out_features = frozen.out_features
+        self.weight = frozen.weight
+        self.bias = frozen.bias
         weight = frozen.weight
         self.lora_a = nn.Parameter(weight.new_empty(config.lora_rank, self.in_features))
         self.lora_b = nn.Parameter(weight.new_empty(self.out_features, config.lora_rank))
-        self.magnitude = nn.Parameter(weight.new_empty(self.out_features)) if config.lora_kind == "dora" else None
+        self.magnitude = (
+            nn.Parameter(weight.new_empty(self.out_features))
+            if config.lora_kind == "dora"
+            else None
+        )
         self.scaling = config.lora_alpha / config.lora_rank
         self.dropout = config.lora_dropout
         self.constant_lengths = True
@@ -55,10 +65,13 @@ class AdaptedLinear(SumOfProducts):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map x [..., D] → [..., O]; under tensor parallelism, parts of either (`share`)."""
-        share, magnitude = self.share, self.magnitude if self.enabled else None
-        weight, bias = frozen_part(self.weight), None if self.bias is None else local_part(self.bias)
+        share = self.share
+        magnitude = self.magnitude if self.enabled else None
+        weight = frozen_part(self.weight)
+        bias = None if self.bias is None else local_part(self.bias)
         x = input if share is None else share.entered(input)
-        early = magnitude is None and not (share is not None and share.rows)  # else the bias waits for what is scaled or summed
+        # Else the bias waits for what is scaled or summed.
+        early = magnitude is None and not (share is not None and share.rows)
         added = bias if early else None
         if isinstance(weight, NF4Tensor):
             out: Tensor = linear_nf4(x, weight)
@@ -66,8 +79,8 @@ class AdaptedLinear(SumOfProducts):
         else:
             out = product_of(x, weight, added)
         if self.enabled:
-            # Processes that share the layer draw alike, for an input that all have; so where they have parts of it, these drop
-            # the same places.
+            # Processes that share the layer draw alike, for an input that all have; so where they
+            # have parts of it, these drop the same places.
             x = F.dropout(x, self.dropout) if self._drops() else x
             lora_a, lora_b = self._adapter()
             out = out + self.scaling * product_of(product_of(x, lora_a), lora_b)
@@ -75,7 +88,8 @@ class AdaptedLinear(SumOfProducts):
             out = share.summed(out)
         dtype = out.dtype
         if magnitude is not None:
-            # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%, which merged matrices do not.
+            # In bf16, scales near 1 would ignore a change of the magnitude below 0.4%, which merged
+            # matrices do not.
             out = out * self._row_scales(weight, local_part(magnitude))
         if bias is not None and not early:
             out = out + bias
@@ -90,11 +104,15 @@ class AdaptedLinear(SumOfProducts):
         return (self.lora_a, self.scaling * self.lora_b) if self.enabled else (None, None)
 
     def _drops(self) -> bool:
-        """Tell whether this is a pass with dropout: those without a gradient measure what the model computes."""
+        """Tell whether this is a pass with dropout: those without a gradient measure what the model
+        computes.
+        """
         return self.dropout > 0 and torch.is_grad_enabled()
 
     def _adapter(self) -> tuple[Tensor, Tensor]:
-        """Return this process's parts of A and B. The one that all have whole gets a part of its gradient on each."""
+        """Return this process's parts of A and B. The one that all have whole gets a part of its
+        gradient on each.
+        """
         if self.share is None:
             return self.lora_a, self.lora_b
         if self.share.rows:
@@ -111,8 +129,8 @@ class AdaptedLinear(SumOfProducts):
         return magnitude / lengths
 
     def merged(self, weight: Tensor) -> Tensor:
-        """Return the matrix [O, D] that computes the same, from the frozen one, or its part of one that is dealt out by columns;
-        differentiable in the adapter."""
+        """Return the matrix [O, D] that computes the same, from the frozen one, or its part of one
+        that is dealt out by columns; differentiable in the adapter."""
         if not self.enabled:
             return weight
         magnitude = None if self.magnitude is None else local_part(self.magnitude)
@@ -120,17 +138,29 @@ class AdaptedLinear(SumOfProducts):
         return merge(weight, *self._adapter(), magnitude, *how)
 
     def quantise(self, weight: Tensor) -> None:
-        """Set this process's part of `weight` [O, D] as the frozen matrix, in 4 bits: a part has the numbers of the whole."""
+        """Set this process's part of `weight` [O, D] as the frozen matrix, in 4 bits: a part has
+        the numbers of the whole.
+        """
         blocks = weight.numel() // NF4_BLOCK
-        whole = to_nf4(weight.detach(), NF4_BLOCK, next(n for n in range(_SCALE_BLOCK, 0, -1) if blocks % n == 0))
+        whole = to_nf4(
+            weight.detach(),
+            NF4_BLOCK,
+            next(n for n in range(_SCALE_BLOCK, 0, -1) if blocks % n == 0),
+        )
         own: Tensor = whole
         if isinstance(self.weight, DTensor):
-            own = DTensor(_part_in_four_bits(whole, *place_of_part(self.weight)), self.weight._spec, requires_grad=False)
+            own = DTensor(
+                _part_in_four_bits(whole, *place_of_part(self.weight)),
+                self.weight._spec,
+                requires_grad=False,
+            )
         self.weight = nn.Parameter(own, requires_grad=False)
 
 
 def check_parts(layers: Mapping[str, AdaptedLinear]) -> None:
-    """Raise ConfigError where processes would share a matrix that is to be in 4 bits unevenly, or in the middle of a block."""
+    """Raise ConfigError where processes would share a matrix that is to be in 4 bits unevenly, or
+    in the middle of a block.
+    """
     for name, layer in layers.items():
         if isinstance(layer.weight, DTensor):
             [placement], processes = layer.weight.placements, layer.weight.device_mesh.size()
@@ -139,19 +169,26 @@ def check_parts(layers: Mapping[str, AdaptedLinear]) -> None:
 
 def _check_parts(name: str, shape: Sequence[int], processes: int, by_rows: bool) -> None:
     height, width = shape
-    side, block = (height, NF4_BLOCK // math.gcd(NF4_BLOCK, width)) if by_rows else (width, NF4_BLOCK)
+    side, block = (
+        (height, NF4_BLOCK // math.gcd(NF4_BLOCK, width)) if by_rows else (width, NF4_BLOCK)
+    )
     if side % (processes * block):
         problem = (
-            f"lora_base_dtype is 'nf4', and {processes} processes would share {name} [{height}, {width}] by its "
-            f"{'rows' if by_rows else 'columns'}, whose number must be a multiple of {processes * block}; use fewer processes, "
+            f"lora_base_dtype is 'nf4', and {processes} processes would share {name} [{height}, "
+            f"{width}] by its "
+            f"{'rows' if by_rows else 'columns'}, whose number must be a multiple of "
+            f"{processes * block}; use fewer processes, "
             "or another lora_base_dtype"
         )
         raise ConfigError("config", [problem])
 
 
 def _part_in_four_bits(whole: NF4Tensor, rows: slice, columns: slice) -> NF4Tensor:
-    """Return a part of a matrix, whose blocks keep their codes and scales. It must begin and end with blocks."""
-    width, size = whole.shape[1], (rows.stop - rows.start, columns.stop - columns.start)
+    """Return a part of a matrix, whose blocks keep their codes and scales. It must begin and end
+    with blocks.
+    """
+    width = whole.shape[1]
+    size = (rows.stop - rows.start, columns.stop - columns.start)
     blocks = torch.arange(whole.numel() // NF4_BLOCK, device=whole.device)
     if size[1] == width:
         ends = [rows.start * width // NF4_BLOCK, rows.stop * width // NF4_BLOCK]
@@ -159,7 +196,8 @@ def _part_in_four_bits(whole: NF4Tensor, rows: slice, columns: slice) -> NF4Tens
     else:
         ends = [columns.start // NF4_BLOCK, columns.stop // NF4_BLOCK, width // NF4_BLOCK]
         blocks = blocks.view(whole.shape[0], -1)[rows, ends[0] : ends[1]].flatten()
-    group = math.gcd(whole.scaler_block_size, *ends)  # as many blocks have one scale of scales, here as in the whole
+    # As many blocks have one scale of scales, here as in the whole.
+    group = math.gcd(whole.scaler_block_size, *ends)
     about = SubclassTensorArgs(torch.Size(size), (size[1], 1), 0, whole.dtype, whole.device, False)
     return NF4Tensor(
         about,
@@ -193,14 +231,18 @@ def merge(
 
 
 def _row_lengths(weight: Tensor, of_parts: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros. `of_parts`: makes it from those of parts."""
+    """Return ‖W‖ of each row, [O]; above 0 for rows of zeros too, which stay zeros. `of_parts`:
+    makes it from those of parts.
+    """
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
     lengths = lengths if of_parts is None else of_parts(lengths)
     return lengths.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
 def plain(weight: Tensor) -> Tensor:
-    """Return a matrix as the numbers to compute with, sharded as it is; others than NF4 unchanged."""
+    """Return a matrix as the numbers to compute with, sharded as it is; others than NF4
+    unchanged.
+    """
     local = frozen_part(weight)
     if not isinstance(local, NF4Tensor):
         return weight
@@ -217,9 +259,9 @@ def frozen_part(weight: Tensor) -> Tensor:
 
 
 def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
-    """Freeze a decoder and put adapters on the matrices that the config names. Call it before sharding; on the meta device too:
-    adapters hold nothing yet. Raises ConfigError where it has none of them, for a head that is the embedding, and for matrices
-    that do not fit into 4 bits."""
+    """Freeze a decoder and put adapters on the matrices that the config names. Call it before
+    sharding; on the meta device too: adapters hold nothing yet. Raises ConfigError where it has
+    none of them, for a head that is the embedding, and for matrices that do not fit into 4 bits."""
     assert config.lora_rank is not None
     decoder.requires_grad_(False)
     wanted = set(config.lora_targets).union(*(MATRIX_NAMES[name] for name in config.lora_targets))
@@ -231,17 +273,24 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
     if "output" in config.lora_targets and hasattr(decoder.output, "tied_module"):
         raise ConfigError(
             "config",
-            ["lora_targets names 'output', but the model's head is its embedding (tie_word_embeddings), which stays frozen"],
+            [
+                "lora_targets names 'output', but the model's head is its embedding "
+                "(tie_word_embeddings), which stays frozen"
+            ],
         )
     if not found:
-        raise ConfigError("config", [f"lora_targets is {', '.join(config.lora_targets)}, and the model has none of them"])
+        raise ConfigError(
+            "config",
+            [f"lora_targets is {', '.join(config.lora_targets)}, and the model has none of them"],
+        )
     if config.lora_base_dtype == "nf4":
         odd = [name for name, linear in found.items() if linear.weight.numel() % NF4_BLOCK]
         if odd:
             raise ConfigError(
                 "config",
                 [
-                    f"lora_base_dtype is 'nf4', which holds blocks of {NF4_BLOCK} numbers, but {odd[0]} has "
+                    f"lora_base_dtype is 'nf4', which holds blocks of {NF4_BLOCK} numbers, but "
+                    f"{odd[0]} has "
                     f"{found[odd[0]].weight.numel()}; leave lora_base_dtype out"
                 ],
             )
@@ -250,11 +299,17 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
         setattr(decoder.get_submodule(parent), last, AdaptedLinear(linear, config))
 
 
-def hold_base(decoder: nn.Module, stored: Mapping[str, torch.dtype], config: TrainingConfig) -> None:
-    """Give the frozen parameters of a decoder on the meta device the dtypes that `lora_base_dtype` asks for; `stored` says which
-    their files have. Call it after `apply_lora`."""
+def hold_base(
+    decoder: nn.Module, stored: Mapping[str, torch.dtype], config: TrainingConfig
+) -> None:
+    """Give the frozen parameters of a decoder on the meta device the dtypes that `lora_base_dtype`
+    asks for; `stored` says which their files have. Call it after `apply_lora`."""
     head = "tok_embeddings.weight" if hasattr(decoder.output, "tied_module") else "output.weight"
-    in_four_bits = {f"{name}.weight" for name in adapted(decoder)} if config.lora_base_dtype == "nf4" else set()
+    in_four_bits = (
+        {f"{name}.weight" for name in adapted(decoder)}
+        if config.lora_base_dtype == "nf4"
+        else set()
+    )
     products = [name for name, one in decoder.named_modules() if isinstance(one, nn.Linear)]
     linear = {f"{name}.{part}" for name in products for part in ("weight", "bias")}
     # Other modules of transformers' classes would compute in the 16 bits that they are held in.
@@ -267,7 +322,8 @@ def hold_base(decoder: nn.Module, stored: Mapping[str, torch.dtype], config: Tra
         dtype = torch.float32
         if config.lora_base_dtype == "bf16":
             dtype = torch.bfloat16
-        # A pass needs the whole head in fp32 at once, where it computes in that: both copies would take more than the wide one.
+        # A pass needs the whole head in fp32 at once, where it computes in that: both copies would
+        # take more than the wide one.
         elif config.lora_base_dtype != "fp32" and not (config.dtype == "fp32" and name == head):
             dtype = stored.get(name, dtype)
         if dtype in NARROW:
@@ -279,7 +335,9 @@ def is_adapter(name: str) -> bool:
 
 
 def adapted(module: nn.Module) -> dict[str, AdaptedLinear]:
-    """Return the layers with adapters, by the names that their parameters have in `Policy.parameters_by_name`."""
+    """Return the layers with adapters, by the names that their parameters have in
+    `Policy.parameters_by_name`.
+    """
     return {
         name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): layer
         for name, layer in module.named_modules()

@@ -1,7 +1,9 @@
-"""The policy that both recipes train: a decoder that goes from packed rows to the log-probabilities of their labels.
+"""The policy that both recipes train: a decoder that goes from packed rows to the log-probabilities
+of their labels.
 
-Everything happens inside one `forward`, so that FSDP's hooks on the root see embeddings, norm and output projection being used.
-Shapes: B rows, T tokens, N trained positions (in row-major order), D width, V vocabulary.
+Everything happens inside one `forward`, so that FSDP's hooks on the root see embeddings, norm and
+output projection being used. Shapes: B rows, T tokens, N trained positions (in row-major order), D
+width, V vocabulary.
 """
 
 import contextlib
@@ -20,7 +22,11 @@ from torch.distributed.fsdp import FSDPModule
 from ttrl.errors import StorageError
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, Apart, ReferenceHead, TokenLoss, run_head
-from ttrl.training.models.architecture import check_same_architecture, read_config, uses_transformers
+from ttrl.training.models.architecture import (
+    check_same_architecture,
+    read_config,
+    uses_transformers,
+)
 from ttrl.training.models.decoder import Decoder
 from ttrl.training.models.families import Chosen
 from ttrl.training.models.transformers_decoder import TransformersDecoder
@@ -49,17 +55,23 @@ class HeadOptions:
     hidden: bool = False
     """The hidden states, and nothing else."""
     trained: Tensor | None = None
-    """Where the labels are, int64 [N], rows laid end to end; None: looked up, for which the CPU waits for the device."""
+    """Where the labels are, int64 [N], rows laid end to end; None: looked up, for which the CPU
+    waits for the device.
+    """
     watch: Callable[[Tensor], None] | None = None
     """Is given the hidden states [N, D] in passes of which log-probabilities are wanted."""
     watch_layers: Callable[[int, Tensor], None] | None = None
     """Is given each layer's number and the hidden states [B, T, D] that leave it."""
     distributions: bool = False
-    """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing else: for a few positions."""
+    """Whole distributions at temperature 1 [N, V] in the place of log-probabilities, and nothing
+    else: for a few positions.
+    """
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy computes at the N labels, in row-major order. A tuple, so that FSDP finds the tensors in it."""
+    """What a policy computes at the N labels, in row-major order. A tuple, so that FSDP finds the
+    tensors in it.
+    """
 
     logprobs: Tensor
     """[N], nats."""
@@ -76,9 +88,9 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A decoder with its head. `compute_dtype` is what matrix products run in; parameters keep their own dtype. `temperature` is
-    the sampler's: log-probabilities are those of the distribution that it drew from. `num_output_chunks`: None leaves the chunks
-    to the head."""
+    """A decoder with its head. `compute_dtype` is what matrix products run in; parameters keep
+    their own dtype. `temperature` is the sampler's: log-probabilities are those of the distribution
+    that it drew from. `num_output_chunks`: None leaves the chunks to the head."""
 
     def __init__(
         self,
@@ -96,7 +108,9 @@ class Policy(nn.Module):
         self.vocab_group: ProcessGroup | None = None
         """Under tensor parallelism, the processes that share the vocabulary."""
         self.host_memory: HostMemory | None = None
-        """Where this process's tensors wait in the CPU's memory; None for a policy that stays where it is."""
+        """Where this process's tensors wait in the CPU's memory; None for a policy that stays where
+        it is.
+        """
 
     def forward(
         self,
@@ -108,27 +122,39 @@ class Policy(nn.Module):
         options: HeadOptions = HeadOptions(),
         experts_BTLK: Tensor | None = None,
     ) -> PolicyOutput:
-        """Map packed rows to what the head computes at the labels, which stand at the positions that predict them.
+        """Map packed rows to what the head computes at the labels, which stand at the positions
+        that predict them.
 
-        experts_BTLK: the sampler's experts of each layer, -1 where unknown (`ttrl.training.models.routing`)."""
+        experts_BTLK: the sampler's experts of each layer, -1 where unknown
+            (`ttrl.training.models.routing`).
+        """
         lower = self.compute_dtype not in (torch.float32, torch.float64)
-        # Its cache would keep a copy of every trained weight until the pass ends, although each is used once.
-        lowered = functools.partial(torch.autocast, tokens_BT.device.type, self.compute_dtype, cache_enabled=False)
+        # Its cache would keep a copy of every trained weight until the pass ends, although each is
+        # used once.
+        lowered = functools.partial(
+            torch.autocast, tokens_BT.device.type, self.compute_dtype, cache_enabled=False
+        )
         with lowered() if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
             replay = {} if experts_BTLK is None else {"experts_BTLK": experts_BTLK}
-            h_BTD = self.decoder.hidden_states(tokens_BT, input_pos_BT, plan, options.watch_layers, **replay)
+            h_BTD = self.decoder.hidden_states(
+                tokens_BT, input_pos_BT, plan, options.watch_layers, **replay
+            )
             trained_N = options.trained
             if trained_N is None:
                 trained_N = (labels_BT.flatten() != IGNORE).nonzero().squeeze(1)
-            return self._head(h_BTD.flatten(0, 1)[trained_N], labels_BT.flatten()[trained_N], options)
+            return self._head(
+                h_BTD.flatten(0, 1)[trained_N], labels_BT.flatten()[trained_N], options
+            )
 
     def _head(self, h_ND: Tensor, labels_N: Tensor, options: HeadOptions) -> PolicyOutput:
         nothing = h_ND.new_zeros(0)
         if options.hidden:
             return PolicyOutput(nothing, nothing, hidden=h_ND)
         if options.distributions:  # their entropies would take twice their memory once more
-            return PolicyOutput(torch.log_softmax(self.decoder.logits(h_ND).float(), dim=-1), nothing)
+            return PolicyOutput(
+                torch.log_softmax(self.decoder.logits(h_ND).float(), dim=-1), nothing
+            )
         if options.watch is not None:
             options.watch(h_ND)
         out = run_head(
@@ -150,7 +176,9 @@ class Policy(nn.Module):
         return PolicyOutput(out.logprobs_N, out.entropy_N, out.divergence_N, out.loss, values)
 
     def head_weight(self) -> Tensor:
-        """Return the output projection [V, D] inside a forward pass, this rank's rows of it; the gradient flows through."""
+        """Return the output projection [V, D] inside a forward pass, this rank's rows of it; the
+        gradient flows through.
+        """
         output: Any = self.decoder.output
         weight = local_part(getattr(output, "tied_module", output).weight)
         return output.merged(weight) if isinstance(output, AdaptedLinear) else weight
@@ -162,44 +190,68 @@ class Policy(nn.Module):
         return None if bias is None else local_part(bias)
 
     def whole_head(self) -> tuple[Tensor, Tensor | None]:
-        """Return whole copies of the output projection [V, D] and its bias, outside of a forward pass. A collective."""
+        """Return whole copies of the output projection [V, D] and its bias, outside of a forward
+        pass. A collective.
+        """
         names = self.parameters_by_name()
         weight = names["output.weight" if "output.weight" in names else "tok_embeddings.weight"]
         bias = names.get("output.bias")
-        return full_tensor(weight.detach()).clone(), None if bias is None else full_tensor(bias.detach()).clone()
+        return full_tensor(weight.detach()).clone(), None if bias is None else full_tensor(
+            bias.detach()
+        ).clone()
 
     def _own_part(self, reference: ReferenceHead | None) -> ReferenceHead | None:
-        """Return this rank's rows of the reference's output projection, under tensor parallelism."""
+        """Return this rank's rows of the reference's output projection, under tensor
+        parallelism.
+        """
         if reference is None or self.vocab_group is None:
             return reference
-        size, rank = self.vocab_group.size(), self.vocab_group.rank()
+        size = self.vocab_group.size()
+        rank = self.vocab_group.rank()
         bias = reference.bias_ref_V
         return ReferenceHead(
-            reference.h_ref_ND, reference.weight_ref_VD.chunk(size)[rank], None if bias is None else bias.chunk(size)[rank]
+            reference.h_ref_ND,
+            reference.weight_ref_VD.chunk(size)[rank],
+            None if bias is None else bias.chunk(size)[rank],
         )
 
     def parameters_by_name(self) -> dict[str, nn.Parameter]:
-        """Return parameters under torchtune's names; a tied weight appears once. Sharded ones are the shards, even after a
-        forward pass without a backward pass, which leaves parameters whole."""
+        """Return parameters under torchtune's names; a tied weight appears once. Sharded ones are
+        the shards, even after a forward pass without a backward pass, which leaves parameters
+        whole.
+        """
         for module in self.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         return {
-            name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): p for name, p in self.named_parameters()
+            name.removeprefix("decoder.").replace("_checkpoint_wrapped_module.", ""): p
+            for name, p in self.named_parameters()
         }
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return whole parameters on the CPU under torchtune's names; a collective if sharded: all ranks must call it."""
-        return {name: full_tensor(plain(parameter.detach())).cpu() for name, parameter in self.parameters_by_name().items()}
+        """Return whole parameters on the CPU under torchtune's names; a collective if sharded: all
+        ranks must call it.
+        """
+        return {
+            name: full_tensor(plain(parameter.detach())).cpu()
+            for name, parameter in self.parameters_by_name().items()
+        }
 
     def set_aside(self, folder: str | Path | None) -> Callable[[], None]:
-        """Copy all weights, those of `folder`, into the CPU's memory, and return what puts them back; where there is too little
-        of it, that reads the folder. None: no file has them. Both are collectives if sharded. Raises StorageError for None."""
-        memory, parts = self.host_memory, [local_part(parameter.detach()) for parameter in self.parameters_by_name().values()]
+        """Copy all weights, those of `folder`, into the CPU's memory, and return what puts them
+        back; where there is too little of it, that reads the folder. None: no file has them. Both
+        are collectives if sharded. Raises StorageError for None.
+        """
+        memory = self.host_memory
+        parts = [local_part(parameter.detach()) for parameter in self.parameters_by_name().values()]
         if folder is not None and memory is None:
             return functools.partial(self.load_folder, folder)
         try:
-            copies = [part.to("cpu", copy=True) for part in parts] if memory is None else memory.hold(parts)
+            copies = (
+                [part.to("cpu", copy=True) for part in parts]
+                if memory is None
+                else memory.hold(parts)
+            )
         except StorageError as error:
             if folder is None:
                 raise
@@ -225,8 +277,10 @@ class Policy(nn.Module):
         self.compute_dtype = dtype
 
     def load_folder(self, folder: str | Path) -> None:
-        """Replace all weights by those of another folder of the same architecture; sharded policies keep each rank's part. Raises
-        ModelFolderError where the folder's config computes anything else than this policy does."""
+        """Replace all weights by those of another folder of the same architecture; sharded policies
+        keep each rank's part. Raises ModelFolderError where the folder's config computes anything
+        else than this policy does.
+        """
         chosen = self.chosen_decoder
         check_same_architecture(read_config(folder, chosen), self.decoder.config, folder)
         fill_parameters(self.parameters_by_name(), folder, decoder=chosen)
@@ -243,8 +297,10 @@ def fill_parameters(
     put: Callable[[Tensor, Tensor], None] = copy_whole,
     decoder: Chosen = "auto",
 ) -> None:
-    """Copy the weights of a folder into parameters under torchtune's names, sharded or not, tensor by tensor; `put` copies one.
-    Raises ModelFolderError with missing names, unknown names and other shapes; the parameters are of no use then."""
+    """Copy the weights of a folder into parameters under torchtune's names, sharded or not, tensor
+    by tensor; `put` copies one. Raises ModelFolderError with missing names, unknown names and other
+    shapes; the parameters are of no use then.
+    """
     seen: dict[str, Tensor] = {}
     for name, weight in iter_weights(folder, decoder):
         seen[name] = torch.empty(weight.shape, device="meta")
