@@ -44,7 +44,6 @@ SMALL_FILES = {
 }
 
 
-@dataclass(frozen=True)
 def count_tokens(source: str) -> int:
     """Count names, operators, numbers and strings, however they are laid out."""
     kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
@@ -52,6 +51,7 @@ def count_tokens(source: str) -> int:
     return sum(token.type in kinds for token in tokens)
 
 
+@dataclass(frozen=True)
 class Room:
     """A line of the table. Rooms in EVERYWHERE may be imported by all, and are not repeated."""
 

@@ -300,12 +300,14 @@ class Play:
         self._check_over()
         self._replies[number] = reply
         known = answer.prompt_tokens or len(answer.prompt_token_ids or ())
-        choice.prompt_token_ids = read.prompt_token_ids  # type: ignore[attr-defined]  # vLLM's; it stands there in text completions
-        choice.usage = {
+        # vLLM's name, and where it stands in text completions.
+        choice.prompt_token_ids = read.prompt_token_ids  # type: ignore[attr-defined]
+        counted = {
             "prompt_tokens": known,
             "completion_tokens": tokens,
             "total_tokens": known + tokens,
-        }  # type: ignore[attr-defined]
+        }
+        choice.usage = counted  # type: ignore[attr-defined]
         # A copy, as messages are the rollout's to change.
         return choice, copy.deepcopy(reply.message)
 
