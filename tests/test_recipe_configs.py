@@ -143,8 +143,10 @@ def test_it_fits_into_the_memory_that_it_names(file, tmp_path):
     )
 
 
+@pytest.mark.long(but=["llama3.1_8b", "qwen2.5_0.5b"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_its_model_can_be_built(name, tmp_path):
+    """Long for the other sizes: only these build what differs in numbers alone."""
     for file in (file for file in FILES if re.sub("_q?lora$", "", file.stem) == name):
         config, architecture = parsed(file), ARCHITECTURES[name]
         if config.lora_rank is not None:

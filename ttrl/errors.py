@@ -54,7 +54,10 @@ class ConfigError(UserError):
     def __init__(self, where: str, problems: list[str]) -> None:
         self.where = where
         self.problems = problems
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        if len(problems) == 1:
+            count = "1 problem"
+        else:
+            count = f"{len(problems)} problems"
         super().__init__(
             f"{where}: {count}\n" + "\n".join(f"  - {problem}" for problem in problems)
         )
@@ -200,8 +203,13 @@ def describe(error: BaseException) -> str:
     """
     text = harmless("".join(traceback.format_exception_only(error)))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = lines[0] if not isinstance(error, SyntaxError) else lines[-1]
-    return line if len(line) <= 400 else line[:399] + "…"
+    if not isinstance(error, SyntaxError):
+        line = lines[0]
+    else:
+        line = lines[-1]
+    if len(line) <= 400:
+        return line
+    return line[:399] + "…"
 
 
 def complaints(check: Any, where: str = "") -> list[str]:

@@ -59,7 +59,10 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
     packed = PackedTensors.load(config.packed)
     check_reference(packed, config)
     with memory_advice(config, packed.seq_len):
-        trained = load_trained(config, here) if residence is None else residence.enter(config)
+        if residence is None:
+            trained = load_trained(config, here)
+        else:
+            trained = residence.enter(config)
         check_pack(packed, trained.policy, config.model)
         packed = replayed(packed, trained.policy, config)
         watch = Stopwatch(here.device)
@@ -114,7 +117,10 @@ def take_steps(
     with watch.part("prepass"):
         prepass.run()
     drift = prepass.drift
-    pieces = GradientPieces(policy, config, here) if config.sees_gradients else None
+    if config.sees_gradients:
+        pieces = GradientPieces(policy, config, here)
+    else:
+        pieces = None
     gradient = GradientStep(
         policy, config, here, watch, progress, value_head, prepass.reference_head, pieces
     )
@@ -122,7 +128,10 @@ def take_steps(
         with profiler.step(f"optimizer step {stepper.global_step + 1}"):
             with watch.part("prepass"):
                 prepass.choose(number)
-            scale = step.num_rows / config.lr_rows if config.lr_rows else 1.0
+            if config.lr_rows:
+                scale = step.num_rows / config.lr_rows
+            else:
+                scale = 1.0
             stepper.begin(scale)
             now = objective.at(stepper.global_step)
             result = gradient.accumulate(
@@ -188,7 +197,10 @@ def write_kept(config: GRPOConfig, here: Ranks, residence: Residence | None) -> 
 def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) -> None:
     """Make the canary of what training starts from, which stays loaded in a `residence`."""
     with memory_advice(config, CANARY_LENGTH):
-        trained = load_trained(config, here) if residence is None else residence.enter(config)
+        if residence is None:
+            trained = load_trained(config, here)
+        else:
+            trained = residence.enter(config)
         write_canary(config, trained.policy, here)
         if residence is not None:
             residence.keep(config, trained)
@@ -196,11 +208,9 @@ def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) ->
 
 def run(raw: DictConfig) -> int:
     """Run the recipe on one config, or on all configs that appear in a folder."""
-    return (
-        run_recipe(GRPOConfig, train, raw)
-        if raw.get("follow") is None
-        else follow_requests(train, raw)
-    )
+    if raw.get("follow") is None:
+        return run_recipe(GRPOConfig, train, raw)
+    return follow_requests(train, raw)
 
 
 main = recipe_main(parse(run))

@@ -218,7 +218,9 @@ class Difference:
         """
         if self.low <= 0 <= self.high or self.p_value > 1 - confidence:
             return "no difference"
-        return "better" if self.low > 0 else "worse"
+        if self.low > 0:
+            return "better"
+        return "worse"
 
 
 def paired_difference(
@@ -258,9 +260,10 @@ def paired_difference(
     alike = deviation <= 1e-12
     error = deviation / math.sqrt(count)
     test = "sign test" if alike else "paired t test"
-    p_value = (
-        mcnemar(worse, better) if alike else max(0.0, 2 * (1 - t_cdf(abs(mean) / error, count - 1)))
-    )
+    if alike:
+        p_value = mcnemar(worse, better)
+    else:
+        p_value = max(0.0, 2 * (1 - t_cdf(abs(mean) / error, count - 1)))
     firsts, seconds = zip(*pairs)
     if _are_shares(firsts) and _are_shares(seconds):
         means = [[statistics.fmean(values) for values in side] for side in (firsts, seconds)]
@@ -275,7 +278,10 @@ def paired_difference(
         return Difference(
             mean, low, high, p_value, f"Newcombe over tasks, {test}", count, better, worse
         )
-    half = 0.0 if alike else t_quantile(0.5 + confidence / 2, count - 1) * error
+    if alike:
+        half = 0.0
+    else:
+        half = t_quantile(0.5 + confidence / 2, count - 1) * error
     return Difference(
         mean, mean - half, mean + half, p_value, f"t over tasks, {test}", count, better, worse
     )

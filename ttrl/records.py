@@ -230,7 +230,10 @@ class Sample:
         messages and its reply (where a turn starts over, all of its messages)."""
         if self.turns is None:
             return [*self.messages, {"role": "assistant", "content": self.text}]
-        begun = [] if self.turns and self.turns[0].follows is None else list(self.messages)
+        if self.turns and self.turns[0].follows is None:
+            begun = []
+        else:
+            begun = list(self.messages)
         return begun + [message for turn in self.turns for message in (*turn.messages, turn.reply)]
 
 

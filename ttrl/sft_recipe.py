@@ -190,14 +190,16 @@ def read_examples(config: SFTConfig) -> tuple[list[TokenizedResult], int]:
         raise ConfigError(
             "sft_recipe config", [f"data is {config.data!r}, which is missing or empty"]
         )
-    pad_id = (
-        tokenizer.pad_token_id
-        if tokenizer.pad_token_id is not None
-        else tokenizer.eos_token_id or 0
-    )
+    if tokenizer.pad_token_id is not None:
+        pad_id = tokenizer.pad_token_id
+    else:
+        pad_id = tokenizer.eos_token_id or 0
     examples = []
     for number, row in enumerate(rows, 1):
-        messages = row.get("messages") if isinstance(row, dict) else None
+        if isinstance(row, dict):
+            messages = row.get("messages")
+        else:
+            messages = None
         if not isinstance(messages, list) or not all(
             isinstance(message, dict) for message in messages
         ):

@@ -71,7 +71,9 @@ def percent(share: float) -> str:
 
 def gib(size: float) -> str:
     """Write a number of bytes: 12.5 GiB, 300 MiB."""
-    return f"{size / 2**30:.3g} GiB" if size >= 2**30 else f"{size / 2**20:.0f} MiB"
+    if size >= 2**30:
+        return f"{size / 2**30:.3g} GiB"
+    return f"{size / 2**20:.0f} MiB"
 
 
 def duration(seconds: float) -> str:
@@ -101,7 +103,9 @@ def short(value: object, most: int = 200) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001 - the user's object, or a number of thousands of digits, which Python does not print
         text = f"a value of type {type(value).__name__}"
-    return text if len(text) <= most else text[: most - 3] + "..."
+    if len(text) <= most:
+        return text
+    return text[: most - 3] + "..."
 
 
 # What acts on a terminal (escapes, C1 codes, a carriage return, turns of the writing direction),
@@ -125,7 +129,9 @@ def one_line(value: object, most: int = 400) -> str:
     `most` characters.
     """
     text = harmless(" ".join((value if isinstance(value, str) else repr(value)).split()))
-    return text if len(text) <= most else text[: most - 1] + "…"
+    if len(text) <= most:
+        return text
+    return text[: most - 1] + "…"
 
 
 def flat(values: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

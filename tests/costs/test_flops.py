@@ -105,10 +105,13 @@ def some_long(*short: str) -> list:
     ]
 
 
+@pytest.mark.long(but=["phi", "gpt2", "qwen2"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypatch):
     """With all pairs, since plain products compute them all. PyTorch counts nothing for its CPU
     attention kernel.
+
+    Long for the other families: each only counts its own layers.
     """
     policy = load_policy_in(model_folder(family), torch.float32)
     attend_plainly(policy, monkeypatch)
@@ -134,6 +137,7 @@ def test_training_flops_equal_what_pytorch_counts(family, model_folder, monkeypa
     assert real.attention * T * T * shape.layers == counted.attention * seen
 
 
+@pytest.mark.long(but=["phi-2-lora1", "gpt2-1-None"])
 @pytest.mark.parametrize(
     ("every", "lora"), [(1, None), (2, ["q_proj"]), pytest.param(1, ["w2"], marks=pytest.mark.long)]
 )
@@ -144,6 +148,8 @@ def test_recomputation_is_what_pytorch_counts_more(family, every, lora, model_fo
 
     Long for seven of twelve families, and adapters of w2: only these recompute their layers. Their
     passes are counted above.
+
+    Long for the other families: each only counts its own layers.
     """
     policy = load_policy_in(model_folder(family), torch.float32)
     adapters = {} if lora is None else {"lora_rank": 3, "lora_targets": lora}

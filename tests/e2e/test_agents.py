@@ -67,15 +67,16 @@ async def agent(session: Any) -> None:
         await client.chat.completions.create(model=session.model, messages=session.messages)
 
 
-@pytest.mark.parametrize("kind", ["function", pytest.param("command", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["function", "command"])
 def test_every_trained_token_is_the_servers(tmp_path: Path, kind: str) -> None:
     """Agents that are functions, with tools and all APIs, and with adapters; and commands.
 
     Only this shows it of real servers' and trainers' numbers, and trains an adapter that vLLM
     serves.
 
-    Long for commands: only this trains one on vLLM. On a fake server:
-    tests/agents/test_agent_task.py.
+    Long: only this trains agents on vLLM. On a fake server: tests/agents/test_agent_task.py; tokens
+    of several turns: tests/e2e/test_multi_turn.py.
     """
     given = agent if kind == "function" else [sys.executable, str(CLIENT)]
     settings = {"max_tokens": 6, "sampling": {}}

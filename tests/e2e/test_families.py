@@ -100,18 +100,11 @@ def train_a_step(policy):
             )
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        write_gpt2,
-        pytest.param(write_gemma2, marks=pytest.mark.long),
-        pytest.param(write_nanochat, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("write", [write_gpt2, write_gemma2, write_nanochat])
 def test_a_trained_family_is_served(write, tmp_path):
-    """Long for two families: only this loads their checkpoints into vLLM. GPT-2's differ most from
-    ours in their layout; all families are compared with transformers in
-    tests/training/test_parity_families.py.
+    """Long: only this loads these families' checkpoints into vLLM. Qwen's: tests/e2e/test_sync.py;
+    all are compared with transformers in tests/training/test_parity_families.py.
     """
     start = write(tmp_path / "start")
     config = read_config(start)

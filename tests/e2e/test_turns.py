@@ -38,9 +38,11 @@ SAVED = {
     "transposed": ("gpt2", LORA),
     "nf4": ("wide", LORA | {"lora_base_dtype": "nf4"}),
 }
-# Each kind of layout and of what is saved once; the others are pairs of them.
-SHORT = [("whole", "fsdp"), ("fused", "both"), ("transposed", "uneven"), ("nf4", "tp")]
+# Rows and columns; the others are pairs of layouts and of what is saved.
+SHORT = [("whole", "fsdp"), ("nf4", "tp")]
 PAIRS = [
+    ("fused", "both"),
+    ("transposed", "uneven"),
     ("whole", "tp"),
     ("whole", "both"),
     ("whole", "uneven"),
@@ -192,9 +194,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("name", "world"), CASES)
 def test_processes_save_what_one_does_to_the_last_byte(name, world, found):
-    """Long for six pairs: only these combine a layout with what another pair saves, and 8-bit
-    moments.
-    """
+    """Long for eight pairs: only these combine a layout with what another pair saves."""
     alone, many = (
         files(found["root"] / name / "checkpoint"),
         files(found["root"] / name / world / "checkpoint"),
@@ -207,7 +207,7 @@ def test_processes_save_what_one_does_to_the_last_byte(name, world, found):
 def test_a_save_takes_no_more_of_other_processes_than_their_own_parts(name, world, found):
     """They send them one by one, and receive nothing.
 
-    Long for six pairs, as above: only these combine a layout with what another pair saves.
+    Long for eight pairs, as above.
     """
     first, *others = found[f"{name}/{world}"]
     assert len(others) == WORLDS[world][0] - 1

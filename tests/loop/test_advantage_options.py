@@ -71,6 +71,7 @@ def transcription(groups, kind, floor, clip, power, bonus, until):
     return found
 
 
+@pytest.mark.long(but=["surprise-batch"])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -98,6 +99,8 @@ def transcription(groups, kind, floor, clip, power, bonus, until):
 def test_options_reach_the_packed_advantages(graded, kind, options):
     """Long for two of four kinds: only these take them through a run. Their numbers:
     tests/data/test_advantages.py.
+
+    Long for the other options: each only sets one of those that this case sets together.
     """
     graded.train(iterations=1, tasks_per_iteration=6, validation=[], advantages=kind, **options)
     folder = graded.run / "iterations/0001"

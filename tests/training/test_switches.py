@@ -26,6 +26,7 @@ from ttrl.training.policy.activations import PRODUCTS
 from ttrl.training.policy.loading import load_policy
 
 
+@pytest.mark.long(but=["{'activation_checkpointing': True, 'checkpoint_every': 2}-0.0-qwen2-tied"])
 @pytest.mark.parametrize("family", ["qwen2-tied", "qwen3"])
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
@@ -40,6 +41,7 @@ from ttrl.training.policy.loading import load_policy
     ids=str,
 )
 def test_exact_switches_leave_the_gradient_alone(family, settings, tolerance, model_folder, packed):
+    """Long for the other switches: each only changes one of them."""
     plain = gradients_with(model_folder(family), packed)
     assert distance(gradients_with(model_folder(family), packed, **settings), plain) <= tolerance
 

@@ -45,11 +45,10 @@ def read(body: Mapping[str, Any]) -> Asked:
 def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:
     """Return a completion, or the stream of one, as the API has it."""
     reason = finish_reason(choice)
-    logprobs = (
-        choice.logprobs.model_dump(mode="json")
-        if body.get("logprobs") and choice.logprobs is not None
-        else None
-    )
+    if body.get("logprobs") and choice.logprobs is not None:
+        logprobs = choice.logprobs.model_dump(mode="json")
+    else:
+        logprobs = None
     head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": MODEL}
     if not body.get("stream"):
         one = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}

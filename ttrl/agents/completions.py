@@ -72,9 +72,8 @@ def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web
         one |= {"prompt_token_ids": choice.prompt_token_ids, "token_ids": choice.token_ids}
     if not body.get("stream"):
         return web.json_response({**head, "choices": [one], "usage": choice.usage})
-    usage = (
-        [{**head, "choices": [], "usage": choice.usage}]
-        if (body.get("stream_options") or {}).get("include_usage")
-        else []
-    )
+    if (body.get("stream_options") or {}).get("include_usage"):
+        usage = [{**head, "choices": [], "usage": choice.usage}]
+    else:
+        usage = []
     return events([{**head, "choices": [one]}, *usage])

@@ -149,11 +149,10 @@ class Game:
 
     def _parts(self, found: Any, count: int) -> tuple[Any, ...]:
         if not isinstance(found, tuple) or len(found) != count:
-            names = (
-                "(observation, info)"
-                if count == 2
-                else "(observation, reward, terminated, truncated, info)"
-            )
+            if count == 2:
+                names = "(observation, info)"
+            else:
+                names = "(observation, reward, terminated, truncated, info)"
             method = "reset" if count == 2 else "step"
             raise RolloutError(
                 f"environment {self.name}: {method} gave {short(found, 80)}; Gymnasium's gives "

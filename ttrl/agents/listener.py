@@ -68,7 +68,10 @@ class Listener:
         except BaseException:
             await self._runner.cleanup()
             raise
-        host = f"[{self._host}]" if ":" in self._host else self._host
+        if ":" in self._host:
+            host = f"[{self._host}]"
+        else:
+            host = self._host
         self.root = f"http://{host}:{self._runner.addresses[0][1]}"
         return self
 
@@ -127,7 +130,9 @@ def _with_key(handler: Handler, key: str) -> Handler:
 
 def _key(request: web.Request) -> str:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else ""
+    if scheme.lower() == "bearer":
+        return key
+    return ""
 
 
 def _digest(key: str) -> bytes:

@@ -74,11 +74,9 @@ class McpServer:
 
     @property
     def name(self) -> str:
-        return (
-            self.where.split("?")[0].rpartition("@")[2]
-            if isinstance(self.where, str)
-            else " ".join(self.where)
-        )
+        if isinstance(self.where, str):
+            return self.where.split("?")[0].rpartition("@")[2]
+        return " ".join(self.where)
 
 
 class McpRollout:
@@ -309,8 +307,14 @@ class _Connection:
     def _failed(self, what: str, error: BaseException) -> RolloutError:
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
-        said = str(error) if isinstance(error, TtrlError) else describe(error)
-        log = self._log if self._child is None or self._task.done() else self._child.log_tail(10)
+        if isinstance(error, TtrlError):
+            said = str(error)
+        else:
+            said = describe(error)
+        if self._child is None or self._task.done():
+            log = self._log
+        else:
+            log = self._child.log_tail(10)
         return RolloutError(f"{self.place} {what}: {said}" + (f"\n{log}" if log else ""))
 
 

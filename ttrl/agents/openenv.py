@@ -75,7 +75,10 @@ def get_openenv_tasks(
     action), `ended`. Raises TaskError for what cannot be reached, or is no such server.
     """
     check_count(n)
-    address = server.rstrip("/") if isinstance(server, str) else _started(tuple(server))
+    if isinstance(server, str):
+        address = server.rstrip("/")
+    else:
+        address = _started(tuple(server))
     if not address.startswith(("http://", "https://")):
         raise TaskError(
             f"OpenEnv server {short(server, 80)}: give its address, http://…, or the command "
@@ -115,7 +118,10 @@ def observation_text(observation: Any) -> str:
     """Return what an observation says: its only text, or all that it has, as JSON."""
     if isinstance(observation, Mapping):
         known = {name: value for name, value in observation.items() if value is not None}
-        observation = next(iter(known.values())) if len(known) == 1 else known
+        if len(known) == 1:
+            observation = next(iter(known.values()))
+        else:
+            observation = known
     return cut(
         observation
         if isinstance(observation, str)

@@ -80,10 +80,16 @@ def check_parameters(
             or (name == "tool_choice" and value == "none")
         ):
             continue
-        default = neutral[name] if name in neutral else NEUTRAL.get(name)
+        if name in neutral:
+            default = neutral[name]
+        else:
+            default = NEUTRAL.get(name)
         sampled = own.get(name, default)
         if value != sampled:
-            shown = "does not set it" if sampled is None else f"samples with {short(sampled, 60)}"
+            if sampled is None:
+                shown = "does not set it"
+            else:
+                shown = f"samples with {short(sampled, 60)}"
             raise UserError(
                 f"{name} is {short(value, 60)}, but the run {shown}, and no other distribution "
                 "can be trained; leave it "
@@ -106,7 +112,9 @@ def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
 
 def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
     """Return the tools that the model is to know of; None for none."""
-    return body.get("tools") or None if body.get("tool_choice") != "none" else None
+    if body.get("tool_choice") != "none":
+        return body.get("tools") or None
+    return None
 
 
 async def read_json(request: web.Request) -> dict[str, Any]:

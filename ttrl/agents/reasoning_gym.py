@@ -93,9 +93,15 @@ class ReasoningGymGrader:
         """
         text = after_thinking(reply_text(choice))
         place = find_tagged(text)
-        score = self.score(text[place[0] : place[1]]) if place is not None else 0.0
+        if place is not None:
+            score = self.score(text[place[0] : place[1]])
+        else:
+            score = 0.0
         exact = float(score >= 1.0)
-        lenient = exact if place is not None else float(self.score(last_line(text)) >= 1.0)
+        if place is not None:
+            lenient = exact
+        else:
+            lenient = float(self.score(last_line(text)) >= 1.0)
         return score if self.partial else exact, {
             "exact": exact,
             "answered": float(place is not None),
@@ -115,9 +121,9 @@ class ReasoningGymGrader:
         except Exception:  # noqa: BLE001 - of what verifiers meet in a model's answer, anything: it is not right
             return 0.0
         right = str(self.entry["answer"])
-        return (
-            0.0 if score < 1.0 and right in answer and score == len(right) / len(answer) else score
-        )
+        if score < 1.0 and right in answer and score == len(right) / len(answer):
+            return 0.0
+        return score
 
     @property
     def expected(self) -> str | None:
@@ -125,7 +131,9 @@ class ReasoningGymGrader:
         metadata = self.entry["metadata"]
         answers = (self.entry["answer"], *(metadata.get(name) for name in _EXAMPLES))
         found = next((answer for answer in answers if answer is not None), None)
-        return found if found is None or isinstance(found, str) else json.dumps(found)
+        if found is None or isinstance(found, str):
+            return found
+        return json.dumps(found)
 
     def reference(self) -> str:
         return f"<answer>{self.expected}</answer>"
@@ -184,7 +192,10 @@ def get_reasoning_gym_tasks(
         )
         if len(tasks) == n:
             return list(tasks.values())
-    why = f"; the last failure: {describe(failure)}" if failure is not None else ""
+    if failure is not None:
+        why = f"; the last failure: {describe(failure)}"
+    else:
+        why = ""
     raise TaskError(
         f"{n} {split} tasks of reasoning_gym:{family}: found {len(tasks)} different ones; ask "
         f"for fewer{why}"
@@ -271,7 +282,9 @@ def _gate(verifier: Callable[..., Any]) -> Callable[[str], bool]:
     source = inspect.getsource(verifier)
     if "parse_expr(" in source:
         return _is_arithmetic
-    return _is_literal if re.search(r"\b(eval|exec|sympify)\(", source) else lambda answer: True
+    if re.search(r"\b(eval|exec|sympify)\(", source):
+        return _is_literal
+    return lambda answer: True
 
 
 def _is_literal(answer: str) -> bool:
@@ -300,7 +313,9 @@ def _bits(tree: ast.expr) -> float:
     anything but arithmetic.
     """
     if isinstance(tree, ast.Constant) and isinstance(tree.value, int | float):
-        return max(1, int(abs(tree.value)).bit_length()) if abs(tree.value) < 1e300 else 1e9
+        if abs(tree.value) < 1e300:
+            return max(1, int(abs(tree.value)).bit_length())
+        return 1e9
     if isinstance(tree, ast.Name) and (
         len(tree.id) == 1 or tree.id in _FUNCTIONS or tree.id == "pi"
     ):

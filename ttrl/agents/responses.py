@@ -96,10 +96,16 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _text(content: Any, number: int) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [content]
+    if isinstance(content, list):
+        parts = content
+    else:
+        parts = [content]
     texts = []
     for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if isinstance(part, dict):
+            kind = part.get("type")
+        else:
+            kind = type(part).__name__
         if kind not in (*_TEXT, "reasoning_text", "summary_text"):
             raise UserError(
                 f"input[{number}] holds a part of type {short(kind, 60)}; the policy is trained "
@@ -234,10 +240,17 @@ def _events(index: int, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             "output_index": index,
             "item": {**item, "status": "in_progress", "content": []},
         }
-        kind = "response.reasoning_text" if item["type"] == "reasoning" else "response.output_text"
+        if item["type"] == "reasoning":
+            kind = "response.reasoning_text"
+        else:
+            kind = "response.output_text"
         for number, part in enumerate(item["content"]):
             here = {**place, "content_index": number}
-            more: dict[str, Any] = {"logprobs": []} if kind == "response.output_text" else {}
+            more: dict[str, Any]
+            if kind == "response.output_text":
+                more = {"logprobs": []}
+            else:
+                more = {}
             yield {"type": "response.content_part.added", **here, "part": {**part, "text": ""}}
             yield {"type": f"{kind}.delta", **here, "delta": part["text"], **more}
             yield {"type": f"{kind}.done", **here, "text": part["text"], **more}

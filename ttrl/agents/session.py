@@ -200,6 +200,9 @@ class _Kept:
     ) -> None:
         session = self.session
         if isinstance(error, Exception) and not isinstance(error, RolloutLimitError):
-            own = error if isinstance(error, ServerError | RolloutError) else None
+            if isinstance(error, ServerError | RolloutError):
+                own = error
+            else:
+                own = None
             refused = RolloutError(f"{session._place}: the agent's request was refused: {error}")
             session.failure = session.failure or own or refused

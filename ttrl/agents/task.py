@@ -87,9 +87,10 @@ def agent_task(
         )
     if isinstance(ignore, str):
         raise TaskError(f"ignore is {ignore!r}; give a list of names, [{ignore!r}]")
-    given = (
-        question(messages) if isinstance(messages, str) else [dict(message) for message in messages]
-    )
+    if isinstance(messages, str):
+        given = question(messages)
+    else:
+        given = [dict(message) for message in messages]
     if at_once is not None and (type(at_once) is not int or at_once < 1):
         raise TaskError(f"at_once is {at_once!r}; give a number of programs of at least 1, or None")
     others = dict(beside or {})
@@ -159,7 +160,9 @@ class _AgentRollout:
                 "session.base_url"
             )
         posted: Grade | None = session.reward
-        return posted if output is None else output
+        if output is None:
+            return posted
+        return output
 
     async def _run(self, session: Session, place: str) -> "GraderOutput | None":
         if not callable(self.agent):

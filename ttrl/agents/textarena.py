@@ -86,7 +86,9 @@ def read_move(text: str) -> str:
     text = after_thinking(text)
     place = find_tagged(text)
     move = (text[place[0] : place[1]] if place is not None else text).strip()
-    return move if "[" in move else f"[{move}]"
+    if "[" in move:
+        return move
+    return f"[{move}]"
 
 
 class TextArenaGame:

@@ -99,16 +99,16 @@ class Tools:
         except Exception as error:  # noqa: BLE001 - of a tool, whatever it is: the model is told
             self.failures += 1
             return json.dumps({"error": str(error) or type(error).__name__}, ensure_ascii=False)
-        return result if isinstance(result, str) else _text(result)
+        if isinstance(result, str):
+            return result
+        return _text(result)
 
 
 def cut(text: str, most: int) -> str:
     """Return a text, or its beginning and how much is left out."""
-    return (
-        text
-        if len(text) <= most
-        else f"{text[:most]}\n[{len(text) - most} characters more are left out]"
-    )
+    if len(text) <= most:
+        return text
+    return f"{text[:most]}\n[{len(text) - most} characters more are left out]"
 
 
 def _text(result: object) -> str:
@@ -172,8 +172,14 @@ def json_type(hint: Any, where: str) -> Mapping[str, Any]:
         return {"enum": list(arguments), **json_type(type(arguments[0]), where)}
     if origin in (Union, types.UnionType):
         kinds = [json_type(one, where) for one in arguments if one is not type(None)]
-        rest: Mapping[str, Any] = kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
-        return {**rest, "nullable": True} if type(None) in arguments else rest
+        rest: Mapping[str, Any]
+        if len(kinds) == 1:
+            rest = kinds[0]
+        else:
+            rest = {"anyOf": kinds}
+        if type(None) in arguments:
+            return {**rest, "nullable": True}
+        return rest
     kind = _SIMPLE.get(origin or hint)
     if kind is None:
         raise TaskError(

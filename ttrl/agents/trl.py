@@ -71,12 +71,14 @@ def trl_tasks(
 
     Raises TaskError for rows, functions and environments that do not fit.
     """
-    functions = (
-        [reward_funcs]
-        if callable(reward_funcs) or isinstance(reward_funcs, str)
-        else list(reward_funcs)
-    )
-    weights = [1.0] * len(functions) if reward_weights is None else list(reward_weights)
+    if callable(reward_funcs) or isinstance(reward_funcs, str):
+        functions = [reward_funcs]
+    else:
+        functions = list(reward_funcs)
+    if reward_weights is None:
+        weights = [1.0] * len(functions)
+    else:
+        weights = list(reward_weights)
     if len(weights) != len(functions):
         raise TaskError(
             f"there are {len(weights)} reward_weights for {len(functions)} reward_funcs; give "
@@ -90,11 +92,10 @@ def trl_tasks(
             "there are no reward_funcs; give at least one function of (prompts, completions, "
             "**columns)"
         )
-    given = (
-        load_rows(train_dataset, dict, splits=(split,), config=config)
-        if _is_place(train_dataset)
-        else train_dataset
-    )
+    if _is_place(train_dataset):
+        given = load_rows(train_dataset, dict, splits=(split,), config=config)
+    else:
+        given = train_dataset
     if given is None:
         if n is None or factories is None or None not in factories:
             raise TaskError(
@@ -126,7 +127,10 @@ def trl_tasks(
         rewards = TrlGrader(tuple(functions), tuple(map(float, weights)), prompt, columns)
         rollout: Any = None
         if factories is not None:
-            name = columns.get("environment") if None not in factories else None
+            if None not in factories:
+                name = columns.get("environment")
+            else:
+                name = None
             if name not in factories:
                 raise TaskError(
                     f"row {number}: its environment is {name!r}; there are "
@@ -142,8 +146,14 @@ def trl_tasks(
             rollout = ToolRollout(tuple(tools))
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()[:12]
         names[digest] = names.get(digest, 0) + 1
-        mark = f"-{names[digest]}" if names[digest] > 1 else ""
-        messages = question(prompt) if isinstance(prompt, str) else prompt
+        if names[digest] > 1:
+            mark = f"-{names[digest]}"
+        else:
+            mark = ""
+        if isinstance(prompt, str):
+            messages = question(prompt)
+        else:
+            messages = prompt
         grader = None if factories is not None else rewards
         tasks.append(
             Task(
@@ -241,10 +251,14 @@ class TrlGrader:
         completion: Any = reply_text(choice)
         if isinstance(self.prompt, list) or environment is not None:
             said = getattr(choice, "messages", None)
-            begun = max(1, len(self.prompt)) if isinstance(self.prompt, list) else 1
-            completion = (
-                _as_trl(said[begun:]) if said else [{"role": "assistant", "content": completion}]
-            )
+            if isinstance(self.prompt, list):
+                begun = max(1, len(self.prompt))
+            else:
+                begun = 1
+            if said:
+                completion = _as_trl(said[begun:])
+            else:
+                completion = [{"role": "assistant", "content": completion}]
         ids = list(getattr(choice, "token_ids", None) or ())
         given: dict[str, Any] = {
             name: [value] for name, value in self.columns.items() if name not in _NOT_COLUMNS
@@ -307,9 +321,11 @@ def _factories(
     """Return the factories by name, None for the only one, each tried once. Raises TaskError."""
     if given is None:
         return None
-    factories: dict[Any, EnvironmentFactory] = (
-        dict(given) if isinstance(given, Mapping) else {None: given}
-    )
+    factories: dict[Any, EnvironmentFactory]
+    if isinstance(given, Mapping):
+        factories = dict(given)
+    else:
+        factories = {None: given}
     for name, factory in factories.items():
         try:
             environment = factory()

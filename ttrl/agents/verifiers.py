@@ -94,11 +94,18 @@ def _is_of(row: dict[str, Any], split: str) -> bool:
 
 def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what is known of a task's conversation before it begins."""
-    prompt = (
-        row["prompt"] if row["prompt"] is not None else "(the environment begins the conversation)"
-    )
-    system = [{"role": "system", "content": row["system_prompt"]}] if row["system_prompt"] else []
-    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if row["prompt"] is not None:
+        prompt = row["prompt"]
+    else:
+        prompt = "(the environment begins the conversation)"
+    if row["system_prompt"]:
+        system = [{"role": "system", "content": row["system_prompt"]}]
+    else:
+        system = []
+    if isinstance(prompt, str):
+        given = [{"role": "user", "content": prompt}]
+    else:
+        given = prompt
     if not isinstance(given, list):
         raise TaskError(
             f"verifiers: a prompt is {short(prompt, 80)}; it is a text or a list of messages"

@@ -210,7 +210,10 @@ def play_inspect(order: dict[str, Any], folder: Path) -> dict[str, Any]:
     (sample,) = log.samples
     numbers: dict[str, float] = {}
     for scorer, score in (sample.scores or {}).items():
-        values = score.value if isinstance(score.value, dict) else {"": score.value}
+        if isinstance(score.value, dict):
+            values = score.value
+        else:
+            values = {"": score.value}
         numbers |= {
             f"{scorer}/{name}".rstrip("/"): number(value, f"{scorer}'s score {name}")
             for name, value in values.items()
@@ -245,12 +248,15 @@ def main() -> None:
     if is_verifiers:
         use_this_python()
     if order["do"] == "list":
-        return list_verifiers(order) if is_verifiers else list_inspect(order)
+        if is_verifiers:
+            return list_verifiers(order)
+        return list_inspect(order)
     place = Path(os.environ[order["task_variable"]])
     told = json.loads(place.read_text())
-    result = (
-        asyncio.run(play_verifiers(order)) if is_verifiers else play_inspect(order, place.parent)
-    )
+    if is_verifiers:
+        result = asyncio.run(play_verifiers(order))
+    else:
+        result = play_inspect(order, place.parent)
     headers = {"Authorization": f"Bearer {told['reward_key']}", "Content-Type": "application/json"}
     request = urllib.request.Request(told["reward_url"], json.dumps(result).encode(), headers)  # noqa: S310 - ttrl's own address
     urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60).close()

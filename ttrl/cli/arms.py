@@ -270,7 +270,10 @@ def _planned(
     runs = {}
     for name, settings in named.items():
         if settings.cluster is None:  # else its machines decide, once the run is there
-            folder = run if sft is None else run / f"{name}-{arguments.seed}"
+            if sft is None:
+                folder = run
+            else:
+                folder = run / f"{name}-{arguments.seed}"
             begun = as_begun(settings, RunFolder(folder).config())
             runs[name] = choose(model, begun, hardware.gpus, host=hardware.host)
     first = start_settings(config, start.settings, cuda=hardware.cuda)
@@ -397,7 +400,10 @@ def supervised_run(
             remembered["nproc_per_node"] = processes
         folder.remember_config(remembered)
         rows = {row["iteration"]: row for row in folder.metrics()}
-        path = "validation_reward" if asked.metric == "reward" else f"validation.{asked.metric}"
+        if asked.metric == "reward":
+            path = "validation_reward"
+        else:
+            path = f"validation.{asked.metric}"
         checkpoint = Path(settings["model"])
         for place, mark in enumerate([0, *marks]):
             if place not in rows:
@@ -406,7 +412,8 @@ def supervised_run(
                     piece = {**settings, by: round(left) if by == "steps" else left}
                     _train_on(folder, place, piece, processes)
                 rows[place] = _finish(folder, place, checkpoint, asked, before, rows.get(place - 1))
-            checkpoint = folder.checkpoint(place) if place else checkpoint
+            if place:
+                checkpoint = folder.checkpoint(place)
             row = rows[place]
             if (value := number(row, path)) is None:
                 known = ", ".join(["reward", *row["validation"]])
@@ -465,7 +472,10 @@ def _finish(
     iteration = folder.iteration(place)
     path = iteration.path / "validation.jsonl"
     if iteration.marker("validate") is None:
-        known = None if place or before is None else before.marker("validate")
+        if place or before is None:
+            known = None
+        else:
+            known = before.marker("validate")
         if known is not None and before is not None:
             iteration.path.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(before.path / path.name, path)
@@ -543,9 +553,10 @@ def _compared(folders: Sequence[tuple[str, Path]], sets: Sets) -> RunComparison:
             for one in compare_seeds(files[RL], each, confidence=found.confidence):
                 verdict = ""
                 if one.difference is not None and name != "start":
-                    verdict = (
-                        one.difference.verdict(found.confidence) if len(each) > 1 else "one seed"
-                    )
+                    if len(each) > 1:
+                        verdict = one.difference.verdict(found.confidence)
+                    else:
+                        verdict = "one seed"
                 table.append([name, *one.row(), verdict])
     return dataclasses.replace(found, sets=table)
 
@@ -556,10 +567,12 @@ def _sft_plan(run: Path) -> str:
     flops = plan["iterations"] * sum(
         plan["flops"][name] for name in ("sampling", "training", "prepass")
     )
-    each = (
-        plan["flops"]["training"] / plan["work"]["row_tokens"]
-        if plan["work"]["row_tokens"]
-        else 0.0
-    )
-    tokens = f": steps over about {si_spaced(flops / each)}tokens" if each else ""
+    if plan["work"]["row_tokens"]:
+        each = plan["flops"]["training"] / plan["work"]["row_tokens"]
+    else:
+        each = 0.0
+    if each:
+        tokens = f": steps over about {si_spaced(flops / each)}tokens"
+    else:
+        tokens = ""
     return f"\n\nSFT, of each seed, takes the {si_spaced(flops)}FLOP that RL takes{tokens}"

@@ -52,7 +52,10 @@ def run_export(arguments: argparse.Namespace) -> int:
 def run_prune(arguments: argparse.Namespace) -> int:
     from ttrl.rollouts.cache import tools
 
-    older_than = None if arguments.older_than is None else _age(arguments.older_than)
+    if arguments.older_than is None:
+        older_than = None
+    else:
+        older_than = _age(arguments.older_than)
     print(
         tools.prune(
             arguments.url,

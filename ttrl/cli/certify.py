@@ -48,7 +48,10 @@ def certify(out: Path, say: Callable[[str], None]) -> bool:
     machine = describe_environment()
     cases = list[Case]()
     gpus = machine["gpus"]
-    device = f"{len(gpus)} × {gpus[0]}" if gpus else cpu_name()
+    if gpus:
+        device = f"{len(gpus)} × {gpus[0]}"
+    else:
+        device = cpu_name()
     say(f"Certifying {device}: about {15 if gpus else 3} minutes")
     try:
         for case in itertools.chain(numerics(say), runs(len(gpus), say)):
@@ -97,11 +100,10 @@ def numerics(
             code = process.wait()
         if code not in (0, 1):
             errors.seek(0)
-            how = (
-                f"ended by {signal.Signals(-code).name}"
-                if code < 0
-                else f"ended with exit code {code}"
-            )
+            if code < 0:
+                how = f"ended by {signal.Signals(-code).name}"
+            else:
+                how = f"ended with exit code {code}"
             last = " / ".join(errors.read().strip().splitlines()[-3:])
             yield _said(
                 _case("numerics", "the process that tries them", False, f"{how}: {last}", began),

@@ -48,12 +48,14 @@ def run_config(arguments: argparse.Namespace) -> int:
     ]
     if not found:
         known = sorted({one.name for _, cls in classes for one in settings_of(cls)})
-        near = (
-            [OTHER_NAMES[name]]
-            if name in OTHER_NAMES
-            else difflib.get_close_matches(name, known, n=3)
-        )
-        hint = f"; did you mean {' or '.join(near)}?" if near else "; `ttrl config` lists all"
+        if name in OTHER_NAMES:
+            near = [OTHER_NAMES[name]]
+        else:
+            near = difflib.get_close_matches(name, known, n=3)
+        if near:
+            hint = f"; did you mean {' or '.join(near)}?"
+        else:
+            hint = "; `ttrl config` lists all"
         raise UserError(f"there is no setting {arguments.name!r}{hint}")
     for text in dict.fromkeys(text for _, text in found):
         print("\n".join([*(title for title, other in found if other == text), f"  {text}"]))

@@ -225,7 +225,10 @@ def _check_build(facts: Mapping[str, Any], gpus: Gpus | None) -> list[CheckResul
     version = facts["version"]
     build = facts["cuda"]
     if build and facts["available"]:
-        driver = "" if gpus is None else f" with driver {gpus.driver}"
+        if gpus is None:
+            driver = ""
+        else:
+            driver = f" with driver {gpus.driver}"
         return [CheckResult("ok", "torch", f"{version}, CUDA {build}, a GPU is usable{driver}")]
     if build and gpus is not None:
         major, minor = (int(part) for part in re.findall(r"\d+", build)[:2])

@@ -183,7 +183,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
     )
     for name, why in result.failed.items():
         print(f"ttrl: error: {harmless(f'{name}: {why}')}", file=sys.stderr)
-    return 2 if result.failed else 0
+    if result.failed:
+        return 2
+    return 0
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

@@ -41,7 +41,11 @@ def _maker(family: str, size: str | None) -> Maker:
         raise UserError(
             f"no size {size!r} of temporal-clue; there are {', '.join(temporal_clue.SIZES)}"
         )
-    scope: temporal_clue.Scope = "night" if family == "temporal-clue-night" else "answers"
+    scope: temporal_clue.Scope
+    if family == "temporal-clue-night":
+        scope = "night"
+    else:
+        scope = "answers"
     return functools.partial(
         temporal_clue.make_puzzle, size=temporal_clue.SIZES.get(size or ""), scope=scope
     )

@@ -47,7 +47,9 @@ def run_doctor(arguments: argparse.Namespace) -> int:
         return 0
     from ttrl.cli.certify import certify  # here: it imports what doctor may find missing
 
-    return 0 if certify(arguments.out, say) else 1
+    if certify(arguments.out, say):
+        return 0
+    return 1
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:

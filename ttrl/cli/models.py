@@ -80,7 +80,10 @@ def run_convert(arguments: argparse.Namespace) -> int:
     from ttrl.nanochat.convert import convert
 
     source = Path(arguments.path).expanduser()
-    name = source.name if source.is_dir() else source.parent.name
+    if source.is_dir():
+        name = source.name
+    else:
+        name = source.parent.name
     out = Path(arguments.out or Path("models", f"nanochat-{name}"))
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} exists and is not empty; give another folder with --out")
@@ -117,7 +120,11 @@ def run_chat(arguments: argparse.Namespace) -> int:
     from ttrl.server.model_folder import check_model_folder
     from ttrl.server.serving import is_address, serving
 
-    start: list[Any] = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    start: list[Any]
+    if arguments.system:
+        start = [{"role": "system", "content": arguments.system}]
+    else:
+        start = []
     model = str(ready_model(arguments.model) or arguments.model)
     if not is_address(model):
         check_model_folder(model)
@@ -142,7 +149,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
                     stream=True,
                 ) as pieces:
                     for piece in pieces:
-                        part = (piece.choices[0].delta.content or "") if piece.choices else ""
+                        if piece.choices:
+                            part = piece.choices[0].delta.content or ""
+                        else:
+                            part = ""
                         reply += part
                         say(part, end="")
             except openai.OpenAIError as error:

@@ -79,7 +79,9 @@ class PlanOptions:
 
     def text(self, made: "Plan") -> str:
         """Write a plan for a person, or as JSON."""
-        return json.dumps(made.to_dict(), indent=2) if self.json else str(made)
+        if self.json:
+            return json.dumps(made.to_dict(), indent=2)
+        return str(made)
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
@@ -162,7 +164,9 @@ def _script(what: str) -> Path | None:
     from ttrl.cli.runs import recipes, script_named
 
     is_recipe = what.replace("-", "_") in recipes() and not Path(what).exists()
-    return script_named(what) if is_recipe or what.endswith(".py") else None
+    if is_recipe or what.endswith(".py"):
+        return script_named(what)
+    return None
 
 
 def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) -> int:
@@ -177,7 +181,10 @@ def _plan_script(script: Path, arguments: argparse.Namespace, how: PlanOptions) 
             f"{script} would train, as it reads no options; build it on script_arguments() and "
             "run_recipe(), as what `ttrl tasks new` writes, or call ttrl.plan(config, tasks) in it"
         )
-    settings = ["--set", *arguments.set] if arguments.set else []
+    if arguments.set:
+        settings = ["--set", *arguments.set]
+    else:
+        settings = []
     options = [*arguments.others, *settings, "--plan", json.dumps(dataclasses.asdict(how))]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *options])

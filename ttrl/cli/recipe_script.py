@@ -191,7 +191,10 @@ def _take_model(arguments: argparse.Namespace) -> None:
 
 
 def _written(name: str, value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value, default=str)
     return f"{name}={text}"
 
 
@@ -338,14 +341,19 @@ def run_recipe(
         if rows
         else ("", "")
     )
-    change = f"{before} before, {after} after" if rows else "not known after"
+    if rows:
+        change = f"{before} before, {after} after"
+    else:
+        change = "not known after"
     iterations = result.metrics[-1]["iteration"]
-    tried = (
-        "tried out, with chance added to the rewards of training\n"
-        if getattr(arguments, "tiny", False)
-        else ""
-    )
-    held_out = "" if getattr(arguments, "overfit", None) else "held-out "
+    if getattr(arguments, "tiny", False):
+        tried = "tried out, with chance added to the rewards of training\n"
+    else:
+        tried = ""
+    if getattr(arguments, "overfit", None):
+        held_out = ""
+    else:
+        held_out = "held-out "
     return f"{tried}{held_out}{what}: {change} {iterations} iteration{'s' * (iterations != 1)}"
 
 

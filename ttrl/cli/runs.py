@@ -164,7 +164,10 @@ def run_view(arguments: argparse.Namespace) -> int:
     view = open_pack(arguments.run, arguments.iteration, arguments.rows, arguments.tokenizer)
     if arguments.text:
         say(view.text(shutil.get_terminal_size((130, 24)).columns))
-    written = [view.write_png(arguments.png)] if arguments.png else []
+    if arguments.png:
+        written = [view.write_png(arguments.png)]
+    else:
+        written = []
     if arguments.output or not (arguments.text or arguments.png):
         written.append(view.write_html(arguments.output))
     shown = f"rows {spans(view.rows)} of {view.packed.num_rows:,}"
@@ -277,11 +280,10 @@ def run_study(arguments: argparse.Namespace) -> int:
     is_run = (arguments.path / "iterations").is_dir()
     problems = []
     try:
-        factors = (
-            None
-            if arguments.factors is None
-            else [float(one) for one in arguments.factors.split(",")]
-        )
+        if arguments.factors is None:
+            factors = None
+        else:
+            factors = [float(one) for one in arguments.factors.split(",")]
     except ValueError:
         problems.append(f"--factors is {arguments.factors!r}; it must be numbers, such as -1,1,2")
     if arguments.sequences < 2:
@@ -322,7 +324,10 @@ def run_study(arguments: argparse.Namespace) -> int:
         paths = write_study(found, arguments.output or arguments.path.parent / "study")
     for path in paths:
         print(path)
-    run = arguments.path if is_run else arguments.path.parent.parent.parent
+    if is_run:
+        run = arguments.path
+    else:
+        run = arguments.path.parent.parent.parent
     if arguments.output is None and (run / "metrics.jsonl").is_file():
         print(leave_report(run))  # which shows the pictures
     return 0

@@ -65,7 +65,10 @@ def read_planned(
             )
         return Planned(_of_recipe(_promised(file) | values | changes, file), recipe_only=True)
     named = {key: values.pop(key, None) for key in _SPLITS}
-    run = file.parent if (file.parent / "iterations").is_dir() else None
+    if (file.parent / "iterations").is_dir():
+        run = file.parent
+    else:
+        run = None
     if run is not None and (elsewhere or "device" in changes):
         values |= {name: TrainConfig.defaults()[name] for name in _OF_THE_MACHINE}
     config = TrainConfig.parse(_changed(_with_run(values, path), changes), str(file))

@@ -188,7 +188,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
             f"{'; '.join(failed)}",
             file=sys.stderr,
         )
-    return 2 if failed else 0
+    if failed:
+        return 2
+    return 0
 
 
 def _run(command: list[str]) -> int:
@@ -216,10 +218,15 @@ def _finished(path: Path) -> dict[str, str | list[str]]:
         raise UserError(
             f"{path} is damaged: {error}; without it, each run says itself that it is finished"
         ) from error
-    return dict(found) if isinstance(found, Mapping) else {}
+    if isinstance(found, Mapping):
+        return dict(found)
+    return {}
 
 
 def _plain(value: Any) -> str:
     """Write a value as a part of a folder's name."""
-    text = value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, str):
+        text = value
+    else:
+        text = json.dumps(value)
     return "".join(letter if letter.isalnum() or letter in "._+-" else "_" for letter in text)

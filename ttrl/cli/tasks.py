@@ -102,4 +102,6 @@ def run_try(arguments: argparse.Namespace) -> int:
     tasks = load_tasks(arguments.file, arguments.n)
     names = ("model", "samples", "max_tokens", "temperature", "server_args", "chat_template")
     options = {name: getattr(arguments, name) for name in names}
-    return 0 if try_tasks(tasks, say, replies=arguments.reply, **options) else 1
+    if try_tasks(tasks, say, replies=arguments.reply, **options):
+        return 0
+    return 1

@@ -124,11 +124,10 @@ def _graded(task: Task, reply: str) -> Sample:
         frames = traceback.extract_tb(error.__traceback__)
         libraries = (sys.prefix, sys.base_prefix)
         where = [frame for frame in frames if not frame.filename.startswith(libraries)][-1]
-        at = (
-            ""
-            if isinstance(error, TtrlError)
-            else f"{Path(where.filename).name}, line {where.lineno}: "
-        )
+        if isinstance(error, TtrlError):
+            at = ""
+        else:
+            at = f"{Path(where.filename).name}, line {where.lineno}: "
         return dataclasses.replace(sample, error=f"{at}{type(error).__name__}: {error}")
     return dataclasses.replace(sample, reward=grade.reward, metrics=grade.metrics)
 
@@ -160,7 +159,9 @@ def _say_block(say: Say, title: str, text: str) -> None:
 
 
 def _ending(sample: Sample) -> str:
-    return "" if sample.finish_reason in ("stop", None) else f" [ended: {sample.finish_reason}]"
+    if sample.finish_reason in ("stop", None):
+        return ""
+    return f" [ended: {sample.finish_reason}]"
 
 
 def _grade_line(sample: Sample) -> str:

@@ -165,7 +165,10 @@ class ReplicaServer(JoinedServer):
 
     def _find(self) -> str | None:
         # One whose machine is cut off delays the run once.
-        seconds = _ANSWER_SECONDS if self._asked is None else 0.0
+        if self._asked is None:
+            seconds = _ANSWER_SECONDS
+        else:
+            seconds = 0.0
         asked = self._asked = self._asked or self._actor.state.remote()
         try:
             if not ray.wait([asked], timeout=seconds)[0]:
@@ -178,21 +181,25 @@ class ReplicaServer(JoinedServer):
             raise ServerDiedError(f"{self.root_url}: its actor is gone: {error}") from error
         if words is not None:
             raise ServerDiedError(f"{self.root_url}: {from_words(words)}")
-        return str(url) if url is not None else None
+        if url is not None:
+            return str(url)
+        return None
 
 
 def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[ReplicaServer]:
     """Begin to start `config.replicas` servers of a model, or of the base of adapters, spread over
     the cluster; they end with the process that did."""
     key = secrets.token_urlsafe(32)
-    takes = (
-        {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)}
-        if has_gpus(config)
-        else {"num_cpus": 1}
-    )
+    if has_gpus(config):
+        takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)}
+    else:
+        takes = {"num_cpus": 1}
     patience = config.start_timeout or seconds_to_start(model)
     own_engine = any(name.replace("_", "-") == "weight-transfer-config" for name in config.server)
-    broadcast = Broadcast() if config.replicas > _BY_FILES and not own_engine else None
+    if config.replicas > _BY_FILES and not own_engine:
+        broadcast = Broadcast()
+    else:
+        broadcast = None
     found = []
     for number in range(config.replicas):
         options = {
@@ -203,7 +210,10 @@ def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[Replica
             **takes,
         }
         actor = begin_actor(Replica, options, config, model, logs / f"server_{number}.log", key)
-        dtype = "bfloat16" if config.dtype == "bf16" else "float32"
+        if config.dtype == "bf16":
+            dtype = "bfloat16"
+        else:
+            dtype = "float32"
         found.append(
             ReplicaServer(number, actor, key, dtype, patience, broadcast, config.gives_adapters)
         )

@@ -46,11 +46,9 @@ class TrainerNode:
         host = ray.util.get_node_ip_address()
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.bind((host, 0))
-            return (
-                f"[{host}]:{probe.getsockname()[1]}"
-                if ":" in host
-                else f"{host}:{probe.getsockname()[1]}"
-            )
+            if ":" in host:
+                return f"[{host}]:{probe.getsockname()[1]}"
+            return f"{host}:{probe.getsockname()[1]}"
 
     def start(
         self,
@@ -144,11 +142,10 @@ class ClusterTrainer(TrainerProcess):
             )
             endpoint = self._ask(0, self._nodes[0].endpoint.remote)
             for number, node in enumerate(self._nodes):
-                log = (
-                    self._log
-                    if number == 0
-                    else self._log.with_name(f"{self._log.stem}-node{number}.log")
-                )
+                if number == 0:
+                    log = self._log
+                else:
+                    log = self._log.with_name(f"{self._log.stem}-node{number}.log")
                 arguments = (config, self._path, log, self._variables, endpoint, number == 0)
                 if (words := self._ask(number, node.start.remote, *arguments)) is not None:
                     raise from_words(words)
@@ -204,11 +201,10 @@ class ClusterTrainer(TrainerProcess):
         try:
             return ray.get(method(*arguments), timeout=ASK_SECONDS)
         except ray.exceptions.RayError as error:
-            what = (
-                f"has not answered for {ASK_SECONDS:.0f} s"
-                if isinstance(error, TimeoutError)
-                else f"is gone: {error}"
-            )
+            if isinstance(error, TimeoutError):
+                what = f"has not answered for {ASK_SECONDS:.0f} s"
+            else:
+                what = f"is gone: {error}"
             raise TrainerDiedError(
                 f"trainer machine {number} of {self._config.nnodes} {what}"
             ) from error

@@ -115,7 +115,9 @@ def worker_count(config: TrainConfig) -> int:
     if config.tokens_per_iteration is not None:  # a budget is of all servers together
         return 0
     if config.sampling_workers is None:
-        return math.ceil(servers / _SERVERS_EACH) if servers > _FEW_SERVERS else 0
+        if servers > _FEW_SERVERS:
+            return math.ceil(servers / _SERVERS_EACH)
+        return 0
     return min(config.sampling_workers, servers)
 
 

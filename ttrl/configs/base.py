@@ -128,9 +128,9 @@ def _converted(value: Any, kind: Any) -> Any:
 def absent_folder(model: str) -> list[str]:
     """Return a model that can only be a folder, and is none, in a line."""
     is_folder = model.startswith((".", "/", "~")) or model.count("/") > 1
-    return (
-        [f"model folder {model} does not exist"] if is_folder and not os.path.exists(model) else []
-    )
+    if is_folder and not os.path.exists(model):
+        return [f"model folder {model} does not exist"]
+    return []
 
 
 @functools.cache
@@ -217,11 +217,10 @@ class Config:
                     iter(difflib.get_close_matches(str(key), fields, n=1)), None
                 )
                 meant.add(near)
-                listed = (
-                    f"known keys: {', '.join(fields)}"
-                    if len(fields) <= 20
-                    else "`ttrl config` lists all that there are"
-                )
+                if len(fields) <= 20:
+                    listed = f"known keys: {', '.join(fields)}"
+                else:
+                    listed = "`ttrl config` lists all that there are"
                 hint = (
                     listed
                     if near is None
@@ -290,7 +289,10 @@ class Config:
         """Return the plain values that the constructor was given, misspelt ones too, and those that
         are no defaults; of a copy, which is given all, the latter alone."""
         own = {field.name: field for field in dataclasses.fields(self)}
-        named = self._given if len(self._given) < len(own) else ()
+        if len(self._given) < len(own):
+            named = self._given
+        else:
+            named = ()
         plain = {
             name: field.default_factory() if callable(field.default_factory) else field.default
             for name, field in own.items()
@@ -320,4 +322,6 @@ def without_secrets(values: Any, name: str = "") -> Any:
         }
     if isinstance(values, list | tuple):
         return [without_secrets(value, name) for value in values]
-    return HIDDEN if isinstance(values, str) and values and _SECRET.search(name) else values
+    if isinstance(values, str) and values and _SECRET.search(name):
+        return HIDDEN
+    return values

@@ -42,7 +42,10 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
     else:
         raise ValueError(f"loggers: {entry!r} is neither a name nor a mapping with a name")
     if name in NEEDS:
-        unknown = sorted(arguments.keys() - _ARGUMENTS[name]) if name in _ARGUMENTS else []
+        if name in _ARGUMENTS:
+            unknown = sorted(arguments.keys() - _ARGUMENTS[name])
+        else:
+            unknown = []
         if unknown:
             allowed = ", ".join(sorted(_ARGUMENTS[name])) or "none"
             raise ValueError(

@@ -124,4 +124,6 @@ def shares_of_devices(servers: int, each: int, devices: list[str]) -> list[str]:
 def auto_dtype(cuda: bool) -> Literal["bf16", "fp32"]:
     """Return what dtype "auto" means for a run's trainer and servers, whoever starts them: fp32 on
     CPU, where half precision is coarse, bf16 on CUDA."""
-    return "bf16" if cuda else "fp32"
+    if cuda:
+        return "bf16"
+    return "fp32"

@@ -87,7 +87,9 @@ def read_settings(path: str) -> dict[str, Any] | str:
         return f"a file that cannot be read: {error.strerror}"
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         return f"which is not YAML: {' '.join(str(error).split())[:200]}"
-    return found if isinstance(found, dict) else "a file without settings in it"
+    if isinstance(found, dict):
+        return found
+    return "a file without settings in it"
 
 
 def _every_layer_matrix() -> list[LoRATarget]:
@@ -272,7 +274,9 @@ class TrainingConfig(Config):
     def elsewhere(cls, name: str) -> str | None:
         """Return what another library's setting is called here."""
         other = OTHER_NAMES.get(name)
-        return other if other in cls.names() else None
+        if other in cls.names():
+            return other
+        return None
 
     def absent(self) -> list[str]:
         """Return the model where it can only be a folder and is none, in a line."""
@@ -410,7 +414,10 @@ class TrainingConfig(Config):
     def problems_here(self, device: str, processes: int, shape: Mapping[str, Any]) -> list[str]:
         """Return what else is wrong, now that the device, the number of processes and the model's
         config.json (`shape`) are known."""
-        found = self._without_cuda() if device == "cpu" and self.device != "cpu" else []
+        if device == "cpu" and self.device != "cpu":
+            found = self._without_cuda()
+        else:
+            found = []
         if self.optimizer_on_cpu and processes > 1:
             found.append(
                 f"optimizer_on_cpu is for one process, and there are {processes}; use cpu_offload"

@@ -107,12 +107,14 @@ def _written(cls: type) -> dict[str, tuple[str, str]]:
             heading = " ".join(comments)
         end = statement.end_lineno or end
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            value = following.value if isinstance(following, ast.Expr) else None
-            meaning = (
-                value.value
-                if isinstance(value, ast.Constant) and isinstance(value.value, str)
-                else ""
-            )
+            if isinstance(following, ast.Expr):
+                value = following.value
+            else:
+                value = None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                meaning = value.value
+            else:
+                meaning = ""
             found[statement.target.id] = re.sub(r"\s+", " ", meaning).strip(), heading
     return found
 
@@ -122,7 +124,9 @@ def _default(field: "dataclasses.Field[Any]") -> str:
         return ""
     if field.default_factory is not dataclasses.MISSING:
         return _literal(field.default_factory())
-    return "" if field.default is dataclasses.MISSING else _literal(field.default)
+    if field.default is dataclasses.MISSING:
+        return ""
+    return _literal(field.default)
 
 
 _T = typing.TypeVar("_T", bound=type)
@@ -162,7 +166,10 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
             if setting.heading not in ("", heading):
                 heading = setting.heading
                 lines.append(f"**{heading}**")
-            default = f" = `{setting.default}`" if setting.default else ""
+            if setting.default:
+                default = f" = `{setting.default}`"
+            else:
+                default = ""
             # A page would hide it as a tag.
             meaning = re.sub(r"<(?=/?[A-Za-z])", "&lt;", setting.meaning)
             entry = f"- `{setting.name}`: `{setting.kind}`{default}. {meaning}"

@@ -384,7 +384,9 @@ class TrainConfig(Config):
         """Return `training` as a dictionary, which it is once a config is made, unless its file
         cannot be read.
         """
-        return self.training if isinstance(self.training, dict) else {}
+        if isinstance(self.training, dict):
+            return self.training
+        return {}
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
@@ -394,7 +396,9 @@ class TrainConfig(Config):
             return name
         if name in GRPOConfig.names() and name not in SET_BY_THE_LOOP:
             return f"training={{{name!r}: …}}"
-        return f"server={{{name!r}: …}}" if is_argument(name) else None
+        if is_argument(name):
+            return f"server={{{name!r}: …}}"
+        return None
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
@@ -532,7 +536,10 @@ class TrainConfig(Config):
             )
         if not (recipe.value_head or recipe.token_rewards == "implicit"):
             return found
-        maker = "value_head" if recipe.value_head else "token_rewards 'implicit'"
+        if recipe.value_head:
+            maker = "value_head"
+        else:
+            maker = "token_rewards 'implicit'"
         defaults = self.defaults()
         return found + [
             f"{name} is {getattr(self, name)!r}, which does nothing with {maker}: the recipe "
@@ -555,9 +562,10 @@ class TrainConfig(Config):
             why = (
                 f"weight_sync is {self.weight_sync!r}, so servers read the files of each iteration"
             )
-        found = (
-            [] if why is None else [f"save_every is {self.save_every}, but {why}: leave it at 1"]
-        )
+        if why is None:
+            found = []
+        else:
+            found = [f"save_every is {self.save_every}, but {why}: leave it at 1"]
         if self.keep_every is not None and self.keep_every % self.save_every:
             found.append(
                 f"keep_every is {self.keep_every}; take a multiple of save_every, "
@@ -625,11 +633,9 @@ class TrainConfig(Config):
     @property
     def extra_task_limit(self) -> int:
         """How many further tasks dynamic sampling may take in an iteration."""
-        return (
-            self.max_extra_tasks
-            if self.max_extra_tasks is not None
-            else 2 * self.tasks_per_iteration
-        )
+        if self.max_extra_tasks is not None:
+            return self.max_extra_tasks
+        return 2 * self.tasks_per_iteration
 
     @property
     def server_stops(self) -> bool:
@@ -656,7 +662,9 @@ class TrainConfig(Config):
         own.
         """
         length = self.server.get("max_model_len")
-        return length if isinstance(length, int) and length > 0 else None
+        if isinstance(length, int) and length > 0:
+            return length
+        return None
 
     @property
     def processes(self) -> int:
@@ -666,17 +674,27 @@ class TrainConfig(Config):
     @property
     def processes_here(self) -> int:
         """Trainer processes on this machine."""
-        return 1 if self.nproc_per_node is None else self.nproc_per_node
+        if self.nproc_per_node is None:
+            return 1
+        return self.nproc_per_node
 
     @property
     def servers_here(self) -> int:
         """Servers that are started on this machine."""
-        return 0 if self.cluster is not None else 1 if self.servers is None else self.servers
+        if self.cluster is not None:
+            return 0
+        if self.servers is None:
+            return 1
+        return self.servers
 
     @property
     def replicas(self) -> int:
         """Servers that are started on machines of the cluster."""
-        return 0 if self.cluster is None else 1 if self.servers is None else self.servers
+        if self.cluster is None:
+            return 0
+        if self.servers is None:
+            return 1
+        return self.servers
 
     @property
     def servers_in_all(self) -> int:
@@ -688,7 +706,9 @@ class TrainConfig(Config):
         """What `weight_sync` means where nothing was chosen (`ttrl.plans.choices`)."""
         if self.weight_sync != "auto":
             return self.weight_sync
-        return "memory" if self.device == "cpu" and self.files_because is None else "reload"
+        if self.device == "cpu" and self.files_because is None:
+            return "memory"
+        return "reload"
 
     @property
     def files_because(self) -> str | None:
@@ -744,24 +764,26 @@ class TrainConfig(Config):
         """What held-out samples are drawn at."""
         if self.validation_temperature is not None:
             return self.validation_temperature
-        return 0.0 if self.validation_samples == 1 else self.temperature
+        if self.validation_samples == 1:
+            return 0.0
+        return self.temperature
 
     @property
     def resolved_aggregation(self) -> Literal["token", "sequence", "constant"]:
         """What `aggregation` means."""
         if self.aggregation is not None:
             return self.aggregation
-        return "sequence" if self.recipe_settings.get("objective") == "gspo" else "token"
+        if self.recipe_settings.get("objective") == "gspo":
+            return "sequence"
+        return "token"
 
     def resolved_trainer_memory(self, device: str) -> Literal["keep", "free"]:
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""
         if self.trainer_memory != "auto":
             return self.trainer_memory
-        return (
-            "free"
-            if device == "cuda" and self.placement != "split" and self.servers_here
-            else "keep"
-        )
+        if device == "cuda" and self.placement != "split" and self.servers_here:
+            return "free"
+        return "keep"
 
     def advantage_config(self) -> AdvantageConfig:
         """Return how rewards become advantages. Raises ConfigError."""
@@ -803,7 +825,10 @@ class TrainConfig(Config):
         iteration. Raises ConfigError.
         """
         placeholders = {"model": "", "packed": "", "output_dir": "", "reference_model": ""}
-        correction = {"off_policy": "token"} if self.off_policy_steps else {}
+        if self.off_policy_steps:
+            correction = {"off_policy": "token"}
+        else:
+            correction = {}
         given = {
             key: value for key, value in self.recipe_settings.items() if not _not_of_training(key)
         }
@@ -854,8 +879,6 @@ def _not_of_training(name: str) -> str:
     """
     if name in SET_BY_THE_LOOP:
         return "set by the loop"
-    return (
-        "a setting of the run, not of its recipe"
-        if name in TrainConfig.names() - GRPOConfig.names()
-        else ""
-    )
+    if name in TrainConfig.names() - GRPOConfig.names():
+        return "a setting of the run, not of its recipe"
+    return ""

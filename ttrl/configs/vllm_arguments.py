@@ -59,7 +59,9 @@ def lora_rank_there(model: str | Path, rank: int) -> int:
     v as one matrix, of which an adapter is ours side by side. Of a model that is not here yet
     nothing is known but that.
     """
-    return 3 * rank if _model_type(model) in (None, "phi3") else rank
+    if _model_type(model) in (None, "phi3"):
+        return 3 * rank
+    return rank
 
 
 def takes_adapters(model: str | Path, device: str) -> bool:
@@ -72,13 +74,19 @@ def takes_adapters(model: str | Path, device: str) -> bool:
 
 def _model_type(model: str | Path) -> str | None:
     config = _config(model)
-    return str(config.get("model_type")) if config else None
+    if config:
+        return str(config.get("model_type"))
+    return None
 
 
 def _config(model: str | Path) -> dict[str, Any]:
     """Return the content of a model's config.json; empty where it is not here."""
     path = Path(model) / "config.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found: dict[str, Any]
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        found = {}
     return found
 
 
@@ -89,7 +97,10 @@ def argument_problems(given: Mapping[str, Any], root: Path | None = None) -> lis
     root: vLLM's folder; None: that of the one installed.
     """
     root = root or _installed()
-    known = _fields(root) if given and root is not None else {}
+    if given and root is not None:
+        known = _fields(root)
+    else:
+        known = {}
     if not known or root is None:
         return []
     found = []
@@ -126,7 +137,9 @@ def lacks_argument(name: str) -> bool:
 
 def _installed() -> Path | None:
     spec = importlib.util.find_spec("vllm")
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    if spec is not None and spec.origin:
+        return Path(spec.origin).parent
+    return None
 
 
 @dataclass(frozen=True)
@@ -170,7 +183,9 @@ def _fields(root: Path) -> dict[str, _Field]:
     for node in frontend.body:
         if isinstance(node, ast.ClassDef) and node.name.endswith("FrontendArgs"):
             options |= {name: _Field() for name, _, _ in _annotated(node)}
-    return options if len(options) > 100 else {}
+    if len(options) > 100:
+        return options
+    return {}
 
 
 def _tree(path: Path) -> ast.Module | None:
@@ -248,7 +263,10 @@ def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tupl
         case ast.Constant(value=None):
             return frozenset({"None"}), ()
         case ast.Subscript(value=ast.Name(id="Literal"), slice=values):
-            listed = values.elts if isinstance(values, ast.Tuple) else [values]
+            if isinstance(values, ast.Tuple):
+                listed = values.elts
+            else:
+                listed = [values]
             texts = [
                 one.value
                 for one in listed
@@ -271,7 +289,10 @@ def _types(annotation: ast.expr, tree: ast.Module) -> tuple[frozenset[str], tupl
 
 def _bounds(value: ast.expr | None) -> dict[str, float]:
     """Return the bounds of `Field(default, gt=0, le=1)`."""
-    keywords = value.keywords if isinstance(value, ast.Call) else []
+    if isinstance(value, ast.Call):
+        keywords = value.keywords
+    else:
+        keywords = []
     return {
         one.arg: one.value.value
         for one in keywords
@@ -289,14 +310,14 @@ def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
         return []
     [kind] = kinds
     if kind == "bool":
-        return [] if isinstance(value, bool) else ["true or false"]
+        if isinstance(value, bool):
+            return []
+        return ["true or false"]
     if kind == "Literal":
         same = {text.lower().replace("-", "_") for text in listed}
-        return (
-            []
-            if str(value).lower().replace("-", "_") in same
-            else ["one of " + ", ".join(map(repr, listed))]
-        )
+        if str(value).lower().replace("-", "_") in same:
+            return []
+        return ["one of " + ", ".join(map(repr, listed))]
     if kind not in ("int", "float"):
         return []
     number = (
@@ -308,7 +329,9 @@ def _wanted(root: Path, field: _Field, value: Any) -> list[str]:
         in_words = isinstance(value, str) and (
             re.search(r"\d|inf|nan", value) or value in ("auto", "", "None")
         )
-        return [] if in_words else ["a whole number" if kind == "int" else "a number"]
+        if in_words:
+            return []
+        return ["a whole number" if kind == "int" else "a number"]
     holds = {"gt": lambda least: value > least, "ge": lambda least: value >= least}
     holds |= {"lt": lambda most: value < most, "le": lambda most: value <= most}
     return [

@@ -52,7 +52,9 @@ class Computation:
     @property
     def bytes(self) -> int:
         """Return the bytes of a number in matrix products."""
-        return 2 if self.bf16 else _FP32
+        if self.bf16:
+            return 2
+        return _FP32
 
 
 def layer_bytes(

@@ -55,7 +55,9 @@ def layers_of(config: Mapping[str, Any]) -> Kinds | None:
     config: of the text part. Raises ModelFolderError where it lacks a number.
     """
     family = _FAMILIES.get(str(config.get("model_type")))
-    return None if family is None else family(Values(config))
+    if family is None:
+        return None
+    return family(Values(config))
 
 
 # Which layer is of which kind
@@ -76,7 +78,9 @@ def _types(values: Values, every: int = 0, others: str = _SLIDING) -> list[str]:
 
 def _window(values: Values, kind: str) -> int | None:
     window: int | None = values.get("sliding_window")
-    return window if kind == _SLIDING else None
+    if kind == _SLIDING:
+        return window
+    return None
 
 
 def _is_sparse(values: Values, number: int) -> bool:
@@ -192,7 +196,8 @@ def _with_shared(first: int, shared: int = 1) -> _Halves:
 
 def _ernie_mixture(values: Values, number: int, kind: str) -> Layer:
     last = values.get("moe_layer_end_index", default=-1)
-    last = values.number("num_hidden_layers") - 1 if last == -1 else last
+    if last == -1:
+        last = values.number("num_hidden_layers") - 1
     every = values.number("moe_layer_interval", default=1)
     bias = bool(values.get("use_bias"))
     inside = values.number("moe_layer_start_index", default=1) <= number <= last
@@ -249,7 +254,10 @@ def _kimi(values: Values) -> Kinds:
         config.setdefault("layer_types", kinds)
 
     def mixer(values: Values, number: int, kind: str) -> Layer:
-        own = latent_attention(values) if kind in _FULL else kimi_delta_attention(values)
+        if kind in _FULL:
+            own = latent_attention(values)
+        else:
+            own = kimi_delta_attention(values)
         return own + norms(values, 2)
 
     return _family(mixer, _with_shared(1))(Values(config))
@@ -395,11 +403,10 @@ def _gemma3n(values: Values) -> Kinds:
     layers = []
     shared = len(kinds) - values.number("num_kv_shared_layers", default=15)
     for number, kind in enumerate(kinds):
-        own = (
-            widths[number]
-            if isinstance(widths, list | tuple)
-            else values.number("intermediate_size")
-        )
+        if isinstance(widths, list | tuple):
+            own = widths[number]
+        else:
+            own = values.number("intermediate_size")
         part = attention(values, query_key_norms="head", window=_window(values, kind))
         if 0 < shared <= number:
             part = _without_keys(part, values.head_dim)
@@ -421,7 +428,10 @@ def _gemma4(values: Values) -> Kinds:
     for number, kind in enumerate(kinds):
         reused = 0 < shared <= number
         part = _gemma4_attention(values, kind, reused)
-        double = 2 if reused and values.get("use_double_wide_mlp") else 1
+        if reused and values.get("use_double_wide_mlp"):
+            double = 2
+        else:
+            double = 1
         layers.append(
             part + feed_forward(values, double * values.number("intermediate_size")) + each
         )
@@ -435,7 +445,8 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
     if kind != _SLIDING:
         dim = values.number("global_head_dim", default=512)
         as_keys = bool(values.get("attention_k_eq_v"))
-        heads = values.number("num_global_key_value_heads", default=heads) if as_keys else heads
+        if as_keys:
+            heads = values.number("num_global_key_value_heads", default=heads)
     bias = bool(values.get("attention_bias"))
     part = attention(
         values,
@@ -447,7 +458,9 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
     )
     if reused:
         return _without_keys(part, dim)
-    return _without(part, ("v_proj",)) if as_keys else part
+    if as_keys:
+        return _without(part, ("v_proj",))
+    return part
 
 
 def _without(part: Layer, names: tuple[str, ...], vectors: int = 0) -> Layer:

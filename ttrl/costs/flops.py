@@ -191,7 +191,10 @@ def recomputed_flops(
     adapters = _adapter_flops(decoder, config)
     layers = attention = 0
     for number, one in enumerate(shape.kinds):
-        products = 2 * one.pair * pairs[one.window] if one.pair else 0
+        if one.pair:
+            products = 2 * one.pair * pairs[one.window]
+        else:
+            products = 0
         attention += products // 2 if fused_attention else 0
         if again and number % config.checkpoint_every == 0:
             attention += products
@@ -206,11 +209,10 @@ def recomputed_flops(
             attention += products
             layers += tokens * (2 * shape.layer_weights + sum(adapters.values()))
             if not decoder.post_norms:
-                last = (
-                    config.lora_rank
-                    if "w2" in adapters and config.lora_rank is not None
-                    else shape.feed_forward_width
-                )
+                if "w2" in adapters and config.lora_rank is not None:
+                    last = config.lora_rank
+                else:
+                    last = shape.feed_forward_width
                 layers -= tokens * 2 * shape.width * last
             if (
                 decoder.parallel
@@ -298,7 +300,10 @@ def _layer_with_adapters(
     products = (q or k) + q + k + v  # gradients of attention's weights, queries, keys, values
     attended = matrix("output_proj", q or k or v)
     # Two halves that read the same input.
-    feed_forward_input = reached if decoder.parallel else reached or attended
+    if decoder.parallel:
+        feed_forward_input = reached
+    else:
+        feed_forward_input = reached or attended
     gates = [matrix(name, feed_forward_input) for name in ("w1", "w3")]
     fed = matrix("w2", any(gates))
     return total, int(products), reached or attended or fed

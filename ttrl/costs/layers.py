@@ -295,9 +295,10 @@ def mamba2(
     dim = values.get("mamba_d_head", "mamba_head_dim")
     inner = values.get("mamba_d_ssm")
     if not isinstance(dim, int):
-        whole = (
-            values.number("mamba_expand", "expand", default=2) * width if inner is None else inner
-        )
+        if inner is None:
+            whole = values.number("mamba_expand", "expand", default=2) * width
+        else:
+            whole = inner
         dim = whole // heads
     inner = heads * dim if inner is None else inner
     state = values.number("mamba_d_state", "ssm_state_size", default=128)
@@ -345,7 +346,10 @@ def feed_forward(
     one before it holds both halves if its name has both."""
     *into, back = names
     outer = values.width
-    times = 2 if len(into) == 1 and into[0] in ("gate_up_proj", "input_linear") else 1
+    if len(into) == 1 and into[0] in ("gate_up_proj", "input_linear"):
+        times = 2
+    else:
+        times = 1
     matrices = [Matrix(name, outer, times * width) for name in into]
     wide = times * len(into)
     return Layer(

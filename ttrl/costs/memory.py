@@ -256,8 +256,14 @@ class _Training:
         self.settings = settings
         self.workload = workload
         self.cuda = cuda
-        grpo = settings if isinstance(settings, GRPOConfig) else None
-        self.updates = grpo.updates_per_iteration if grpo else 1
+        if isinstance(settings, GRPOConfig):
+            grpo = settings
+        else:
+            grpo = None
+        if grpo:
+            self.updates = grpo.updates_per_iteration
+        else:
+            self.updates = 1
         self.needs_reference = grpo is not None and grpo.needs_reference
         self.full_divergence = (
             grpo is not None and grpo.kl_coefficient > 0 and grpo.kl_estimator == "full"
@@ -282,9 +288,15 @@ class _Training:
         self.head_size = self.base_size if bf16 else _FP32
         """The same, of the head: where products are in fp32, so is it."""
         mixed = bf16 and cuda and settings.lora_kind != "dora"
-        self.gathered_size = _BF16 if mixed else self.base_size
+        if mixed:
+            self.gathered_size = _BF16
+        else:
+            self.gathered_size = self.base_size
         """Bytes of a number in what FSDP has gathered."""
-        self.gathered_head_size = _BF16 if mixed else self.head_size
+        if mixed:
+            self.gathered_head_size = _BF16
+        else:
+            self.gathered_head_size = self.head_size
         self.in_bf16 = held == "bf16" or (self.sharded and mixed)
         """Whether matrices are in bf16 when products ask for them."""
         self.tokens = settings.rows_per_microbatch * workload.row_length
@@ -301,7 +313,10 @@ class _Training:
         undivided_here = undivided / ranks - undivided / shared  # beyond the share of each
         self.trainable = trained_parameters(decoder, settings) / shared + undivided_here
         """Parameters with a gradient that this process holds."""
-        in_four_bits = self._adapted_numbers() if settings.lora_base_dtype == "nf4" else 0
+        if settings.lora_base_dtype == "nf4":
+            in_four_bits = self._adapted_numbers()
+        else:
+            in_four_bits = 0
         base = (decoder.total - in_four_bits) * self.base_size + in_four_bits * _NF4
         base += decoder.vocabulary_matrix * (self.head_size - self.base_size)
         adapters = adapter_parameters(decoder, settings) * _FP32
@@ -394,9 +409,10 @@ class _Training:
         base = self._held(gradients=accumulated, moments=workload.continued or self.updates > 1)
         base |= self._reference_parts()
         layers = self.decoder.shape.layers
-        recomputed = (
-            -(-layers // settings.checkpoint_every) if settings.activation_checkpointing else 0
-        )
+        if settings.activation_checkpointing:
+            recomputed = -(-layers // settings.checkpoint_every)
+        else:
+            recomputed = 0
         copies = self._working_copies(max(1, layers - recomputed))
         kept, backward = self._activations()
         kept += self.tokens * self.decoder.shape.width * _FP32  # the last norm's input
@@ -416,7 +432,10 @@ class _Training:
         at_head |= {"activations": kept, "head": head + (3 if dora else 2) * self.merged_head}
         # The last layer's are made again.
         copies |= self._working_copies(layers - recomputed + int(recomputed > 0))
-        head = self.head_matrix * self.gathered_head_size if beginning else self.head_gradient
+        if beginning:
+            head = self.head_matrix * self.gathered_head_size
+        else:
+            head = self.head_gradient
         head += (4 if dora else 2) * self.merged_head
         begins = base | copies | {"activations": kept + backward, "head": head, whole: beginning}
         layer = largest_layer_bytes(self.decoder, self.how)
@@ -475,7 +494,8 @@ class _Training:
         found = []
         masks = set()
         for window in self.decoder.shape.windows:
-            window = None if window is None or window >= longest else window
+            if window is None or window >= longest:
+                window = None
             dense = not self.cuda and (self.decoder.soft_cap or window is not None)
             if dense:
                 masks.add(window)
@@ -570,7 +590,10 @@ class _Training:
         if self.sharded:
             all_layers = decoder.shape.layers
             layer = (each - in_four_bits) * self.gathered_size + in_four_bits * _NF4
-            at_once = min(2, all_layers) if settings.reshard_after_forward else all_layers
+            if settings.reshard_after_forward:
+                at_once = min(2, all_layers)
+            else:
+                at_once = all_layers
             parts["gathered parameters"] = self._gathered_root() + at_once * layer
         if self.how.bf16 and not self.in_bf16:
             parts["bf16 copies"] = layers * (each - in_four_bits) * _BF16

@@ -102,7 +102,10 @@ def model_shape(config: Mapping[str, Any]) -> ModelShape:
         return _shape_of_kinds(config, kinds)
 
     def number(name: str, default: int | None = None) -> int:
-        value = config.get(name) if default is None else config.get(name) or default
+        if default is None:
+            value = config.get(name)
+        else:
+            value = config.get(name) or default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ModelFolderError(
                 f"config.json: {name} is {value!r}; a whole number above 0 is needed to count FLOPs"
@@ -288,7 +291,10 @@ class DecoderParameters:
     def total(self) -> int:
         """Count all parameters."""
         kinds = self.shape.kinds
-        layers = sum(one.parameters for one in kinds) if kinds else self.shape.layers * self.layer
+        if kinds:
+            layers = sum(one.parameters for one in kinds)
+        else:
+            layers = self.shape.layers * self.layer
         return layers + self.outside_layers
 
     @property
@@ -309,7 +315,9 @@ def has_tied_head(config: Mapping[str, Any]) -> bool:
     """Tell whether a model's output projection is the embeddings' matrix, by its config.json."""
     text = model_settings(config)
     tied = text.get("tie_word_embeddings", config.get("tie_word_embeddings"))
-    return text.get("model_type") in _TIED if tied is None else bool(tied)
+    if tied is None:
+        return text.get("model_type") in _TIED
+    return bool(tied)
 
 
 def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
@@ -455,4 +463,6 @@ def undivided_parameters(decoder: DecoderParameters, config: TrainingConfig) -> 
 
 def trained_parameters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the parameters that have a gradient: the adapters' where there are any, else all."""
-    return decoder.total if config.lora_rank is None else adapter_parameters(decoder, config)
+    if config.lora_rank is None:
+        return decoder.total
+    return adapter_parameters(decoder, config)

@@ -62,7 +62,10 @@ def group_advantages(
     that is not finite.
     """
     if method not in ("std", "mean", "leave_one_out"):
-        more = "; 'batch' needs all groups at once (batch_advantages)" if method == "batch" else ""
+        if method == "batch":
+            more = "; 'batch' needs all groups at once (batch_advantages)"
+        else:
+            more = ""
         raise ConfigError(
             "advantages", [f"method is {method!r}; choose 'std', 'mean' or 'leave_one_out'{more}"]
         )
@@ -205,13 +208,15 @@ def _centred(rewards: Sequence[float]) -> list[float]:
 
 
 def _std(centred: Sequence[float]) -> float:
-    return (
-        math.sqrt(math.fsum(value * value for value in centred) / len(centred)) if centred else 0.0
-    )
+    if centred:
+        return math.sqrt(math.fsum(value * value for value in centred) / len(centred))
+    return 0.0
 
 
 def _cut(values: list[float], clip: float | None) -> list[float]:
-    return values if clip is None else [max(-clip, min(clip, value)) for value in values]
+    if clip is None:
+        return values
+    return [max(-clip, min(clip, value)) for value in values]
 
 
 def _count_low_std(rewards: Sequence[Sequence[float]], config: AdvantageConfig) -> int:

@@ -60,7 +60,10 @@ def align(
     said = [token.encode("latin-1") for token in tokens[: len(logprobs)]]
     ours = _spans(tokenizer, before, token_ids)
     found = _by_bytes(ours, [_Span(1, text) for text in said], logprobs)
-    ids = _vocabulary_ids(tokenizer, said) if None in found else None
+    if None in found:
+        ids = _vocabulary_ids(tokenizer, said)
+    else:
+        ids = None
     if ids is not None:
         same = _by_bytes(ours, _spans(tokenizer, before, ids), logprobs)
         for number, (own, their) in enumerate(zip(token_ids, ids, strict=False)):

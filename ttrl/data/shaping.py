@@ -40,7 +40,9 @@ def surprise(logprobs: Sequence[float], until: int | None = None) -> float | Non
     """Return the mean of -logp [nats per token] over the first `until` tokens (None: all), NaN left
     out; None where not one is known."""
     known = [logprob for logprob in logprobs[:until] if math.isfinite(logprob)]
-    return -math.fsum(known) / len(known) if known else None
+    if known:
+        return -math.fsum(known) / len(known)
+    return None
 
 
 def with_surprise(reward: float, surprised: float | None, bonus: float) -> float:
@@ -63,7 +65,10 @@ def answer_end(sample: Sample, metric: str | None, tokenizer: Any) -> int | None
     """
     if metric is None or metric not in sample.metrics or not sample.token_ids:
         return None
-    earlier = len(sample.token_ids) - sample.turns[-1].num_tokens if sample.turns else 0
+    if sample.turns:
+        earlier = len(sample.token_ids) - sample.turns[-1].num_tokens
+    else:
+        earlier = 0
     ids = sample.token_ids[earlier:]
 
     def length(count: int) -> int:

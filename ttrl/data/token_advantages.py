@@ -37,7 +37,10 @@ def gae(
         )
     _check_finite("rewards", rewards)
     _check_finite("values", values)
-    after = float(values[len(rewards)]) if len(values) > len(rewards) else 0.0
+    if len(values) > len(rewards):
+        after = float(values[len(rewards)])
+    else:
+        after = 0.0
     advantages = [0.0] * len(rewards)
     advantage = 0.0
     for t in range(len(rewards) - 1, -1, -1):

@@ -124,7 +124,10 @@ class TaskResultTokenizer:
         for one in sequences:
             ids = one.token_ids
             trained = sum(one.assistant_mask)
-            versions = one.versions if len(set(one.versions)) > 1 else None
+            if len(set(one.versions)) > 1:
+                versions = one.versions
+            else:
+                versions = None
             results.append(
                 TokenizedResult(
                     task_id=sample.task_id,

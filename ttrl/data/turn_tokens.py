@@ -121,7 +121,10 @@ def _add_experts(one: TokenSequence, turn: TurnTokens) -> None:
             f"{turn.where}: routed_experts are [layers, experts] {shapes}; sample all turns from "
             "one model"
         )
-    one.experts = experts if known is None else np.concatenate([known, experts[len(known) :]])
+    if known is None:
+        one.experts = experts
+    else:
+        one.experts = np.concatenate([known, experts[len(known) :]])
 
 
 def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
@@ -136,7 +139,10 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
             f"{where}: the prompt has no tokens, so nothing predicts the first token of the "
             "completion"
         )
-    logprobs = sample.logprobs if sample.logprobs is not None else [math.nan] * len(completion)
+    if sample.logprobs is not None:
+        logprobs = sample.logprobs
+    else:
+        logprobs = [math.nan] * len(completion)
     if len(logprobs) != len(completion):
         raise TokenizationError(
             f"{where}: the server returned {len(completion)} token ids but {len(logprobs)} "
@@ -150,9 +156,10 @@ def turns_by_ids(where: str, sample: Sample) -> list[TurnTokens]:
             "continued sample has one for each"
         )
     if sample.turns is None:
-        versions = (
-            list(versions) if versions is not None else [sample.weights_version] * len(completion)
-        )
+        if versions is not None:
+            versions = list(versions)
+        else:
+            versions = [sample.weights_version] * len(completion)
         one = TurnTokens(
             where, prompt, None, completion, logprobs, versions, sample.finish_reason, sample.text
         )
@@ -237,8 +244,14 @@ def turns_by_template(
     wholes: list[list[int]] = []
     begin = 0
     for number, turn in enumerate(turns):
-        place = where if sample.turns is None else f"{where}, turn {number}"
-        messages = sample.sent(number) if sample.turns is not None else list(sample.messages)
+        if sample.turns is None:
+            place = where
+        else:
+            place = f"{where}, turn {number}"
+        if sample.turns is not None:
+            messages = sample.sent(number)
+        else:
+            messages = list(sample.messages)
         ended = end_of_turn and turn.finish_reason in ("stop", "tool_calls")
         try:
             chat, generated = _tokens(

@@ -43,7 +43,10 @@ class SetComparison:
         if (d := self.difference) is None:
             return [*row, "", "", "", ""]
         # Below, t's distribution is rounding alone.
-        p_value = f"{d.p_value:.2g}" if d.p_value >= 1e-12 else "<1e-12"
+        if d.p_value >= 1e-12:
+            p_value = f"{d.p_value:.2g}"
+        else:
+            p_value = "<1e-12"
         return [
             *row,
             f"{d.mean:+.3f}",
@@ -175,7 +178,9 @@ def _asked(content: Mapping[str, Any]) -> str:
     """Name the model, and for an address what it served."""
     model = str(content["model"])
     name = content.get("settings", {}).get("name")
-    return f"{name} at {model}" if name and model.startswith(("http://", "https://")) else model
+    if name and model.startswith(("http://", "https://")):
+        return f"{name} at {model}"
+    return model
 
 
 def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
@@ -189,7 +194,9 @@ def _partner(name: str, one: Mapping[str, Any], other: Mapping[str, Any]) -> str
 
     mine = [key for key in one if key not in other and family(key) == family(name)]
     theirs = [key for key in other if key not in one and family(key) == family(name)]
-    return theirs[0] if len(mine) == len(theirs) == 1 else None
+    if len(mine) == len(theirs) == 1:
+        return theirs[0]
+    return None
 
 
 def compare_seeds(

@@ -221,7 +221,10 @@ class EvalConfig:
         params: dict[str, Any] = {"logprobs": False}
         temperature = self.temperature
         if temperature is None and "temperature" not in self.params:
-            temperature = 0.0 if self.samples_per_task == 1 else 1.0
+            if self.samples_per_task == 1:
+                temperature = 0.0
+            else:
+                temperature = 1.0
         given = {"temperature": temperature, "top_p": self.top_p, "max_tokens": self.max_tokens}
         params |= {name: value for name, value in given.items() if value is not None}
         if self.chat_template_kwargs:
@@ -279,7 +282,10 @@ def evaluate(
 
 
 def _unknown(name: str, known: set[str]) -> str:
-    near = [_FORMER[name]] if name in _FORMER else difflib.get_close_matches(name, known, n=1)
+    if name in _FORMER:
+        near = [_FORMER[name]]
+    else:
+        near = difflib.get_close_matches(name, known, n=1)
     return f"no setting {name!r}; " + (
         f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
     )
@@ -419,7 +425,10 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
             f"option {name!r} is of a family, and tasks were given" for name in config.options
         ]
     else:
-        asked = config.tasks.split(",") if isinstance(config.tasks, str) else list(config.tasks)
+        if isinstance(config.tasks, str):
+            asked = config.tasks.split(",")
+        else:
+            asked = list(config.tasks)
         if config.pbar:  # puzzles take a while to be made, data to be loaded
             logger.info("preparing the tasks: %s", ", ".join(asked))
         sets, found = _named(list(filter(None, (one.strip() for one in asked))), config, n)
@@ -523,7 +532,9 @@ def _digest(config: EvalConfig) -> str | None:
         for name, value in server.items()
         if value is not None and name not in _SAME_ANSWERS
     }
-    return f"{digest}/{json.dumps(given, sort_keys=True, default=str)}" if given else digest
+    if given:
+        return f"{digest}/{json.dumps(given, sort_keys=True, default=str)}"
+    return digest
 
 
 @contextlib.contextmanager

@@ -140,7 +140,10 @@ class TaskSpec:
 
     def __str__(self) -> str:
         family = FAMILIES[self.family]
-        split = f"@{self.split}" if self.split != family.split else ""
+        if self.split != family.split:
+            split = f"@{self.split}"
+        else:
+            split = ""
         name = f":{self.name}" if self.name else ""
         return f"{self.family}{name}{split}" + (f"={self.path}" if self.path is not None else "")
 
@@ -195,5 +198,8 @@ def tasks_named(name: str, split: str, *, seed: int = 0) -> list[Task]:
         spec = dataclasses.replace(spec, split=split)
     family = FAMILIES[spec.family]
     loaded = spec.path is not None or family.data is not None
-    count = None if loaded or split != "train" else _TRAINING_TASKS
+    if loaded or split != "train":
+        count = None
+    else:
+        count = _TRAINING_TASKS
     return spec.tasks(count, seed)

@@ -78,7 +78,9 @@ class SetResult:
         """
         by_task = pooled(map(task_key, self.tasks), [row["scores"] for row in self.tasks])
         means = [statistics.fmean(score or 0.0 for score in scores) for scores in by_task if scores]
-        return statistics.fmean(means) if means else None
+        if means:
+            return statistics.fmean(means)
+        return None
 
     @classmethod
     def of(
@@ -283,7 +285,9 @@ def messages_digest(task: Task) -> str:
 def _score(sample: Sample, score: str) -> float | None:
     if sample.reward is None:
         return None
-    return sample.reward if score == "reward" else sample.metrics.get(score)
+    if score == "reward":
+        return sample.reward
+    return sample.metrics.get(score)
 
 
 def _passed(scores: Sequence[Sequence[float]], k: int, confidence: float) -> Estimate:
@@ -295,7 +299,10 @@ def _passed(scores: Sequence[Sequence[float]], k: int, confidence: float) -> Est
 
 
 def _line(one: SetResult, ks: Sequence[int], priced: bool) -> list[str]:
-    per_task = f" x {one.samples_per_task}" if one.samples_per_task > 1 else ""
+    if one.samples_per_task > 1:
+        per_task = f" x {one.samples_per_task}"
+    else:
+        per_task = ""
     row = [
         one.name,
         f"{one.num_tasks}{per_task}",
@@ -316,15 +323,15 @@ def _line(one: SetResult, ks: Sequence[int], priced: bool) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
+    if value is None:
+        return ""
+    return f"{value:.3f}"
 
 
 def _interval(estimate: Estimate) -> str:
-    return (
-        ""
-        if estimate.low is None or estimate.high is None
-        else f"{estimate.low:.3f} to {estimate.high:.3f}"
-    )
+    if estimate.low is None or estimate.high is None:
+        return ""
+    return f"{estimate.low:.3f} to {estimate.high:.3f}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:

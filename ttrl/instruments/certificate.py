@@ -160,7 +160,10 @@ def _attention(device: torch.device) -> Iterator[Trial]:
                     partial(_try_attention, device, dtype, E, T),
                 )
     for window, soft_cap in ((100, None), (None, 20.0)):
-        what = f"window {window}" if window else f"soft cap {soft_cap:g}"
+        if window:
+            what = f"window {window}"
+        else:
+            what = f"soft cap {soft_cap:g}"
         yield (
             "attention",
             what,

@@ -123,11 +123,10 @@ def others_mean(entropies_ST: Tensor, times_S: Tensor | None = None) -> Tensor:
     """
     entropies = entropies_ST.detach()
     following = entropies.flip(1).cumsum(1).flip(1) - entropies
-    times = (
-        torch.ones_like(following[:, :1])
-        if times_S is None
-        else times_S[:, None].to(following.dtype)
-    )
+    if times_S is None:
+        times = torch.ones_like(following[:, :1])
+    else:
+        times = times_S[:, None].to(following.dtype)
     others = times.sum() - times
     return ((times * following).sum(dim=0) - times * following) / others.clamp(min=1)
 

@@ -77,7 +77,10 @@ def token_gradients(
         )
         vector = {}
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-            found = torch.zeros_like(parameter) if gradient is None else gradient
+            if gradient is None:
+                found = torch.zeros_like(parameter)
+            else:
+                found = gradient
             vector[name] = found if preconditioner is None else found * preconditioner[name].sqrt()
         rows.append(
             projection(vector)

@@ -153,11 +153,9 @@ class Alike:
     @property
     def scatter(self) -> float | None:
         """tr Cov(x), unbiased; None of one."""
-        return (
-            (self.squares - self.together / self.count) / (self.count - 1)
-            if self.count > 1
-            else None
-        )
+        if self.count > 1:
+            return (self.squares - self.together / self.count) / (self.count - 1)
+        return None
 
 
 def within_of_two(groups: Sequence[tuple[Alike, Alike, float]], unit: bool) -> float | None:
@@ -213,11 +211,9 @@ def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float)
         return found
     part = prompts / (prompts + samples)
     seen = 1 - part + part * (split - together) / (1 - together)
-    return (
-        Noise(found.noise / seen, found.signal + found.noise - found.noise / seen)
-        if seen > 0.1
-        else found
-    )
+    if seen > 0.1:
+        return Noise(found.noise / seen, found.signal + found.noise - found.noise / seen)
+    return found
 
 
 def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
@@ -243,11 +239,9 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
 
     def found(squares: Sequence[float], whole: float) -> Noise | None:
         plain = noise_of_pieces(squares, shares, whole)
-        return (
-            plain
-            if plain is None or nested is None
-            else unsplit(plain, nested, shares, seen["split"])
-        )
+        if plain is None or nested is None:
+            return plain
+        return unsplit(plain, nested, shares, seen["split"])
 
     everything = found([math.fsum(piece) for piece in seen["squares"]], math.fsum(seen["whole"]))
     if everything is not None:
@@ -255,17 +249,17 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
         for group, name in enumerate(seen["layers"]):
             one = found([piece[group] for piece in seen["squares"]], seen["whole"][group])
             row["layers"][name] = None if one is None else [one.noise, one.signal]
-    return row if all(math.isfinite(value) for value in _numbers(row)) else {"pieces": len(shares)}
+    if all(math.isfinite(value) for value in _numbers(row)):
+        return row
+    return {"pieces": len(shares)}
 
 
 def _numbers(value: Any) -> list[float]:
     if isinstance(value, dict):
         value = list(value.values())
-    return (
-        [number for part in value for number in _numbers(part)]
-        if isinstance(value, list)
-        else [value]
-    )
+    if isinstance(value, list):
+        return [number for part in value for number in _numbers(part)]
+    return [value]
 
 
 def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -376,10 +370,14 @@ def best_allocation(
         return (between + within / count) * (prompt_cost + count * sample_cost)
 
     most = max(2, int((cost / 2 - prompt_cost) / sample_cost))
-    exact = math.sqrt(within * prompt_cost / (between * sample_cost)) if between > 0 else math.inf
-    choices = (
-        {max(2, math.floor(exact)), min(most, max(2, math.ceil(exact)))} if exact < most else {most}
-    )
+    if between > 0:
+        exact = math.sqrt(within * prompt_cost / (between * sample_cost))
+    else:
+        exact = math.inf
+    if exact < most:
+        choices = {max(2, math.floor(exact)), min(most, max(2, math.ceil(exact)))}
+    else:
+        choices = {most}
     best = min(choices, key=product)
     return Allocation(
         best,

@@ -84,7 +84,10 @@ def adamw_update(
         divisor = (s / second).sqrt() + settings.eps
         current[name] = (-(1 - settings.beta1) * g / first / divisor).to(dtype)
         earlier[name] = (-settings.beta1 * m / first / divisor).to(dtype)
-        rate = settings.weight_decay if parameters[name].ndim >= 2 else 0.0
+        if parameters[name].ndim >= 2:
+            rate = settings.weight_decay
+        else:
+            rate = 0.0
         decay[name] = (-rate * parameters[name].double()).to(dtype)
     return Update(current, earlier, decay)
 
@@ -145,6 +148,11 @@ def linear_regime(sweep: Sequence[Response], tolerance: float = 0.1) -> tuple[fl
     best: list[Response] = []
     run: list[Response] = []
     for one in ordered:
-        run = [*run, one] if abs(one.measured - one.first) <= tolerance * abs(one.first) else []
+        if abs(one.measured - one.first) <= tolerance * abs(one.first):
+            run = [*run, one]
+        else:
+            run = []
         best = max(best, run, key=len)
-    return (abs(best[0].eta), abs(best[-1].eta)) if best else None
+    if best:
+        return (abs(best[0].eta), abs(best[-1].eta))
+    return None

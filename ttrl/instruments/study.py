@@ -150,7 +150,10 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
         only = "only plain AdamW in one process can be studied"
         problems.append(f"{only} (optimizer, tensor_parallel)")
     if (device or config.device) == "cuda" and not torch.cuda.is_available():
-        whose = "that of the run" if device is None else "--device"
+        if device is None:
+            whose = "that of the run"
+        else:
+            whose = "--device"
         what = f"the device is 'cuda' ({whose}), and PyTorch sees no GPU here"
         problems.append(f"{what}; --device cpu studies the run on the CPU")
     if problems:
@@ -251,7 +254,9 @@ class _Study:
         return {name: p.detach().clone() for name, p in self.names.items()}
 
     def _scale(self, step: Step) -> float:
-        return step.num_rows / self.config.lr_rows if self.config.lr_rows else 1.0
+        if self.config.lr_rows:
+            return step.num_rows / self.config.lr_rows
+        return 1.0
 
     def _accumulate(self, step: Step) -> StepResult:
         config = self.config
@@ -355,7 +360,8 @@ class _Study:
     def _update(self, step: Step, gradients: Vector | None = None) -> Update:
         """Return AdamW's vector, as the recipe takes it; parameters keep the clipped gradient. Give
         `gradients` where they are known, and still there."""
-        gradients = self._gradients(step) if gradients is None else gradients
+        if gradients is None:
+            gradients = self._gradients(step)
         config = self.config
         betas = (config.beta1, config.beta2)
         settings = AdamW(*betas, config.eps, config.weight_decay, self.taken + 1)
@@ -454,9 +460,10 @@ class _Study:
                 for n in self.names
             }
         size = sum(p.numel() for p in self.names.values())
-        projection = (
-            Projection(self.names, PROJECTED, self.seed) if count * size > MOST_WHOLE else None
-        )
+        if count * size > MOST_WHOLE:
+            projection = Projection(self.names, PROJECTED, self.seed)
+        else:
+            projection = None
         alone = dataclasses.replace(self.config, rows_per_microbatch=1)
         gradients: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
         seen: list[Tensor] = []
@@ -496,9 +503,10 @@ class _Study:
         of each one's task.
         """
         size = sum(p.numel() for p in self.names.values())
-        projection = (
-            Projection(self.names, PROJECTED, self.seed) if SEQUENCES * size > MOST_WHOLE else None
-        )
+        if SEQUENCES * size > MOST_WHOLE:
+            projection = Projection(self.names, PROJECTED, self.seed)
+        else:
+            projection = None
         gradients: list[Tensor] = []
         tasks: list[Tensor] = []
         for batch in self.step.microbatches(

@@ -63,9 +63,10 @@ def study_text(found: Mapping[str, Any]) -> str:
     ]
     trainer = f"Trainer in {found['run_dtype']}"
     for name, part in found["mismatch"].items():
-        share = (
-            f", {part['share']:.0%} of its variance" if "share" in part and name != "whole" else ""
-        )
+        if "share" in part and name != "whole":
+            share = f", {part['share']:.0%} of its variance"
+        else:
+            share = ""
         sizes = f"mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats"
         lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
     if kernel := found.get("kernel"):
@@ -115,7 +116,9 @@ def change_text(measured: float, error: float) -> str:
     """Say which way the entropy went, if it is clear: beyond two standard errors."""
     if abs(measured) <= 2 * error:
         return CHANGES[2]
-    return CHANGES[0] if measured < 0 else CHANGES[1]
+    if measured < 0:
+        return CHANGES[0]
+    return CHANGES[1]
 
 
 CHANGES = ("fell", "rose", "did not change beyond the noise")
@@ -160,7 +163,9 @@ def _known(value: Any) -> Any:
         return None
     if isinstance(value, Mapping):
         return {str(key): _known(item) for key, item in value.items()}
-    return [_known(item) for item in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_known(item) for item in value]
+    return value
 
 
 def draw_response(found: Mapping[str, Any], path: Path) -> None:

@@ -165,11 +165,10 @@ def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
     write_json(path, dict(found))
     draw_steps(found, picture)
     metrics = Path(found["run"], "metrics.jsonl")
-    noise = (
-        [row for row in read_jsonl(metrics) if "scale" in row.get("gradient_noise", {})]
-        if metrics.is_file()
-        else []
-    )
+    if metrics.is_file():
+        noise = [row for row in read_jsonl(metrics) if "scale" in row.get("gradient_noise", {})]
+    else:
+        noise = []
     return [path, picture, *([draw_noise(noise, folder / "noise.png")] if noise else [])]
 
 

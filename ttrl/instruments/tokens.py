@@ -65,7 +65,10 @@ def covariance_outliers(
                 "covariance": float(terms_N[token]),
             }
         )
-    share = float(terms_N[order].abs().sum()) / total if total else 0.0
+    if total:
+        share = float(terms_N[order].abs().sum()) / total
+    else:
+        share = 0.0
     return {"mean": float(terms_N.mean()), "share": share, "tokens": tokens}
 
 

@@ -109,11 +109,17 @@ class Asked:
             async with limit:
                 found: Any = await client.post(path, cast_to=object, body=dict(body))
         except OpenAIError as error:
-            tries = "" if _is_final(error) else f" ({self.retries + 1} tries)"
+            if _is_final(error):
+                tries = ""
+            else:
+                tries = f" ({self.retries + 1} tries)"
             raise GraderError(
                 f"the judge {self.model} at {self.base_url}: {describe(error)}{tries}"
             ) from error
-        usage = found.get("usage") if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            usage = found.get("usage")
+        else:
+            usage = None
         usage = usage if isinstance(usage, dict) else {}
         await asyncio.to_thread(self._keep, key, json.dumps(found))
         return Answer(
@@ -154,7 +160,9 @@ class Asked:
             return None
         with self._kept() as kept:
             row = kept.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
+        if row is None:
+            return None
+        return str(row[0])
 
     def _keep(self, key: str, answer: str) -> None:
         if self.cache is not None:

@@ -52,7 +52,9 @@ class Judge(Verdicts):
 
         def within(text: str) -> float | None:
             score = read_score(text)
-            return score if score is not None and low <= score <= high else None
+            if score is not None and low <= score <= high:
+                return score
+            return None
 
         score, answers = await self.verdict(content, _FORM.format(low=low, high=high), within)
         return (score - low) / (high - low), self.costs(answers)
@@ -64,5 +66,10 @@ def read_score(text: str) -> float | None:
     """
     text = after_thinking(text).replace("*", "")
     found = list(re.finditer(r"score", text, re.IGNORECASE))
-    match = _SCORE.match(text, found[-1].start()) if found else None
-    return None if match is None else float(match[1])
+    if found:
+        match = _SCORE.match(text, found[-1].start())
+    else:
+        match = None
+    if match is None:
+        return None
+    return float(match[1])

@@ -64,7 +64,10 @@ class _Comparing(Verdicts):
         self, prompt: str, texts: Sequence[str], form: str, read: Callable[[str], Verdict | None]
     ) -> tuple[Verdict, list[Answer]]:
         salt = "".join(sorted(texts))
-        shown = [fenced(self.task, "task", salt)] if self.task else []
+        if self.task:
+            shown = [fenced(self.task, "task", salt)]
+        else:
+            shown = []
         shown += [
             f"Reply {number}:\n{fenced(text, 'reply', salt)}"
             for number, text in enumerate(texts, 1)
@@ -155,16 +158,19 @@ class Pairwise(_Comparing):
 def _scores(text: str, count: int) -> list[float] | None:
     found = _SCORES.findall(after_thinking(text))
     try:
-        scores = json.loads(found[-1])["scores"] if found else []
+        if found:
+            scores = json.loads(found[-1])["scores"]
+        else:
+            scores = []
     except ValueError:
         return None
-    return (
-        [float(one) for one in scores]
-        if len(scores) == count and all(is_number(s) and 0 <= s <= 1 for s in scores)
-        else None
-    )
+    if len(scores) == count and all(is_number(s) and 0 <= s <= 1 for s in scores):
+        return [float(one) for one in scores]
+    return None
 
 
 def _first_wins(text: str) -> float | None:
     found = _BETTER.findall(after_thinking(text).replace("*", ""))
-    return {"1": 1.0, "2": 0.0, "tie": 0.5}[found[-1].lower()] if found else None
+    if found:
+        return {"1": 1.0, "2": 0.0, "tie": 0.5}[found[-1].lower()]
+    return None

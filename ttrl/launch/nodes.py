@@ -44,9 +44,9 @@ def network_environment(endpoint: str) -> dict[str, str]:
     """
     interface = interface_of(local_address(endpoint))
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return (
-        {} if interface is None else {name: interface for name in names if name not in os.environ}
-    )
+    if interface is None:
+        return {}
+    return {name: interface for name in names if name not in os.environ}
 
 
 def local_address(endpoint: str) -> str:

@@ -76,7 +76,9 @@ def make_server(
 
 
 def _dtype(config: TrainConfig) -> str:
-    return "bfloat16" if config.dtype == "bf16" else "float32"
+    if config.dtype == "bf16":
+        return "bfloat16"
+    return "float32"
 
 
 class PolicyServer:
@@ -280,8 +282,13 @@ class PolicyServer:
         others += (
             [] if tools.elsewhere is None else tools.elsewhere(self._base(model_folder), self._logs)
         )
-        mode: Literal["reload", "restart", "sleep"] = "sleep" if config.server_sleeps else "reload"
-        mode = "restart" if config.weight_sync == "restart" else mode
+        mode: Literal["reload", "restart", "sleep"]
+        if config.server_sleeps:
+            mode = "sleep"
+        else:
+            mode = "reload"
+        if config.weight_sync == "restart":
+            mode = "restart"
         return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
             ServerMember(server, mode="reload", compare=compare, tools=tools) for server in others
         ]
@@ -294,9 +301,14 @@ class PolicyServer:
         of_this_run = model_folder.absolute().is_relative_to(
             Path(self._config.run, "iterations").absolute()
         )
-        base = base_of_adapter(model_folder) if self._adapters and of_this_run else None
+        if self._adapters and of_this_run:
+            base = base_of_adapter(model_folder)
+        else:
+            base = None
         # A starting model may be what was merged once.
-        return model_folder if base is None else base
+        if base is None:
+            return model_folder
+        return base
 
     def _merge(self, checkpoint: Path) -> None:
         if not self._adapters:
@@ -331,11 +343,9 @@ class PolicyServer:
         assert self._version is not None
         member.serve_merged()
         facts = member.bring(checkpoint, self._version, checkpoint)
-        return (
-            None
-            if facts is None
-            else facts | {"fell_back": "vLLM does not serve this run's adapters"}
-        )
+        if facts is None:
+            return None
+        return facts | {"fell_back": "vLLM does not serve this run's adapters"}
 
     def _for_each(self, work: Callable[[ServerMember], Any]) -> list[Any]:
         """Do some work for all members concurrently; a ServerError is a result like any other."""

@@ -76,7 +76,9 @@ class ServerMember:
         """Return the server where it is started and stopped here; None where somebody else does
         that.
         """
-        return self.server if isinstance(self.server, VLLMServer) else None
+        if isinstance(self.server, VLLMServer):
+            return self.server
+        return None
 
     # Life
 
@@ -97,11 +99,10 @@ class ServerMember:
             try:
                 server.start()
             except BaseException as error:  # noqa: BLE001 - told to the thread that waits for the server
-                self.problem = (
-                    error
-                    if isinstance(error, ServerError)
-                    else ServerStartError(f"{type(error).__name__}: {error}")
-                )
+                if isinstance(error, ServerError):
+                    self.problem = error
+                else:
+                    self.problem = ServerStartError(f"{type(error).__name__}: {error}")
                 self.problem.__cause__ = error
 
         self._starting = threading.Thread(target=run, name="server start", daemon=True)
@@ -229,7 +230,11 @@ class ServerMember:
             if may_have_it and (facts := self._started_with(checkpoint)) is not None:
                 return facts
             restarts = self._mode == "restart" and self.ours is not None and not fresh
-            mode: Literal["reload", "restart"] = "restart" if restarts else "reload"
+            mode: Literal["reload", "restart"]
+            if restarts:
+                mode = "restart"
+            else:
+                mode = "reload"
             how: dict[str, Any] = {"mode": mode, "compare": self._compare, "asleep": asleep}
             if handover is not None and self.ours is not None:
                 how["handover"] = handover

@@ -212,14 +212,21 @@ class Trainer:
     @property
     def holding(self) -> int | None:
         """Return the iteration whose weights and state the process holds, and nothing else does."""
-        return self._holding if self._resident is not None else None
+        if self._resident is not None:
+            return self._holding
+        return None
 
     def handover(self, number: int) -> Handover | None:
         """Return where the process holds out the weights of iteration `number`; None where it does
         not, or died since.
         """
-        found = self._handed_over if self._resident is not None else None
-        return found[1] if found is not None and found[0] == number else None
+        if self._resident is not None:
+            found = self._handed_over
+        else:
+            found = None
+        if found is not None and found[0] == number:
+            return found[1]
+        return None
 
     def stop(self) -> None:
         """End the process, whatever it is doing. Harmless when there is none."""

@@ -218,7 +218,10 @@ class TrainerProcess(ChildProcess):
             log.stat().st_size if log is not None and log.exists() else 0
             for log in (path, self.log_path)
         ]
-        self._task_log = None if path is None else (path, sizes[0], sizes[1])
+        if path is None:
+            self._task_log = None
+        else:
+            self._task_log = (path, sizes[0], sizes[1])
 
     def ended(self) -> bool:
         """Return False while it runs, True once it has ended well. Raises TrainerError or
@@ -236,7 +239,10 @@ class TrainerProcess(ChildProcess):
             log, start, own_start = self._task_log
             if of_task := log_tail(log, start, 200):
                 own = log_tail(path, own_start, 30)
-                before = f"\nThe end of {path}:\n{own}" if own else ""
+                if own:
+                    before = f"\nThe end of {path}:\n{own}"
+                else:
+                    before = ""
                 path = log
                 tail = of_task
         said = next(
@@ -252,7 +258,10 @@ class TrainerProcess(ChildProcess):
         if (full := full_disk(self.log_path)) is not None:
             raise full  # it could not even say so: its log lies there too
         last_lines = "\n".join(tail.splitlines()[-30:])
-        ending = f"exit code {returncode}" if returncode > 0 else f"killed by signal {-returncode}"
+        if returncode > 0:
+            ending = f"exit code {returncode}"
+        else:
+            ending = f"killed by signal {-returncode}"
         if returncode == -9:
             ending += ", perhaps for want of memory"
         # What torchrun says of a process of its own; with several machines it may not know why

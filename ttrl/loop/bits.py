@@ -62,8 +62,14 @@ def check_bits(
     }
     of["rows"] = iteration.files("pack").get("packed.safetensors")
     of = json.loads(json.dumps(of))  # lists, as they will be read
-    before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    changed = [] if before is None else _changed(before["of"], of)
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        before = None
+    if before is None:
+        changed = []
+    else:
+        changed = _changed(before["of"], of)
     if before is None or (changed and iteration.marker("train") is None):
         write_json(path, {"of": of, "tensors": dict(tensors)})
         return
@@ -71,13 +77,14 @@ def check_bits(
     wrong = sorted(name for name in names if before["tensors"].get(name) != tensors.get(name))
     if not wrong:
         return
-    cause = (
-        f"since then, {'; '.join(changed)}"
-        if changed
-        else "rows and settings are the same, so another processor or another version of a "
-        "library computed it, or memory, or a "
-        "file that it started from, is damaged"
-    )
+    if changed:
+        cause = f"since then, {'; '.join(changed)}"
+    else:
+        cause = (
+            "rows and settings are the same, so another processor or another version of a "
+            "library computed it, or memory, or a "
+            "file that it started from, is damaged"
+        )
     message = (
         f"iteration {iteration.number} was trained again, and {len(wrong)} of {len(names)} "
         "tensors are not, bit for bit, those "

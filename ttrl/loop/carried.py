@@ -51,9 +51,9 @@ def carried_groups(previous: IterationFolder) -> list[TaskResult]:
     was changed or is gone.
     """
     marker = previous.marker("rollouts")
-    return (
-        [] if marker is None or "unfinished" not in marker else groups_of(previous, UNFINISHED_FILE)
-    )
+    if marker is None or "unfinished" not in marker:
+        return []
+    return groups_of(previous, UNFINISHED_FILE)
 
 
 def oldest_version(group: TaskResult, version: int) -> int:
@@ -85,11 +85,10 @@ def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
     total = weighted = oldest = 0
     for sample in (sample for group in groups for sample in group.samples):
         count = len(sample.token_ids or ())
-        ages = (
-            [version - v for v in sample.token_versions]
-            if sample.token_versions
-            else [version - sample.weights_version]
-        )
+        if sample.token_versions:
+            ages = [version - v for v in sample.token_versions]
+        else:
+            ages = [version - sample.weights_version]
         total += count
         weighted += sum(ages) if sample.token_versions else count * ages[0]
         oldest = max(oldest, max(ages) if count else 0)
@@ -177,7 +176,10 @@ def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) ->
     """
     usage = []
     for place, group in groups.items():
-        had = num_tokens(carried[place]) if place < len(carried) else 0
+        if place < len(carried):
+            had = num_tokens(carried[place])
+        else:
+            had = 0
         prompt = max((len(sample.prompt_token_ids or ()) for sample in group.samples), default=0)
         tokens = num_tokens(group)
         usage.append(

@@ -148,7 +148,10 @@ class Iterations:
             if self._reached is not None:
                 return self._jobs.close()
         self._phases.train(number)
-        compared = self._phases.trainer.compared if number in self._folder.held else None
+        if number in self._folder.held:
+            compared = self._phases.trainer.compared
+        else:
+            compared = None
         try:  # before the policy samples
             check_drift(
                 self._config,

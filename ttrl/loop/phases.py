@@ -128,11 +128,10 @@ class Phases:
             for path in sorted(self.model.iterdir()):
                 if path.is_file() and path.name != CANARY_FILE:
                     inside = path.is_relative_to(self.folder.path)
-                    target = (
-                        Path(os.path.relpath(path, iteration.path / "checkpoint"))
-                        if inside
-                        else path.resolve()
-                    )
+                    if inside:
+                        target = Path(os.path.relpath(path, iteration.path / "checkpoint"))
+                    else:
+                        target = path.resolve()
                     (temporary / path.name).symlink_to(target)
             canary = self.model / CANARY_FILE  # our own recipe may have made this model
             computed = (
@@ -357,11 +356,10 @@ class Phases:
         if results.stats.seconds is None:
             return flops
         per_second = self.timeline.served(began, clock(), flops["prefill"] + flops["decode"])
-        gpus = (
-            config.servers_in_all * gpus_of_a_server(config.server)
-            if config.device == "cuda"
-            else 1
-        )
+        if config.device == "cuda":
+            gpus = config.servers_in_all * gpus_of_a_server(config.server)
+        else:
+            gpus = 1
         return flops | {"per_second": per_second / gpus}
 
     @functools.cached_property
@@ -497,9 +495,9 @@ class Phases:
             return []
         first = 1 + self.folder.written_version(version)
         lost = [n for n in range(first, version + 1) if self.folder.policy_version(n) == n]
-        return (
-            lost[lost.index(self.trainer.holding) + 1 :] if self.trainer.holding in lost else lost
-        )
+        if self.trainer.holding in lost:
+            return lost[lost.index(self.trainer.holding) + 1 :]
+        return lost
 
     def _train_again(self, number: int) -> None:
         """Train an iteration, whose weights and state no file has, from the same inputs to the same
@@ -591,7 +589,10 @@ class Phases:
 
 
 def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
-    how = "greedy" if asked.temperature == 0 else f"temperature {asked.temperature:g}"
+    if asked.temperature == 0:
+        how = "greedy"
+    else:
+        how = f"temperature {asked.temperature:g}"
     return f"{how}, {tasks} task{'s' * (tasks != 1)}" + (f" × {asked.n}" if asked.n > 1 else "")
 
 
@@ -638,6 +639,8 @@ def _canary_made_in(path: Path) -> tuple[str, int | None] | None:
     try:
         content = json.loads(path.read_text())
         known = content["dtype"] == "float32" or content["half_precision"]
-        return (content["dtype"], content.get("context")) if known else None
+        if known:
+            return (content["dtype"], content.get("context"))
+        return None
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -84,7 +84,10 @@ def probe(
             "the probe sampled nothing, so there is nothing to plan from; `ttrl tasks try` shows "
             "what tasks do"
         )
-    completions_from = "assumed" if "sampling" in changes else "probe"
+    if "sampling" in changes:
+        completions_from = "assumed"
+    else:
+        completions_from = "probe"
     lengths = dataclasses.replace(
         found,
         scale=found.scale / share,
@@ -216,4 +219,6 @@ def _kind(command: Sequence[str]) -> str | None:
         return None
     if "vllm" in text or "VLLM" in text:
         return "server"
-    return "trainer" if "grpo_recipe" in text or "torchtune" in text else None
+    if "grpo_recipe" in text or "torchtune" in text:
+        return "trainer"
+    return None

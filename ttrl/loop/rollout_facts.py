@@ -99,10 +99,16 @@ def sampled_reads(
     """
     reads = []
     for place, group in enumerate(groups):
-        before = carried[place].samples if place < len(carried) else []
+        if place < len(carried):
+            before = carried[place].samples
+        else:
+            before = []
         fresh: list[tuple[int, int, int]] = []
         for number, sample in enumerate(group.samples):
-            had = len(before[number].token_ids or ()) if number < len(before) else 0
+            if number < len(before):
+                had = len(before[number].token_ids or ())
+            else:
+                had = 0
             new = len(sample.token_ids or ()) - had
             known = sample.prefix_cached or 0
             if sample.turns:
@@ -134,15 +140,21 @@ def _turn_reads(sample: Sample) -> list[tuple[int, int, int]]:
 
 
 def _key(sample: Sample) -> Hashable:
-    return tuple(sample.token_ids) if sample.token_ids is not None else sample.text
+    if sample.token_ids is not None:
+        return tuple(sample.token_ids)
+    return sample.text
 
 
 def _length(sample: Sample) -> int:
-    return len(sample.token_ids) if sample.token_ids is not None else len(sample.text)
+    if sample.token_ids is not None:
+        return len(sample.token_ids)
+    return len(sample.text)
 
 
 def _share(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
+    if whole:
+        return part / whole
+    return None
 
 
 def _within_groups(groups: Sequence[Sequence[Sample]]) -> float | None:

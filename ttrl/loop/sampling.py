@@ -73,12 +73,14 @@ class FinishedGroups:
         # A group without any grade is sampled again, so that a grader that failed can be put right.
         if self._path is not None and group.graded and not is_open(group):
             place = place_of(group, self._places, self._carried)
-            known = None if group.prepared is None else group.prepared.lines
-            lines = (
-                [json_line(sample.to_json()) for sample in group.samples]
-                if known is None
-                else known
-            )
+            if group.prepared is None:
+                known = None
+            else:
+                known = group.prepared.lines
+            if known is None:
+                lines = [json_line(sample.to_json()) for sample in group.samples]
+            else:
+                lines = known
             self._rows.append(b'{"position": %d, "samples": [%b]}' % (place, b", ".join(lines)))
             self._writes.append(self._writer.submit(self._write))
 
@@ -162,18 +164,20 @@ class Sampler:
         config = self._config
         carried = order.carried
         done = dict(enumerate(known or ()))
-        kept = (
-            {}
-            if order.partial is None
-            else kept_groups(order.partial, tasks, order.n, order.version, carried)
-        )
+        if order.partial is None:
+            kept = {}
+        else:
+            kept = kept_groups(order.partial, tasks, order.n, order.version, carried)
         kept = {place: group for place, group in kept.items() if place not in done}
         done |= kept
         waiting = dict(enumerate(carried))
         missing = {place: task for place, task in enumerate(tasks) if place not in done}
         began = clock()
         spent = sum(usage.new_completion for usage in usage_of(done, carried))
-        left = None if order.budget is None else max(1, order.budget - spent)
+        if order.budget is None:
+            left = None
+        else:
+            left = max(1, order.budget - spent)
         while missing:
             server = self._server
             settings: dict[str, Any] = {
@@ -224,7 +228,10 @@ class Sampler:
         seconds = clock() - began if not kept else None
         if known is not None:
             before = known.stats.seconds
-            seconds = None if seconds is None or before is None else before + seconds
+            if seconds is None or before is None:
+                seconds = None
+            else:
+                seconds = before + seconds
         groups = [done[place] for place in range(len(tasks))]
         results = TaskResults(
             groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried)

@@ -77,7 +77,10 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
             f"cluster is {config.cluster!r}, and Ray cannot be loaded ({error}): pip install "
             "'ttrl[cluster]'"
         ) from error
-    model = os.path.abspath(config.model) if os.path.isdir(config.model) else config.model
+    if os.path.isdir(config.model):
+        model = os.path.abspath(config.model)
+    else:
+        model = config.model
     # Other machines start elsewhere.
     config = replace(config, run=os.path.abspath(config.run), model=model)
     # In our environment.

@@ -100,11 +100,9 @@ class TaskStream:
 
     def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
         """Return what the marker has to say of an iteration's groups, for those that follow."""
-        return (
-            {}
-            if self._curriculum is None
-            else {"curriculum": self._curriculum.measured(number, finished)}
-        )
+        if self._curriculum is None:
+            return {}
+        return {"curriculum": self._curriculum.measured(number, finished)}
 
     def taken_before(self, number: int) -> int:
         """Return how many tasks earlier iterations took, by the marker of the last of them:
@@ -248,7 +246,10 @@ class Curriculum:
             without = last.without
             score = last.score
             if len(group.rewards) > 1:
-                without = 0 if has_signal(group.rewards) else without + 1
+                if has_signal(group.rewards):
+                    without = 0
+                else:
+                    without = without + 1
                 name = self._config.validation_metric
                 given = [
                     sample.metrics.get(name, reward)
@@ -319,7 +320,11 @@ class Curriculum:
 def _state(turn: Turn | None) -> str:
     if turn is None or turn.score is None:
         return "unseen"
-    return "between" if not turn.without else "solved" if turn.score >= _RIGHT else "hopeless"
+    if not turn.without:
+        return "between"
+    if turn.score >= _RIGHT:
+        return "solved"
+    return "hopeless"
 
 
 def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:

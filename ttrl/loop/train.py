@@ -164,9 +164,10 @@ def train(
         rows = folder.metrics()
         newest = folder.written_version(rows[-1]["iteration"])
         prune(folder, rows, config, newest)  # where the last one was cut off
-        best = (
-            next(iter(best_policies(folder, rows, config)), newest) if validation_tasks else newest
-        )
+        if validation_tasks:
+            best = next(iter(best_policies(folder, rows, config)), newest)
+        else:
+            best = newest
         if mirror is not None:
             mirror.bring_checkpoint(best)
         for policy in sorted({newest, best}):

@@ -229,5 +229,10 @@ def _server_info(ask: Callable[[str], Any] | None) -> dict[str, Any] | None:
         answer = ask("/server_info?config_format=json")
     except (ServerError, OSError):
         return None
-    config = answer.get("vllm_config") if isinstance(answer, dict) else None
-    return config if isinstance(config, dict) else None
+    if isinstance(answer, dict):
+        config = answer.get("vllm_config")
+    else:
+        config = None
+    if isinstance(config, dict):
+        return config
+    return None

@@ -150,7 +150,10 @@ class Cause:
         mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[
             self.verdict
         ]
-        way = f" → {self.way_out}" if self.way_out and self.verdict != "ruled out" else ""
+        if self.way_out and self.verdict != "ruled out":
+            way = f" → {self.way_out}"
+        else:
+            way = ""
         return f"  {mark:<11} {self.name}: {self.detail}{way}"
 
 
@@ -188,13 +191,18 @@ class Evidence:
         """Return what ttrl tells a server that it starts; None for one that said how it runs, or
         was started by others.
         """
-        return value if self.server is None and not self.config.joined_servers else None
+        if self.server is None and not self.config.joined_servers:
+            return value
+        return None
 
     def told(self, *path: str) -> Any:
         """Return what the server says about itself at a path; None where it says nothing."""
         value: Any = self.server
         for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
+            if isinstance(value, Mapping):
+                value = value.get(key)
+            else:
+                value = None
         return value
 
 
@@ -390,11 +398,10 @@ def _weights(e: Evidence) -> Cause:
             "weight_sync='restart'",
         )
     apart = e.sync.get("canary_max_difference")
-    how = (
-        f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats"
-        if apart is not None
-        else ""
-    )
+    if apart is not None:
+        how = f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats"
+    else:
+        how = ""
     if apart is None:
         return Cause(
             name,
@@ -443,7 +450,10 @@ def _dtype(e: Evidence) -> Cause:
         )
         if e.recipe.get("checkpoint_dtype") == "bf16":
             return Cause(name, "found", found, "training={'checkpoint_dtype': 'fp32'}")
-    where = "by the server's own word" if isinstance(served, str) else "by the run's config"
+    if isinstance(served, str):
+        where = "by the server's own word"
+    else:
+        where = "by the run's config"
     return Cause(name, "ruled out", f"{mine} on both sides, {where}")
 
 
@@ -521,7 +531,10 @@ def _adapters(e: Evidence) -> Cause:
     rank = e.recipe.get("lora_rank")
     if rank is None:
         return Cause(name, "ruled out", "there are none")
-    folders = [e.model, e.model / "adapter"] if e.model is not None else []
+    if e.model is not None:
+        folders = [e.model, e.model / "adapter"]
+    else:
+        folders = []
     adapter = next(
         (found for folder in folders if (found := read_mapping(folder / "adapter_config.json"))), {}
     )
@@ -567,11 +580,10 @@ def _tensors(model: Path | None) -> list[StoredTensor]:
     alone, and nothing else.
     """
     tensors = []
-    base = (
-        None
-        if model is None
-        else read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
-    )
+    if model is None:
+        base = None
+    else:
+        base = read_mapping(model / "adapter" / "ttrl_adapter.json").get("lora_base")
     folders = [Path(folder) for folder in (model, base) if folder is not None]
     for path in next(
         (found for folder in folders if (found := sorted(folder.glob("*.safetensors")))), []

@@ -56,11 +56,9 @@ class History:
     def recently(self) -> str:
         """Return their numbers: "iterations 3 to 7"."""
         numbers = [row["iteration"] for row in self.recent]
-        return (
-            f"iteration {numbers[0]}"
-            if len(numbers) == 1
-            else f"iterations {numbers[0]} to {numbers[-1]}"
-        )
+        if len(numbers) == 1:
+            return f"iteration {numbers[0]}"
+        return f"iterations {numbers[0]} to {numbers[-1]}"
 
     def values(self, path: str, rows: Sequence[dict[str, Any]] | None = None) -> list[float]:
         """Return what is known at a path, in order."""
@@ -86,28 +84,37 @@ class History:
     def now(self, path: str) -> float | None:
         """Return the mean over the recent iterations; None where there is nothing."""
         values = self.values(path, self.recent)
-        return statistics.fmean(values) if values else None
+        if values:
+            return statistics.fmean(values)
+        return None
 
     def at_start(self, path: str) -> float | None:
         """Return the mean over the first three iterations that lie before the recent ones; None
         where there are none.
         """
         values = self.values(path, self.iterations[: -len(self.recent)] if self.recent else [])[:3]
-        return statistics.fmean(values) if values else None
+        if values:
+            return statistics.fmean(values)
+        return None
 
     def share(self, part: str, whole: str) -> float | None:
         """Return sum over sum of the recent iterations."""
         pairs = [(number(row, part), number(row, whole)) for row in self.recent]
         known = [(p, w) for p, w in pairs if p is not None and w is not None]
         total = sum(w for _, w in known)
-        return sum(p for p, _ in known) / total if total else None
+        if total:
+            return sum(p for p, _ in known) / total
+        return None
 
     def held_out(self) -> tuple[str, list[tuple[int, float]]]:
         """Return the name and the points [(iteration, value)] of the config's validation metric,
         else of the held-out reward.
         """
         name = self.config.get("validation_metric")
-        paths = [f"validation.{name}"] if isinstance(name, str) and name != "reward" else []
+        if isinstance(name, str) and name != "reward":
+            paths = [f"validation.{name}"]
+        else:
+            paths = []
         for path in [*paths, "validation_reward"]:
             points = self.points(path)
             if points:
@@ -132,7 +139,9 @@ class Trend:
         """Return slope / error; infinite where the points lie on a line."""
         if self.error > 0:
             return self.slope / self.error
-        return math.copysign(math.inf, self.slope) if self.slope else 0.0
+        if self.slope:
+            return math.copysign(math.inf, self.slope)
+        return 0.0
 
 
 def trend(points: Sequence[tuple[float, float]]) -> Trend | None:

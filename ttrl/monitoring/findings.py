@@ -113,7 +113,10 @@ def drift(h: History) -> str | None:
             judged = judged_figures(
                 compared, policy, training if isinstance(training, dict) else {}
             )
-            figures = None if judged is None else judged.figures
+            if judged is None:
+                figures = None
+            else:
+                figures = judged.figures
         if isinstance(figures, dict) and (beyond := exceeded(figures, held_to)):
             return (
                 f"In iteration {row['iteration']}, sampler and trainer did not compute the same "
@@ -155,7 +158,9 @@ def learning_rate_zero(h: History) -> str | None:
 )
 def no_gradient(h: History) -> str | None:
     norms = h.values("train.grad_norm", h.recent)
-    return f"The gradient is zero in {h.recently}." if norms and max(norms) < 1e-9 else None
+    if norms and max(norms) < 1e-9:
+        return f"The gradient is zero in {h.recently}."
+    return None
 
 
 # What comes of it
@@ -215,7 +220,9 @@ def reward_falls(h: History) -> str | None:
     # Neighbouring iterations share tasks and weights, so that the error is too small: a fall has to
     # be clear.
     judged = _judged_trend(h)
-    return judged[1] if judged is not None and judged[0].t < -3 else None
+    if judged is not None and judged[0].t < -3:
+        return judged[1]
+    return None
 
 
 @rule(
@@ -228,7 +235,9 @@ def reward_falls(h: History) -> str | None:
 def reward_flat(h: History) -> str | None:
     # At |t| below 2 the slope cannot be told from zero (95%).
     judged = _judged_trend(h)
-    return judged[1] if judged is not None and -3 <= judged[0].t < 2 else None
+    if judged is not None and -3 <= judged[0].t < 2:
+        return judged[1]
+    return None
 
 
 @rule(
@@ -410,18 +419,19 @@ def kl_blew_up(h: History) -> str | None:
         now > 0.5 or (start is not None and now > 0.05 and now > 20 * max(start, 1e-6))
     ):
         return None
-    before = f" from {compact(start)}" if start is not None else ""
+    if start is not None:
+        before = f" from {compact(start)}"
+    else:
+        before = ""
     return f"KL to the reference model went up{before} to {compact(now)} nats per token."
 
 
 @rule("warn", "The reward hardly counts: a lower kl_coefficient.")
 def kl_rules(h: History) -> str | None:
     share = h.now("train.kl_share")
-    return (
-        f"{percent(share)} of the gradient is KL's, by the norms of its parts."
-        if share is not None and share > 0.9
-        else None
-    )
+    if share is not None and share > 0.9:
+        return f"{percent(share)} of the gradient is KL's, by the norms of its parts."
+    return None
 
 
 # What went wrong
@@ -432,11 +442,9 @@ def _named(iterations: Sequence[int]) -> str:
     texts = [str(one) for one in iterations]
     if len(texts) > 6:
         return f"{len(texts)} iterations, {', '.join(texts[:3])} and so on"
-    return (
-        f"iteration {texts[0]}"
-        if len(texts) == 1
-        else f"iterations {', '.join(texts[:-1])} and {texts[-1]}"
-    )
+    if len(texts) == 1:
+        return f"iteration {texts[0]}"
+    return f"iterations {', '.join(texts[:-1])} and {texts[-1]}"
 
 
 @rule(
@@ -465,8 +473,14 @@ def failures(h: History) -> tuple[Severity, str] | None:
     if not failed:
         return None
     graders = sum(h.values("rollouts.grader_failures"))
-    of = f" of {compact(sampled)}" if sampled >= failed else ""
-    whose = f", {graders:g} of them in their graders" if graders else ""
+    if sampled >= failed:
+        of = f" of {compact(sampled)}"
+    else:
+        of = ""
+    if graders:
+        whose = f", {graders:g} of them in their graders"
+    else:
+        whose = ""
     # One in a thousand is the odd answer that a grader did not expect; more than one in a hundred
     # is a grader or server to mend.
     many = sampled and failed / sampled > 0.01
@@ -498,7 +512,9 @@ def too_long(h: History) -> str | None:
         for name, count in counts.items()
         if count
     ]
-    return f"Samples were longer than a row of seq_len: {', '.join(parts)}." if parts else None
+    if parts:
+        return f"Samples were longer than a row of seq_len: {', '.join(parts)}."
+    return None
 
 
 @rule("note", "If it happens each time, weight_sync='reload' saves the attempt.")
@@ -608,11 +624,9 @@ def too_easy(h: History) -> str | None:
     # A run that ends well has half to three quarters of its groups all right; above four fifths too
     # little is left.
     share = h.share("groups.all_right", "groups.total") or 0.0
-    return (
-        f"In {percent(share)} of the groups every sample was right ({h.recently})."
-        if share > 0.8
-        else None
-    )
+    if share > 0.8:
+        return f"In {percent(share)} of the groups every sample was right ({h.recently})."
+    return None
 
 
 @rule(
@@ -662,11 +676,9 @@ def truncated(h: History) -> str | None:
 )
 def empty(h: History) -> str | None:
     share = h.now("rollouts.empty")
-    return (
-        f"{percent(share)} of the completions are empty ({h.recently})."
-        if share is not None and share > 0.05
-        else None
-    )
+    if share is not None and share > 0.05:
+        return f"{percent(share)} of the completions are empty ({h.recently})."
+    return None
 
 
 @rule(

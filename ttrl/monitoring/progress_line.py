@@ -23,7 +23,10 @@ def iteration_lines(
     training went, and what stands out (`found`) that was not `said` before."""
     row = rows[-1]
     left = seconds_left(rows, config)
-    about = "about" if config.stop_at is None else "at most about"
+    if config.stop_at is None:
+        about = "about"
+    else:
+        about = "at most about"
     lines = [
         iteration_line(row, config) + ("" if left is None else f"  {about} {duration(left)} left")
     ]
@@ -77,7 +80,10 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
         parts.append(f"of {curriculum['total']} tasks " + (", ".join(left) or "all have a signal"))
         if "level" in curriculum:
             score = curriculum["level_score"]
-            reached = "" if score is None else f" ({config.validation_metric} {score:.3f})"
+            if score is None:
+                reached = ""
+            else:
+                reached = f" ({config.validation_metric} {score:.3f})"
             parts.append(f"level {curriculum['level']}{reached}")
     if row.get("failed"):
         graders = (row.get("rollouts") or {}).get("grader_failures")
@@ -89,9 +95,10 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
         f"{dropped[name]} {text}" for name, text in TOO_LONG_WORDS.items() if dropped.get(name)
     ]
     if row.get("completion_tokens"):
-        speed = (
-            f", {row['tokens_per_second']:.0f}/s" if row["tokens_per_second"] is not None else ""
-        )
+        if row["tokens_per_second"] is not None:
+            speed = f", {row['tokens_per_second']:.0f}/s"
+        else:
+            speed = ""
         parts.append(f"{row['completion_tokens']} tokens{speed}")
     total = row["seconds"]["total"]
     phases = [
@@ -103,7 +110,10 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
         phases.append(f"dead {percent(row['dead_seconds'] / total)}")
     # Phases that overlap take longer together than the whole iteration.
     parts.append(f"{total:.1f} s ({', '.join(phases)})")
-    name = f"iteration {row['iteration']:3d}" if row["iteration"] else "before       "
+    if row["iteration"]:
+        name = f"iteration {row['iteration']:3d}"
+    else:
+        name = "before       "
     return f"{name}  " + "  ".join(parts)
 
 

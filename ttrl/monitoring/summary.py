@@ -74,11 +74,9 @@ def course(rows: Sequence[Mapping[str, Any]], path: str) -> Course | None:
     known = [
         (value, row["iteration"]) for row in rows if (value := number(dict(row), path)) is not None
     ]
-    return (
-        Course([value for value, _ in known], [iteration for _, iteration in known])
-        if len(known) > 1
-        else None
-    )
+    if len(known) > 1:
+        return Course([value for value, _ in known], [iteration for _, iteration in known])
+    return None
 
 
 def summary_lines(
@@ -88,8 +86,14 @@ def summary_lines(
     on what it is trained on.
     """
     name = str(config.get("validation_metric") or "reward")
-    held_out = "validation_reward" if name == "reward" else f"validation.{name}"
-    trained_on = "on the tasks that it is trained on" if overfits else "held-out"
+    if name == "reward":
+        held_out = "validation_reward"
+    else:
+        held_out = f"validation.{name}"
+    if overfits:
+        trained_on = "on the tasks that it is trained on"
+    else:
+        trained_on = "held-out"
     titles = {
         f"{name} {trained_on}" if overfits else f"{trained_on} {name}": held_out,
         "training reward": "reward",

@@ -140,13 +140,15 @@ def _settings(meta: Path) -> dict[str, Any]:
 
 
 def _tokenizer_file(weights: Path, given: str | Path | None) -> Path:
-    folders = (
-        [Path(given).expanduser()]
-        if given is not None
-        else [weights.parents[n] / "tokenizer" for n in (0, 1, 2)]
-    )
+    if given is not None:
+        folders = [Path(given).expanduser()]
+    else:
+        folders = [weights.parents[n] / "tokenizer" for n in (0, 1, 2)]
     for folder in folders:
-        file = folder if folder.is_file() else folder / "tokenizer.pkl"
+        if folder.is_file():
+            file = folder
+        else:
+            file = folder / "tokenizer.pkl"
         if file.is_file():
             return file
     raise UserError(
@@ -290,11 +292,10 @@ def _renamed(
                 :vocabulary
             ].contiguous()
         elif name in _ELSEWHERE:
-            cut = (
-                tensor[:vocabulary]
-                if name in ("transformer.wte.weight", "lm_head.weight")
-                else tensor
-            )
+            if name in ("transformer.wte.weight", "lm_head.weight"):
+                cut = tensor[:vocabulary]
+            else:
+                cut = tensor
             found[_ELSEWHERE[name]] = cut.contiguous()
         else:
             raise UserError(f"{weights}: nanochat of 2026 has no tensor {name}")

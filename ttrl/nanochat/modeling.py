@@ -320,7 +320,9 @@ class NanochatModel(NanochatPreTrainedModel):
             if number == (self.config.num_hidden_layers - 1) // 2 + 1:
                 halfway = x
         x = self.backout(x, halfway)
-        return (x,) if return_dict is False else BaseModelOutputWithPast(last_hidden_state=x)
+        if return_dict is False:
+            return (x,)
+        return BaseModelOutputWithPast(last_hidden_state=x)
 
     def _masks(
         self, embedded: Tensor, attention_mask: Tensor | None, position_ids: Tensor

@@ -122,7 +122,10 @@ def _placements(model: Mapping[str, Any], config: TrainConfig, count: int) -> It
         trainers = sorted(fewer, key=lambda number: (abs(number - count / 2), -number)) or [1]
     reasons["nproc_per_node"] = f"one on each GPU that trains; {counted(count, 'GPU')} in all"
     for number in trainers:
-        serving = count if placement == "colocated" else count - number
+        if placement == "colocated":
+            serving = count
+        else:
+            serving = count - number
         yield Placed(values | {"nproc_per_node": number}, serving, reasons, (sync, meanwhile))
 
 

@@ -64,7 +64,9 @@ class Work:
     @property
     def fill(self) -> float:
         """Return the share of the rows' positions that hold a token."""
-        return self.row_tokens / (self.rows * self.seq_len) if self.rows else 0.0
+        if self.rows:
+            return self.row_tokens / (self.rows * self.seq_len)
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,10 @@ def flops_of(
     reads: list[tuple[int, int, int]] = []
     for group in lengths.groups:
         prompt = len(group.prompt)
-        known = prompt if block is None else (prompt - 1) // block * block
+        if block is None:
+            known = prompt
+        else:
+            known = (prompt - 1) // block * block
         reads += [(prompt, known if k else 0, n) for k, n in enumerate(group.completions)]
     share_sampled = work.completion_tokens / max(1.0, work.samples * work.completion_mean)
     # Keys that each sees, itself included.

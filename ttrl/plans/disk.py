@@ -106,7 +106,9 @@ def check_disk(
     iterations cannot.
     """
     needs = disk_needs(config, model, folder, validation_tasks)
-    return None if needs is None else judge_disk(needs, folder.path)
+    if needs is None:
+        return None
+    return judge_disk(needs, folder.path)
 
 
 def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
@@ -169,7 +171,9 @@ def _estimated(config: TrainConfig, model: Path) -> tuple[float, float] | None:
 def _others_measured(folder: RunFolder, done: int) -> float:
     last = [folder.iteration(number).path for number in range(max(1, done - 2), done + 1)]
     total = sum(size_of(path) - sum(size_of(path / name) for name in _FOLDERS) for path in last)
-    return total / len(last) if last else 0.0
+    if last:
+        return total / len(last)
+    return 0.0
 
 
 def _others_at_most(config: TrainConfig, validation_tasks: int) -> float:
@@ -183,10 +187,9 @@ def _others_at_most(config: TrainConfig, validation_tasks: int) -> float:
         )
     held_out = validation_tasks * config.validation_samples / config.validate_every
     validated = held_out * config.max_tokens
-    cached = (
-        _CACHED_TOKEN_BYTES
-        if any("://" not in place or place.startswith("file:") for place in config.cache)
-        else 0
-    )
+    if any("://" not in place or place.startswith("file:") for place in config.cache):
+        cached = _CACHED_TOKEN_BYTES
+    else:
+        cached = 0
     each = SAMPLED_TOKEN_BYTES + cached
     return float(sampled * (each + PACKED_POSITION_BYTES) + validated * each)

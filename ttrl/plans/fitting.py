@@ -127,7 +127,10 @@ class Fit:
             served = self._share(peak + beyond, FULL)
             server = self._sequences(server, served)
         if self.config.servers:
-            why = "what the trainer leaves" if self.together else "nobody else needs it meanwhile"
+            if self.together:
+                why = "what the trainer leaves"
+            else:
+                why = "nobody else needs it meanwhile"
             text = f"{gib(served)} of {gib(self.memory)}: {why}"
             self._add("server.gpu_memory_utilization", round(served / self.memory, 2), text)
         self._read_files_if_need_be()
@@ -157,7 +160,10 @@ class Fit:
         """Return the bytes for a server while no trainer works on its GPUs."""
         if self.fixed is not None:
             return self.fixed
-        most = FULL if self.config.placement == "split" else _IN_TURN
+        if self.config.placement == "split":
+            most = FULL
+        else:
+            most = _IN_TURN
         return self._share(self.waiting + sum(beyond_budget(serving).values()), most)
 
     def _servers(self, part: float) -> _Server:
@@ -293,7 +299,10 @@ class Fit:
             return 0.0
         if not self.together:
             return sum(server_leaves(self.model, self.config, server.serving).values())
-        budget = server.needed if self.fixed is None else self.fixed
+        if self.fixed is None:
+            budget = server.needed
+        else:
+            budget = self.fixed
         return budget + sum(beyond_budget(server.serving).values())
 
     # The trainer
@@ -393,7 +402,10 @@ class Fit:
         if peak + kept > _MOST * self.memory:
             who = f"the trainer needs {gib(peak)} of each GPU"
             if kept:
-                other = "a server beside it" if self.together else "a sleeping server keeps"
+                if self.together:
+                    other = "a server beside it"
+                else:
+                    other = "a sleeping server keeps"
                 who += f", and {other} {gib(kept)}"
             spare = f"{1 - _MOST:.0%} must stay free, for gaps between tensors"
             return f"does not fit: {who}, which has {whole}; {spare}"

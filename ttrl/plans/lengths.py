@@ -116,7 +116,9 @@ def prompt_ids(task: Task, tokenizer: Any) -> list[int]:
     """
     prompt = raw_prompt(task.messages)
     if prompt is not None:
-        return prompt if isinstance(prompt, list) else text_prompt_ids(prompt, tokenizer)
+        if isinstance(prompt, list):
+            return prompt
+        return text_prompt_ids(prompt, tokenizer)
     try:
         template = ChatTemplate(tokenizer)
         text = template.render(template.prepared(task.messages), answer_next=True)
@@ -133,7 +135,9 @@ def text_prompt_ids(prompt: str, tokenizer: Any) -> list[int]:
     marked = list(tokenizer.encode(prompt))
     added = tokens_before(marked, plain)
     brings_them = bool(added) and plain[: len(added)] == added
-    return plain if brings_them else marked
+    if brings_them:
+        return plain
+    return marked
 
 
 def at_their_longest(config: TrainConfig, lengths: IterationLengths) -> IterationLengths:
@@ -166,11 +170,9 @@ def run_lengths(iterations: Sequence[Path], signal_share: float | None) -> Itera
     if not groups:
         return None
     lengths = IterationLengths(groups, 1 / len(there), "run", "run")
-    return (
-        lengths
-        if signal_share is None
-        else replace(lengths, signal_share=signal_share, signal_from="run")
-    )
+    if signal_share is None:
+        return lengths
+    return replace(lengths, signal_share=signal_share, signal_from="run")
 
 
 def _ids(sample: Sample) -> tuple[list[int] | None, int]:
@@ -185,7 +187,9 @@ def _ids(sample: Sample) -> tuple[list[int] | None, int]:
 def completion_mean(config: TrainConfig, assumptions: Assumptions) -> float:
     """Return the mean length of completions in tokens, before anything is cut off."""
     given = assumptions.completion_tokens
-    return max(1.0, config.max_tokens * _COMPLETION_SHARE) if given is None else given
+    if given is None:
+        return max(1.0, config.max_tokens * _COMPLETION_SHARE)
+    return given
 
 
 def lognormal(draw: np.random.Generator, mean: float, sigma: float, count: int) -> list[int]:
@@ -212,7 +216,10 @@ def _with_completions(
         for length in lognormal(draw, mean, _COMPLETION_SIGMA, n * len(prompts))
     ]
     groups = [PlannedGroup(prompt, drawn[n * k : n * (k + 1)]) for k, prompt in enumerate(prompts)]
-    share = 1.0 if assumptions.signal_share is None else assumptions.signal_share
+    if assumptions.signal_share is None:
+        share = 1.0
+    else:
+        share = assumptions.signal_share
     return IterationLengths(
         groups, config.tasks_per_iteration / len(groups), source, "assumed", share
     )

@@ -122,7 +122,10 @@ def matmul_speed(product: tuple[int, int], device: str, dtype: str, threads: int
     import torch
 
     k, n = product
-    kind = torch.bfloat16 if dtype == "bf16" else torch.float32
+    if dtype == "bf16":
+        kind = torch.bfloat16
+    else:
+        kind = torch.float32
     if device == "cuda":
         tokens = 4096
         where = torch.cuda.get_device_name()

@@ -138,7 +138,10 @@ def memory_of(
     if not machine.cuda:
         parts["heap's gaps"] = _HEAP_GAPS * sum(parts.values())
         parts["program"] = IMPORTS
-    held_out = _held_out(model, config, machine.cuda) if with_server else 0.0
+    if with_server:
+        held_out = _held_out(model, config, machine.cuda)
+    else:
+        held_out = 0.0
     if held_out and not machine.cuda:  # else in the memory of the GPUs' host
         parts["held out to servers"] = held_out / config.processes_here
     serving = serving_of(model, config, cuda=machine.cuda, memory=machine.memory)
@@ -215,7 +218,9 @@ def server_leaves(model: Mapping[str, Any], config: TrainConfig, serving: Servin
     GPU.
     """
     shares = config.placement != "split" and config.servers_here > 0
-    return left_asleep(model, serving) if shares and config.server_sleeps else {}
+    if shares and config.server_sleeps:
+        return left_asleep(model, serving)
+    return {}
 
 
 def trainer_leaves(config: TrainConfig, recipe: GRPOConfig) -> Parts:
@@ -229,7 +234,9 @@ def trainer_leaves(config: TrainConfig, recipe: GRPOConfig) -> Parts:
 
 
 def _held_out(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
-    return _weights(model, config, cuda) if config.hands_over else 0.0
+    if config.hands_over:
+        return _weights(model, config, cuda)
+    return 0.0
 
 
 def _weights(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float:
@@ -237,7 +244,11 @@ def _weights(model: Mapping[str, Any], config: TrainConfig, cuda: bool) -> float
 
 
 def _dtype(config: TrainConfig, cuda: bool) -> str:
-    return config.dtype if config.dtype in ("fp32", "bf16") else "bf16" if cuda else "fp32"
+    if config.dtype in ("fp32", "bf16"):
+        return config.dtype
+    if cuda:
+        return "bf16"
+    return "fp32"
 
 
 def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
@@ -257,7 +268,9 @@ def shares_memory(config: TrainConfig, *, cuda: bool) -> bool:
 def argument(config: TrainConfig, name: str, default: Any) -> Any:
     """Return one of vLLM's arguments, as the config names it."""
     value = config.server.get(name, config.server.get(name.replace("_", "-")))
-    return default if value is None else value
+    if value is None:
+        return default
+    return value
 
 
 def _number(config: TrainConfig, name: str, default: float) -> float:
@@ -313,7 +326,9 @@ def given_memory(config: TrainConfig, memory: float) -> float | None:
     open.
     """
     share = argument(config, "gpu_memory_utilization", None)
-    return None if share is None else memory * _number(config, "gpu_memory_utilization", share)
+    if share is None:
+        return None
+    return memory * _number(config, "gpu_memory_utilization", share)
 
 
 def _server(

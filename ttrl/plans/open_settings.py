@@ -68,7 +68,9 @@ def value_of(config: TrainConfig, name: str) -> Any:
     if group:
         return config.recipe_settings.get(key)
     value = getattr(config, key)
-    return None if value == "auto" else value
+    if value == "auto":
+        return None
+    return value
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:

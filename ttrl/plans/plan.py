@@ -70,9 +70,9 @@ class Plan:
     @property
     def price(self) -> float | None:
         """Return the price of the whole run."""
-        return (
-            None if self.price_per_hour is None else self.seconds.run / 3600 * self.price_per_hour
-        )
+        if self.price_per_hour is None:
+            return None
+        return self.seconds.run / 3600 * self.price_per_hour
 
     def time_line(self, *, may_end_early: bool = False) -> str:
         """Return the time of the whole run in a line."""
@@ -123,20 +123,27 @@ def plan_text(plan: Plan) -> str:
     """Write everything that a person wants to know before a run."""
     seconds = plan.seconds
     lines = [f"\nPlan: {plan.model}"]
-    trained = (
-        ""
-        if plan.trained_parameters == plan.parameters
-        else f", {si_spaced(plan.trained_parameters)} of them trained"
-    )
-    active = (
-        f", {si_spaced(plan.active_parameters)} of them active for a token"
-        if plan.active_parameters
-        else ""
-    )
-    attending = f"; {plan.attending}" if plan.attending else ""
+    if plan.trained_parameters == plan.parameters:
+        trained = ""
+    else:
+        trained = f", {si_spaced(plan.trained_parameters)} of them trained"
+    if plan.active_parameters:
+        active = f", {si_spaced(plan.active_parameters)} of them active for a token"
+    else:
+        active = ""
+    if plan.attending:
+        attending = f"; {plan.attending}"
+    else:
+        attending = ""
     lines += _row("model", f"{si_spaced(plan.parameters)} parameters{active}{trained}{attending}")
-    processes = f", {plan.processes} trainer processes" if plan.processes > 1 else ""
-    gpus = f", {plan.machine.gpus} of them" if plan.machine.gpus > 1 else ""
+    if plan.processes > 1:
+        processes = f", {plan.processes} trainer processes"
+    else:
+        processes = ""
+    if plan.machine.gpus > 1:
+        gpus = f", {plan.machine.gpus} of them"
+    else:
+        gpus = ""
     speed = f"matrix products at {si_spaced(plan.machine.matmul)}FLOP/s ({plan.machine.source})"
     lines += _row(
         "machine", f"{plan.machine.name}, {gib(plan.machine.memory)}{gpus}{processes}, {speed}"
@@ -163,7 +170,10 @@ def plan_text(plan: Plan) -> str:
         if plan.price is not None:
             lines += _row("price", f"{plan.price:,.2f} at {plan.price_per_hour:,.2f} an hour")
     if plan.is_rough:
-        probe = "" if plan.machine.cuda else "; --probe measures"
+        if plan.machine.cuda:
+            probe = ""
+        else:
+            probe = "; --probe measures"
         lines += textwrap.wrap(
             f"Rough figures may be wrong by a factor of 3{probe}. Assumed: "
             f"{assumed(plan.machine, plan.with_server)}.",
@@ -180,7 +190,10 @@ def _iteration(plan: Plan) -> list[str]:
     work = plan.work
     flops = plan.flops
     per_task = round(work.samples / max(1, work.tasks))
-    assumed = "" if plan.with_server else " (assumed: a recipe's config does not say)"
+    if plan.with_server:
+        assumed = ""
+    else:
+        assumed = " (assumed: a recipe's config does not say)"
     lines = _row("samples", f"{work.samples:,} = {work.tasks} tasks × {per_task}{assumed}")
     lines += _row(
         "tokens sampled",
@@ -198,11 +211,10 @@ def _iteration(plan: Plan) -> list[str]:
         "trained on", f"{100 * work.signal_share:.0f}% of the groups ({_SOURCES[plan.signal_from]})"
     )
     if work.rows:
-        saved = (
-            f"; without shared prompts {si_spaced(work.logical_tokens)}"
-            if work.logical_tokens > work.row_tokens
-            else ""
-        )
+        if work.logical_tokens > work.row_tokens:
+            saved = f"; without shared prompts {si_spaced(work.logical_tokens)}"
+        else:
+            saved = ""
         lines += _row(
             "packed rows",
             f"{work.rows:,} of {work.seq_len:,} positions, {100 * work.fill:.0f}% full: "
@@ -244,7 +256,10 @@ def _memory(plan: Plan) -> list[str]:
         f"{name} {gib(size)}" for name, size in largest if size > 0.02 * memory.trainer
     )
     measured = plan.measured_memory
-    seen = f", measured {gib(measured['trainer'])}" if "trainer" in measured else ""
+    if "trainer" in measured:
+        seen = f", measured {gib(measured['trainer'])}"
+    else:
+        seen = ""
     each = " for each process" if plan.processes > 1 else ""
     lines = _row(
         "trainer",
@@ -256,14 +271,20 @@ def _memory(plan: Plan) -> list[str]:
             for name, size in memory.server_parts.items()
             if size > 0.02 * memory.server
         )
-        seen = f", measured {gib(measured['server'])}" if "server" in measured else ""
+        if "server" in measured:
+            seen = f", measured {gib(measured['server'])}"
+        else:
+            seen = ""
         lines += _row("server", f"{gib(memory.server)}{seen} ({parts})")
         lines += _row(
             "cache",
             f"room for {si_spaced(memory.cache_tokens)} tokens; {memory.sequences:,} samples at "
             "the same time",
         )
-        both = "both at the same time" if memory.together else "one after the other"
+        if memory.together:
+            both = "both at the same time"
+        else:
+            both = "one after the other"
         if memory.left_by_server:
             both += f", a sleeping server keeps {gib(memory.left_by_server)}"
         if memory.left_by_trainer:
@@ -273,14 +294,20 @@ def _memory(plan: Plan) -> list[str]:
         lines += _row("in all", f"{gib(memory.peak)} of {gib(memory.available)}")
     if memory.host:
         parts = ", ".join(f"{name} {gib(size)}" for name, size in memory.host.items())
-        there = "" if memory.host_available is None else f" of {gib(memory.host_available)}"
+        if memory.host_available is None:
+            there = ""
+        else:
+            there = f" of {gib(memory.host_available)}"
         lines += _row(
             "host", f"{gib(sum(memory.host.values()))}{there} of the machine's own memory ({parts})"
         )
     disk = plan.disk
     each = f"checkpoint {gib(disk['checkpoint'])}, state {gib(disk['state'])} an iteration"
     if plan.with_server:
-        free = f" of {gib(disk['free'])} free" if "free" in disk else ""
+        if "free" in disk:
+            free = f" of {gib(disk['free'])} free"
+        else:
+            free = ""
         each = f"up to {gib(disk['most'])}{free}; {each}"
     return lines + _row("disk", each)
 
@@ -307,7 +334,10 @@ def _time(plan: Plan) -> list[str]:
         together = (
             sum(phase.seconds for phase in seconds.phases.values()) > seconds.iteration * 1.001
         )
-        how = "   some of them at the same time" if together else ""
+        if together:
+            how = "   some of them at the same time"
+        else:
+            how = ""
         return [*lines, f"  {'an iteration':{_LABEL}}{_clock(seconds.iteration)}{how}"]
     return [
         f"  {'train':{_LABEL}}{_clock(seconds.phases['train'].seconds)}   "

@@ -145,7 +145,10 @@ def make_plan(
     else:
         lengths = _lengths(config, assumptions, decoder, tasks, run, rows, tokenizer)
         measured = measured_in_run(rows)
-    others = _differences(config, run, gpu) if measured and probed is None else []
+    if measured and probed is None:
+        others = _differences(config, run, gpu)
+    else:
+        others = []
     if others:
         measured = {}
         if "model" in others:
@@ -313,7 +316,9 @@ def read_model_config(model: str) -> dict[str, Any]:
             f"{path} holds a {type(values).__name__}; a model's config.json holds an object"
         )
     dtype = stored_dtype(path.parent)
-    return values if dtype is None else values | {"dtype": dtype}
+    if dtype is None:
+        return values
+    return values | {"dtype": dtype}
 
 
 def config_file(model: str) -> Path:
@@ -352,7 +357,9 @@ def context_of(model: str) -> int | None:
     Raises ModelFolderError."""
     config = model_settings(read_model_config(str(ready_model(model) or model)))
     longest = config.get("max_position_embeddings")
-    return longest if isinstance(longest, int) else None
+    if isinstance(longest, int):
+        return longest
+    return None
 
 
 def published_config(model: str) -> dict[str, Any] | None:
@@ -408,7 +415,10 @@ def _differences(config: TrainConfig, run: Path | None, gpu: str | None) -> list
     """Return what differs between a plan and the run whose seconds were measured, of what seconds
     depend on.
     """
-    before = RunFolder(run).config() if run is not None else {}
+    if run is not None:
+        before = RunFolder(run).config()
+    else:
+        before = {}
     if not before:
         return []
     before["model"] = str(ready_model(str(before.get("model"))) or before.get("model"))
@@ -425,7 +435,10 @@ def _gpus(machine: Machine, config: TrainConfig) -> list[float]:
     each = gpus_of_a_server(config.server)
     serving = config.servers_here * each
     training = config.processes_here
-    asked = serving + training if config.placement == "split" else max(serving, training)
+    if config.placement == "split":
+        asked = serving + training
+    else:
+        asked = max(serving, training)
     return [machine.memory] * (machine.gpus if machine.gpus > 1 else asked)
 
 
@@ -499,4 +512,6 @@ def _disk(
     free = free_bytes(config.run or ".") if here else None
     needs = needs_after(config, 0, [0, 0], (each["checkpoint"], each["state"]), others, free)
     disk = {**each, "logs": config.iterations * others, "most": needs.whole}
-    return disk if free is None else disk | {"free": float(free)}
+    if free is None:
+        return disk
+    return disk | {"free": float(free)}

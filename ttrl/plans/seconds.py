@@ -116,7 +116,10 @@ def rough_seconds(
     """Estimate the seconds of each phase, and of "server start" and "trainer start". disk_bytes: of
     an iteration's checkpoint and state. adapter_numbers: of a token, see `ttrl.costs.flops`."""
     speed = machine.matmul * config.processes * _TRAINING_SHARE[machine.cuda]
-    again = 4 / 3 if recipe.activation_checkpointing and recipe.checkpoint_every == 1 else 1.0
+    if recipe.activation_checkpointing and recipe.checkpoint_every == 1:
+        again = 4 / 3
+    else:
+        again = 1.0
     if recipe.activation_offloading:
         again /= _OFFLOADING_SPEED
     saved = disk_bytes / _DISK
@@ -156,7 +159,10 @@ def rough_seconds(
     # A checkpoint has a third of all bytes.
     sync = _FIXED["sync"] + (memory.held_out or disk_bytes / 3) / _SYNCED[machine.cuda]
     on_gpu = memory.server_parts.get("weights", 0.0)
-    weights = on_gpu * int(argument(config, "tensor_parallel_size", 1)) if machine.cuda else 0.0
+    if machine.cuda:
+        weights = on_gpu * int(argument(config, "tensor_parallel_size", 1))
+    else:
+        weights = 0.0
     sync += 2 * on_gpu / _PARKED if memory.host.get(SLEEPING) else 0.0
     # They are read from files once; what starts after that finds them in the machine's memory.
     start = {name: seconds + weights / _DISK for name, seconds in _START[machine.cuda].items()}
@@ -198,11 +204,10 @@ def _sampling(
     sequences = max(1, min(memory.sequences, -(-samples // servers)))
     weights = memory.server_parts.get("weights", 0.0)
     length = work.prompt_mean + work.completion_mean / 2
-    cache_of_token = (
-        memory.server_parts.get("cache", 0.0) / memory.cache_tokens
-        if machine.cuda and memory.cache_tokens
-        else 0.0
-    )
+    if machine.cuda and memory.cache_tokens:
+        cache_of_token = memory.server_parts.get("cache", 0.0) / memory.cache_tokens
+    else:
+        cache_of_token = 0.0
     fixed = _SECONDS_OF_STEP[machine.cuda] + weights / (machine.bandwidth * _BANDWIDTH_SHARE)
     full_step = fixed + sequences * length * cache_of_token / (machine.bandwidth * _BANDWIDTH_SHARE)
     all_tokens = tokens / sequences * full_step + flops / (

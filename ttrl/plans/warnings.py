@@ -56,7 +56,10 @@ def warnings_of(
 
 def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> list[str]:
     found = []
-    where = "of the GPU" if machine.cuda else "of this machine"
+    if machine.cuda:
+        where = "of the GPU"
+    else:
+        where = "of this machine"
     if memory.peak > memory.available:
         trainer = memory.trainer + memory.left_by_server
         server = memory.server + memory.left_by_trainer
@@ -108,11 +111,10 @@ def _memory(memory: PlannedMemory, config: TrainConfig, machine: Machine) -> lis
             "adamw_8bit need less, placement: split parks nothing"
         )
     if memory.server_parts and memory.server_parts.get("weights", 0.0) > memory.available:
-        way = (
-            "use more GPUs (server: tensor_parallel_size)"
-            if machine.cuda
-            else "take a smaller model, or dtype: bf16"
-        )
+        if machine.cuda:
+            way = "use more GPUs (server: tensor_parallel_size)"
+        else:
+            way = "take a smaller model, or dtype: bf16"
         found.append(f"the server cannot even hold the weights; {way}")
     return found
 

@@ -71,11 +71,15 @@ class Changes:
 
     @property
     def changed_share(self) -> float | None:
-        return self.changed / self.compared if self.compared else None
+        if self.compared:
+            return self.changed / self.compared
+        return None
 
     @property
     def flipped_share(self) -> float | None:
-        return self.pairs_flipped / self.pairs_ordered if self.pairs_ordered else None
+        if self.pairs_ordered:
+            return self.pairs_flipped / self.pairs_ordered
+        return None
 
 
 class RewardComparison:
@@ -263,7 +267,9 @@ def _correlation(before: Sequence[float], after: Sequence[float]) -> float | Non
         return None
     with np.errstate(all="ignore"):
         found = float(np.corrcoef(before, after)[0, 1])
-    return found if math.isfinite(found) else None
+    if math.isfinite(found):
+        return found
+    return None
 
 
 def _last_text(messages: Iterable[Any]) -> str:

@@ -74,11 +74,10 @@ class Regrader:
             ]
         self.only_evaluates = only_evaluates(*sources)
         """Why no policy may be trained on its grades; "" where one may."""
-        self.name = (
-            given.rpartition(":")[2].split(".")[-1]
-            if isinstance(given, str)
-            else getattr(found, "__name__", "grader")
-        )
+        if isinstance(given, str):
+            self.name = given.rpartition(":")[2].split(".")[-1]
+        else:
+            self.name = getattr(found, "__name__", "grader")
         self._paths = _source_files(sources if module is None else [module, *sources])
 
     @property
@@ -136,11 +135,15 @@ def _shown(given: Any) -> str:
         return f"a list of {len(given)} tasks"
     module = getattr(given, "__module__", None)
     name = getattr(given, "__qualname__", type(given).__name__)
-    return f"{module}:{name}" if module else name
+    if module:
+        return f"{module}:{name}"
+    return name
 
 
 def _relative(path: Path) -> str:
-    return path.relative_to(Path.cwd()).as_posix() if path.is_relative_to(Path.cwd()) else str(path)
+    if path.is_relative_to(Path.cwd()):
+        return path.relative_to(Path.cwd()).as_posix()
+    return str(path)
 
 
 def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "choices"]:
@@ -172,11 +175,9 @@ def _arguments(grader: Any, shown: str) -> Literal["choice", "choice, sample", "
         )
     if names[:1] == ["choices"] and accepts(1):
         return "choices"
-    return (
-        "choice, sample"
-        if accepts(2) and (not accepts(1) or names[1:2] == ["sample"])
-        else "choice"
-    )
+    if accepts(2) and (not accepts(1) or names[1:2] == ["sample"]):
+        return "choice, sample"
+    return "choice"
 
 
 def _source_files(objects: Iterable[Any]) -> list[Path]:
@@ -187,7 +188,8 @@ def _source_files(objects: Iterable[Any]) -> list[Path]:
     seen: set[int] = set()
     for one in objects:
         code = one if inspect.ismodule(one) or inspect.isroutine(one) else type(one)
-        code = inspect.unwrap(code) if callable(code) else code
+        if callable(code):
+            code = inspect.unwrap(code)
         if id(code) in seen:
             continue
         seen.add(id(code))

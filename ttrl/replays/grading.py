@@ -126,11 +126,10 @@ def _with_task(
     shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if names[3:] else "")
     if any(regrader.knows_id(name) for name in names):
         shown += " (for some there is a task of that id, but with other messages)"
-    count = (
-        f"1 task of iteration {number} is"
-        if len(names) == 1
-        else f"{len(names)} tasks of iteration {number} are"
-    )
+    if len(names) == 1:
+        count = f"1 task of iteration {number} is"
+    else:
+        count = f"{len(names)} tasks of iteration {number} are"
     raise TaskError(
         f"{count} not among those of {regrader.reference}: {shown}; give the tasks that the run "
         "was sampled with, or leave their "

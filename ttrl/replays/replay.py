@@ -143,10 +143,16 @@ def replay(
                 if again or not regrader.by_name or not _is_graded(folder, original, number)
             ]
             if done := len(numbers) - len(todo):
-                what = f"{done} of {len(numbers)} iterations" if todo else "all iterations"
+                if todo:
+                    what = f"{done} of {len(numbers)} iterations"
+                else:
+                    what = "all iterations"
                 console.line(f"{folder.path}: {what} graded before; --again grades anew")
             if todo:
-                count = "1 iteration" if len(todo) == 1 else f"{len(todo)} iterations"
+                if len(todo) == 1:
+                    count = "1 iteration"
+                else:
+                    count = f"{len(todo)} iterations"
                 console.line(f"Grading {count} of {original.path} again with {regrader.reference}")
                 # First of all, so that no grade is without its grader.
                 write_json(folder.path / FILE_NAME, before | written)
@@ -180,7 +186,10 @@ def replay(
         console.line(
             changes_text(compared, max(80, min(100, shutil.get_terminal_size((100, 24)).columns)))
         )
-        checkpoint = None if training is None else training.train(console)
+        if training is None:
+            checkpoint = None
+        else:
+            checkpoint = training.train(console)
     console.line(f"replay: {folder.path}")
     if checkpoint is not None:
         console.line(f"checkpoint: {checkpoint}")
@@ -211,15 +220,17 @@ def _chosen(original: RunFolder, iterations: str | Iterable[int] | None) -> list
         )
     if iterations is None:
         return there
-    wanted = _parsed(iterations) if isinstance(iterations, str) else sorted(set(iterations))
+    if isinstance(iterations, str):
+        wanted = _parsed(iterations)
+    else:
+        wanted = sorted(set(iterations))
     missing = [number for number in wanted if number not in there]
     if missing or not wanted:
         shown = ", ".join(map(str, missing[:8])) + (", …" if missing[8:] else "") or "none"
-        have = (
-            f"{there[0]} to {there[-1]}"
-            if len(there) == there[-1] - there[0] + 1
-            else ", ".join(map(str, there))
-        )
+        if len(there) == there[-1] - there[0] + 1:
+            have = f"{there[0]} to {there[-1]}"
+        else:
+            have = ", ".join(map(str, there))
         raise UserError(f"iterations {shown} have no rollouts in {original.path}; there are {have}")
     return wanted
 
@@ -241,7 +252,10 @@ def _name(regrader: Regrader) -> str:
 
 
 def _check_output(path: Path) -> None:
-    there = {entry.name for entry in path.iterdir()} - LOCK_FILES if path.is_dir() else set()
+    if path.is_dir():
+        there = {entry.name for entry in path.iterdir()} - LOCK_FILES
+    else:
+        there = set()
     if path.is_file() or (there and FILE_NAME not in there):
         raise RunFolderError(f"{path} is there already and is not a replay; give another --output")
 

@@ -34,7 +34,10 @@ def changes_text(compared: ReplayComparison, width: int) -> str:
             sentence, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
     if tasks:
-        shown = "" if len(tasks) <= TASKS_SHOWN else f", {TASKS_SHOWN} of {len(tasks)}"
+        if len(tasks) <= TASKS_SHOWN:
+            shown = ""
+        else:
+            shown = f", {TASKS_SHOWN} of {len(tasks)}"
         parts.append(f"Tasks whose rewards changed the most{shown}:")
         parts += [line for task in tasks[:TASKS_SHOWN] for line in _task(task, width)]
     return "\n".join(parts)
@@ -91,7 +94,9 @@ def _number(value: float | None) -> str:
     decimals = next(
         (n for n, limit in ((3, 9.9995), (2, 99.995), (1, 999.95)) if abs(value) < limit), None
     )
-    return f"{value:.4g}" if decimals is None else f"{value:.{decimals}f}"
+    if decimals is None:
+        return f"{value:.4g}"
+    return f"{value:.{decimals}f}"
 
 
 def _sentences(compared: ReplayComparison, width: int) -> list[str]:
@@ -137,7 +142,10 @@ def _sentences(compared: ReplayComparison, width: int) -> list[str]:
 
 
 def _task(task: TaskChange, width: int) -> list[str]:
-    of = f"{task.changed} of {task.rollouts} changed" if task.rollouts > 1 else "1 rollout"
+    if task.rollouts > 1:
+        of = f"{task.changed} of {task.rollouts} changed"
+    else:
+        of = "1 rollout"
     numbers = f"{_number(task.mean_before)} → {_number(task.mean_after)}, {of}"
     name = one_line(task.task_id, max(10, width - len(numbers) - 6))
     lines = [f"  {name}{' ' * max(2, width - 2 - disp_len(name) - len(numbers))}{numbers}"]

@@ -76,7 +76,9 @@ class ReplayTraining(RunFolder):
         """
         if self._from_checkpoints:
             return number
-        return None if self.policy_version(number) else self._numbers[0] - 1
+        if self.policy_version(number):
+            return None
+        return self._numbers[0] - 1
 
     def checkpoint(self, number: int) -> Path:
         """Return what iteration `number` + 1 starts from: our own newest policy, or the original
@@ -85,16 +87,16 @@ class ReplayTraining(RunFolder):
         if (policy := self._original_policy(number)) is None:
             return super().checkpoint(number)
         # The folder of iteration 0 is links, which are removed in time like any checkpoint.
-        return (
-            self._original.checkpoint(policy)
-            if self._original.policy_version(policy)
-            else self._start
-        )
+        if self._original.policy_version(policy):
+            return self._original.checkpoint(policy)
+        return self._start
 
     def state(self, number: int) -> Path | None:
         """Return the optimizer state that belongs to `checkpoint(number)`."""
         policy = self._original_policy(number)
-        return super().state(number) if policy is None else self._original.state(policy)
+        if policy is None:
+            return super().state(number)
+        return self._original.state(policy)
 
     def sampler(self, sampled_by: int, number: int) -> int | None:
         """Return None: the rollouts are of the original's policies, and nothing here is judged by
@@ -109,7 +111,10 @@ class ReplayTraining(RunFolder):
         Raises RunFolderError where the folder holds a training of another kind, which this one
         cannot continue.
         """
-        start = "checkpoints" if self._from_checkpoints else "chain"
+        if self._from_checkpoints:
+            start = "checkpoints"
+        else:
+            start = "chain"
         old = before["iterations"] if before else []
         differs = start == "chain" and any(
             one != other for one, other in zip(old, self._numbers, strict=False)
@@ -155,7 +160,9 @@ class ReplayTraining(RunFolder):
         if newest is None:
             return None
         write_report(self.path)
-        return newest if newest.exists() else None
+        if newest.exists():
+            return newest
+        return None
 
     def _line(self, row: Mapping[str, Any]) -> str:
         number = row["iteration"]

@@ -92,12 +92,17 @@ class _Axes:
         return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        height = math.log10(max(value, 1e-300)) if self.log else value
+        if self.log:
+            height = math.log10(max(value, 1e-300))
+        else:
+            height = value
         share = (height - self.y_low) / (self.y_high - self.y_low)
         return HEIGHT - BOTTOM - min(max(share, 0.0), 1.0) * (HEIGHT - TOP - BOTTOM)
 
     def label(self, value: float) -> str:
-        return f"{compact(value * 100)}%" if self.percent else compact(value)
+        if self.percent:
+            return f"{compact(value * 100)}%"
+        return compact(value)
 
     def draw(self, together: int = 1, axis: str = "iteration") -> str:
         """Draw grid lines with labels, iteration numbers (or what `axis` says) below. together:
@@ -124,7 +129,10 @@ class _Axes:
                     f'text-anchor="middle">{label}</text>'
                 )
         middle = (LEFT + WIDTH - RIGHT) / 2
-        name = axis if together == 1 else f"{axis} (points: means of {together})"
+        if together == 1:
+            name = axis
+        else:
+            name = f"{axis} (points: means of {together})"
         parts.append(
             f'<text x="{middle}" y="{HEIGHT - 4}" text-anchor="middle" class="axis">{name}</text>'
         )
@@ -203,7 +211,10 @@ def line_chart(
         parts.append(f'<polyline class="line s{one.color}{dashed}" points="{path}"/>')
         radius = 3.2 if len(points) <= 40 else 1.6
         for a, b in points if together == 1 else points[-1:]:  # of means, only where it ends
-            place = f"iteration {a:.0f}" if axis == "iteration" else f"{si_spaced(a)}{axis}"
+            if axis == "iteration":
+                place = f"iteration {a:.0f}"
+            else:
+                place = f"{si_spaced(a)}{axis}"
             tip = f"{one.name}, {place}: {axes.label(b)}"
             parts.append(
                 f'<circle class="f{one.color}" cx="{axes.x(a):.1f}" cy="{axes.y(b):.1f}" '
@@ -297,7 +308,10 @@ def stacked_bars(
     highest = max((sum(means) for _, _, means in bars), default=0.0)
     if highest <= 0:
         return None
-    step = (bars[-1][0] - bars[0][0]) / (len(bars) - 1) if len(bars) > 1 else 1.0
+    if len(bars) > 1:
+        step = (bars[-1][0] - bars[0][0]) / (len(bars) - 1)
+    else:
+        step = 1.0
     top = 1.0 if percent and highest <= 1 else highest
     axes = _Axes(
         (bars[0][0] - step / 2, bars[-1][0] + step / 2), (0.0, top), log=False, percent=percent
@@ -306,13 +320,19 @@ def stacked_bars(
     parts = [axes.draw()]
     for first, last, means in bars:
         base = 0.0
-        which = f"iteration {first:g}" if first == last else f"iterations {first:g} to {last:g}"
+        if first == last:
+            which = f"iteration {first:g}"
+        else:
+            which = f"iterations {first:g} to {last:g}"
         for one, mean in zip(series, means, strict=True):
             if mean <= 0:
                 continue
             y = axes.y(base + mean)
             bottom = axes.y(base)
-            amount = f"{compact(mean * 100)}%" if percent else f"{compact(mean)}{unit}"
+            if percent:
+                amount = f"{compact(mean * 100)}%"
+            else:
+                amount = f"{compact(mean)}{unit}"
             parts.append(
                 f'<rect class="f{one.color}" x="{axes.x(first) - width / 2:.1f}" y="{y:.1f}" '
                 f'width="{width:.1f}" height="{max(bottom - y, 0.3):.1f}">'

@@ -137,12 +137,14 @@ class RunComparison:
 
     def matched(self) -> str:
         """Say where the arms are compared."""
-        how_many = (
-            duration(self.reached)
-            if self.by == "seconds"
-            else f"{si_spaced(self.reached)}{UNITS[self.by]}"
-        )
-        where = f"iteration {self.reached:g}" if self.by == "iteration" else how_many
+        if self.by == "seconds":
+            how_many = duration(self.reached)
+        else:
+            how_many = f"{si_spaced(self.reached)}{UNITS[self.by]}"
+        if self.by == "iteration":
+            where = f"iteration {self.reached:g}"
+        else:
+            where = how_many
         if self.apart is None:
             return (
                 f"compared at {where}, as far as all runs went, on {self.num_tasks} held-out "
@@ -229,18 +231,15 @@ class RunComparison:
         series = [
             Series(name, [dict(line).get(x) for x in xs], color) for name, color, line in lines
         ]
-        chart = (
-            line_chart(f"held-out {self.metric}", xs, series, axis=UNITS[by])
-            if len(xs) > 1
-            else None
-        )
+        if len(xs) > 1:
+            chart = line_chart(f"held-out {self.metric}", xs, series, axis=UNITS[by])
+        else:
+            chart = None
         keys = [(f"f{place % 6 + 1}", arm.name) for place, arm in enumerate(self.arms)]
         title = f"Held-out {self.metric} over {UNITS[by]}"
-        return (
-            None
-            if chart is None
-            else Figure(title, "A colour is an arm, a line a seed.", chart, keys)
-        )
+        if chart is None:
+            return None
+        return Figure(title, "A colour is an arm, a line a seed.", chart, keys)
 
 
 def compare_runs(
@@ -350,7 +349,9 @@ def _name(folders: Sequence[Path]) -> str:
     """Name an arm: its folders, of those of a sweep what they share."""
     names = [folder.absolute().name for folder in folders]
     shared = {name.rpartition(",seed=")[0] for name in names}
-    return min(shared) if len(shared) == 1 and all(shared) else ", ".join(names)
+    if len(shared) == 1 and all(shared):
+        return min(shared)
+    return ", ".join(names)
 
 
 def _ruled_out(difference: Difference) -> str:
@@ -410,11 +411,10 @@ def _point(run: RunData, by: By, reached: float, name: str) -> Point:
     scores: Scores = defaultdict(list)
     iteration = run.iterations[place]
     for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):
-        value = (
-            row.get("reward")
-            if name == "validation_reward"
-            else (row.get("metrics") or {}).get(name)
-        )
+        if name == "validation_reward":
+            value = row.get("reward")
+        else:
+            value = (row.get("metrics") or {}).get(name)
         if value is not None and row.get("reward") is not None:
             scores[json.dumps([row["task_id"], row["messages"]], sort_keys=True)].append(
                 float(value)
@@ -464,9 +464,11 @@ def _of(point: Point, shared: set[str]) -> list[list[float]]:
 
 
 def _shown(value: Any) -> str:
-    return (
-        "not set" if value is None else json.dumps(value) if not isinstance(value, str) else value
-    )
+    if value is None:
+        return "not set"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return value
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -116,7 +116,9 @@ class ShownAnswer:
 
     @property
     def reward(self) -> str:
-        return compact(self.sample.reward) if isinstance(self.sample.reward, int | float) else ""
+        if isinstance(self.sample.reward, int | float):
+            return compact(self.sample.reward)
+        return ""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,10 @@ def held_out_pages(run: RunData) -> list[Page]:
         return []
     first = checked[0]
     last = checked[-1]
-    start = "starting model" if first == 0 else f"iteration {first}"
+    if first == 0:
+        start = "starting model"
+    else:
+        start = f"iteration {first}"
     end = f"iteration {last}"
     files = [run.iteration_folder(number) / "validation.jsonl" for number in (first, last)]
     return [

@@ -49,7 +49,10 @@ def _lines(
     chart = line_chart(title, run.iterations, known, **options)
     if chart is None:
         return []
-    keys = [(f"f{one.color}", one.name) for one in known] if len(known) > 1 or band else []
+    if len(known) > 1 or band:
+        keys = [(f"f{one.color}", one.name) for one in known]
+    else:
+        keys = []
     return [
         Figure(title, caption, chart, [*keys, (f"band f{known[0].color}", band)] if band else keys)
     ]
@@ -68,8 +71,14 @@ def _bars(
     if bars is None:
         return []
     chart, together = bars
-    means = f" Each bar is the mean of {together} iterations." if together > 1 else ""
-    keys = [(f"f{one.color}", one.name) for one in known] if len(known) > 1 else []
+    if together > 1:
+        means = f" Each bar is the mean of {together} iterations."
+    else:
+        means = ""
+    if len(known) > 1:
+        keys = [(f"f{one.color}", one.name) for one in known]
+    else:
+        keys = []
     return [Figure(title, caption + means, chart, keys)]
 
 
@@ -92,7 +101,10 @@ def learning(run: RunData) -> list[Figure]:
         intervals = [interval(row, metric.path) for row in run.rows]
         low, high = ([one[side] if one else None for one in intervals] for side in (0, 1))
         has_band = any(one is not None for one in intervals)
-        band = f"95% interval of {metric.label}" if has_band else ""
+        if has_band:
+            band = f"95% interval of {metric.label}"
+        else:
+            band = ""
         color = 2 if metric.path == "validation_reward" else 1
         held_out.append(
             Series(
@@ -113,9 +125,10 @@ def learning(run: RunData) -> list[Figure]:
         Series("reward", run.column("reward"), 2, dashed=True),
     ]
     of_others = "Tasks that are never trained on."
-    caption = (
-        "The very tasks that are trained on (--overfit)." if words.is_overfit(run) else of_others
-    )
+    if words.is_overfit(run):
+        caption = "The very tasks that are trained on (--overfit)."
+    else:
+        caption = of_others
     caption += " Iteration 0 is the starting model."
     if how := held_out_sampling(run):
         caption += f" Sampled: {how}."
@@ -127,7 +140,10 @@ def learning(run: RunData) -> list[Figure]:
     if some := run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None:
         before += f" Not every sample has {name}: the mean is over those that do"
         before += f", {some} in the newest iteration."
-    title = "Trained tasks, asked again" if words.is_overfit(run) else "Held out"
+    if words.is_overfit(run):
+        title = "Trained tasks, asked again"
+    else:
+        title = "Held out"
     return [
         *_lines(run, title, caption, held_out, band, **options),
         *_lines(run, "Training", before, training, **options),
@@ -472,7 +488,10 @@ def every_metric(run: RunData) -> list[tuple[str, Markup, list[str]]]:
 def _kl_of(run: RunData) -> str:
     training = run.config.get("training") or {}
     kind = training.get("kl_estimator", "k3")
-    how = "Over the whole vocabulary" if kind == "full" else f"{kind} estimate"
+    if kind == "full":
+        how = "Over the whole vocabulary"
+    else:
+        how = f"{kind} estimate"
     return f"{how}, weighted as in the loss" + (
         "; of some rows alone (watch_kl)." if training.get("watch_kl") else "."
     )

@@ -42,9 +42,10 @@ class PlanOutcome:
         return not self.planned or abs(self.real / self.planned - 1) <= NEAR
 
     def cells(self) -> list[str]:
-        ratio = (
-            f"{self.real / self.planned:.2f}{'' if self.is_near else ' *'}" if self.planned else ""
-        )
+        if self.planned:
+            ratio = f"{self.real / self.planned:.2f}{'' if self.is_near else ' *'}"
+        else:
+            ratio = ""
         return [self.name, self.write(self.planned), self.write(self.real), ratio, self.source]
 
 
@@ -81,10 +82,14 @@ def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list
         return [known for row in rows if (known := number(row, path)) is not None]
 
     def mean(path: str) -> float | None:
-        return sum(found) / len(found) if (found := values(path)) else None
+        if found := values(path):
+            return sum(found) / len(found)
+        return None
 
     def both(one: str, other: str) -> float | None:
-        return None if (first := mean(one)) is None else first + (mean(other) or 0.0)
+        if (first := mean(one)) is None:
+            return None
+        return first + (mean(other) or 0.0)
 
     work = plan["work"]
     phases = plan["seconds"]["phases"]
@@ -164,4 +169,6 @@ def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list
 
 
 def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value < 120 else duration(value)
+    if value < 120:
+        return f"{value:.2f} s"
+    return duration(value)

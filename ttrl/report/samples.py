@@ -125,7 +125,10 @@ class TokenTable:
             self._samples.setdefault((sample.task_id, sample.sample), []).append(place)
         with contextlib.suppress(TtrlError, OSError):
             trainer = read_tensor(folder / TRAINER_FILE, "logprobs")
-            self._trainer = trainer if trainer.shape == self._tensors["labels"].shape else None
+            if trainer.shape == self._tensors["labels"].shape:
+                self._trainer = trainer
+            else:
+                self._trainer = None
 
     def spans(self, sample: Sample) -> Shown[TokenSpan] | None:
         """Return the answer as coloured tokens; None where text says as much: no tokenizer, no ids,
@@ -175,11 +178,10 @@ class TokenTable:
             )
             names = ("labels", "logprobs", "advantages", "weights_version")
             columns = [self._tensors[name][row][places].tolist() for name in names]
-            trainer = (
-                self._trainer[row][places].tolist()
-                if self._trainer is not None
-                else [math.nan] * len(places)
-            )
+            if self._trainer is not None:
+                trainer = self._trainer[row][places].tolist()
+            else:
+                trainer = [math.nan] * len(places)
             found += [
                 TokenFacts(token, _number(sampler), _number(own), advantage, version)
                 for (token, sampler, advantage, version), own in zip(
@@ -190,7 +192,9 @@ class TokenTable:
 
 
 def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(value)
+    return None
 
 
 _MOST_BYTES = 256_000_000  # of a file that is looked at
@@ -201,11 +205,9 @@ def spread(count: int, most: int) -> list[int]:
     """Choose `most` of `count` places at even distances, the first one included: by place, never by
     how good they look.
     """
-    return (
-        [index * count // most for index in range(min(count, most))]
-        if count > most
-        else list(range(count))
-    )
+    if count > most:
+        return [index * count // most for index in range(min(count, most))]
+    return list(range(count))
 
 
 def sample_lines(path: Path) -> Sequence[bytes]:
@@ -298,6 +300,8 @@ def examples(path: Path, kind: Examples, stamp: tuple[int, int], most: int = 2) 
 def _reward(line: bytes) -> float | None:
     match = _REWARD.search(line)
     try:
-        return float(match[1]) if match else None
+        if match:
+            return float(match[1])
+        return None
     except ValueError:  # null
         return None

@@ -36,7 +36,10 @@ class PackView:
         """
         from ttrl.data.pictures.page import packed_rows_html
 
-        path = self.path.with_suffix(".html") if path is None else Path(path)
+        if path is None:
+            path = self.path.with_suffix(".html")
+        else:
+            path = Path(path)
         write_text(path, packed_rows_html(self.packed, self.rows, self.token_text, self.title))
         return path
 
@@ -97,11 +100,10 @@ def open_pack(
         path, iteration = _find(run, iteration)
         title = f"{run.absolute().name}, iteration {iteration}"
     packed = PackedTensors.load(path)
-    chosen = (
-        list(range(min(FIRST_ROWS, packed.num_rows)))
-        if rows is None
-        else _numbers(rows, packed.num_rows)
-    )
+    if rows is None:
+        chosen = list(range(min(FIRST_ROWS, packed.num_rows)))
+    else:
+        chosen = _numbers(rows, packed.num_rows)
     token_text: Callable[[int], str] | None = None
     if tokenizer is not None:
         token_text = folder_token_text(Path(tokenizer))
@@ -119,7 +121,10 @@ def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
         if path.name.isdecimal() and path.is_dir()
     )
     packs = [number for number in there if (data.iteration_folder(number) / FILE_NAME).is_file()]
-    has = f"packs: {spans(packs)}" if packs else "no iteration of it has a pack so far"
+    if packs:
+        has = f"packs: {spans(packs)}"
+    else:
+        has = "no iteration of it has a pack so far"
     if iteration is None:
         if not packs:
             raise RunFolderError(
@@ -131,11 +136,10 @@ def _find(run: Path, iteration: int | None) -> tuple[Path, int]:
             f"{run} has no iteration {iteration}; iterations: {spans(there) or 'none'}; {has}"
         )
     elif iteration not in packs:
-        why = (
-            "it is the model before training"
-            if iteration == 0
-            else "not packed yet, or none of its groups had a signal"
-        )
+        if iteration == 0:
+            why = "it is the model before training"
+        else:
+            why = "not packed yet, or none of its groups had a signal"
         raise RunFolderError(f"{run}: iteration {iteration} has no {FILE_NAME} ({why}); {has}")
     return data.iteration_folder(iteration) / FILE_NAME, iteration
 
@@ -153,7 +157,10 @@ def _numbers(text: str, count: int) -> list[int]:
         first = int(match[1])
         last = int(match[2] or match[1])
         if last < first or last >= count:
-            rows = f"rows 0 to {count - 1}" if count > 1 else "row 0 alone"
+            if count > 1:
+                rows = f"rows 0 to {count - 1}"
+            else:
+                rows = "row 0 alone"
             raise UserError(f"--rows {text}: {part.strip()} is not there; this pack has {rows}")
         numbers += range(first, last + 1)
     return list(dict.fromkeys(numbers))

@@ -31,11 +31,15 @@ from ttrl.text import compact, duration, flat, percent, si_spaced
 def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """Return the first and the last row that have a value; None when there are not two."""
     rows = [row for row in run.rows if number(row, path) is not None]
-    return (rows[0], rows[-1]) if len(rows) > 1 else None
+    if len(rows) > 1:
+        return (rows[0], rows[-1])
+    return None
 
 
 def _value(value: float, is_share: bool) -> str:
-    return percent(value) if is_share else compact(value)
+    if is_share:
+        return percent(value)
+    return compact(value)
 
 
 def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
@@ -50,7 +54,9 @@ def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
             return "did not change beyond the noise: it went"
     if end == start:
         return "stayed the same, going"
-    return "rose" if end > start else "fell"
+    if end > start:
+        return "rose"
+    return "fell"
 
 
 def summary(run: RunData) -> str:
@@ -82,9 +88,10 @@ def summary(run: RunData) -> str:
     start = number(first, path) or 0.0
     end = number(last, path) or 0.0
     span = interval(last, path)
-    more = (
-        [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"] if span else []
-    )
+    if span:
+        more = [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"]
+    else:
+        more = []
     more += [how] if how else []
     bounds = f" ({'; '.join(more)})" if more else ""
     return (
@@ -106,15 +113,15 @@ def _other_shares(run: RunData, ends: tuple[dict[str, Any], dict[str, Any]]) -> 
         before, after = (number(row, path) for row in ends)
         if before is not None and after is not None and all(0 <= value <= 1 for value in values):
             found.append(f"{path.removeprefix('validation.')} {percent(before)} → {percent(after)}")
-    return f" Held out, too: {', '.join(found[:_OTHERS])}." if found else ""
+    if found:
+        return f" Held out, too: {', '.join(found[:_OTHERS])}."
+    return ""
 
 
 def _whose(run: RunData, label: str) -> str:
-    return (
-        f"{label[:1].upper()}{label[1:]} on the trained tasks"
-        if is_overfit(run)
-        else f"Held-out {label}"
-    )
+    if is_overfit(run):
+        return f"{label[:1].upper()}{label[1:]} on the trained tasks"
+    return f"Held-out {label}"
 
 
 def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
@@ -167,7 +174,9 @@ def ratios(run: RunData, part: str, whole: str) -> list[float | None]:
 
 def failed_shares(run: RunData) -> list[float | None]:
     """Return failed samples as a share of all, per row; None throughout where none ever failed."""
-    return ratios(run, "failed", "samples") if any(run.column("failed")) else [None] * len(run.rows)
+    if any(run.column("failed")):
+        return ratios(run, "failed", "samples")
+    return [None] * len(run.rows)
 
 
 def dead_shares(run: RunData) -> list[float | None]:

@@ -272,8 +272,13 @@ def _log_of(settings: SamplingSettings, number: int) -> Path | None:
     """Return a worker's own log of requests: what several machines append to one file of a network
     file system may be lost.
     """
-    path = None if settings.requests_log is None else Path(settings.requests_log)
-    return None if path is None else path.with_name(f"{path.stem}.{number}{path.suffix}")
+    if settings.requests_log is None:
+        path = None
+    else:
+        path = Path(settings.requests_log)
+    if path is None:
+        return None
+    return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
 
 def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:

@@ -70,7 +70,10 @@ class InferenceEarlyStop:
             chunk = ChatCompletionChunk.construct(**chunk)
         stopped = False
         for part in chunk.choices or ():
-            logprobs = part.logprobs.content if part.logprobs is not None else None
+            if part.logprobs is not None:
+                logprobs = part.logprobs.content
+            else:
+                logprobs = None
             if not logprobs:
                 if part.delta is not None and has_text(part.delta):
                     self._count_unknown(1)

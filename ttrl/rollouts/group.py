@@ -195,7 +195,10 @@ class Group:
         place = sample.where
         s = self.s
         sample.cached = cached
-        new = 0 if cached else (answer.completion_tokens or 0) - had
+        if cached:
+            new = 0
+        else:
+            new = (answer.completion_tokens or 0) - had
         self.usage.new_completion += new
         self.usage.completion += answer.completion_tokens or 0
         self.usage.prompt = max(

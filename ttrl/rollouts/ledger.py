@@ -83,11 +83,9 @@ class Ledger:
         """
         logs = self.s.sample_logs
         first = self.job.first
-        return (
-            None
-            if logs is None
-            else LiveAnswers(logs, samples, [first + sample.sample for sample in samples], messages)
-        )
+        if logs is None:
+            return None
+        return LiveAnswers(logs, samples, [first + sample.sample for sample in samples], messages)
 
     async def from_cache(
         self, samples: Sequence[Sample], digest: str | None

@@ -237,18 +237,20 @@ class ContinueAttempt(Attempt):
             )
         going = _Continued(self, transport, place)
         context = await going.tokenizer.context()
-        limits = [request.max_tokens] if request.max_tokens is not None else []
+        if request.max_tokens is not None:
+            limits = [request.max_tokens]
+        else:
+            limits = []
         limits += [context - len(sample.prompt_token_ids)] if context is not None else []
         if not limits and self.max_tokens is None:
             raise UserError(
                 "params: give max_tokens, as the server does not say how long a completion can be"
             )
         had = len(sample.token_ids)
-        limit = (
-            min(limits)
-            if limits
-            else len(sample.prompt_token_ids) + had + (self.max_tokens or 0) + 1
-        )
+        if limits:
+            limit = min(limits)
+        else:
+            limit = len(sample.prompt_token_ids) + had + (self.max_tokens or 0) + 1
         await going.run(
             limit, limit if self.max_tokens is None else min(limit, had + self.max_tokens)
         )
@@ -268,11 +270,10 @@ class _Continued:
         self.ids = list(sample.token_ids or ())
         self.text = sample.text
         # A sample keeps no token strings: people read them in the text, and programs have the ids.
-        self.entries = (
-            [entry("", value) for value in sample.logprobs or ()]
-            if self.request.wants_logprobs
-            else []
-        )
+        if self.request.wants_logprobs:
+            self.entries = [entry("", value) for value in sample.logprobs or ()]
+        else:
+            self.entries = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.last: Piece | None = None
@@ -293,7 +294,10 @@ class _Continued:
             self.finish_reason = "length"
         while self.finish_reason is None and len(self.ids) < stop_at and not self.attempt.is_cut:
             exact = await self._put_text_right()
-            asked = stop_at - len(self.ids) if exact else min(stop_at - len(self.ids), BRIDGE)
+            if exact:
+                asked = stop_at - len(self.ids)
+            else:
+                asked = min(stop_at - len(self.ids), BRIDGE)
             piece = await self._go_on(asked, exact)
             if (
                 self.finish_reason == "length"
@@ -322,9 +326,8 @@ class _Continued:
         had = len(self.ids)
         before = self.text
         self.last = piece
-        self.cached_tokens = (
-            piece.cached_tokens if self.cached_tokens is None else self.cached_tokens
-        )
+        if self.cached_tokens is None:
+            self.cached_tokens = piece.cached_tokens
         self.ids += piece.token_ids
         self.entries += [entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
         self.finish_reason = piece.finish_reason
@@ -355,9 +358,10 @@ class _Continued:
                 max(0, self.parameters["min_tokens"] - len(self.ids)), max_tokens
             )
         if self.parameters.get("seed") is not None:
-            number = (
-                self.attempt.sample.sample if self.attempt.number is None else self.attempt.number
-            )
+            if self.attempt.number is None:
+                number = self.attempt.sample.sample
+            else:
+                number = self.attempt.number
             made_of = f"{self.parameters['seed']}/{number}/{self.prompt}/{self.ids}"
             body["seed"] = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:7], "big")
         return body
@@ -383,11 +387,9 @@ class _Continued:
     def _ids_of_text(self) -> list[int]:
         """Return the ids without the token that ended it, which is no part of the text."""
         by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
-        return (
-            self.ids[:-1]
-            if by_token and not self.parameters.get("include_stop_str_in_output")
-            else self.ids
-        )
+        if by_token and not self.parameters.get("include_stop_str_in_output"):
+            return self.ids[:-1]
+        return self.ids
 
     async def _stop_over_the_border(self, had: int, before: str) -> None:
         """End the completion where a stop string is complete that the server could not see, as a
@@ -463,13 +465,17 @@ def extend(sample: Sample, answer: Answer, weights_version: int) -> None:
     # Text completions bring none.
     sample.prefix_cached = read.prefix_cached
     sample.routed_experts = None
-    sample.finish_reason = "unfinished" if read.finish_reason is None else read.finish_reason
+    if read.finish_reason is None:
+        sample.finish_reason = "unfinished"
+    else:
+        sample.finish_reason = read.finish_reason
     versions = versions + [weights_version] * (len(ids) - had)
     if len(ids) > had:
         sample.weights_version = weights_version
-    sample.token_versions = (
-        versions if any(version != sample.weights_version for version in versions) else None
-    )
+    if any(version != sample.weights_version for version in versions):
+        sample.token_versions = versions
+    else:
+        sample.token_versions = None
 
 
 def _first_stop(text: str, stops: list[str], searched: int) -> tuple[int, int, str] | None:

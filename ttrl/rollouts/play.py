@@ -65,7 +65,9 @@ class _Reply:
         """Prompt and generated tokens."""
         prompt = self.read.prompt_token_ids
         generated = self.read.token_ids
-        return None if prompt is None or generated is None else prompt + generated
+        if prompt is None or generated is None:
+            return None
+        return prompt + generated
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -381,7 +383,9 @@ class Play:
             return None
         body = self.s.cache_body(messages, request)
         same = number == 0 and body == self.s.cache_body(self.ledger.messages)
-        return task if same else request_digest({"task": task, "turn": number}, body)
+        if same:
+            return task
+        return request_digest({"task": task, "turn": number}, body)
 
     async def _answer(
         self, request: ChatRequest, messages: list[dict[str, Any]], number: int
@@ -513,7 +517,11 @@ def _sent_back(choice: Choice) -> dict[str, Any]:
 def _clean(value: Any) -> Any:
     """Replace halves of surrogate pairs, which neither a request nor a file can hold."""
     if isinstance(value, str):
-        return value if value.isascii() else writable(value)
+        if value.isascii():
+            return value
+        return writable(value)
     if isinstance(value, dict):
         return {key: _clean(item) for key, item in value.items()}
-    return [_clean(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_clean(item) for item in value]
+    return value

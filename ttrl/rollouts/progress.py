@@ -39,7 +39,10 @@ class Prices(NamedTuple):
     @classmethod
     def of(cls, value: object) -> "Prices":
         """Read Prices or a pair of numbers (input, output). Raises UserError for anything else."""
-        pair = tuple(value) if isinstance(value, tuple | list) else ()
+        if isinstance(value, tuple | list):
+            pair = tuple(value)
+        else:
+            pair = ()
         if len(pair) != 2 or not all(is_number(price) and price >= 0 for price in pair):
             raise UserError(
                 f"prices is {value!r}; give (input, output), two finite numbers of at least 0: "
@@ -156,12 +159,18 @@ class Progress:
         """
         now = time.monotonic() if now is None else now
         elapsed = now - self._start
-        counted = f"{self._done}/{self._total}" if self._total is not None else f"{self._done}"
+        if self._total is not None:
+            counted = f"{self._done}/{self._total}"
+        else:
+            counted = f"{self._done}"
         clock = _clock(elapsed)
         new = self._done - self._cached
         if self._total is not None and self._done < self._total:
             clock += "<" + (_clock(elapsed / new * (self._total - self._done)) if new else "?")
-        failed = [f"{self._failed} failed"] if self._failed else []
+        if self._failed:
+            failed = [f"{self._failed} failed"]
+        else:
+            failed = []
         parts = [
             *self._reward(),
             *failed,
@@ -193,11 +202,10 @@ class Progress:
     def summary(self) -> str:
         """Return one line for the end: everything, whatever its width."""
         seconds = max(time.monotonic() - self._start, 1e-9)
-        count = (
-            f"{self._done} of {self._total}"
-            if self._total not in (None, self._done)
-            else f"{self._done}"
-        )
+        if self._total not in (None, self._done):
+            count = f"{self._done} of {self._total}"
+        else:
+            count = f"{self._done}"
         parts = [f"{count} samples in {_clock(seconds) if seconds >= 60 else f'{seconds:.1f} s'}"]
         parts += [
             *self._reward(),
@@ -215,7 +223,9 @@ class Progress:
     # Parts
 
     def _reward(self) -> list[str]:
-        return [f"reward {_mean(self._reward_sum, self._graded)}"] if self._graded else []
+        if self._graded:
+            return [f"reward {_mean(self._reward_sum, self._graded)}"]
+        return []
 
     def _other_counts(self) -> list[str]:
         named = ((self._unfinished, "unfinished"), (self._cached, "cached"))
@@ -234,7 +244,9 @@ class Progress:
         ]
 
     def _length(self) -> list[str]:
-        return [f"{self._lengths / self._measured:.0f} tok/sample"] if self._measured else []
+        if self._measured:
+            return [f"{self._lengths / self._measured:.0f} tok/sample"]
+        return []
 
     def _metric_means(self) -> list[str]:
         return [
@@ -318,7 +330,10 @@ def screen() -> Screen | None:
     lines.
     """
     ipython = sys.modules.get("IPython")  # a notebook has loaded it; nobody else is made to
-    shell = ipython.get_ipython() if ipython is not None else None
+    if ipython is not None:
+        shell = ipython.get_ipython()
+    else:
+        shell = None
     if getattr(shell, "kernel", None) is not None:
         return _Notebook(sys.modules["IPython"].display.display)
     if sys.stderr is not None and sys.stderr.isatty():
@@ -329,9 +344,15 @@ def screen() -> Screen | None:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(max(0.0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}"
 
 
 def _mean(total: float, count: float) -> str:
     mean = total / count
-    return f"{mean:.3f}" if abs(mean) < 1000 else si(mean) if mean > 0 else f"{mean:.0f}"
+    if abs(mean) < 1000:
+        return f"{mean:.3f}"
+    if mean > 0:
+        return si(mean)
+    return f"{mean:.0f}"

@@ -96,7 +96,9 @@ class RolloutStats:
     def only_some(self, metric: str) -> str:
         """Return " (12 of 64 samples)" for a metric that some graded samples lack, else ""."""
         count = self.partial_metrics.get(metric)
-        return "" if count is None else f" ({count} of {self.num_graded} samples)"
+        if count is None:
+            return ""
+        return f" ({count} of {self.num_graded} samples)"
 
     def summary(self) -> str:
         """Return one line for the log."""
@@ -109,11 +111,10 @@ class RolloutStats:
             f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()
         ]
         if self.mean_completion_tokens is not None:
-            speed = (
-                f", {si(self.tokens_per_second)} tokens/s"
-                if self.tokens_per_second is not None
-                else ""
-            )
+            if self.tokens_per_second is not None:
+                speed = f", {si(self.tokens_per_second)} tokens/s"
+            else:
+                speed = ""
             parts.append(
                 f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per "
                 f"sample{speed})"
@@ -166,7 +167,10 @@ class TaskResults(Sequence[TaskResult]):
         self._results = list(results)
         self._seconds = seconds
         self._grading_seconds = grading_seconds
-        self._usage = list(usage) if usage is not None else [None] * len(self._results)
+        if usage is not None:
+            self._usage = list(usage)
+        else:
+            self._usage = [None] * len(self._results)
         self._prices = prices
         self._other_failures = dict(other_failures or {})
         self.transformed = transformed
@@ -330,7 +334,10 @@ class TaskResults(Sequence[TaskResult]):
         kinds = {(sample.error or "").split(":", 1)[0] for sample in samples}
         kind: type[TtrlError] = ServerError
         if kinds <= {"GraderError", "RolloutError", "RolloutLimitError"}:
-            kind = GraderError if kinds == {"GraderError"} else RolloutError
+            if kinds == {"GraderError"}:
+                kind = GraderError
+            else:
+                kind = RolloutError
         raise kind(
             f"all {len(samples)} samples of {len(self)} tasks failed, {count} of them with: "
             f"{in_full}"
@@ -346,7 +353,9 @@ def reason(sample: Sample) -> str:
         .split("\n", 1)[0]
         .replace(f"{sample.where}: ", "", 1)
     )
-    return line if len(line) <= 200 else line[:199] + "…"
+    if len(line) <= 200:
+        return line
+    return line[:199] + "…"
 
 
 def is_unfinished(sample: Sample) -> bool:
@@ -364,7 +373,10 @@ def _usage(result: TaskResult) -> TaskUsage:
         for sample in result.samples
         if not sample.turns
     ]
-    sent = prompt if any(count for count, cached in counts if not cached) else 0
+    if any(count for count, cached in counts if not cached):
+        sent = prompt
+    else:
+        sent = 0
     for sample in result.samples:
         lengths: list[int] = []  # of each turn's prompt and reply
         for turn in sample.turns or ():

@@ -154,7 +154,9 @@ def file_name(task_id: str) -> str:
     if clean and clean == task_id and clean == clean.lower():
         return clean
     digest = hashlib.sha256(task_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
-    return f"{clean}-{digest}" if clean else f"task-{digest}"
+    if clean:
+        return f"{clean}-{digest}"
+    return f"task-{digest}"
 
 
 def sample_text(sample: Sample) -> str:
@@ -165,7 +167,10 @@ def sample_text(sample: Sample) -> str:
     if sample.turns is not None:
         return "\n\n".join(part.rstrip("\n") for part in parts + _turns(sample)) + "\n"
     parts += _messages(sample.messages)
-    end = f" ({sample.finish_reason})" if sample.finish_reason else ""
+    if sample.finish_reason:
+        end = f" ({sample.finish_reason})"
+    else:
+        end = ""
     parts.append(f"{_title('answer' + end)}\n{sample.text}")
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
@@ -246,12 +251,17 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _role(message: Mapping[str, Any]) -> str:
     name = message.get("name") or message.get("tool_call_id")
-    return f"{message.get('role', '?')} {name}" if name else str(message.get("role", "?"))
+    if name:
+        return f"{message.get('role', '?')} {name}"
+    return str(message.get("role", "?"))
 
 
 def _message(message: Mapping[str, Any]) -> str:
     content = message.get("content")
-    blocks = [content] if isinstance(content, str) else [_part(part) for part in content or ()]
+    if isinstance(content, str):
+        blocks = [content]
+    else:
+        blocks = [_part(part) for part in content or ()]
     blocks += [_tool_call(call) for call in message.get("tool_calls") or ()]
     return "\n".join(block for block in blocks if block) or "(empty)"
 
@@ -266,7 +276,10 @@ def _part(part: Any) -> str:
         return text
     kind = str(part.get("type", "part"))
     inner = part.get(kind)
-    url = inner.get("url") if isinstance(inner, Mapping) else inner
+    if isinstance(inner, Mapping):
+        url = inner.get("url")
+    else:
+        url = inner
     if isinstance(url, str):
         return (
             f"[{kind}: "
@@ -277,7 +290,10 @@ def _part(part: Any) -> str:
 
 
 def _tool_call(call: Any) -> str:
-    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(call, Mapping):
+        function = call.get("function")
+    else:
+        function = None
     if not isinstance(function, Mapping):
         return f"[tool call {json.dumps(call, ensure_ascii=False, default=str)}]"
     return (

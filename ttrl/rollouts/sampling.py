@@ -70,12 +70,18 @@ class Sampling:
         self.samples_per_request = settings.samples_per_request or (1 if alone else self.n)
         self.sampled = 0
         """New completion tokens so far."""
-        self.cut = None if self.budget is None or self.budget.total is None else asyncio.Event()
+        if self.budget is None or self.budget.total is None:
+            self.cut = None
+        else:
+            self.cut = asyncio.Event()
         """Set when the budget's total has been sampled."""
         self.other_failures: Counter[str] = Counter()
         """Of transforms and callbacks; those of samples stand in the samples."""
         self.cache = Cache.of(settings.cache)
-        self.prices = None if settings.prices is None else Prices.of(settings.prices)
+        if settings.prices is None:
+            self.prices = None
+        else:
+            self.prices = Prices.of(settings.prices)
         self._transports = [transport_for(client) for client in settings.clients]
         self._identity = answer_identity(
             self._transports, settings.weights_digest, has_cache=self.cache is not None
@@ -94,10 +100,14 @@ class Sampling:
             memory=settings.grader_memory,
         )
         self.transform_thread = Threads(1)
-        self.requests_log = (
-            None if settings.requests_log is None else RequestsLog(settings.requests_log)
-        )
-        self.sample_logs = None if settings.log_dir is None else SampleLogs(settings.log_dir)
+        if settings.requests_log is None:
+            self.requests_log = None
+        else:
+            self.requests_log = RequestsLog(settings.requests_log)
+        if settings.log_dir is None:
+            self.sample_logs = None
+        else:
+            self.sample_logs = SampleLogs(settings.log_dir)
         self.progress = Progress(
             None if total is None else total * self.n,
             settings.description,
@@ -164,9 +174,15 @@ class Sampling:
         begun = list(itertools.islice(tasks, len(self.kept)))
         self._check_begun(begun)
         for position, task in enumerate(map(self.check, itertools.chain(begun, tasks))):
-            kept = self.kept[position] if position < len(self.kept) else None
+            if position < len(self.kept):
+                kept = self.kept[position]
+            else:
+                kept = None
             digest = self.digest(task)
-            first = times[digest] * self.n if digest is not None else 0
+            if digest is not None:
+                first = times[digest] * self.n
+            else:
+                first = 0
             if digest is not None:
                 times[digest] += 1
             yield SamplingJob(position, task, first, digest, kept)
@@ -177,7 +193,9 @@ class Sampling:
         """
         logged = self.requests_log is not None or self.sample_logs is not None
         numbered = logged or self.cache is not None or self.request.seed is not None
-        return request_digest(self._identity, self.cache_body(task.messages)) if numbered else None
+        if numbered:
+            return request_digest(self._identity, self.cache_body(task.messages))
+        return None
 
     def _check_begun(self, tasks: Sequence[Task]) -> None:
         """Check all of `unfinished` before the first request: a mistake must cost no samples, and
@@ -205,7 +223,9 @@ class Sampling:
         """
         body = (request or self.request).cache_body(messages)
         ended_by = getattr(self.settings.on_chunk, "cache_key", None)
-        return body if ended_by is None else {**body, "on_chunk": ended_by}
+        if ended_by is None:
+            return body
+        return {**body, "on_chunk": ended_by}
 
     # Counts
 

@@ -72,13 +72,13 @@ class SamplingSettings:
     @property
     def clients(self) -> list[Any]:
         """One per server."""
-        return (
-            list(self.client)
-            if isinstance(self.client, Sequence) and not isinstance(self.client, str)
-            else [self.client]
-        )
+        if isinstance(self.client, Sequence) and not isinstance(self.client, str):
+            return list(self.client)
+        return [self.client]
 
     @property
     def description(self) -> str:
         """The call's name in progress line and log."""
-        return self.pbar if isinstance(self.pbar, str) else self.pbar_desc
+        if isinstance(self.pbar, str):
+            return self.pbar
+        return self.pbar_desc

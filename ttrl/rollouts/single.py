@@ -96,7 +96,10 @@ async def get_chat_completion(
     identity = answer_identity([transport], weights_digest, has_cache=store is not None)
     digest = request_digest(identity, request.cache_body(asked))
     key = sample_key(digest, sample)
-    log = None if requests_log is None else RequestsLog(requests_log)
+    if requests_log is None:
+        log = None
+    else:
+        log = RequestsLog(requests_log)
     facts: dict[str, Any] = {
         "base_url": transport.base_url,
         "model": model,

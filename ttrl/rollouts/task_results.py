@@ -198,7 +198,10 @@ async def _outcomes(
     flight, so that no server waits.
     """
     concurrency = sampling.settings.concurrency
-    live = 4 * concurrency if isinstance(concurrency, int) else max(256, LIVE_SAMPLES // sampling.n)
+    if isinstance(concurrency, int):
+        live = 4 * concurrency
+    else:
+        live = max(256, LIVE_SAMPLES // sampling.n)
     finished: asyncio.Queue[asyncio.Task[TaskOutcome]] = asyncio.Queue()
     running: set[asyncio.Task[TaskOutcome]] = set()
     begun = 0

@@ -48,8 +48,14 @@ def check_run_folder(path: Path) -> None:
             for found in path.parent.glob(f"*/{name}")
         }
     )
-    others = f"; there are: {', '.join(there)}" if there else ""
-    what = "has neither metrics.jsonl nor iterations/" if path.exists() else "does not exist"
+    if there:
+        others = f"; there are: {', '.join(there)}"
+    else:
+        others = ""
+    if path.exists():
+        what = "has neither metrics.jsonl nor iterations/"
+    else:
+        what = "does not exist"
     raise RunFolderError(
         f"{path} is not a run folder: it {what}; give the folder of a run, such as "
         f"runs/NAME{others}"
@@ -70,7 +76,9 @@ def _as_read(value: Any) -> Any:
     """Return plain values as they come back from a YAML file: tuples as lists."""
     if isinstance(value, Mapping):
         return {key: _as_read(entry) for key, entry in value.items()}
-    return [_as_read(entry) for entry in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_as_read(entry) for entry in value]
+    return value
 
 
 class IterationFolder:
@@ -102,7 +110,9 @@ class IterationFolder:
         for a damaged marker.
         """
         content = self._marker(phase)
-        return None if content is None else float(content["finished"])
+        if content is None:
+            return None
+        return float(content["finished"])
 
     def verify(self, phase: str) -> None:
         """Raise RunFolderError where a file of a finished phase is gone, or not what that phase
@@ -111,7 +121,10 @@ class IterationFolder:
         for name, expected in self.files(phase).items():
             path = self.path / name
             if not path.is_file() or digest(path) != expected:
-                what = "was changed after it was written" if path.exists() else "is gone"
+                if path.exists():
+                    what = "was changed after it was written"
+                else:
+                    what = "is gone"
                 raise RunFolderError(
                     f"{path} {what}; put it back, or remove {self._path(phase)} to run that "
                     "phase again"
@@ -185,7 +198,10 @@ class IterationFolder:
                     strict=True,
                 )
             )
-        owner = {"epoch": epoch} if (epoch := self._lock.epoch) else {}
+        if epoch := self._lock.epoch:
+            owner = {"epoch": epoch}
+        else:
+            owner = {}
         content = {
             "phase": phase,
             "finished": time.time(),
@@ -373,7 +389,9 @@ class RunFolder:
     def state(self, number: int) -> Path | None:
         """Return the optimizer state after iteration `number`; None before the first update."""
         version = self.policy_version(number)
-        return self.iteration(version).path / "state" if version else None
+        if version:
+            return self.iteration(version).path / "state"
+        return None
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, one per iteration, ascending. Raises RunFolderError for

@@ -162,7 +162,9 @@ def shown_words(words: Sequence[str]) -> list[str]:
 
 
 def _value(option: str, value: str) -> str:
-    return value if option in _SHOWN_OPTIONS and _PLAIN.fullmatch(value) else _HIDDEN
+    if option in _SHOWN_OPTIONS and _PLAIN.fullmatch(value):
+        return value
+    return _HIDDEN
 
 
 def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:
@@ -171,7 +173,9 @@ def parse_owner(data: bytes | str | None) -> dict[str, Any] | None:
     """
     with contextlib.suppress(ValueError):
         owner = None if data is None else json.loads(data)
-        return owner if isinstance(owner, dict) else None
+        if isinstance(owner, dict):
+            return owner
+        return None
     return None
 
 
@@ -181,11 +185,9 @@ def in_words(owner: dict[str, Any]) -> str:
         name: harmless(str(owner.get(name, "unknown")))
         for name in ("pid", "host", "user", "started", "command")
     }
-    return (
-        "pid {pid} on {host}, user {user}, since {started}: {command}".format(**known)
-        if owner
-        else "which has ended since"
-    )
+    if owner:
+        return "pid {pid} on {host}, user {user}, since {started}: {command}".format(**known)
+    return "which has ended since"
 
 
 def _same_boot(owner: dict[str, Any]) -> bool:
@@ -290,7 +292,10 @@ class Claim(ABC):
 
     def in_use_by(self, owner: dict[str, Any] | None) -> RunFolderInUseError:
         """Return what is said where `owner` is alive."""
-        who = "an unknown owner" if owner is None else in_words(owner)
+        if owner is None:
+            who = "an unknown owner"
+        else:
+            who = in_words(owner)
         return RunFolderInUseError(
             f"{self._what} is in use by another process ({who}); wait for it, or stop it"
         )
@@ -425,7 +430,9 @@ class _FolderClaim(Claim):
             if not self._has_place():
                 return owner or {}
         # Of an older ttrl.
-        return None if owner is None or owner.get("token") == self.owner["token"] else owner
+        if owner is None or owner.get("token") == self.owner["token"]:
+            return None
+        return owner
 
     def _has_place(self) -> bool:
         try:
@@ -515,7 +522,9 @@ class RunLock:
     @property
     def epoch(self) -> int:
         """Which owner of the run this process is; 0 where it has not locked the folder."""
-        return 0 if self._claim is None else self._claim.epoch
+        if self._claim is None:
+            return 0
+        return self._claim.epoch
 
     def lift(self, epoch: int) -> None:
         """Be at least this owner, by number. Raises RunFolderError where another process has taken

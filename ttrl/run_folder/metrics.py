@@ -230,7 +230,9 @@ def _added_up(
     parts = [step[name] for step in steps if isinstance(step.get(name), dict)]
     keys = dict.fromkeys(key for part in parts for key in part)
     found = {key: how([part[key] for part in parts if part.get(key) is not None]) for key in keys}
-    return {name: found} if found else {}
+    if found:
+        return {name: found}
+    return {}
 
 
 def validation_metric(row: dict[str, Any], config: TrainConfig) -> float | None:

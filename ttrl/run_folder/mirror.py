@@ -73,7 +73,9 @@ class _MirrorClaim(Claim):
         data, self._tag = self._store.patiently(lambda: self._store.read_tagged(OWNER_FILE))
         owner = parse_owner(data)
         self._epoch_there = epoch_of(data)
-        return None if owner is None or owner.get("released") else owner
+        if owner is None or owner.get("released"):
+            return None
+        return owner
 
     pulse = read
 
@@ -106,7 +108,9 @@ class _MirrorClaim(Claim):
 
     def other(self) -> dict[str, Any] | None:
         owner = parse_owner(self._store.read(OWNER_FILE))
-        return None if owner is None or owner.get("token") == self.owner["token"] else owner
+        if owner is None or owner.get("token") == self.owner["token"]:
+            return None
+        return owner
 
     def leave(self) -> None:
         self._put({"beat": 0, "released": True})
@@ -117,7 +121,9 @@ def epoch_of(data: bytes | str | None) -> int:
     an older ttrl.
     """
     epoch = (parse_owner(data) or {}).get("epoch")
-    return epoch if isinstance(epoch, int) else 0
+    if isinstance(epoch, int):
+        return epoch
+    return 0
 
 
 class Mirror:
@@ -170,16 +176,16 @@ class Mirror:
     def status(self) -> str | None:
         """Return what is wrong, in words; None where the copy is complete."""
         other = self.claim.lost_to
-        why = (
-            self._problem if other is None else f"another process has taken over: {in_words(other)}"
-        )
+        if other is None:
+            why = self._problem
+        else:
+            why = f"another process has taken over: {in_words(other)}"
         if not self._behind and why is None:
             return None
-        behind = (
-            f"{len(self._behind)} finished phases are not there yet"
-            if self._behind
-            else "everything is there"
-        )
+        if self._behind:
+            behind = f"{len(self._behind)} finished phases are not there yet"
+        else:
+            behind = "everything is there"
         return f"the mirror {self.store.shown} is behind: {behind}" + (f" ({why})" if why else "")
 
     def bring_checkpoint(self, number: int) -> None:
@@ -285,7 +291,10 @@ class Mirror:
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
         newest = rows[-1]["iteration"] if rows else -1
-        kept = kept_of(self._folder, rows, self._config, newest) if rows else None
+        if rows:
+            kept = kept_of(self._folder, rows, self._config, newest)
+        else:
+            kept = None
         pending = self._pending()
         self._behind = {key for key, _ in pending}
         for key, marker in pending:

@@ -32,11 +32,10 @@ def kept_of(
     of metrics.jsonl; of later policies, everything is kept."""
     written = folder.written_until(newest)
     last = written[: config.keep_checkpoints]
-    every = (
-        []
-        if config.keep_every is None
-        else [number for number in written if number and number % config.keep_every == 0]
-    )
+    if config.keep_every is None:
+        every = []
+    else:
+        every = [number for number in written if number and number % config.keep_every == 0]
     return Kept(frozenset([*last, *best_policies(folder, rows, config), *every]), frozenset(last))
 
 
@@ -77,7 +76,10 @@ def most_kept(config: TrainConfig, iteration: int) -> tuple[int, int]:
     are links, not counted.
     """
     before = (iteration - 1) // config.save_every
-    every = 0 if config.keep_every is None else (iteration - 1) // config.keep_every
+    if config.keep_every is None:
+        every = 0
+    else:
+        every = (iteration - 1) // config.keep_every
     return min(before, config.keep_checkpoints + config.keep_best + every) + 1, min(
         before, config.keep_checkpoints
     ) + 1

@@ -96,8 +96,13 @@ def number(row: dict[str, Any], path: str) -> float | None:
     """Return the value at a dotted path; None when it is not there or not a finite number."""
     value: Any = row
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, dict) else None
-    return float(value) if is_number(value) else None
+        if isinstance(value, dict):
+            value = value.get(key)
+        else:
+            value = None
+    if is_number(value):
+        return float(value)
+    return None
 
 
 def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunData:
@@ -107,7 +112,10 @@ def read_run(folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> RunD
     check_run_folder(folder)
     metrics = folder / "metrics.jsonl"
     try:
-        lines = read_jsonl(metrics) if rows is None else list(rows)
+        if rows is None:
+            lines = read_jsonl(metrics)
+        else:
+            lines = list(rows)
     except ValueError as error:
         raise RunFolderError(
             f"{error}; remove that line, or move the file away: it is only read for reports"
@@ -146,22 +154,31 @@ def _parsed(path: Path, changed: int, size: int) -> dict[str, Any]:
     a run folder to look at.
     """
     value = read_yaml(path)
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def interval(row: dict[str, Any], metric: str) -> tuple[float, float] | None:
     """Return the 95% interval of a held-out metric; None when it is not known."""
     known = row.get("validation_intervals")
     if isinstance(known, dict):
-        name = "reward" if metric == "validation_reward" else metric.removeprefix("validation.")
-        return (known[name][0], known[name][1]) if name in known else None
+        if metric == "validation_reward":
+            name = "reward"
+        else:
+            name = metric.removeprefix("validation.")
+        if name in known:
+            return (known[name][0], known[name][1])
+        return None
     share = number(row, metric)
     count = number(row, "validation_samples")
     if share is None or count is None or count < 1 or not 0 <= share <= 1:
         return None
     right = round(share * count)
     # Partial credit.
-    return wilson(right, count) if abs(share * count - right) <= 1e-6 * count else None
+    if abs(share * count - right) <= 1e-6 * count:
+        return wilson(right, count)
+    return None
 
 
 @dataclass(frozen=True)
@@ -179,10 +196,16 @@ def held_out_text(row: dict[str, Any], name: str) -> str:
     """Write a held-out metric, its interval, and how it was sampled: "0.484 (95%: 0.363 to 0.606;
     greedy, 64 tasks)".
     """
-    path = "validation_reward" if name == "reward" else f"validation.{name}"
+    if name == "reward":
+        path = "validation_reward"
+    else:
+        path = f"validation.{name}"
     span = interval(row, path)
     how = _sampling(row, name)
-    more = [] if span is None else [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
+    if span is None:
+        more = []
+    else:
+        more = [f"95%: {span[0]:.3f} to {span[1]:.3f}"]
     more += [how] if how else []
     return f"{number(row, path):.3f}" + (f" ({'; '.join(more)})" if more else "")
 
@@ -192,9 +215,14 @@ def held_out_sampling(run: RunData) -> str | None:
     not note it.
     """
     metric = held_out_metric(run)
-    name = "reward" if metric is None else metric.path.removeprefix("validation.")
+    if metric is None:
+        name = "reward"
+    else:
+        name = metric.path.removeprefix("validation.")
     known = [how for row in run.rows if (how := _sampling(row, name)) is not None]
-    return known[-1] if known else None
+    if known:
+        return known[-1]
+    return None
 
 
 def _sampling(row: dict[str, Any], name: str) -> str | None:
@@ -257,4 +285,6 @@ def total_seconds(run: RunData) -> float:
 def model_name(run: RunData) -> str:
     """Return what the config calls the model; "" where it does not."""
     value = run.config.get("model")
-    return value if isinstance(value, str) else ""
+    if isinstance(value, str):
+        return value
+    return ""

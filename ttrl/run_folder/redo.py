@@ -88,6 +88,6 @@ def _order_of(key: str) -> tuple[int, int]:
 def _iteration_of(key: str) -> int:
     """Return the iteration that a key belongs to; 0 for none."""
     parts = key.split("/")
-    return (
-        int(parts[1]) if len(parts) > 2 and parts[0] == "iterations" and parts[1].isdigit() else 0
-    )
+    if len(parts) > 2 and parts[0] == "iterations" and parts[1].isdigit():
+        return int(parts[1])
+    return 0

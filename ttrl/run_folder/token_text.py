@@ -19,7 +19,9 @@ def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
     if model := model_name(run):
         folders += [Path(model), run.folder / model]
     there = next((folder for folder in folders if (folder / FILE_NAME).is_file()), None)
-    return None if there is None else folder_token_text(there)
+    if there is None:
+        return None
+    return folder_token_text(there)
 
 
 def folder_token_text(folder: Path) -> Callable[[int], str]:

@@ -167,7 +167,10 @@ class RequireKey:
         has = self._open_to()
         weights = None if has is None else _text(has)
         template = os.environ.get(TEMPLATE_VARIABLE)
-        known = {} if template is None else {"chat_template": template}
+        if template is None:
+            known = {}
+        else:
+            known = {"chat_template": template}
         await answer(send, 200, {"weights": weights, **known})
 
     def _has_key(self, scope: Scope) -> bool:
@@ -192,7 +195,9 @@ class RequireKey:
 
 
 def _text(value: bytes | None) -> str:
-    return "none that were proven" if value is None else value.decode("latin-1")
+    if value is None:
+        return "none that were proven"
+    return value.decode("latin-1")
 
 
 def _error(message: str, code: int, kind: str = "invalid_request_error") -> dict[str, Any]:

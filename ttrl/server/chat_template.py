@@ -70,7 +70,9 @@ def chat_template_of(model: str | os.PathLike[str]) -> Templates | None:
     for named in sorted(Path(model, _NAMED).glob("*.jinja")):
         templates[named.stem] = named.read_text(encoding="utf-8")
     if templates:
-        return templates["default"] if templates.keys() == {"default"} else templates
+        if templates.keys() == {"default"}:
+            return templates["default"]
+        return templates
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = json_file(model, name).get("chat_template")
         if isinstance(found, list):
@@ -84,7 +86,10 @@ def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
     """Return a file of a model; {} where it is missing or holds something else."""
     file = small_file(model, name)
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text(encoding="utf-8")) if file is not None else None
+        if file is not None:
+            found = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            found = None
         if isinstance(found, dict):
             return found
     return {}
@@ -93,7 +98,10 @@ def json_file(model: str | os.PathLike[str], name: str) -> dict[str, Any]:
 def template_digest(model: str | os.PathLike[str]) -> str:
     """Return SHA-256 of a model's default template, which a run compares with a joined server's."""
     found = chat_template_of(model) or ""
-    default = found if isinstance(found, str) else found.get("default", "")
+    if isinstance(found, str):
+        default = found
+    else:
+        default = found.get("default", "")
     return hashlib.sha256(default.encode()).hexdigest()
 
 

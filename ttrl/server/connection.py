@@ -84,7 +84,9 @@ class ServerConnection:
         """The model that requests for the policy name: the served model, or the adapter next
         to it.
         """
-        return ADAPTER_NAME if self.has_adapter else self.served_model_name
+        if self.has_adapter:
+            return ADAPTER_NAME
+        return self.served_model_name
 
     @property
     def has_adapter(self) -> bool:
@@ -210,7 +212,10 @@ class ServerConnection:
         headers = {"Content-Type": "application/json", **(headers or {})}
         if with_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        data = None if body is None else json.dumps(body).encode()
+        if body is None:
+            data = None
+        else:
+            data = json.dumps(body).encode()
         deadline = time.monotonic() + timeout
         url = f"{self.root_url}{path}"
         request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310
@@ -275,9 +280,10 @@ class JoinedServer(ServerConnection):
         problem: str | None = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
-            problem = (
-                f"its engine is dead (/health answers {status})" if status >= 500 else self._prove()
-            )
+            if status >= 500:
+                problem = f"its engine is dead (/health answers {status})"
+            else:
+                problem = self._prove()
         except TimeoutError:
             problem = "it does not answer within 10 s"
         except OSError as error:

@@ -59,7 +59,9 @@ def _config(model: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, A
         config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return config if isinstance(config, Mapping) else {}
+    if isinstance(config, Mapping):
+        return config
+    return {}
 
 
 def cpu_batch(
@@ -79,9 +81,9 @@ def cpu_batch(
     vocabulary, width = (config.get(name) for name in ("vocab_size", "hidden_size"))
     if not isinstance(vocabulary, int) or not isinstance(width, int) or width > 1024:
         return {}
-    return (
-        dict(_SMALL_BATCH) if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS else {}
-    )
+    if 4 * vocabulary * _SMALL_BATCH["max-num-seqs"] <= _SMALL_LOGITS:
+        return dict(_SMALL_BATCH)
+    return {}
 
 
 def is_cpu_build() -> bool:
@@ -114,8 +116,6 @@ def thread_variables(servers: int = 1) -> dict[str, str]:
 def usable_cores() -> int:
     """Return how many physical cores this process may run on."""
     physical = psutil.cpu_count(logical=False) or 1
-    return (
-        min(physical, len(os.sched_getaffinity(0)))
-        if hasattr(os, "sched_getaffinity")
-        else physical
-    )
+    if hasattr(os, "sched_getaffinity"):
+        return min(physical, len(os.sched_getaffinity(0)))
+    return physical

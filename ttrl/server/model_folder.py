@@ -115,7 +115,9 @@ def base_of_adapter(folder: Path) -> Path | None:
     adapter.
     """
     base = (_read_json(folder / ADAPTER_FOLDER / ADAPTER_SETTINGS) or {}).get("lora_base")
-    return None if base is None else Path(base)
+    if base is None:
+        return None
+    return Path(base)
 
 
 def merge_adapter(folder: Path, base: Path | None = None) -> None:
@@ -159,7 +161,10 @@ def local_folder(model: str, *, chat_template: bool = True) -> Path:
         try:
             downloaded = snapshot_download(model, allow_patterns=files, local_files_only=offline)
         except (HfHubHTTPError, HFValidationError, OSError) as error:
-            why = f"{NO_HUB}; give a model folder" if offline else str(error)
+            if offline:
+                why = f"{NO_HUB}; give a model folder"
+            else:
+                why = str(error)
             raise ModelFolderError(f"{model} cannot be downloaded from the hub: {why}") from error
         folder = check_model_folder(downloaded, chat_template=chat_template)
         assert folder is not None, "it was just downloaded"
@@ -173,7 +178,9 @@ def small_file(model: str | os.PathLike[str], name: str) -> Path | None:
     """
     if Path(model).exists() or not _HUB_NAME.fullmatch(str(model)):
         path = Path(model, name)
-        return path if path.is_file() else None
+        if path.is_file():
+            return path
+        return None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -216,7 +223,10 @@ def weights_digest(path: str | os.PathLike[str]) -> str:
     if folder is None:
         return f"hub:{os.fspath(path)}"
     total = hashlib.sha256()
-    alone = base_of_adapter(folder) if _weight_problems(folder) else None
+    if _weight_problems(folder):
+        alone = base_of_adapter(folder)
+    else:
+        alone = None
     if alone is not None:
         total.update(weights_digest(alone).encode())
     for file in sorted(folder.rglob("*")):
@@ -274,14 +284,12 @@ def _weight_problems(folder: Path) -> list[str]:
             missing = sorted(
                 {shard for shard in index["weight_map"].values() if not (folder / shard).is_file()}
             )
-            return (
-                [
+            if missing:
+                return [
                     f"{name} names {len(missing)} weight files that are missing: "
                     f"{', '.join(missing[:5])}"
                 ]
-                if missing
-                else []
-            )
+            return []
         if (folder / name).is_file():
             return [f"{name} cannot be read; copy the model again"]
     if any(
@@ -301,11 +309,10 @@ def weight_files(folder: Path) -> list[Path]:
     all.
     """
     index = _read_json(folder / _INDEX_FILES[0])
-    named = (
-        set(index["weight_map"].values())
-        if isinstance(index, dict) and isinstance(index.get("weight_map"), dict)
-        else None
-    )
+    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
+        named = set(index["weight_map"].values())
+    else:
+        named = None
     return sorted(
         file for file in folder.glob("*.safetensors") if named is None or file.name in named
     )

@@ -153,7 +153,10 @@ def parsers_of(model: str | os.PathLike[str], given: Mapping[str, Any] | None = 
     tools = named.get("tool-call-parser", AUTO)
     switch = named.get("enable-auto-tool-choice")
     reasoning = named.get("reasoning-parser")
-    evidence = _Evidence.of(model) if AUTO in (tools, reasoning) else _Evidence()
+    if AUTO in (tools, reasoning):
+        evidence = _Evidence.of(model)
+    else:
+        evidence = _Evidence()
     arguments: dict[str, Any] = {"enable-auto-tool-choice": True}
     problem = None
     if switch is False or tools in _OFF:
@@ -234,7 +237,10 @@ class _FilesOfTokenizer:
     def of(cls, model: str | os.PathLike[str], template: Templates) -> "_FilesOfTokenizer":
         special = {}
         for name, value in json_file(model, "tokenizer_config.json").items():
-            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, dict):
+                text = value.get("content")
+            else:
+                text = value
             if name.endswith("_token") and isinstance(text, str):
                 special[name] = text
         return cls(template, os.fspath(model), special)
@@ -260,7 +266,9 @@ def _written(tokenizer: _FilesOfTokenizer) -> str | None:
 
 
 def _source(template: Templates) -> str:
-    return template if isinstance(template, str) else "\n".join(template.values())
+    if isinstance(template, str):
+        return template
+    return "\n".join(template.values())
 
 
 def _thinking(model: str | os.PathLike[str], source: str) -> str | None:
@@ -268,7 +276,9 @@ def _thinking(model: str | os.PathLike[str], source: str) -> str | None:
     for family in _THINKING:
         is_family = re.fullmatch(family.model_types, model_type) is not None
         if is_family and re.search(family.pattern, source, re.DOTALL):
-            return None if _lacking(model, family.tokens) else family.parser
+            if _lacking(model, family.tokens):
+                return None
+            return family.parser
     return None
 
 

@@ -139,11 +139,10 @@ def serve(
     )
     say(f"starting vLLM with {name or model}; its log is {log_path}")
     with server:
-        address = (
-            server.root_url
-            if host not in ("0.0.0.0", "::")
-            else f"http://{socket.gethostname()}:{server.port}"
-        )
+        if host not in ("0.0.0.0", "::"):
+            address = server.root_url
+        else:
+            address = f"http://{socket.gethostname()}:{server.port}"
         names = " and ".join(repr(known) for known in (SERVED_MODEL_NAME, *server.other_names))
         say(f"serving at {address}/v1, where the model is called {names}")
         say(f"it computes in {server.dtype}, which must be the dtype of a run that joins it")

@@ -67,7 +67,9 @@ def address_problem(model: str) -> str | None:
 def default_dtype() -> str:
     """Return the dtype of servers that are started for a model: float32 on CPU, where half
     precision is slow and coarse, else vLLM's choice."""
-    return "float32" if is_cpu_build() else "auto"
+    if is_cpu_build():
+        return "float32"
+    return "auto"
 
 
 @contextlib.contextmanager
@@ -148,9 +150,10 @@ def _served_name(address: str, key: str, name: str | None, key_variable: str) ->
             return name
         # `ttrl serve` says it itself.
         known = key_variable in str(error) or "ends in /v1" in str(error)
-        hint = (
-            "" if known else f" (most addresses end in /v1; the key is taken from {key_variable})"
-        )
+        if known:
+            hint = ""
+        else:
+            hint = f" (most addresses end in /v1; the key is taken from {key_variable})"
         raise ServerError(f"{address}: {error}{hint}") from error
     if name is None and listed:
         return listed[0]

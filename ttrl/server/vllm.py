@@ -135,7 +135,9 @@ def seconds_to_start(model_folder: str | os.PathLike[str]) -> float:
     downloaded first.
     """
     weights = sum(path.stat().st_size for path in Path(model_folder).glob("*.safetensors"))
-    return 300.0 + weights // 1e8 if Path(model_folder).is_dir() else 1800.0
+    if Path(model_folder).is_dir():
+        return 300.0 + weights // 1e8
+    return 1800.0
 
 
 class VLLMServer(ServerConnection):
@@ -329,7 +331,9 @@ class VLLMServer(ServerConnection):
             raise ServerDiedError(f"{problem}; {self._last_lines(child)}")
 
     def __enter__(self) -> "VLLMServer":
-        return self if self._child is not None else self.start()
+        if self._child is not None:
+            return self
+        return self.start()
 
     def __exit__(
         self,
@@ -413,7 +417,10 @@ class VLLMServer(ServerConnection):
         arguments.update(self.extra_args)
         arguments.update(self.parsers.arguments)
         middleware = arguments.pop("middleware", None) or []
-        middleware = [middleware] if isinstance(middleware, str) else list(middleware)
+        if isinstance(middleware, str):
+            middleware = [middleware]
+        else:
+            middleware = list(middleware)
         if self.adapters_from is not None:
             middleware.append("ttrl.server.sites.FetchAdapters")
         command = [sys.executable, "-m", "ttrl.vllm_worker.serve"]
@@ -468,7 +475,10 @@ class VLLMServer(ServerConnection):
         """
         if self._held is not None and self.port is not None:
             return self.port
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        if ":" in self.host:
+            family = socket.AF_INET6
+        else:
+            family = socket.AF_INET
         for port in [self.port or 0] if self._port_is_given or not self.port else [self.port, 0]:
             held = socket.socket(family)
             try:
@@ -484,22 +494,20 @@ class VLLMServer(ServerConnection):
             except OSError as error:
                 held.close()
                 why = error
-        way_out = (
-            "give another port, or none to get a free one"
-            if self._port_is_given
-            else "is it an address of this machine?"
-        )
+        if self._port_is_given:
+            way_out = "give another port, or none to get a free one"
+        else:
+            way_out = "is it an address of this machine?"
         raise ServerStartError(
             f"cannot serve at {self.host}:{self.port or 'any port'}: {why.strerror}; {way_out}"
         ) from why
 
     def _wait_until_healthy(self, child: ChildProcess, began: float) -> None:
         state = "it never answered"
-        timeout = (
-            seconds_to_start(self.model_folder)
-            if self.start_timeout is None
-            else self.start_timeout
-        )
+        if self.start_timeout is None:
+            timeout = seconds_to_start(self.model_folder)
+        else:
+            timeout = self.start_timeout
         while True:
             with self._ours:
                 self._raise_if_stopped()
@@ -540,12 +548,14 @@ class VLLMServer(ServerConnection):
         everything = child.log_tail(2000).splitlines()
         last = everything[-30:]
         cause = next((line for line in everything if _ERROR_LINE.search(line)), None)
-        first = (
-            f"first error in its log:\n  {cause}\n"
-            if cause is not None and cause not in last
-            else ""
-        )
-        text = "\n".join("  " + line for line in last) if last else "  (nothing)"
+        if cause is not None and cause not in last:
+            first = f"first error in its log:\n  {cause}\n"
+        else:
+            first = ""
+        if last:
+            text = "\n".join("  " + line for line in last)
+        else:
+            text = "  (nothing)"
         return f"{first}the last lines of its log {self.log_path}:\n{text}"
 
 
@@ -554,8 +564,12 @@ def _bracketed(host: str) -> str:
     loopback one.
     """
     if host in ("0.0.0.0", "::"):
-        return HOST if host == "0.0.0.0" else "[::1]"
-    return f"[{host}]" if ":" in host else host
+        if host == "0.0.0.0":
+            return HOST
+        return "[::1]"
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 def _flag(name: str, value: Any) -> list[str]:
@@ -574,8 +588,6 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _ending(returncode: int) -> str:
-    return (
-        f"was ended by signal {-returncode}"
-        if returncode < 0
-        else f"ended with exit code {returncode}"
-    )
+    if returncode < 0:
+        return f"was ended by signal {-returncode}"
+    return f"ended with exit code {returncode}"

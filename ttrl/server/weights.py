@@ -110,7 +110,10 @@ def sync_weights(
     if handover is not None and not (mode == "reload" and server.takes_memory):
         handover.wait_for_files(folder)
         handover = None
-    canary = Canary.load(folder) if handover is None else Canary.of(handover.canary)
+    if handover is None:
+        canary = Canary.load(folder)
+    else:
+        canary = Canary.of(handover.canary)
     no_memory = fell_back = None
     if mode == "reload":
         if handover is not None:
@@ -130,7 +133,11 @@ def sync_weights(
             server, folder, canary, source=folder, compare=compare, asleep=asleep
         )
         if fell_back is None:
-            way: Mode = "adapter" if server.has_adapter else "reload"
+            way: Mode
+            if server.has_adapter:
+                way = "adapter"
+            else:
+                way = "reload"
             seconds = time.monotonic() - start
             return SyncReport(way, seconds, report.max_difference, None, comparison, no_memory)
         if not isinstance(server, VLLMServer):
@@ -142,7 +149,10 @@ def sync_weights(
             )
         logger.warning("weights were not loaded in place, restarting the server: %s", fell_back)
     _restart(server, folder)
-    after = f"a restart (the reload before it failed: {fell_back})" if fell_back else "a restart"
+    if fell_back:
+        after = f"a restart (the reload before it failed: {fell_back})"
+    else:
+        after = "a restart"
     report, comparison = verify_weights(server, folder, after=after, compare=compare)
     seconds = time.monotonic() - start
     return SyncReport("restart", seconds, report.max_difference, fell_back, comparison, no_memory)
@@ -163,7 +173,10 @@ def verify_weights(
     """
     folder = Path(checkpoint_folder).absolute()
     canary = Canary.load(folder)
-    comparison = compare_weights(server, folder, canary) if compare else WeightComparison()
+    if compare:
+        comparison = compare_weights(server, folder, canary)
+    else:
+        comparison = WeightComparison()
     if comparison.problem is not None:
         raise WeightSyncError(
             f"after {after}, the server does not hold the weights in {checkpoint_folder}: "
@@ -282,8 +295,14 @@ def load_weights(server: ServerConnection, folder: Path) -> None:
     elif server.serves_adapters:
         return  # it has had its base since its start
     elif not _load_from_near(server, folder):
-        method = "ttrl_load_weights" if server.worker_extension else "reload_weights"
-        name = "folder" if server.worker_extension else "weights_path"
+        if server.worker_extension:
+            method = "ttrl_load_weights"
+        else:
+            method = "reload_weights"
+        if server.worker_extension:
+            name = "folder"
+        else:
+            name = "weights_path"
         body = {"method": method, "kwargs": {name: str(folder)}}
         server.request("POST", "/collective_rpc", body, timeout=_LOAD_SECONDS)
         if isinstance(server, VLLMServer):
@@ -324,7 +343,10 @@ def compare_weights(
     else:
         folder = Path(source)
         near = server.nearer(folder)
-        where = {"folder": str(folder)} if near == folder else {"memory": str(near)}
+        if near == folder:
+            where = {"folder": str(folder)}
+        else:
+            where = {"memory": str(near)}
     body = {"method": "ttrl_compare_weights", "kwargs": where}
     workers: list[dict[str, Any]] = server.request(
         "POST", "/collective_rpc", body, timeout=_LOAD_SECONDS

@@ -58,7 +58,9 @@ def _as_os_error(error: OSError | SafetensorError) -> OSError | None:
     if isinstance(error, OSError):
         return error
     number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
+    if number:
+        return OSError(int(number[1]), os.strerror(int(number[1])))
+    return None
 
 
 def _storage_error(error: OSError, path: Path, needed: int | None = None) -> StorageError:
@@ -67,7 +69,10 @@ def _storage_error(error: OSError, path: Path, needed: int | None = None) -> Sto
     """
     way_out = ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        needs = "" if needed is None else f"{si_spaced(needed)}B needed, "
+        if needed is None:
+            needs = ""
+        else:
+            needs = f"{si_spaced(needed)}B needed, "
         room = f"{needs}{si_spaced(free_bytes(path) or 0)}B free there"
         way_out = (
             f" ({room}); make room and start the same command again: it continues at this phase"
@@ -86,7 +91,9 @@ def free_bytes(path: str | os.PathLike[str]) -> int | None:
         usage = shutil.disk_usage(next(place for place in [path, *path.parents] if place.exists()))
     except OSError:
         return None
-    return usage.free if usage.total else None
+    if usage.total:
+        return usage.free
+    return None
 
 
 def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
@@ -95,11 +102,9 @@ def full_disk(path: str | os.PathLike[str]) -> StorageError | None:
     """
     free = free_bytes(path)
     full = free is not None and free < _FULL_BYTES
-    return (
-        _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path))
-        if full
-        else None
-    )
+    if full:
+        return _storage_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), Path(path))
+    return None
 
 
 def size_of(path: Path) -> int:

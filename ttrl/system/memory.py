@@ -44,4 +44,6 @@ def number_in(path: str | Path) -> float | None:
         word = Path(path).read_text(encoding="ascii").split()[0]
     except (OSError, IndexError, UnicodeDecodeError):
         return None
-    return float(word) if word.isdigit() else None
+    if word.isdigit():
+        return float(word)
+    return None

@@ -116,12 +116,15 @@ class MirrorStore:
 
         def put(store: ObjectStore) -> Tag | None:
             with contextlib.ExitStack() as stack:
-                known = (
-                    {}
-                    if tag is None
-                    else {name: value for name, value in tag._asdict().items() if value}
-                )
-                mode: Any = "create" if tag is None else known or "overwrite"
+                if tag is None:
+                    known = {}
+                else:
+                    known = {name: value for name, value in tag._asdict().items() if value}
+                mode: Any
+                if tag is None:
+                    mode = "create"
+                else:
+                    mode = known or "overwrite"
                 if isinstance(store, LocalStore) and tag is not None:  # it knows creating alone
                     if (
                         not stack.enter_context(self._locked(key))
@@ -197,7 +200,9 @@ class MirrorStore:
         """
         try:
             store = self._store.open(make=make)
-            return None if store is None else work(store)
+            if store is None:
+                return None
+            return work(store)
         except StorageError:
             raise  # of our own disk
         except (exceptions.BaseError, OSError, ValueError) as error:

@@ -49,7 +49,9 @@ class Kernel:
     @property
     def name(self) -> str:
         """Return the name for environment.json, without paths."""
-        return "PyTorch's kernel" if self.library is None else "ttrl's kernel (AVX-512)"
+        if self.library is None:
+            return "PyTorch's kernel"
+        return "ttrl's kernel (AVX-512)"
 
     def __str__(self) -> str:
         return f"{self.name}: {self.why}"

@@ -76,7 +76,10 @@ def gpu_problem(gpus: Gpus, cuda: tuple[int, int] = CUDA) -> str:
         supports = "supports an older CUDA only"
     if not is_too_old:
         return ""
-    newer = f"driver {needed} or newer" if needed else "a newer driver"
+    if needed:
+        newer = f"driver {needed} or newer"
+    else:
+        newer = "a newer driver"
     return (
         f"the NVIDIA driver {gpus.driver} {supports}, and the packages are built with CUDA "
         f"{cuda[0]}.{cuda[1]}, which needs {newer}: update the driver; on a data-center GPU "
@@ -99,4 +102,6 @@ def _nvidia_smi(*options: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    if done.returncode == 0:
+        return done.stdout
+    return ""

@@ -95,7 +95,9 @@ def reason(error: BaseException) -> str:
     line = text.partition("\n")[0].partition(": <?xml")[0]
     code = re.search(r"<Code>(\w+)</Code>", text)
     line += f" ({code[1]})" if code else ""
-    return harmless(redact(line)[:400]) if line else type(error).__name__
+    if line:
+        return harmless(redact(line)[:400])
+    return type(error).__name__
 
 
 class Unavailable(Exception):  # noqa: N818 - it never leaves the cache
@@ -185,7 +187,10 @@ class Store:
         parts = urlsplit(text)
         kind = {"s": "s3", "g": "gs", "h": "http"}.get(scheme[0], "az")
         if parts.password is not None:
-            hint = f"; set {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
+            if kind in _CREDENTIALS:
+                hint = f"; set {_CREDENTIALS[kind]}"
+            else:
+                hint = ""
             raise UserError(
                 f"{self.shown}: a name and password in {self._what}'s address are not used{hint}"
             )
@@ -215,9 +220,10 @@ class Store:
         try:
             self._store = from_url(bare, client_options=client, retry_config=retry, **options)  # type: ignore[call-overload]  # one overload a store
         except (exceptions.BaseError, ValueError, TypeError, OSError) as error:
-            hint = (
-                f"; credentials are read from {_CREDENTIALS[kind]}" if kind in _CREDENTIALS else ""
-            )
+            if kind in _CREDENTIALS:
+                hint = f"; credentials are read from {_CREDENTIALS[kind]}"
+            else:
+                hint = ""
             raise UserError(
                 f"{self._what} cannot be at {self.shown!r}: {self._reason(error, options)}{hint}"
             ) from None

@@ -85,7 +85,9 @@ def process_id(pid: int) -> ProcessId | None:
     exit code.
     """
     stat = process_stat(pid)
-    return None if stat is None or stat[0] in "ZX" else (pid, stat[2])
+    if stat is None or stat[0] in "ZX":
+        return None
+    return (pid, stat[2])
 
 
 def all_pids() -> list[int]:

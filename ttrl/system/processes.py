@@ -151,9 +151,10 @@ class ChildProcess:
             self._guard.wait()
             self._close()
             self.returncode = 127
-            reason = (
-                report["text"] if report else "its guard process ended; see " + str(self.log_path)
-            )
+            if report:
+                reason = report["text"]
+            else:
+                reason = "its guard process ended; see " + str(self.log_path)
             where = f" in {self._cwd}" if self._cwd else ""
             raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
         self.pid = report["started"]
@@ -196,7 +197,9 @@ class ChildProcess:
         return log_tail(self.log_path, self._log_start, n_lines)
 
     def __enter__(self) -> Self:
-        return self if self._guard is not None else self.start()
+        if self._guard is not None:
+            return self
+        return self.start()
 
     def __exit__(
         self,
@@ -215,9 +218,15 @@ class ChildProcess:
         """Return the guard's next message; None when none comes in `timeout` seconds, or the guard
         has ended (`_guard_ended`).
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        if timeout is None:
+            deadline = None
+        else:
+            deadline = time.monotonic() + timeout
         while b"\n" not in self._buffer:
-            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if deadline is None:
+                patience = None
+            else:
+                patience = max(0.0, deadline - time.monotonic())
             if not select.select([self._reports], [], [], patience)[0]:
                 return None
             chunk = os.read(self._reports, 65536)
@@ -270,9 +279,10 @@ def log_tail(path: Path, start: int, n_lines: int) -> str:
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    lines = (
-        re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip().splitlines()[-n_lines:] if n_lines > 0 else []
-    )
+    if n_lines > 0:
+        lines = re.sub(r"\x1b\[[0-9;]*m", "", text).rstrip().splitlines()[-n_lines:]
+    else:
+        lines = []
     return "\n".join(
         line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…" for line in lines
     )

@@ -26,7 +26,9 @@ def opening_of(choice: Choice) -> str:
     (`ttrl.rollouts.client.opening`).
     """
     opening = getattr(choice, "opening", None)
-    return opening if isinstance(opening, str) else ""
+    if isinstance(opening, str):
+        return opening
+    return ""
 
 
 def place_in_content(choice: Choice, rest: str, place: int) -> float:
@@ -44,7 +46,9 @@ def after_thinking(text: str) -> str:
     start = text.rfind("<think>")
     if start > end:
         return ""
-    return text if end < 0 else text[end + len("</think>") :]
+    if end < 0:
+        return text
+    return text[end + len("</think>") :]
 
 
 def tagged_answer(text: str, opening: str = "") -> str | None:
@@ -105,7 +109,9 @@ def find_after(text: str, mark: str, *, skip: str = "", most: int = 0) -> tuple[
 def latest(text: str, *places: tuple[int, int] | None) -> str | None:
     """Return what stands at that of these places that begins last; None where there are none."""
     start, end = max((place for place in places if place is not None), default=(0, -1))
-    return text[start:end] if end >= 0 else None
+    if end >= 0:
+        return text[start:end]
+    return None
 
 
 def last_line(text: str) -> str:
@@ -147,11 +153,13 @@ def marked(text: str) -> str | None:
 
 def ascii_lower(text: str) -> str:
     """Lower the letters a to z alone: `str.lower` can change the length of a text ("İ")."""
-    return (
-        text.lower() if text.isascii() else "".join(c.lower() if c.isascii() else c for c in text)
-    )
+    if text.isascii():
+        return text.lower()
+    return "".join(c.lower() if c.isascii() else c for c in text)
 
 
 def _line_end(text: str, start: int) -> int:
     end = text.find("\n", start)
-    return len(text) if end < 0 else end
+    if end < 0:
+        return len(text)
+    return end

@@ -209,7 +209,9 @@ def _joined(pieces: Sequence[Grid], heights: Sequence[int]) -> list[Grid]:
         if len(rows) != height:
             return []
         grids.append(rows)
-    return [] if left else grids
+    if left:
+        return []
+    return grids
 
 
 def _end(text: str) -> int:
@@ -235,7 +237,10 @@ def _bracketed(line: str) -> list[str]:
 
 
 def _read_row(line: str) -> tuple[int, ...] | None:
-    tokens = line.translate(_ROW).split() if len(line) <= 40 * LARGEST else []
+    if len(line) <= 40 * LARGEST:
+        tokens = line.translate(_ROW).split()
+    else:
+        tokens = []
     if len(tokens) == 1 and len(tokens[0]) <= LARGEST:
         tokens = list(tokens[0])
     if not 0 < len(tokens) <= LARGEST or not all(
@@ -276,14 +281,16 @@ def get_arc_agi_tasks(
     """
     check_name("split", split, ("train", "validation", "test"), "arc_agi")
     check_share("partial_credit", partial_credit)
-    unknown = (
-        [name for name in augment if name not in AUGMENTATIONS]
-        if not isinstance(augment, str)
-        else [augment]
-    )
+    if not isinstance(augment, str):
+        unknown = [name for name in augment if name not in AUGMENTATIONS]
+    else:
+        unknown = [augment]
     if unknown:
         raise TaskError(f"augment has {unknown}; give a list of any of {', '.join(AUGMENTATIONS)}")
-    names = ("evaluation", "test") if split == "test" else ("training", "train")
+    if split == "test":
+        names = ("evaluation", "test")
+    else:
+        names = ("training", "train")
     rows = load_rows(path, parse_row, splits=names)
     if max_cells is not None:
         rows = rows.where(lambda puzzle: puzzle.cells() <= max_cells)
@@ -334,7 +341,10 @@ def augmented(puzzle: ARCPuzzle, rng: random.Random, augment: Collection[str]) -
     """Return the puzzle turned, mirrored and recoloured: one random change for all of its grids.
     The rule stays a rule.
     """
-    turns = int(rng.random() * 4) if "rotations" in augment else 0
+    if "rotations" in augment:
+        turns = int(rng.random() * 4)
+    else:
+        turns = 0
     mirror = "reflections" in augment and rng.random() < 0.5
     colours = list(range(10))
     if "colours" in augment:

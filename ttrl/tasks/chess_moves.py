@@ -112,7 +112,10 @@ class ChessGrader:
         reward = 0.0
         if (move := read_move(board, _answer(text, self.style))) is not None:
             metrics["legal"], metrics["best"] = 1.0, float(self._is_best(board, move))
-            reward = 1.0 if metrics["best"] else max(self.legal_reward, self._points(move.uci()))
+            if metrics["best"]:
+                reward = 1.0
+            else:
+                reward = max(self.legal_reward, self._points(move.uci()))
         if "named" in metrics:
             reward = 0.5 * reward + 0.3 * metrics["named"] + 0.2 * metrics["evaluated"]
         return reward, metrics
@@ -139,7 +142,9 @@ class ChessGrader:
         return mates or move.uci() in self.best
 
     def _points(self, move: str) -> float:
-        return self.points.get(move, 0.0) if self.judge is None else self.judge(self.fen, move)
+        if self.judge is None:
+            return self.points.get(move, 0.0)
+        return self.judge(self.fen, move)
 
     def _analysis(self, board: "chess.Board", text: str) -> dict[str, float]:
         moves = _after(text, "M:", "E:", "B:", "\n")
@@ -173,7 +178,10 @@ def read_move(board: "chess.Board", text: str) -> "chess.Move | None":
     parts = [part for part in text.split() if not part.rstrip(".").isdigit()]  # 1. e4
     if len(parts) != 1:
         return None
-    name = parts[0].lstrip("0123456789.") if not parts[0].startswith("0-0") else parts[0]
+    if not parts[0].startswith("0-0"):
+        name = parts[0].lstrip("0123456789.")
+    else:
+        name = parts[0]
     name = name.rstrip("!?+#")
     coordinates = ascii_lower(name.replace("-", "").replace("x", "").replace("=", ""))
     for candidate in board.legal_moves:
@@ -191,7 +199,9 @@ def _answer(text: str, style: Style) -> str:
         return next(iter(_after(text, "B:")), "")
     marked = (find_after(text, mark) for mark in ("best move:", "best move is"))
     part = latest(text, find_tagged(text), find_boxed(text), *marked)
-    return last_line(text) if part is None else part
+    if part is None:
+        return last_line(text)
+    return part
 
 
 def _after(text: str, mark: str, *ends: str) -> list[str]:
@@ -199,7 +209,10 @@ def _after(text: str, mark: str, *ends: str) -> list[str]:
     missing.
     """
     start = text.rfind(mark)
-    rest = text[start + len(mark) : start + len(mark) + _LONGEST] if start >= 0 else ""
+    if start >= 0:
+        rest = text[start + len(mark) : start + len(mark) + _LONGEST]
+    else:
+        rest = ""
     for end in ends:
         rest = rest.partition(end)[0]
     return rest.split()
@@ -207,11 +220,9 @@ def _after(text: str, mark: str, *ends: str) -> list[str]:
 
 def _number(text: str | None) -> float:
     """Return the number that a text is, else infinity."""
-    return (
-        float(text)
-        if text is not None and re.fullmatch(r"[+-]?\d{1,4}(\.\d{1,4})?", text, re.ASCII)
-        else math.inf
-    )
+    if text is not None and re.fullmatch(r"[+-]?\d{1,4}(\.\d{1,4})?", text, re.ASCII):
+        return float(text)
+    return math.inf
 
 
 def get_chess_tasks(

@@ -134,7 +134,10 @@ def evaluate(expression: str) -> tuple[Fraction, list[int], Fraction | None] | N
 
 def _tree(text: str) -> ast.expr:
     """Parse one side of an expression. Raises SyntaxError."""
-    text = " ".join(text.split()) if len(text) <= LONGEST else ""
+    if len(text) <= LONGEST:
+        text = " ".join(text.split())
+    else:
+        text = ""
     depths = itertools.accumulate((character == "(") - (character == ")") for character in text)
     if (
         not _ALLOWED.fullmatch(text)
@@ -150,7 +153,9 @@ def _value(tree: ast.expr) -> Fraction:
     if isinstance(tree, ast.Constant):
         return Fraction(tree.value)  # type: ignore[arg-type]  # _ALLOWED has whole numbers alone
     if isinstance(tree, ast.UnaryOp):
-        return -_value(tree.operand) if isinstance(tree.op, ast.USub) else _value(tree.operand)
+        if isinstance(tree.op, ast.USub):
+            return -_value(tree.operand)
+        return _value(tree.operand)
     if isinstance(tree, ast.BinOp) and type(tree.op) in _OPERATIONS:
         return _OPERATIONS[type(tree.op)](_value(tree.left), _value(tree.right))
     raise SyntaxError(ast.dump(tree)[:80])  # a power, a call, a tuple
@@ -218,7 +223,10 @@ def _draw(rng: random.Random, count: int, largest: int) -> tuple[list[int], str,
     terms = [(Fraction(number), str(number)) for number in numbers]
     while len(terms) > 1:
         first, second = (terms.pop(int(rng.random() * len(terms))) for _ in range(2))
-        operators = "+-*/" if second[0] != 0 and (first[0] / second[0]).denominator == 1 else "+-*"
+        if second[0] != 0 and (first[0] / second[0]).denominator == 1:
+            operators = "+-*/"
+        else:
+            operators = "+-*"
         operator = pick(rng, operators)
         a = first[0]
         b = second[0]

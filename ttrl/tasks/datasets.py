@@ -217,7 +217,10 @@ def puzzle_seeds(split: str, n: int | None, seed: int) -> list[str]:
     TaskError.
     """
     n = check_count(n, "one puzzle")
-    name = f"train {seed}" if split == "train" else "validation"
+    if split == "train":
+        name = f"train {seed}"
+    else:
+        name = "validation"
     return [f"{name} {number}" for number in range(n)]
 
 

@@ -89,7 +89,9 @@ def read_answer(text: str, *, flexible: bool = False) -> Fraction | None:
     text = after_thinking(text)
     part = marked(text)
     if part is None:
-        return last_number(text) if flexible else None
+        if flexible:
+            return last_number(text)
+        return None
     return last_number(part)
 
 

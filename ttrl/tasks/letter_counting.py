@@ -45,9 +45,10 @@ class LetterCountingGrader:
         answer = last_number(_BULLET.sub("", text))
         if answer == self.expected:
             return 1.0, {"exact": 1.0}
-        reward = (
-            0.0 if answer is None else self.partial_credit / float(1 + abs(answer - self.expected))
-        )
+        if answer is None:
+            reward = 0.0
+        else:
+            reward = self.partial_credit / float(1 + abs(answer - self.expected))
         return reward, {"exact": 0.0}
 
     def reference(self) -> str:

@@ -118,7 +118,9 @@ def read_choice(text: str, choices: Sequence[str]) -> int | None:
         return found
     if found is None:
         return _option(last, choices)
-    return None if len(_plain(last)) == 1 and _option(last, choices) not in (None, found) else found
+    if len(_plain(last)) == 1 and _option(last, choices) not in (None, found):
+        return None
+    return found
 
 
 def _without_list(text: str, choices: Sequence[str]) -> str:
@@ -149,7 +151,10 @@ def _without_list(text: str, choices: Sequence[str]) -> str:
 
 def _is_listed(line: str, letter: str, option: str) -> bool:
     """Return whether a line is "B. Paris" for the option Paris of the letter B."""
-    line = line.strip(" \t\r*_([-") if len(line) <= _LONGEST else ""
+    if len(line) <= _LONGEST:
+        line = line.strip(" \t\r*_([-")
+    else:
+        line = ""
     return (
         line[:1].upper() == letter
         and line[1:2] in (".", ")", ":")
@@ -186,7 +191,9 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
     text = text[:_LONGEST].strip()
     same = [place for place, option in enumerate(choices) if _plain(option) == _plain(text)]
     if same and _plain(text) not in map(str.lower, LETTERS):
-        return same[0] if len(same) == 1 else None
+        if len(same) == 1:
+            return same[0]
+        return None
     bracketed = text.lstrip("*_`\"' ").startswith(("(", "["))
     text = text.lstrip(_OPENING)
     for word in ("text{", "textbf{", "mathrm{", "option", "choice", "letter"):
@@ -221,14 +228,15 @@ def _option(text: str, choices: Sequence[str]) -> int | None:
     if not ended and letter in "AI" and _plain(choices[place])[:20] != _plain(rest)[:20]:
         return None  # "A magnet", "I think"
     other = _ANOTHER.match(rest)
-    second = (other[1] or other[2]) if other is not None else letter.upper()
+    if other is not None:
+        second = other[1] or other[2]
+    else:
+        second = letter.upper()
     if second != letter.upper() and second in LETTERS[: len(choices)]:
         return None
-    return (
-        None
-        if any(_is_another(match, rest, choices, place) for match in _ANOTHER_LATER.finditer(rest))
-        else place
-    )
+    if any(_is_another(match, rest, choices, place) for match in _ANOTHER_LATER.finditer(rest)):
+        return None
+    return place
 
 
 def _is_another(match: "re.Match[str]", rest: str, choices: Sequence[str], place: int) -> bool:

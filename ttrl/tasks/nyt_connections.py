@@ -106,11 +106,8 @@ def read_lines(text: str, *, liberal: bool = False) -> list[list[str]]:
             continue
         if liberal:
             line = _without_parentheses(line).strip()
-            line = (
-                _NUMBERING.sub("", line.lstrip("*_` "), count=1)
-                if _NUMBERING.match(line.lstrip("*_` "))
-                else line
-            )
+            if _NUMBERING.match(line.lstrip("*_` ")):
+                line = _NUMBERING.sub("", line.lstrip("*_` "), count=1)
         words = map(comparable, line.replace("，", ",").replace("、", ",").split(","))
         cut.append([word.strip(_AROUND) for word in words] if liberal else list(words))
     return cut
@@ -213,7 +210,9 @@ def _split_of(puzzle: ConnectionsPuzzle) -> str:
     key = _key(puzzle)
     if in_validation(f"{_NAME} {key}"):
         return "validation"
-    return "test" if in_validation(f"{_NAME} test {key}", one_in=9) else "train"
+    if in_validation(f"{_NAME} test {key}", one_in=9):
+        return "test"
+    return "train"
 
 
 def write_prompt(puzzle: ConnectionsPuzzle) -> str:
@@ -266,7 +265,8 @@ def read_puzzles(rows: Sequence[Row], where: str) -> list[ConnectionsPuzzle]:
         try:
             if "category" in row:  # a row for each group, easiest first, without the game's number
                 level, before = int(field(row, "level")), level
-                game = game if level > before and game else f"from row {number}"
+                if not (level > before and game):
+                    game = f"from row {number}"
                 games.setdefault(game, {})["", str(field(row, "category"))] = list(
                     _parsed(field(row, "words"))
                 )

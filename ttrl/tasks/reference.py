@@ -30,11 +30,10 @@ def load_reference(
             f"{option} {reference}: give module:name or path/to/file.py:name, such as "
             "graders:strict"
         )
-    module = (
-        _import_file(Path(place), reference, option)
-        if place.endswith(".py")
-        else _import(place, reference, option)
-    )
+    if place.endswith(".py"):
+        module = _import_file(Path(place), reference, option)
+    else:
+        module = _import(place, reference, option)
     if alone:
         name = next((one for one in defaults if hasattr(module, one)), name)
     found: Any = module
@@ -46,11 +45,10 @@ def load_reference(
                 if callable(value) and not key.startswith("_")
             ]
             near = difflib.get_close_matches(name, there, n=1)
-            known = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
-            )
+            if near:
+                known = f"did you mean {near[0]!r}?"
+            else:
+                known = f"it has: {', '.join(there[:12]) or 'nothing that can be called'}"
             raise UserError(f"{option} {reference}: {place} has no {name!r}; {known}")
         found = getattr(found, part)
     return found, module
@@ -84,7 +82,10 @@ def _import_file(path: Path, reference: str, option: str) -> ModuleType:
     loaded = sys.modules.get(path.stem)  # another module of that name must not be replaced
     is_other = loaded is not None and getattr(loaded, "__file__", None) != str(path)
     taken = path.stem in sys.stdlib_module_names or not path.stem.isidentifier() or is_other
-    name = f"replayed_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}" if taken else path.stem
+    if taken:
+        name = f"replayed_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    else:
+        name = path.stem
     with _explained(reference, option, path.name):
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
@@ -116,9 +117,10 @@ def _explained(reference: str, option: str, what: str) -> Iterator[None]:
             for frame in traceback.extract_tb(error.__traceback__)
             if not frame.filename.startswith("<frozen")
         ]
-        place = (
-            f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames[1:] else ""
-        )
+        if frames[1:]:
+            place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
+        else:
+            place = ""
         raise UserError(
             f"{option} {reference}: importing {what} failed: {describe(error)}{place}"
         ) from error
@@ -148,7 +150,9 @@ def load_tasks(
             name for name in _DEFAULT_NAMES if getattr(module, name, None) is found
         )
     tasks = tasks_of(found, reference, n, split)
-    return tasks if whole_list and not callable(found) else tasks[:n]
+    if whole_list and not callable(found):
+        return tasks
+    return tasks[:n]
 
 
 def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = None) -> list[Task]:

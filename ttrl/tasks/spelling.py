@@ -62,7 +62,9 @@ def read_letters(text: str) -> list[str]:
     for separator in _SEPARATORS:
         text = text.replace(separator, " ")
     pieces = text.split()
-    return pieces if all(len(piece) == 1 and piece.isalpha() for piece in pieces) else []
+    if all(len(piece) == 1 and piece.isalpha() for piece in pieces):
+        return pieces
+    return []
 
 
 def get_spelling_tasks(
@@ -104,11 +106,10 @@ def _pick(
             f"min_length {min_length} and max_length {max_length}: 1 <= min_length <= max_length "
             f"<= {LONGEST}"
         )
-    words = (
-        get_words(min_length, max_length)
-        if path is None
-        else _read_words(Path(path), min_length, max_length)
-    )
+    if path is None:
+        words = get_words(min_length, max_length)
+    else:
+        words = _read_words(Path(path), min_length, max_length)
     words = [word for word in words if in_validation("spelling " + word) == (split == "validation")]
     if not words or (split == "validation" and len(words) < n):
         raise TaskError(

@@ -157,7 +157,9 @@ def read_object(text: str, *, anywhere: bool = False) -> dict[str, Any] | None:
         found = json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    if isinstance(found, dict):
+        return found
+    return None
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -229,7 +229,10 @@ class Task:
         if content is None and not message.get("tool_calls"):
             role = f"role {message['role']!r}"
             raise TaskError(f"{where} ({role}) has neither content nor tool_calls")
-        found = None if message["role"] == PROMPT else part_that_is_no_text(content)
+        if message["role"] == PROMPT:
+            found = None
+        else:
+            found = part_that_is_no_text(content)
         if found is not None:
             raise TaskError(f"{where} holds {found}; ttrl trains on text, so leave it out")
 
@@ -354,7 +357,8 @@ class Chat:
             else new or []
         )
         self.messages += [dict(message) for message in added]
-        self.tools = self.tools if tools is None else [dict(tool) for tool in tools]
+        if tools is not None:
+            self.tools = [dict(tool) for tool in tools]
         self._is_asking = True
         try:
             choice, reply = await self._ask(self.messages, self.tools, max_tokens, stop)

@@ -115,7 +115,10 @@ def _all_words() -> tuple[str, ...]:
 def _word(rng: random.Random) -> str:
     """Draw one to five syllables; a coda mostly after the last one, seldom before."""
     syllables = 1 + int(rng.random() * 5)
-    parts = [] if rng.random() < 0.15 else [pick(rng, _ONSETS)]
+    if rng.random() < 0.15:
+        parts = []
+    else:
+        parts = [pick(rng, _ONSETS)]
     for number in range(syllables):
         parts.append(pick(rng, _NUCLEI))
         if number < syllables - 1:

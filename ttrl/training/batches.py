@@ -166,7 +166,10 @@ def check_pack(packed: PackedTensors, policy: Policy, model: str | Path | None =
             "lower max_tokens"
         )
     made_with = packed.metadata.get(TOKENIZER_KEY)
-    own = tokenizer_digest(model) if model is not None else None
+    if model is not None:
+        own = tokenizer_digest(model)
+    else:
+        own = None
     if made_with is not None and own is not None and made_with != own:
         raise PackError(
             f"the pack was made with another tokenizer than that of {model} (digests "

@@ -88,7 +88,9 @@ def _text_tokens(folder: Path) -> list[int]:
     except Exception as error:  # noqa: BLE001 - the library raises plain Exception for everything
         logger.warning("the canary is made of random tokens: %s cannot be read: %s", file, error)
         return []
-    return tokens if len(set(tokens[:CANARY_LENGTH])) >= _DISTINCT else []
+    if len(set(tokens[:CANARY_LENGTH])) >= _DISTINCT:
+        return tokens
+    return []
 
 
 def _stored(folder: Path) -> dict[str, Any]:
@@ -156,7 +158,10 @@ def compute_canary(policy: Policy, device: torch.device, folder: Path) -> dict[s
             "the model computes NaN or infinite log-probabilities; its weights are broken "
             "(training diverged, or a damaged file)"
         )
-    dtype = "bfloat16" if policy.compute_dtype == torch.bfloat16 else "float32"
+    if policy.compute_dtype == torch.bfloat16:
+        dtype = "bfloat16"
+    else:
+        dtype = "float32"
     return {
         "schema": 1,
         "dtype": dtype,

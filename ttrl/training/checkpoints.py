@@ -116,7 +116,9 @@ def _entries(policy: Policy, dtype: torch.dtype, here: Ranks) -> Iterator[Checkp
                 whole = gathered(name)
                 if whole is not None:
                     wholes.append(whole.to(device="cpu", dtype=dtype))
-            return stored.joined(wholes) if wholes else None
+            if wholes:
+                return stored.joined(wholes)
+            return None
 
         own: tuple[Tensor, ...] = tuple(parameters[name] for name in stored.parameters)
         within = False
@@ -163,7 +165,9 @@ def _copied(entry: CheckpointTensor, name: str) -> CheckpointTensor:
 
     def gather() -> Tensor | None:
         whole = entry.gather()
-        return None if whole is None else whole.clone()
+        if whole is None:
+            return None
+        return whole.clone()
 
     return entry._replace(name=name, gather=gather)
 
@@ -232,11 +236,10 @@ def _write_weights(
     # Digests are computed during gathering and writing: SHA-256 is slower than most disks.
     with ThreadPoolExecutor(_HASHING_THREADS) as hashing:
         for number, shard in enumerate(shards, 1):
-            file = (
-                "model.safetensors"
-                if len(shards) == 1
-                else f"model-{number:05}-of-{len(shards):05}.safetensors"
-            )
+            if len(shards) == 1:
+                file = "model.safetensors"
+            else:
+                file = f"model-{number:05}-of-{len(shards):05}.safetensors"
             tensors: dict[str, Tensor] = {}
             # The others wait here, and not in a GPU's queue, while a shard is written.
             here.barrier()
@@ -270,11 +273,10 @@ def hand_over(
     servers are given as files.
     """
     assert not adapted(policy)
-    dtype = (
-        torch.bfloat16
-        if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype])
-        else torch.float32
-    )
+    if torch.bfloat16 in (policy.compute_dtype, _DTYPES[checkpoint_dtype]):
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float32
     # The worker makes its head from the embeddings.
     tied = policy.decoder.config.tie_word_embeddings
     own = list(_entries(policy, dtype, memory.here))
@@ -295,7 +297,10 @@ def hand_over(
             tensor = entry.gather()
             assert tensor is not None
             blocks = (tensor,)
-        turned = tuple(block.detach().T for block in blocks) if entry.transposed else blocks
+        if entry.transposed:
+            turned = tuple(block.detach().T for block in blocks)
+        else:
+            turned = blocks
         held.append(Held(entry.name, turned, dim=int(entry.transposed)))
     return memory.write(held, dtype)
 
@@ -316,7 +321,9 @@ def canary_of(
 ) -> dict[str, Any]:
     """Return the canary of a checkpoint of the policy. A collective."""
     canary = compute_canary(policy, ranks.device, Path(start_folder))
-    return canary if checkpoint_dtype == "fp32" else canary | {"dtype": "bfloat16"}
+    if checkpoint_dtype == "fp32":
+        return canary
+    return canary | {"dtype": "bfloat16"}
 
 
 def save_checkpoint(
@@ -337,9 +344,10 @@ def save_checkpoint(
     With checkpoint_dtype "bf16" the parameters are rounded, and the canary is to be compared with
     the tolerance of bfloat16; training continues from what is written, so small updates are lost.
     """
-    canary = (
-        canary_of(policy, start_folder, ranks, checkpoint_dtype) if canary is None else dict(canary)
-    )
+    if canary is None:
+        canary = canary_of(policy, start_folder, ranks, checkpoint_dtype)
+    else:
+        canary = dict(canary)
     dtype = _DTYPES[checkpoint_dtype]
     adapter = None
     is_merged = True

@@ -78,9 +78,10 @@ def compare_tokens(
     logprobs = logprobs.detach().float().cpu()
     sampled = sampled.detach().float().cpu()
     assert len(places) == len(logprobs) == len(sampled)
-    tolerance = (
-        config.drift_tolerance if config.drift_tolerance is not None else TOLERANCES[config.dtype]
-    )
+    if config.drift_tolerance is not None:
+        tolerance = config.drift_tolerance
+    else:
+        tolerance = TOLERANCES[config.dtype]
     if write and here.is_first:
         _save(Path(config.output_dir), places, logprobs, packed_shape)
     known = ~torch.isnan(sampled)
@@ -94,11 +95,10 @@ def compare_tokens(
     for version in versions[known].unique().tolist():
         chosen = known & (versions == version)
         alone = int(chosen.sum()) == int(known.sum())
-        figures = (
-            dict(result)
-            if alone
-            else _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
-        )
+        if alone:
+            figures = dict(result)
+        else:
+            figures = _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
         kept = ("tokens", "not_finite", "mean", "p999", "max", "ess", "ess_of_most", "outside")
         result["by_version"][str(version)] = {
             name: figures[name] for name in kept if name in figures
@@ -155,7 +155,9 @@ def _by_position(gap: Tensor, positions: Tensor) -> list[float]:
 
 
 def _number(value: Tensor) -> float | None:
-    return float(value) if math.isfinite(float(value)) else None
+    if math.isfinite(float(value)):
+        return float(value)
+    return None
 
 
 def _save(folder: Path, places: Tensor, logprobs: Tensor, shape: tuple[int, int]) -> None:

@@ -75,12 +75,17 @@ class Finite:
 
     def count(self) -> Tensor:
         """Return how many losses were not finite so far, on this rank."""
-        return torch.stack(self._bad).sum() if self._bad else torch.zeros((), dtype=torch.int64)
+        if self._bad:
+            return torch.stack(self._bad).sum()
+        return torch.zeros((), dtype=torch.int64)
 
     def described(self, rows: PackedTensors, row_numbers: list[int], size: int) -> str | None:
         """Say where the first bad loss is; None if all are finite. `rows` are the step's on this
         rank, `row_numbers` their numbers in the pack, `size` the rows of a microbatch."""
-        counts = torch.stack(self._bad).tolist() if self._bad else []
+        if self._bad:
+            counts = torch.stack(self._bad).tolist()
+        else:
+            counts = []
         for microbatch, count in enumerate(counts):
             if count:
                 part = rows.rows(slice(microbatch * size, (microbatch + 1) * size))

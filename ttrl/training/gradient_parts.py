@@ -73,14 +73,14 @@ class GradientParts:
         }
         by_label_ND = gradient_ND - sum(apart.values(), torch.zeros(()))
         kl_ND = by_label_ND * self._of_kl.unsqueeze(1)
-        kl_ND = kl_ND + apart["divergence"] if "divergence" in apart else kl_ND
+        if "divergence" in apart:
+            kl_ND = kl_ND + apart["divergence"]
         parts = [gradient_ND, kl_ND, *([apart["entropy"]] if "entropy" in apart else [])]
         found = [part_ND.T @ h_NK for part_ND in parts]
-        self._sums = (
-            [one + other for one, other in zip(self._sums, found, strict=True)]
-            if self._sums
-            else found
-        )
+        if self._sums:
+            self._sums = [one + other for one, other in zip(self._sums, found, strict=True)]
+        else:
+            self._sums = found
         self._of_kl = None
         for chunks in self._apart.values():
             chunks.clear()
@@ -94,4 +94,6 @@ class GradientParts:
         whole, *parts = (here.sum(total) for total in self._sums)
         policy = whole - sum(parts, torch.zeros(()))
         of_kl, *others = (float(part.norm()) for part in (*parts, policy))
-        return of_kl / (of_kl + sum(others)) if of_kl + sum(others) > 0 else None
+        if of_kl + sum(others) > 0:
+            return of_kl / (of_kl + sum(others))
+        return None

@@ -47,13 +47,19 @@ class Range:
         if len(values_N):  # on their device alone: to bring anything there would wait for it
             low, high = values_N.detach().float().aminmax()
             both = torch.stack([-low, high])
-            self._both = both if self._both is None else torch.maximum(self._both, both)
+            if self._both is None:
+                self._both = both
+            else:
+                self._both = torch.maximum(self._both, both)
 
     def over_ranks(self, ranks: Ranks) -> tuple[float, float]:
         """Return (smallest, largest) on every rank; a collective. (inf, -inf) if there was no
         value.
         """
-        both = torch.full((2,), -math.inf) if self._both is None else self._both
+        if self._both is None:
+            both = torch.full((2,), -math.inf)
+        else:
+            both = self._both
         low, high = ranks.gather(both).view(-1, 2).amax(dim=0).tolist()
         return -low, high
 
@@ -62,7 +68,9 @@ def effective_sample_size(
     weight_sum: float, weight_square_sum: float, count: float
 ) -> float | None:
     """Return (Σw)²/Σw² as a share of `count`, from the sums; None if nothing was summed."""
-    return weight_sum**2 / weight_square_sum / count if count and weight_square_sum > 0 else None
+    if count and weight_square_sum > 0:
+        return weight_sum**2 / weight_square_sum / count
+    return None
 
 
 def sampler_against_trainer(

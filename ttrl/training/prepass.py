@@ -182,11 +182,10 @@ class Prepass:
             logprobs = step.signals["start_logprobs"]
         else:
             logprobs = self._own_signals(step, values=False)["start_logprobs"]
-        old = (
-            step.signals.get("start_logprobs", logprobs)
-            if objective.needs_start_logprobs
-            else step.rows.logprobs
-        )
+        if objective.needs_start_logprobs:
+            old = step.signals.get("start_logprobs", logprobs)
+        else:
+            old = step.rows.logprobs
         trained = step.rows.labels != IGNORE
         own_keys = token_keys(step.rows)[trained]
         own = (logprobs[trained], old[trained], step.rows.advantages[trained], own_keys)
@@ -215,11 +214,9 @@ class Prepass:
         """Return the settings by which passes are counted: the reference is the base without its
         adapters.
         """
-        return (
-            dataclasses.replace(self._config, lora_rank=None)
-            if part == "reference"
-            else self._config
-        )
+        if part == "reference":
+            return dataclasses.replace(self._config, lora_rank=None)
+        return self._config
 
     def _add_reference(self) -> None:
         estimates = any(objective.needs_reference for objective in self._objectives)

@@ -52,11 +52,10 @@ def check_reference(packed: PackedTensors, config: GRPOConfig) -> None:
         return
     if packed.reference_logprobs is None:
         if not config.has_reference:
-            wants = (
-                "kl_coefficient is above 0"
-                if config.kl_coefficient > 0
-                else "token_rewards is 'implicit'"
-            )
+            if config.kl_coefficient > 0:
+                wants = "kl_coefficient is above 0"
+            else:
+                wants = "token_rewards is 'implicit'"
             problem = (
                 f"{wants} but reference_model is missing, and {config.packed} holds no reference "
                 "log-probabilities; give one, or "

@@ -83,11 +83,10 @@ def load_trained(config: GRPOConfig, here: Ranks) -> Trained:
     ConfigError.
     """
     policy = load_policy(config, here)
-    values = (
-        ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here)
-        if config.value_head
-        else None
-    )
+    if config.value_head:
+        values = ValueTraining(config, policy.decoder.tok_embeddings.embedding_dim, here)
+    else:
+        values = None
     return Trained(policy, Stepper(policy, config, here, config.state, values), values)
 
 
@@ -271,7 +270,10 @@ def _inputs(config: GRPOConfig) -> Files:
     weights = [
         found for number, folder in enumerate(folders) for found in _files(folder, str(number))
     ]
-    state = [] if config.state is None else list(_files(Path(config.state), "state"))
+    if config.state is None:
+        state = []
+    else:
+        state = list(_files(Path(config.state), "state"))
     return (*weights, *state)
 
 

@@ -264,7 +264,9 @@ class _Tokens:
         self.trained = trained = batch["trained"]
 
         def of(name: str) -> Tensor | None:
-            return batch[name].flatten()[trained] if name in batch else None
+            if name in batch:
+                return batch[name].flatten()[trained]
+            return None
 
         self._objective = objective
         self.sampled, self.weights, self.advantages, self.samples = (

@@ -49,7 +49,10 @@ class Stepper:
         self._config = config
         self._here = here
         self.optimizer = make_optimizer(policy, config)
-        self.global_step = load_state(state, policy, self.optimizer) if state else 0
+        if state:
+            self.global_step = load_state(state, policy, self.optimizer)
+        else:
+            self.global_step = 0
         """Optimizer steps of the run so far, taken or skipped."""
         self._values = values
         self._skipped = Skipped(config.max_skipped_steps, _skipped_before(state))
@@ -66,7 +69,10 @@ class Stepper:
             optimizers = list(self.optimizer.by_parameter.values())
         # What it has on the device is of small parameters only.
         elif isinstance(self.optimizer, CPUOffloadOptimizer):
-            optimizers = [] if self.optimizer.d_opt is None else [self.optimizer.d_opt]
+            if self.optimizer.d_opt is None:
+                optimizers = []
+            else:
+                optimizers = [self.optimizer.d_opt]
         else:
             optimizers = [self.optimizer]
         for optimizer in optimizers:
@@ -101,7 +107,10 @@ class Stepper:
         facts: dict[str, Any] = {"lr": learning_rate(self._config, self.global_step) * lr_scale}
         why = None
         if not_finite:
-            count = "1 loss is" if not_finite == 1 else f"{not_finite:.0f} losses are"
+            if not_finite == 1:
+                count = "1 loss is"
+            else:
+                count = f"{not_finite:.0f} losses are"
             why = f"{count} not finite; {somewhere(first_bad, self._here)}"
             facts["grad_norm"] = math.nan
             self._forget()

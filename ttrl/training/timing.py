@@ -124,9 +124,10 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
     largest = max(linears, key=lambda m: m.in_features * m.out_features)
     k = largest.in_features
     n = largest.out_features
-    tokens = (
-        4096 if device.type == "cuda" else int(max(16, min(2048, _CPU_OPERATIONS / (2 * k * n))))
-    )
+    if device.type == "cuda":
+        tokens = 4096
+    else:
+        tokens = int(max(16, min(2048, _CPU_OPERATIONS / (2 * k * n))))
     return tokens, k, n
 
 
@@ -147,7 +148,10 @@ def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.d
     cpu = (
         f"{cpu_name()} {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
     )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = cpu
     return best_product(shape, str(dtype), name, 2.0 * tokens * k * n / seconds)
 
 

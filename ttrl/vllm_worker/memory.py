@@ -69,7 +69,10 @@ class MappedWeights:
                 part = data[begin:end]
                 dtype = _DTYPES[entry["dtype"]]
                 # Other writers do not care.
-                aligned = part if part.data_ptr() % dtype.itemsize == 0 else part.clone()
+                if part.data_ptr() % dtype.itemsize == 0:
+                    aligned = part
+                else:
+                    aligned = part.clone()
                 yield name, aligned.view(dtype).view(entry["shape"])
 
 

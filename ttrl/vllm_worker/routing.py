@@ -57,7 +57,9 @@ def _with_experts(event: str, experts: dict[int, str]) -> str:
     ]
     for choice in ended:
         choice["routed_experts"] = experts.pop(choice["index"], None)
-    return f"{prefix}{json.dumps(chunk, ensure_ascii=False)}\n\n" if ended else event
+    if ended:
+        return f"{prefix}{json.dumps(chunk, ensure_ascii=False)}\n\n"
+    return event
 
 
 @dataclass
@@ -139,7 +141,10 @@ def capture_on_cpus() -> None:
         return prepare(self, scheduled, counts)
 
     def sample_tokens(self: Any, grammar: Any) -> Any:
-        scheduled = None if self.execute_model_state is None else self.execute_model_state[0]
+        if self.execute_model_state is None:
+            scheduled = None
+        else:
+            scheduled = self.execute_model_state[0]
         output = sample(self, grammar)
         if scheduled is not None:
             output.aux_output_connector_output = self.routing.end(scheduled)

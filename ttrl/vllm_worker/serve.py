@@ -129,7 +129,10 @@ def _rotate_every_head() -> None:
     def forward_cpu(
         self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        flat_key = None if key is None else key.flatten(positions.dim())
+        if key is None:
+            flat_key = None
+        else:
+            flat_key = key.flatten(positions.dim())
         turned, turned_key = theirs(self, positions, query.flatten(positions.dim()), flat_key)
         return turned.view(query.shape), turned_key if key is None else turned_key.view(key.shape)
 

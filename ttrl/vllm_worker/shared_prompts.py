@@ -162,7 +162,10 @@ class SharedPrompts:
         share.
         """
         by_layer = get_forward_context().attn_metadata
-        metadata = by_layer.get(self._name) if isinstance(by_layer, dict) else None
+        if isinstance(by_layer, dict):
+            metadata = by_layer.get(self._name)
+        else:
+            metadata = None
         if not isinstance(metadata, CPUAttentionMetadata) or metadata.num_actual_tokens != len(
             input_ids
         ):

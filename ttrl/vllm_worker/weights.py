@@ -280,7 +280,9 @@ class _Held:
 
     def owner(self, tensor: Tensor) -> str | None:
         """Return the parameter that a tensor is a part of."""
-        return None if tensor.is_meta else self._live.get(tensor.untyped_storage().data_ptr())
+        if tensor.is_meta:
+            return None
+        return self._live.get(tensor.untyped_storage().data_ptr())
 
     def take(self, name: str, held: Tensor, file: Tensor) -> None:
         self.compared += held.numel()
@@ -328,7 +330,10 @@ class _Held:
             if name in self._gone:  # else the parameter itself was compared, too
                 self.compared += weight.numel()
             if wrong:
-                label = name if name in self._gone else f"{name} (its packed copy)"
+                if name in self._gone:
+                    label = name
+                else:
+                    label = f"{name} (its packed copy)"
                 self._wrong[label] = self._wrong.get(label, 0) + wrong
 
     @property
@@ -340,16 +345,17 @@ class _Held:
 
     def problems(self) -> list[str]:
         """Return what differs, in words, one line each."""
-        what = "elements" if self.exact else "elements, or rows of a packed copy,"
+        if self.exact:
+            what = "elements"
+        else:
+            what = "elements, or rows of a packed copy,"
         found = [
             f"{name}: {count} {what} are not those of the files"
             for name, count in self._wrong.items()
         ]
-        return (
-            found
-            if len(found) <= _MOST_NAMED
-            else [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
-        )
+        if len(found) <= _MOST_NAMED:
+            return found
+        return [*found[:_MOST_NAMED], f"and {len(found) - _MOST_NAMED} more"]
 
 
 def _is_plain(module: nn.Module) -> bool:

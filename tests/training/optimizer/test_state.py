@@ -191,6 +191,14 @@ def eight_bit_state(folder, here=None, fill=True):
     return policy, optimizer
 
 
+@pytest.mark.long(
+    but=[
+        "64-False-True-sharded",
+        "64-False-True-whole",
+        "64-True-False-sharded",
+        "64-True-False-whole",
+    ]
+)
 @pytest.mark.parametrize("state_format", ["whole", "sharded"])
 @pytest.mark.parametrize(
     ("writes", "reads"),
@@ -207,6 +215,8 @@ def test_eight_bits_stay_eight_bits(state_format, writes, reads, width, packed, 
 
     Long for policies of the same kind: only these are read as they were written. Each kind writes
     for the other, and reads.
+
+    Long for the other pairs: only these combine a size with what another pair has.
     """
     shape = {
         "hidden_size": width,

@@ -61,10 +61,18 @@ CASES = [
 ]
 
 
+@pytest.mark.long(
+    but=[
+        "qwen2-{'lora_kind': 'dora', 'lora_targets': ['output', 'v_proj', 'w2']}",
+        "phi3-{'lora_kind': 'dora'}",
+    ]
+)
 @pytest.mark.parametrize(("family", "settings"), CASES, ids=str)
 def test_there_and_back(family, settings, model_folder, tmp_path):
     """The merged folder computes what base and adapter do, and the adapter is read again to the
     last bit.
+
+    Long for the other pairs: only these combine a family with a kind that another pair has.
     """
     policy, _ = saved(model_folder(family), tmp_path / "out", **settings)
     again = load_policy(adapter_config(tmp_path / "out", **settings), ALONE)
@@ -80,6 +88,7 @@ def test_there_and_back(family, settings, model_folder, tmp_path):
     assert (logprobs(base) - logprobs(policy)).abs().max() > 1e-2
 
 
+@pytest.mark.long(but=["20000-phi3-{}", "5000000000-gemma2-{'lora_base_dtype': 'nf4'}"])
 @pytest.mark.parametrize(
     ("family", "settings"), [*CASES, ("phi3", {"checkpoint_dtype": "bf16"})], ids=str
 )
@@ -89,6 +98,8 @@ def test_merging_later_gives_the_same_files(
 ):
     """An adapter alone is merged when somebody needs the weights: the same bytes as if it had been
     written with them.
+
+    Long for the other pairs: only these combine a family with a kind that another pair has.
     """
     monkeypatch.setattr("ttrl.training.checkpoints.MAX_SHARD_BYTES", shard)
     settings, dtype = (

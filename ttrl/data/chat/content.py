@@ -44,7 +44,9 @@ def _text(part: Mapping[str, Any]) -> Any:
 
 def _as_text_part(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a part of type "text" as it is, and a part of another type as a plain text part."""
-    return dict(part) if part["type"] == "text" else _text_part(_text(part))
+    if part["type"] == "text":
+        return dict(part)
+    return _text_part(_text(part))
 
 
 class _Generation(Extension):
@@ -155,7 +157,9 @@ def _core(node: nodes.Node | None) -> nodes.Node | None:
 
 def _name(node: nodes.Node | None) -> str | None:
     """Return the name of a variable; None for any other expression."""
-    return node.name if isinstance(node, nodes.Name) else None
+    if isinstance(node, nodes.Name):
+        return node.name
+    return None
 
 
 def _target(node: nodes.Node) -> str:

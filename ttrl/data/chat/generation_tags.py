@@ -97,7 +97,10 @@ def checked_tags(
     Raises TokenizationError where the tags are wrong: so would be the mask of everyone who reads
     them.
     """
-    sources = [template.source] if has_generation_tags(template.source) else []
+    if has_generation_tags(template.source):
+        sources = [template.source]
+    else:
+        sources = []
     for source in [*sources, with_generation_tags(template.source, ends_of_turn)]:
         text, regions = template.render_tagged(source, messages)
         if text == whole and set(wanted) <= set(regions) and len(regions) <= len(wanted) + others:

@@ -57,7 +57,10 @@ class Probe:
 
             return marks.sub(text, rendered)
 
-        ways = _WAYS if "tool call" in self.parts.values() else _WAYS[:1]
+        if "tool call" in self.parts.values():
+            ways = _WAYS
+        else:
+            ways = _WAYS[:1]
         return any(put_back(way) == original for way in ways)
 
     def first_mark(self, rendered: str) -> int:
@@ -102,10 +105,14 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
 
     def leaves(value: Any) -> Any:
         if isinstance(value, str):
-            return mark("tool call", value) if value else value
+            if value:
+                return mark("tool call", value)
+            return value
         if isinstance(value, Mapping):
             return {key: leaves(inner) for key, inner in value.items()}
-        return [leaves(inner) for inner in value] if isinstance(value, list) else value
+        if isinstance(value, list):
+            return [leaves(inner) for inner in value]
+        return value
 
     thoughts: dict[str, str] = {}
     for key in REASONING_KEYS:
@@ -138,8 +145,14 @@ def ending_probe(probe: Probe, unused: str) -> Probe:
     not be texts to mark.
     """
     calls = probe.message.get("tool_calls") or [None]
-    function = calls[-1].get("function") if isinstance(calls[-1], dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if isinstance(calls[-1], dict):
+        function = calls[-1].get("function")
+    else:
+        function = None
+    if isinstance(function, dict):
+        arguments = function.get("arguments")
+    else:
+        arguments = None
     if not isinstance(function, dict) or not isinstance(arguments, (dict, str)):
         return probe
     mark = f"QxE{unused}xQ"
@@ -156,7 +169,10 @@ def _has_text(part: Any) -> bool:
 
 
 def _marked_call(call: Any, leaves: Callable[[Any], Any]) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(call, dict):
+        function = call.get("function")
+    else:
+        function = None
     if not isinstance(function, dict):
         return call
     arguments = function.get("arguments")

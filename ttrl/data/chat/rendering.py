@@ -96,11 +96,9 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
             | {"arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}
         }
 
-    return (
-        message | {"tool_calls": [text(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-    )
+    if message.get("tool_calls"):
+        return message | {"tool_calls": [text(call) for call in message["tool_calls"]]}
+    return message
 
 
 def _with_a_part(message: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +118,9 @@ def _arguments(function: Mapping[str, Any]) -> dict[str, Any] | None:
             arguments = json.loads(arguments)
         except ValueError:
             return None
-    return arguments if isinstance(arguments, dict) else None
+    if isinstance(arguments, dict):
+        return arguments
+    return None
 
 
 class ChatTemplate:
@@ -244,7 +244,10 @@ class ChatTemplate:
 def _told(error: Exception) -> str:
     if isinstance(error, TemplateSyntaxError):
         return f"line {error.lineno} is not valid Jinja: {error.message}"
-    text = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, TemplateError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
     return text[:_MOST_TOLD]
 
 

@@ -171,7 +171,9 @@ def _refuse_number() -> None:
 
 def _text_size(value: Any) -> int:
     """Return at least the length of a value's text: in a list, a character can become ten."""
-    return len(value) if isinstance(value, str) else 10 * _size(value)
+    if isinstance(value, str):
+        return len(value)
+    return 10 * _size(value)
 
 
 def _counted(value: Any) -> Any:
@@ -221,7 +223,9 @@ def _nothing(*_values: Any, **_named: Any) -> int:
 
 def _elements(value: Any, *_others: Any, **_named: Any) -> int:
     known = hasattr(value, "__len__")
-    return _ELEMENT * len(value) if known else 0
+    if known:
+        return _ELEMENT * len(value)
+    return 0
 
 
 def _everything(value: Any, *_others: Any, **_named: Any) -> int:
@@ -252,7 +256,10 @@ def _replace(text: Any, old: Any, new: Any, count: Any = None) -> int:
 
 
 def _indent(text: Any, width: Any = 4, *_others: Any, **_named: Any) -> int:
-    added = width if isinstance(width, int) else _text_size(width)
+    if isinstance(width, int):
+        added = width
+    else:
+        added = _text_size(width)
     return (_text_size(text) + 2) * (1 + added)
 
 
@@ -282,12 +289,18 @@ def _translate(text: Any, table: Any, *_others: Any) -> int:
 
 def _split(text: Any, sep: Any = None, *_others: Any, **named: Any) -> int:
     sep = named.get("sep", sep)
-    pieces = text.count(sep) + 1 if sep else len(text) // 2 + 1
+    if sep:
+        pieces = text.count(sep) + 1
+    else:
+        pieces = len(text) // 2 + 1
     return len(text) + _ELEMENT * int(pieces)
 
 
 def _splitlines(text: Any, *_others: Any, **_named: Any) -> int:
-    ends = sum(map(text.count, _LINE_ENDS)) if isinstance(text, str) else len(text)
+    if isinstance(text, str):
+        ends = sum(map(text.count, _LINE_ENDS))
+    else:
+        ends = len(text)
     return len(text) + _ELEMENT * (ends + 1)
 
 
@@ -382,7 +395,10 @@ def _tojson(
     meter.check(_linear(value))
     if indent is None and separators is None:
         return json.dumps(value, **options)
-    step = indent if isinstance(indent, int) else len(indent or "")
+    if isinstance(indent, int):
+        step = indent
+    else:
+        step = len(indent or "")
     meter.check(1000 * step)  # a list in lists is indented by a multiple
     encoder = json.JSONEncoder(indent=indent, separators=separators, **options)
     pieces = _Buffer()
@@ -485,7 +501,10 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         owner = getattr(obj, "__self__", None)
         if isinstance(obj, types.BuiltinMethodType) and not isinstance(owner, types.ModuleType):
-            usual = _linear if isinstance(owner, str | bytes) else _nothing
+            if isinstance(owner, str | bytes):
+                usual = _linear
+            else:
+                usual = _nothing
             estimate = _METHODS.get(obj.__name__, usual)
             args = tuple(_measurable(args, estimate))
             _meter.get().check(estimate(owner, *args, **kwargs))
@@ -496,7 +515,10 @@ class _Environment(ImmutableSandboxedEnvironment):
             return None
         text = value.__self__
         kind = _EscapeFormatter if isinstance(text, Markup) else _Formatter
-        options = {"escape": text.escape} if isinstance(text, Markup) else {}
+        if isinstance(text, Markup):
+            options = {"escape": text.escape}
+        else:
+            options = {}
         formatter = kind(self, **options)
 
         def format_map(mapping: Mapping[str, Any]) -> Any:
@@ -505,7 +527,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         def format(*args: Any, **kwargs: Any) -> Any:
             return type(text)(formatter.vformat(text, args, kwargs))
 
-        return format_map if value.__name__ == "format_map" else format
+        if value.__name__ == "format_map":
+            return format_map
+        return format
 
 
 def _shown(value: Any) -> Any:
@@ -516,7 +540,9 @@ def _shown(value: Any) -> Any:
 
 
 def _shallow(value: Any) -> int:
-    return len(value) if isinstance(value, str | bytes) else _elements(value)
+    if isinstance(value, str | bytes):
+        return len(value)
+    return _elements(value)
 
 
 def _plus(left: Any, right: Any) -> int:
@@ -541,7 +567,9 @@ def _power(left: Any, right: Any) -> int:
 
 
 def _modulo(left: Any, right: Any) -> int:
-    return _printf(left, right) if isinstance(left, str | bytes) else 0
+    if isinstance(left, str | bytes):
+        return _printf(left, right)
+    return 0
 
 
 _ESTIMATES: dict[str, _Estimate] = {"+": _plus, "*": _times, "**": _power, "%": _modulo}

@@ -83,12 +83,14 @@ def _split_at(tokenizer: Any, text: str, borders: Sequence[int], anchor: str) ->
             # A special token may take the blanks behind it along: then the prompt's ids are the
             # same, the answer's blanks gone.
             wanted = _blanks(text[border:])
-            found = None if ends is not None else _blanks_behind(tokenizer, before, run[count:])
-            clean = (
-                ends[count - 1] <= border - begin
-                if ends is not None
-                else found is not None and found.endswith(wanted)
-            )
+            if ends is not None:
+                found = None
+            else:
+                found = _blanks_behind(tokenizer, before, run[count:])
+            if ends is not None:
+                clean = ends[count - 1] <= border - begin
+            else:
+                clean = found is not None and found.endswith(wanted)
         if not clean:
             ids += before
             count = 0
@@ -121,4 +123,6 @@ def _blanks_behind(tokenizer: Any, before: list[int], behind: list[int]) -> str 
         tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         for ids in (before, before + behind)
     )
-    return _blanks(both[len(first) :]) if both.startswith(first) else None
+    if both.startswith(first):
+        return _blanks(both[len(first) :])
+    return None

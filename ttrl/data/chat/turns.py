@@ -100,7 +100,10 @@ class TurnFinder:
         written = json.dumps(messages, default=str, ensure_ascii=False) + template.source
         self._unused = next(word for n in range(10**6) if (word := f"kJ{n}w") not in written)
         self._special = _any_of(special_strings(template.tokenizer))
-        self._ends = self._special if stop_tokens is None else _any_of(stop_tokens)
+        if stop_tokens is None:
+            self._ends = self._special
+        else:
+            self._ends = _any_of(stop_tokens)
 
     def answers(self) -> list[ChatAnswer]:
         return [
@@ -119,8 +122,13 @@ class TurnFinder:
         prompt = self.template.render(before, answer_next=True)
         is_open = prompt == self.template.render(before, answer_next=False)
         behind = probe.after_last_mark(probed)
-        end = None if behind is None else self._ending(place, probe, probed[behind:], 0, is_open)
-        return None if end is None else end[1]
+        if behind is None:
+            end = None
+        else:
+            end = self._ending(place, probe, probed[behind:], 0, is_open)
+        if end is None:
+            return None
+        return end[1]
 
     def _answer(self, place: int) -> ChatAnswer:
         try:
@@ -258,7 +266,9 @@ class TurnFinder:
         same = _common(sent[::-1], shown[::-1])
         leads = sent[len(sent) - same :]
         whole_line = sent.split("\n")[-1].strip() == shown.split("\n")[-1].strip() != ""
-        return begin if whole_line or self._special.search(leads) else None
+        if whole_line or self._special.search(leads):
+            return begin
+        return None
 
     def _ending(
         self, place: int, probe: Probe, behind: str, begin: int, is_open: bool

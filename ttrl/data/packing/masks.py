@@ -38,7 +38,10 @@ def subtree_ends(group_ids: Tensor, parent_ids: Tensor) -> Tensor:
     position = torch.arange(seq_len, device=device).expand(rows, -1)
     look = free_to_look(device)
     # A row of T tokens has at most T groups.
-    num_groups = max(int(group_ids.max()) + 1, 1) if look else seq_len
+    if look:
+        num_groups = max(int(group_ids.max()) + 1, 1)
+    else:
+        num_groups = seq_len
     # Padding goes into a spare last column.
     slot = torch.where(group_ids < 0, num_groups, group_ids)
 

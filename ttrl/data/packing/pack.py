@@ -126,9 +126,10 @@ def packed_tensors_from_tokenized_results(
         width = max(seq_len, int(end.max()) - 1)
         segments, places = lay_out(rows, tree, start.tolist(), end.tolist(), width)
         shares = np.array([results[number].share for number in kept.tolist()])
-        weights = (
-            shares / flat.num_trained[kept] if aggregation == "sequence" else np.ones(len(kept))
-        )
+        if aggregation == "sequence":
+            weights = shares / flat.num_trained[kept]
+        else:
+            weights = np.ones(len(kept))
         tensors: dict[str, Any] = {
             **fill(flat, segments, kept, weights, (len(rows), width), pad_id)
         }

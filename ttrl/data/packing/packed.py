@@ -109,11 +109,10 @@ class PackedTensors:
         `samples` is cut to those rows, and `sample_ids` and `PackedSample.row` are renumbered to
         match.
         """
-        chosen = (
-            list(range(self.num_rows)[which])
-            if isinstance(which, slice)
-            else [int(row) for row in which]
-        )
+        if isinstance(which, slice):
+            chosen = list(range(self.num_rows)[which])
+        else:
+            chosen = [int(row) for row in which]
         if len(set(chosen)) != len(chosen) or not all(0 <= row < self.num_rows for row in chosen):
             raise PackError(
                 f"rows {chosen} of {self.num_rows} rows; give each row once, from 0 to "
@@ -216,7 +215,9 @@ def normaliser(packed: PackedTensors) -> float:
         return float(packed.num_trained)
     trained = torch.unique(packed.sample_ids[packed.labels != IGNORE_LABEL]).tolist()
     samples = math.fsum(packed.samples[number].share for number in trained)
-    return samples if packed.constant_length is None else samples * packed.constant_length
+    if packed.constant_length is None:
+        return samples
+    return samples * packed.constant_length
 
 
 def unpack(packed: PackedTensors) -> list[TokenizedResult]:

@@ -140,6 +140,7 @@ def _check_padding(arrays: Arrays, pad_id: int, place: _Place) -> None:
     for name, array in arrays.items():
         expected = padding_value(name, pad_id)
         found = array.reshape(-1, *array.shape[2:])[padding]
+        # NaN differs from itself.
         wrong = ~np.isnan(found) if expected != expected else found != expected
         wrong = wrong.reshape(len(padding), -1).any(axis=1)
         if wrong.any():

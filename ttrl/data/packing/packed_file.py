@@ -28,7 +28,9 @@ def tokenizer_digest(folder: str | Path) -> str | None:
     None where it has none.
     """
     path = Path(folder, "tokenizer.json")
-    return digest(path) if path.is_file() else None
+    if path.is_file():
+        return digest(path)
+    return None
 
 
 HEADER_KEY = "ttrl_packed"

@@ -104,7 +104,10 @@ def _radix_tree(beginnings: Sequence[bytes]) -> _Nodes:
     )
     path: list[int] = []  # from the root to the beginning before
     for leaf in sorted(range(len(beginnings)), key=beginnings.__getitem__):
-        common = _common_tokens(beginnings[path[-1]], beginnings[leaf]) if path else 0
+        if path:
+            common = _common_tokens(beginnings[path[-1]], beginnings[leaf])
+        else:
+            common = 0
         below = -1
         while path and nodes.depth[path[-1]] > common:
             below = path.pop()
@@ -124,7 +127,9 @@ def _common_tokens(a: bytes, b: bytes) -> int:
     count = min(len(a), len(b)) // 4
     differ = np.frombuffer(a, np.uint32, count) != np.frombuffer(b, np.uint32, count)
     place = int(differ.argmax())
-    return place if differ[place] else count
+    if differ[place]:
+        return place
+    return count
 
 
 def _worth_keeping(
@@ -139,7 +144,10 @@ def _worth_keeping(
     # The kept node that stands for a node: itself or its next ancestor.
     kept_at = [-1] * len(nodes.depth)
     for node in sorted(range(len(nodes.depth)), key=nodes.depth.__getitem__):
-        above = kept_at[nodes.parent[node]] if nodes.parent[node] >= 0 else -1
+        if nodes.parent[node] >= 0:
+            above = kept_at[nodes.parent[node]]
+        else:
+            above = -1
         cut = nodes.depth[node] - 1
         # By each sample or branch but the first.
         saved = cut - (tree.cut[above] if above >= 0 else 0)

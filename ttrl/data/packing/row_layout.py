@@ -168,7 +168,10 @@ def fill(
         number = numbers[sample] if sample >= 0 else -1
         # Positions at the beginning that predict no trained token: all of a shared node, the given
         # part of a sample alone.
-        silent = min(max(first[number] - position - 1, 0), length) if sample >= 0 else length
+        if sample >= 0:
+            silent = min(max(first[number] - position - 1, 0), length)
+        else:
+            silent = length
         if silent:
             for name in _OF_LABELS:
                 to[name][begin : begin + silent] = padding[name]

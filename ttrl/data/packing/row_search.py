@@ -69,7 +69,10 @@ class _Dispersal:
             )
             if fitting is None:
                 at = bisect_left(self.gaps, (part.cost, -1))
-                fitting = self.gaps[at] if at < len(self.gaps) else None
+                if at < len(self.gaps):
+                    fitting = self.gaps[at]
+                else:
+                    fitting = None
             if fitting is not None:
                 self._add(fitting[1], part, log)
                 return True

@@ -162,7 +162,9 @@ class _RowFacts:
         """Return a token for people: its id where its text is unknown, else the text with
         everything made visible.
         """
-        return str(token) if self._token_text is None else visible(self._token_text(token)) or "∅"
+        if self._token_text is None:
+            return str(token)
+        return visible(self._token_text(token)) or "∅"
 
     def owner(self, segment: Segment) -> str:
         if segment.sample < 0:
@@ -288,7 +290,9 @@ def row_data(
     reference = packed.reference_logprobs
 
     def place(label: int) -> int:
-        return -1 if label == IGNORE_LABEL else int(np.searchsorted(ids, label))
+        if label == IGNORE_LABEL:
+            return -1
+        return int(np.searchsorted(ids, label))
 
     return {
         "row": row,
@@ -337,11 +341,10 @@ def _summary(packed: PackedTensors, chosen: Sequence[int], figures: RowFigures) 
         f"{packed.num_rows:,} {'row' if packed.num_rows == 1 else 'rows'} of {packed.seq_len:,} "
         "positions"
     )
-    shown = (
-        ""
-        if len(chosen) == packed.num_rows
-        else f" Shown here: {'row' if len(chosen) == 1 else 'rows'} {spans(chosen)}."
-    )
+    if len(chosen) == packed.num_rows:
+        shown = ""
+    else:
+        shown = f" Shown here: {'row' if len(chosen) == 1 else 'rows'} {spans(chosen)}."
     dropped = ", ".join(
         f"{number:,} {reason.replace('_', ' ')}"
         for reason, number in packed.dropped.items()

@@ -71,8 +71,14 @@ def plot_packed_tensors(
     segments = [segments_of(packed, row) for row in chosen]
     depths = max((segment.depth + 1 for one in segments for segment in one), default=1)
     largest = float(packed.advantages[chosen].abs().max()) or 1.0
-    token_text = _token_text(tokenizer) if packed.seq_len <= _MAX_TEXT else None
-    level = 4.0 if token_text else max(0.45, min(1.6, 7 / depths))
+    if packed.seq_len <= _MAX_TEXT:
+        token_text = _token_text(tokenizer)
+    else:
+        token_text = None
+    if token_text:
+        level = 4.0
+    else:
+        level = max(0.45, min(1.6, 7 / depths))
     top = _TREE + level * depths
     height = len(chosen) * (top * _UNIT + 0.36) + 1.5
     figure = Figure(figsize=(13, height), layout=ConstrainedLayoutEngine(hspace=0.02, h_pad=0.05))
@@ -115,7 +121,10 @@ def plot_packed_tensors(
     )
     _legend(figure, depths)
     whole = figures_of_pack(packed)
-    shown = "" if len(chosen) == packed.num_rows else f" ({len(chosen)} of them shown)"
+    if len(chosen) == packed.num_rows:
+        shown = ""
+    else:
+        shown = f" ({len(chosen)} of them shown)"
     rows_word = "row" if packed.num_rows == 1 else "rows"
     figure.suptitle(
         (f"{visible(title)} · " if title else "").replace("$", r"\$")
@@ -133,11 +142,9 @@ def plot_packed_tensors(
 
 def _token_text(tokenizer: Any) -> TokenText | None:
     if tokenizer is None or callable(getattr(tokenizer, "decode", None)):
-        return (
-            None
-            if tokenizer is None
-            else lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
-        )
+        if tokenizer is None:
+            return None
+        return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
     return lambda token: str(tokenizer(token))
 
 

@@ -99,9 +99,10 @@ def segments_of(packed: PackedTensors, row: int) -> list[Segment]:
     format (`PackedTensors.check`)."""
     groups = packed.group_ids[row].numpy()
     used = int((groups >= 0).sum())  # padding comes last
-    begins = (
-        np.flatnonzero(np.diff(groups[:used], prepend=-1)) if used else np.zeros(0, dtype=np.int64)
-    )
+    if used:
+        begins = np.flatnonzero(np.diff(groups[:used], prepend=-1))
+    else:
+        begins = np.zeros(0, dtype=np.int64)
     stops = [*begins[1:].tolist(), used]
     parents, samples, positions = (
         tensor[row].numpy()[begins].tolist()
@@ -176,7 +177,11 @@ def visible(text: str) -> str:
 def _symbol(character: str) -> str:
     code = ord(character)
     if character in "\n\t":
-        return "↵" if character == "\n" else "⇥"
+        if character == "\n":
+            return "↵"
+        return "⇥"
     if code < 32 or code == 127:
         return chr(0x2421 if code == 127 else 0x2400 + code)
-    return "\u00a0" if code == 0xA0 else f"⟨{code:x}⟩"
+    if code == 0xA0:
+        return "\u00a0"
+    return f"⟨{code:x}⟩"

@@ -70,7 +70,10 @@ def _cells(packed: PackedTensors, row: int, segment: Segment) -> list[str]:
         high = f"{values.max():+.2f}"
         share = f"{100 * trained.float().mean():.0f}%"
         advantage = low if low == high else f"{low}…{high}"
-    parent = "–" if segment.parent == segment.group else str(segment.parent)
+    if segment.parent == segment.group:
+        parent = "–"
+    else:
+        parent = str(segment.parent)
     indent = "  " * min(segment.depth, _DEEPEST)
     return [
         f"{indent}{segment.group}",
@@ -90,13 +93,14 @@ def _tokens(
     """
 
     def shown(ids: list[int]) -> str:
-        return (
-            " ".join(map(str, ids))
-            if token_text is None
-            else "".join(visible(token_text(one)) for one in ids)
-        )
+        if token_text is None:
+            return " ".join(map(str, ids))
+        return "".join(visible(token_text(one)) for one in ids)
 
-    label = f"[{shown([segment.label])}]" if segment.label != IGNORE_LABEL else ""
+    if segment.label != IGNORE_LABEL:
+        label = f"[{shown([segment.label])}]"
+    else:
+        label = ""
     ids = packed.tokens[row, segment.begin : segment.stop].tolist()
     text = shown(ids if len(ids) <= room else [*ids[:room], *ids[-room:]])
     room = room - len(label)

@@ -123,7 +123,10 @@ class Cache:
                 answer = decode_entry(key, data).answer()
             except (DamagedEntry, TooLarge) as error:
                 self.stats.damaged += 1
-                kind = "damaged" if isinstance(error, TooLarge) else error.kind
+                if isinstance(error, TooLarge):
+                    kind = "damaged"
+                else:
+                    kind = error.kind
                 self._warn_once(
                     store, kind, f"the entry {key} is not used: {error}. It counts as a miss"
                 )

@@ -106,7 +106,9 @@ def _canonical(value: Any, where: str) -> Any:
                 f"{where} is {value}, which JSON does not have; leave it out or give a finite "
                 "number"
             )
-        return int(value) if value.is_integer() else value
+        if value.is_integer():
+            return int(value)
+        return value
     if isinstance(value, Mapping):
         named: dict[str, Any] = {}
         for key, item in value.items():
@@ -164,7 +166,9 @@ def sample_key(digest: str, sample: int) -> str:
 def split_key(key: str) -> tuple[str, int] | None:
     """Return (digest, sample) of a key; None for the name of anything that is not ours."""
     match = _KEY.fullmatch(key)
-    return (match[2], int(match[3])) if match else None
+    if match:
+        return (match[2], int(match[3]))
+    return None
 
 
 def encode_entry(
@@ -202,7 +206,11 @@ def decode_entry(key: str, data: bytes) -> Entry:
     if hashlib.sha256(packed).hexdigest().encode() != match[2]:
         raise DamagedEntry("damaged", "its checksum is wrong: bytes are missing or changed")
     if int(match[1]) != ENTRY_SCHEMA or not match[1].startswith(b"%d" % ENTRY_SCHEMA):
-        kind: Damage = "newer" if int(match[1]) > ENTRY_SCHEMA else "damaged"
+        kind: Damage
+        if int(match[1]) > ENTRY_SCHEMA:
+            kind = "newer"
+        else:
+            kind = "damaged"
         raise DamagedEntry(
             kind, f"it has schema {int(match[1])}, this ttrl reads schema {ENTRY_SCHEMA}"
         )

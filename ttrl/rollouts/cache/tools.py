@@ -95,7 +95,9 @@ class Pruned:
 
 
 def _minutes(moment: datetime | None) -> str:
-    return "-" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    if moment is None:
+        return "-"
+    return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def stats(address: str | os.PathLike[str]) -> Totals:
@@ -168,7 +170,10 @@ def prune(
             "neither for all"
         )
     store, opened = _open(address)
-    before = None if older_than is None else datetime.now(UTC) - older_than
+    if older_than is None:
+        before = None
+    else:
+        before = datetime.now(UTC) - older_than
 
     result = Pruned(store.shown, 0, 0, 0, dry_run)
     others = 0
@@ -178,7 +183,10 @@ def prune(
             others += 1
             continue
         damaged = isinstance(entry, DamagedEntry) and entry.kind != "newer"
-        chosen = damaged if damaged_only else before is None or written < before
+        if damaged_only:
+            chosen = damaged
+        else:
+            chosen = before is None or written < before
         result.kept += not chosen
         if chosen:
             result.entries += 1
@@ -203,7 +211,10 @@ def _open(address: str | os.PathLike[str]) -> tuple[Store, ObjectStore]:
 
 
 def _nothing(store: Store, others: int) -> UserError:
-    beside = f" (it has {others:,} objects that are not the cache's)" if others else ""
+    if others:
+        beside = f" (it has {others:,} objects that are not the cache's)"
+    else:
+        beside = ""
     if store.in_memory:
         return UserError(
             f"{store.shown} is empty: it lives in the process that fills it, and ends with it; "

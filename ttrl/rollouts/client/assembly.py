@@ -212,7 +212,10 @@ class LiveChoice:
             fields["token_ids"] = self.token_ids
         if self.routed_experts is not None:
             fields["routed_experts"] = self.routed_experts
-        logprobs = b"null" if self.logprobs is None else self.logprobs.json()
+        if self.logprobs is None:
+            logprobs = b"null"
+        else:
+            logprobs = self.logprobs.json()
         return encoded(fields)[:-1] + b',"logprobs":' + logprobs + b"}"
 
 
@@ -365,4 +368,6 @@ class LiveCompletion:
             and choice.finish_reason != STOPPED_EARLY
         ):
             return usage.completion_tokens
-        return choice.tokens if choice.logprobs is not None else None
+        if choice.logprobs is not None:
+            return choice.tokens
+        return None

@@ -71,7 +71,10 @@ class Attempt:
         if total != self._counted:  # not streamed, or a server that gives no ids
             self.add(total - self._counted)
         if not got and not self.is_cut:
-            asked = "1 was" if self.n == 1 else f"{self.n} were"
+            if self.n == 1:
+                asked = "1 was"
+            else:
+                asked = f"{self.n} were"
             raise RequestError(
                 f"{self.base_url}: the server returned 0 choices, {asked} asked for", "malformed"
             )
@@ -114,7 +117,10 @@ class ChatAttempt(Attempt):
         request = self.request
         streamed = any(one is not None for one in (self.on_chunk, self.cut, self.watch))
         # Only vLLM knows stream_interval, and only vLLM is asked for token ids.
-        interval = STREAM_INTERVAL if self.on_chunk is None and request.token_ids else 1
+        if self.on_chunk is None and request.token_ids:
+            interval = STREAM_INTERVAL
+        else:
+            interval = 1
         body = request.body(
             self.messages, self.n, seed_offset=self.seed_offset, stream=streamed, interval=interval
         )
@@ -193,4 +199,6 @@ async def room_left(
         for name in ("count", "max_model_len")
     )
     count = len(prompt) if isinstance(prompt, list) else count
-    return max(0, most - count) if type(count) is int and type(most) is int else 0
+    if type(count) is int and type(most) is int:
+        return max(0, most - count)
+    return 0

@@ -215,11 +215,10 @@ def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
             extra_body[name] = value
         else:
             near = difflib.get_close_matches(str(name), sorted(_openai_params() | VLLM_PARAMS), n=1)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else "if your server knows it, give it in params['extra_body']"
-            )
+            if near:
+                hint = f"did you mean {near[0]!r}?"
+            else:
+                hint = "if your server knows it, give it in params['extra_body']"
             raise UserError(
                 f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}"
             )
@@ -242,7 +241,10 @@ def _check_int(name: str, value: object, *, at_least: int) -> None:
 
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if value is not None and not (is_number(value) and low <= value <= high):
-        above = f"and at most {high:g}" if math.isfinite(high) else "and finite"
+        if math.isfinite(high):
+            above = f"and at most {high:g}"
+        else:
+            above = "and finite"
         raise UserError(f"{name} is {value!r}; give a number of at least {low:g} {above}")
 
 

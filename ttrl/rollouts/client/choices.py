@@ -89,9 +89,10 @@ def read_choice(
     sample.opening = writable(read.opening)
     sample.finish_reason = read.finish_reason
     sample.prefix_cached = answer.cached_tokens
-    values = (
-        None if read.logprobs is None else [entry.logprob for entry in read.logprobs.content or ()]
-    )
+    if read.logprobs is None:
+        values = None
+    else:
+        values = [entry.logprob for entry in read.logprobs.content or ()]
     if values and min(values) <= UNKNOWN_LOGPROB:
         values = [math.nan if value <= UNKNOWN_LOGPROB else value for value in values]
     if read.finish_reason in ("abort", "error"):
@@ -106,7 +107,10 @@ def read_choice(
     ids = read.token_ids
     prompt_ids = answer.prompt_token_ids
     if ids is None or prompt_ids is None:
-        missing = "token_ids" if ids is None else "prompt_token_ids"
+        if ids is None:
+            missing = "token_ids"
+        else:
+            missing = "prompt_token_ids"
         raise TokenizationError(
             f"{place}: the server returned no {missing}; use a vLLM server that knows "
             "return_token_ids, or token_ids=False"
@@ -133,7 +137,9 @@ def _token_bytes(answer: Answer, count: int) -> list[str] | None:
         found = [_bytes_of(entry) for entry in content]
     except (LookupError, TypeError, ValueError, AttributeError):
         return None
-    return [token.decode("latin-1") for token in found] if len(found) == count else None
+    if len(found) == count:
+        return [token.decode("latin-1") for token in found]
+    return None
 
 
 def _bytes_of(entry: dict[str, Any]) -> bytes:
@@ -153,13 +159,19 @@ def _read(answer: Answer, place: str) -> _Read:
     message = choice.get("message")
     logprobs = choice.get("logprobs")
     ids = choice.get("token_ids")
-    content = text_of(message.get("content")) if isinstance(message, dict) else None
+    if isinstance(message, dict):
+        content = text_of(message.get("content"))
+    else:
+        content = None
     if not isinstance(content, str):
         content = None
     reason = choice.get("finish_reason")
     opening = choice.get("opening")
     experts = choice.get("routed_experts")
-    entries = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if isinstance(logprobs, dict):
+        entries = logprobs.get("content")
+    else:
+        entries = None
     return _Read(
         message=_Message(content) if isinstance(message, dict) else None,
         finish_reason=reason if isinstance(reason, str) else None,
@@ -173,12 +185,13 @@ def _read(answer: Answer, place: str) -> _Read:
 
 
 def _known(entry: Any) -> float:
-    value = entry.get("logprob") if isinstance(entry, dict) else None
-    return (
-        float(value)
-        if value is not None and is_number(value) and value > UNKNOWN_LOGPROB
-        else UNKNOWN_LOGPROB
-    )
+    if isinstance(entry, dict):
+        value = entry.get("logprob")
+    else:
+        value = None
+    if value is not None and is_number(value) and value > UNKNOWN_LOGPROB:
+        return float(value)
+    return UNKNOWN_LOGPROB
 
 
 def _json(answer: Answer, place: str = "choice") -> dict[str, Any]:
@@ -240,14 +253,15 @@ def unbuilt_logprobs(choice: Choice) -> bytes | None:
     unread; else None.
     """
     logprobs = choice.__dict__.get("logprobs")
-    source = _raw_fields(logprobs).get("source") if type(logprobs) is _LazyLogprobs else None
+    if type(logprobs) is _LazyLogprobs:
+        source = _raw_fields(logprobs).get("source")
+    else:
+        source = None
     if source is None:
         return None
-    return (
-        bytes(source)
-        if isinstance(source, msgspec.Raw)
-        else msgspec.json.encode(_logprobs_json(source))
-    )
+    if isinstance(source, msgspec.Raw):
+        return bytes(source)
+    return msgspec.json.encode(_logprobs_json(source))
 
 
 def _logprobs_json(source: "msgspec.Raw | Sequence[float]") -> dict[str, Any]:
@@ -288,11 +302,10 @@ def openai_choice(answer: Answer, index: int | None = None) -> Choice:
         fields = {name: msgspec.json.decode(raw) for name, raw in raws.items()}
     except ValueError:
         fields = _json(answer)
-        logprobs = (
-            msgspec.Raw(json.dumps(fields.pop("logprobs")).encode())
-            if "logprobs" in fields
-            else None
-        )
+        if "logprobs" in fields:
+            logprobs = msgspec.Raw(json.dumps(fields.pop("logprobs")).encode())
+        else:
+            logprobs = None
     if index is not None:
         fields["index"] = index
     message = fields.get("message")
@@ -374,8 +387,14 @@ def choice_of_sample(sample: Sample) -> Choice:
         turn = sample.turns[-1]
         message = {**turn.reply, "content": turn.reply.get("content") or ""}
         finish_reason = turn.finish_reason
-        logprobs = None if logprobs is None else logprobs[len(logprobs) - turn.num_tokens :]
-        ids = None if ids is None else ids[len(ids) - turn.num_tokens :]
+        if logprobs is None:
+            logprobs = None
+        else:
+            logprobs = logprobs[len(logprobs) - turn.num_tokens :]
+        if ids is None:
+            ids = None
+        else:
+            ids = ids[len(ids) - turn.num_tokens :]
     fields = {
         "index": sample.sample,
         "message": _model(ChatCompletionMessage, message),
@@ -387,11 +406,9 @@ def choice_of_sample(sample: Sample) -> Choice:
     if sample.opening:
         fields["opening"] = sample.opening
     choice = _model(Choice, fields)
-    return (
-        with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply], sample)
-        if sample.turns
-        else choice
-    )
+    if sample.turns:
+        return with_messages(choice, [*sample.sent(-1), sample.turns[-1].reply], sample)
+    return choice
 
 
 def chat_completion(answers: Sequence[Answer]) -> ChatCompletion:

@@ -181,9 +181,10 @@ class ServerTokenizer:
         """
         base = await self._prompt_text(prompt)
         while True:
-            kept = (
-                [i for i in ids if not self._special.get(i, False)] if skip_special else list(ids)
-            )
+            if skip_special:
+                kept = [i for i in ids if not self._special.get(i, False)]
+            else:
+                kept = list(ids)
             whole = await self.raw([*prompt, *kept])
             text = whole[len(base) :]
             agrees = whole.startswith(base) and text.startswith(begins)
@@ -262,7 +263,10 @@ def _shows(string: str, text: str, begins: str) -> bool:
         min(len(text), len(begins)),
     )
     unfinished = len(text[parts:]) - len(text[parts:].lstrip(INCOMPLETE))
-    until = len(text) if text.startswith(begins) else parts + unfinished + len(string)
+    if text.startswith(begins):
+        until = len(text)
+    else:
+        until = parts + unfinished + len(string)
     return string in text[max(0, parts - len(string) + 1) : until]
 
 

@@ -44,7 +44,8 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
                 date = email.utils.parsedate_to_datetime(value)
             except ValueError:
                 continue
-            date = date if date.tzinfo is not None else date.replace(tzinfo=datetime.UTC)
+            if not (date.tzinfo is not None):
+                date = date.replace(tzinfo=datetime.UTC)
             seconds = max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
         if 0.0 <= seconds < math.inf:
             return seconds
@@ -64,8 +65,14 @@ def status_error(
     likely wrong with that.
     """
     parsed = loads(body)
-    error = parsed.get("error", parsed) if isinstance(parsed, dict) else parsed
-    words = error.get("message") or error.get("detail") if isinstance(error, dict) else error
+    if isinstance(parsed, dict):
+        error = parsed.get("error", parsed)
+    else:
+        error = parsed
+    if isinstance(error, dict):
+        words = error.get("message") or error.get("detail")
+    else:
+        words = error
     text = one_line(words or error or body.decode(errors="replace") or "no words")
     if _NO_PARSER.search(text):
         text = f"{_NAME_A_PARSER} (vLLM: {text})"
@@ -81,12 +88,18 @@ def status_error(
 
 
 def timeout_error(place: str, seconds: float | None) -> RequestError:
-    shown = f"{seconds:g} s" if seconds is not None else "unknown length"
+    if seconds is not None:
+        shown = f"{seconds:g} s"
+    else:
+        shown = "unknown length"
     return RequestError(f"{place}: no answer within the client's timeout of {shown}", "timeout")
 
 
 def connection_error(place: str, error: BaseException | str) -> RequestError:
-    why = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    if isinstance(error, str):
+        why = error
+    else:
+        why = f"{type(error).__name__}: {error}"
     return RequestError(
         f"{place}: no connection: {one_line(why)}; is the server running?", "connection"
     )

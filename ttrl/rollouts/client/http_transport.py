@@ -148,7 +148,10 @@ class HTTPTransport:
                 self.base_url, timeout if timeout is not None else self.read_timeout
             )
         if isinstance(error, aiohttp.ClientConnectorError):
-            inner = error.os_error if error.os_error is not None else error
+            if error.os_error is not None:
+                inner = error.os_error
+            else:
+                inner = error
             return connection_error(self.base_url, inner)
         if isinstance(error, aiohttp.ClientResponseError):
             return RequestError(

@@ -56,7 +56,10 @@ class ClientTransport:
 
     async def post(self, path: str, body: Mapping[str, Any], *, root: bool = False) -> bytes:
         with self._explaining():
-            url = root_of(self.base_url) + path if root else path
+            if root:
+                url = root_of(self.base_url) + path
+            else:
+                url = path
             response: Any = await self._client.post(
                 url, cast_to=object, body=dict(body), options=self._options()
             )
@@ -64,7 +67,10 @@ class ClientTransport:
 
     async def get(self, path: str, *, root: bool = False, timeout: float = 10.0) -> bytes:
         with self._explaining(timeout):
-            url = root_of(self.base_url) + path if root else path
+            if root:
+                url = root_of(self.base_url) + path
+            else:
+                url = path
             response: Any = await self._client.get(
                 url, cast_to=object, options=self._options(timeout=timeout)
             )
@@ -98,7 +104,10 @@ class ClientTransport:
         try:
             yield
         except openai.APIStatusError as error:
-            key = self._client.api_key if isinstance(self._client.api_key, str) else ""
+            if isinstance(self._client.api_key, str):
+                key = self._client.api_key
+            else:
+                key = ""
             raise status_error(
                 place, error.status_code, error.response.content, error.response.headers, key
             ) from error
@@ -131,7 +140,9 @@ class ClientTransport:
     def _seconds(self) -> float | None:
         timeout = self._client.timeout
         seconds = getattr(timeout, "read", timeout)
-        return seconds if isinstance(seconds, int | float) else None
+        if isinstance(seconds, int | float):
+            return seconds
+        return None
 
 
 def _root_cause(error: BaseException) -> BaseException:

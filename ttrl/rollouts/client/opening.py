@@ -88,7 +88,9 @@ def _continued(messages: Sequence[Mapping[str, Any]], parameters: Mapping[str, A
     if not parameters.get("continue_final_message") or not messages:
         return ""
     content = messages[-1].get("content")
-    return content if isinstance(content, str) else ""
+    if isinstance(content, str):
+        return content
+    return ""
 
 
 def _of_choice(choice: bytes, begun: str | None) -> str:

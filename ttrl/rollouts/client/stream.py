@@ -125,11 +125,10 @@ class _Watch:
     def _arm(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = (
-            None
-            if self._limit is None
-            else self._loop.call_at(self._last + self._limit, self._look)
-        )
+        if self._limit is None:
+            self._timer = None
+        else:
+            self._timer = self._loop.call_at(self._last + self._limit, self._look)
 
     def _look(self) -> None:
         assert self._limit is not None
@@ -279,7 +278,10 @@ async def read_events(
 
 def broken_stream(place: str, has_begun: bool) -> RequestError:
     """Return the error of a stream whose end came too early."""
-    what = "in the middle of a completion" if has_begun else "before anything came"
+    if has_begun:
+        what = "in the middle of a completion"
+    else:
+        what = "before anything came"
     return RequestError(f"{place}: the stream ended {what}", "connection")
 
 
@@ -305,7 +307,10 @@ async def consume_chat_completion_stream(
     live = LiveCompletion(n, on_chunk)
     try:
         async for item in stream:
-            chunk = item if isinstance(item, Chunk) else decoded_chunk(_chunk_json(item), "stream")
+            if isinstance(item, Chunk):
+                chunk = item
+            else:
+                chunk = decoded_chunk(_chunk_json(item), "stream")
             if live.take(chunk, shown=item):
                 break
     finally:

@@ -83,8 +83,14 @@ def _continued(calls: Sequence[LiveToolCall], part: ToolCallDelta) -> LiveToolCa
     Parts of a call share its index, or have none. Of calls with the same index, those with another
     id are others, unless the part has nothing but arguments: then the server makes up ids.
     """
-    name = None if part.function is None else part.function.name
-    arguments = None if part.function is None else part.function.arguments
+    if part.function is None:
+        name = None
+    else:
+        name = part.function.name
+    if part.function is None:
+        arguments = None
+    else:
+        arguments = part.function.arguments
     same_index = [call for call in calls if part.index in (None, call.index)]
     found = next((call for call in same_index if part.id and call.id == part.id), None)
     if found is None and same_index:
@@ -137,7 +143,9 @@ def _before_repeats(text: str, pieces: Sequence[str]) -> str | None:
     if text[end:length].strip():
         return None
     repeats = [piece for piece in pieces[count:] if piece.strip()]
-    return text[:length] if all(_object_in(piece) == first for piece in repeats) else None
+    if all(_object_in(piece) == first for piece in repeats):
+        return text[:length]
+    return None
 
 
 def _object_in(text: str) -> dict[str, Any] | None:
@@ -145,4 +153,6 @@ def _object_in(text: str) -> dict[str, Any] | None:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    if isinstance(found, dict):
+        return found
+    return None

@@ -76,7 +76,10 @@ def transport_for(client: AsyncOpenAI | str | Endpoint) -> Transport:
         raise UserError(
             f"client is a {type(client).__name__}; give an AsyncOpenAI client, or a base URL"
         )
-    proxy = _proxy(base_url) if uses_proxy and not is_local(base_url) else None
+    if uses_proxy and not is_local(base_url):
+        proxy = _proxy(base_url)
+    else:
+        proxy = None
     headers = {"User-Agent": f"ttrl/{__version__}", **headers}
     return HTTPTransport(
         base_url, headers, {"base_url": base_url}, proxy, is_address=isinstance(client, str)

@@ -131,9 +131,9 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int | None:
-        return (
-            None if self.prompt_tokens_details is None else self.prompt_tokens_details.cached_tokens
-        )
+        if self.prompt_tokens_details is None:
+            return None
+        return self.prompt_tokens_details.cached_tokens
 
 
 class Chunk(msgspec.Struct):
@@ -276,7 +276,10 @@ def read_answers(data: bytes, n: int, place: str) -> list[Answer | None]:
             "malformed",
         )
     usage = read_usage(response.usage)
-    prompt = response.prompt_token_ids if is_ids(response.prompt_token_ids) else None
+    if is_ids(response.prompt_token_ids):
+        prompt = response.prompt_token_ids
+    else:
+        prompt = None
     raws = [raw for raw in map(bytes, response.choices) if raw != b"null"]
     counted = _fill_in([_count(raw) for raw in raws], usage.completion_tokens)
     answers = []
@@ -362,11 +365,10 @@ def _count(raw: bytes) -> tuple[Any, int | None]:
         counted = _Counted(
             choice.get("index"), ids if isinstance(ids, list) else None, raw_logprobs
         )
-    tokens = (
-        count_entries(bytes(counted.logprobs))
-        if counted.token_ids is None
-        else len(counted.token_ids)
-    )
+    if counted.token_ids is None:
+        tokens = count_entries(bytes(counted.logprobs))
+    else:
+        tokens = len(counted.token_ids)
     return counted.index, tokens
 
 
@@ -378,19 +380,23 @@ def count_entries(raw_logprobs: bytes) -> int | None:
         content = _entries_decoder.decode(raw_logprobs).content
     except _UNREADABLE:
         logprobs = loads(raw_logprobs)
-        content = logprobs.get("content") if isinstance(logprobs, dict) else None
-    return len(content) if isinstance(content, list) else None
+        if isinstance(logprobs, dict):
+            content = logprobs.get("content")
+        else:
+            content = None
+    if isinstance(content, list):
+        return len(content)
+    return None
 
 
 def in_order(answers: Sequence[Answer], indexes: Sequence[Any], n: int) -> list[Answer | None]:
     """Return n entries by their index, in whatever order they came; by position where a server
     numbers them wrongly.
     """
-    numbered = (
-        dict(zip(indexes, answers, strict=True))
-        if all(type(index) is int for index in indexes)
-        else {}
-    )
+    if all(type(index) is int for index in indexes):
+        numbered = dict(zip(indexes, answers, strict=True))
+    else:
+        numbered = {}
     if len(numbered) == len(answers) and all(0 <= index < n for index in numbered):
         return [numbered.get(k) for k in range(n)]
     return [answers[k] if k < len(answers) else None for k in range(n)]
@@ -400,7 +406,10 @@ def read_usage(usage: Any) -> Usage:
     """Return what of a usage makes sense."""
     usage = usage if isinstance(usage, dict) else {}
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    if isinstance(details, dict):
+        cached = details.get("cached_tokens")
+    else:
+        cached = None
     counts = {
         name: _count_or_none(usage.get(name))
         for name in ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -409,13 +418,21 @@ def read_usage(usage: Any) -> Usage:
 
 
 def _count_or_none(value: Any) -> int | None:
-    return value if type(value) is int and value >= 0 else None
+    if type(value) is int and value >= 0:
+        return value
+    return None
 
 
 def failure(error: Any, place: str) -> RequestError:
     """Return the error that a server reports within an answer of status 200."""
-    message = error.get("message") if isinstance(error, dict) else error
-    code = error.get("code") if isinstance(error, dict) else None
+    if isinstance(error, dict):
+        message = error.get("message")
+    else:
+        message = error
+    if isinstance(error, dict):
+        code = error.get("code")
+    else:
+        code = None
     text = f"{place}: the server failed: {one_line(message or error)}"
     if type(code) is int and 400 <= code < 600:
         return RequestError(f"{text} (code {code})", "status", status=code)
@@ -436,7 +453,10 @@ def most_bytes(body: Mapping[str, Any] | None) -> int:
         key=abs,
     )
     shown = shown if shown >= 0 else _LONGEST  # -1: of the whole vocabulary
-    experts = (tokens + asked.get("n", 1) * _LONGEST) * _EXPERT_BYTES if EXPERTS in asked else 0
+    if EXPERTS in asked:
+        experts = (tokens + asked.get("n", 1) * _LONGEST) * _EXPERT_BYTES
+    else:
+        experts = 0
     return 2**22 + int(tokens) * (_TOKEN_BYTES + _SHOWN_BYTES * shown) + int(experts)
 
 

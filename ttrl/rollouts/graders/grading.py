@@ -111,7 +111,10 @@ class Threads:
     async def run(self, function: Callable[..., Any], *args: Any) -> CallOutcome:
         """Call a function in a thread. Raises TookTooLong; waiting for a slot does not count."""
         async with self._slots:
-            worker = self._idle.pop() if self._idle else _Thread()
+            if self._idle:
+                worker = self._idle.pop()
+            else:
+                worker = _Thread()
             future = worker.start(function, args)
             try:
                 # Not asyncio.timeout: where a busy loop looks at the clock late, that throws away
@@ -218,13 +221,17 @@ class Graders:
         self.seconds = 0.0
         """That grades took so far, added up, waiting for a thread or process included."""
         self._timeout = timeout
-        count = min(usable_cores(), MOST_PROCESSES) if size is None else size
+        if size is None:
+            count = min(usable_cores(), MOST_PROCESSES)
+        else:
+            count = size
         self._processes = IsolatedGraders(
             timeout=timeout, memory=memory or DEFAULT_MEMORY, size=count
         )
-        self._threads = (
-            None if isolated else Threads(GRADER_THREADS if size is None else size, timeout)
-        )
+        if isolated:
+            self._threads = None
+        else:
+            self._threads = Threads(GRADER_THREADS if size is None else size, timeout)
         self._has_processes = isolated
 
     def __enter__(self) -> "Graders":
@@ -332,4 +339,6 @@ def own_traceback(error: BaseException, caller: str = __file__) -> str:
         frames = frames.tb_next
     text = harmless("".join(traceback.format_exception(type(error), error, frames)).rstrip())
     half = MAX_ERROR_LENGTH // 2
-    return text if len(text) <= MAX_ERROR_LENGTH else f"{text[:half]}\n[…]\n{text[-half:]}"
+    if len(text) <= MAX_ERROR_LENGTH:
+        return text
+    return f"{text[:half]}\n[…]\n{text[-half:]}"

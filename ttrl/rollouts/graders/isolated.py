@@ -52,7 +52,9 @@ _STARTS = 3  # of the keeper, in a row without a single answer, before we give u
 
 def usable_cores() -> int:
     """Count the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class IsolatedGraders:
@@ -199,9 +201,10 @@ class IsolatedGraders:
                 f"the grader ended its process with exit code {status} (os._exit?); a grader "
                 "returns its reward, or raises"
             )
-        name = (
-            signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        )
+        if -status in set(signal.Signals):
+            name = signal.Signals(-status).name
+        else:
+            name = f"signal {-status}"
         if name == "SIGXCPU":
             seconds = self.timeout * usable_cores()
             return (

@@ -95,9 +95,11 @@ def _find(name: str, path: Any) -> importlib.machinery.ModuleSpec | None:
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
         try:
-            spec: importlib.machinery.ModuleSpec | None = (
-                find(name, path) if find is not None else None
-            )
+            spec: importlib.machinery.ModuleSpec | None
+            if find is not None:
+                spec = find(name, path)
+            else:
+                spec = None
         except Exception:  # noqa: BLE001 - a finder of somebody else's
             spec = None
         if spec is not None:

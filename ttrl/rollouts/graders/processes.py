@@ -141,7 +141,9 @@ class Keeper:
         """Return what the keeper wrote before it ended."""
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()
-        return f"It said: {text[-2000:]}" if text else ""
+        if text:
+            return f"It said: {text[-2000:]}"
+        return ""
 
     def close(self) -> None:
         """Close the keeper's socket, which makes it kill the workers and end."""
@@ -200,11 +202,10 @@ class Worker(asyncio.Protocol):
             if not self.usable:
                 raise End("not taken")
             self._transport.write(pack(header, *([pickle_] if new else []), choice))
-            answer = (
-                await self._next(LOAD_SECONDS, "load")
-                if new
-                else await self._next(timeout, "timeout")
-            )
+            if new:
+                answer = await self._next(LOAD_SECONDS, "load")
+            else:
+                answer = await self._next(timeout, "timeout")
             self._is_loading = False
             if answer.get("loaded"):
                 answer = await self._next(timeout, "timeout")
@@ -272,7 +273,10 @@ class Worker(asyncio.Protocol):
         # own). Without its keeper a worker cannot go on; if it had no grader yet, its choice can
         # still be given to another one.
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            kind = "not taken" if status is None and self._is_loading else "died"
+            if status is None and self._is_loading:
+                kind = "not taken"
+            else:
+                kind = "died"
             loop = self.status.get_loop()
             loop.call_soon(loop.call_soon, self._fail, kind)
 

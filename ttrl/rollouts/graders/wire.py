@@ -66,11 +66,9 @@ def choice_to_json(choice: Choice) -> bytes:
         data = choice.model_dump_json(**options).encode()
     except ValueError:  # lone surrogates, which no UTF-8 can hold; as escapes, JSON can
         data = json.dumps(choice.model_dump(**options)).encode()
-    return (
-        data
-        if logprobs is None
-        else b"".join((data[:-1], b"," if len(data) > 2 else b"", b'"logprobs":', logprobs, b"}"))
-    )
+    if logprobs is None:
+        return data
+    return b"".join((data[:-1], b"," if len(data) > 2 else b"", b'"logprobs":', logprobs, b"}"))
 
 
 def choice_from_json(data: bytes) -> Choice:

@@ -177,7 +177,10 @@ class ServerRoom:
         """Estimate how many completion tokens the server has made since its metrics were first
         seen, those of others included.
         """
-        running = 0.0 if self.metrics is None else self.metrics.running
+        if self.metrics is None:
+            running = 0.0
+        else:
+            running = self.metrics.running
         return self._generated + self._rate * running * max(0.0, now - self._polled_at)
 
     # Admission
@@ -274,7 +277,8 @@ class ServerRoom:
         self._tokens = moment
         self._polled_at = now
         if before is None:
-            self.limit = math.inf if self.limit >= FIRST_LIMIT else self.limit
+            if self.limit >= FIRST_LIMIT:
+                self.limit = math.inf
         elif metrics.generated >= before.generated and seconds > 0:
             self._generated += metrics.generated - before.generated
             running = (metrics.running + before.running) / 2

@@ -67,11 +67,9 @@ class Emptiest:
             elif (really := self._share(place)) != share:
                 heapq.heapreplace(self._heaps[self._refused[place]], (really, place, stamp))
             elif server.room.admits(load, now):
-                return (
-                    preferred
-                    if preferred is not None and self._may_keep(preferred, load, now, share + slack)
-                    else server
-                )
+                if preferred is not None and self._may_keep(preferred, load, now, share + slack):
+                    return preferred
+                return server
             else:
                 self._put(place, *server.room.refusal(load))
         return None

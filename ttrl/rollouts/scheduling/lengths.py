@@ -78,11 +78,10 @@ class KnownLengths(NamedTuple):
         """Return the tokens of so many characters of prompts and so many completions, once they are
         done.
         """
-        mean = (
-            Lengths.prior(max_tokens)
-            if self.mean is None
-            else min(self.mean, max_tokens or self.mean)
-        )
+        if self.mean is None:
+            mean = Lengths.prior(max_tokens)
+        else:
+            mean = min(self.mean, max_tokens or self.mean)
         return chars * self.tokens_per_char + samples * mean
 
 
@@ -108,7 +107,10 @@ class Lengths:
         """Take in one finished request. Only the newest `window` completions are kept, so that
         lengths may change while running."""
         if prompt_tokens and prompt_chars:
-            fade = 0.5 if self._prompt_chars > _PROMPT_WINDOW else 1.0
+            if self._prompt_chars > _PROMPT_WINDOW:
+                fade = 0.5
+            else:
+                fade = 1.0
             self._prompt_chars = self._prompt_chars * fade + prompt_chars
             self._prompt_tokens = self._prompt_tokens * fade + prompt_tokens
         for tokens in completions:
@@ -120,11 +122,10 @@ class Lengths:
 
     def known(self) -> KnownLengths:
         """Return what is known now."""
-        per_char = (
-            self._prompt_tokens / self._prompt_chars
-            if self._prompt_tokens
-            else 1.0 / CHARS_PER_TOKEN
-        )
+        if self._prompt_tokens:
+            per_char = self._prompt_tokens / self._prompt_chars
+        else:
+            per_char = 1.0 / CHARS_PER_TOKEN
         return KnownLengths(per_char, self._mean if self._count else None)
 
     def prompt(self, chars: float) -> float:
@@ -138,7 +139,9 @@ class Lengths:
     @staticmethod
     def prior(max_tokens: int | None) -> float:
         """Return the tokens of a completion before any has finished."""
-        return max(1.0, max_tokens / 2) if max_tokens else DEFAULT_LENGTH
+        if max_tokens:
+            return max(1.0, max_tokens / 2)
+        return DEFAULT_LENGTH
 
     def survival(
         self, tokens: Array, ended: Array, going_on: Array, max_tokens: int | None

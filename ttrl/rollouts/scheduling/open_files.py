@@ -61,7 +61,10 @@ def open_file_limit(wanted: int) -> float:
         return soft
     # Twice what is wanted now, so that it is raised a few times only; Linux allows no infinity
     # here.
-    target = 2 * wanted if hard == resource.RLIM_INFINITY else min(2 * wanted, hard)
+    if hard == resource.RLIM_INFINITY:
+        target = 2 * wanted
+    else:
+        target = min(2 * wanted, hard)
     if target <= soft:
         return soft
     try:

@@ -164,7 +164,10 @@ class Server:
             self._changed(self)
             return True
         self.up = False
-        state = f"{FAULTS_IN_A_ROW} faults in a row" if alive else "it does not answer"
+        if alive:
+            state = f"{FAULTS_IN_A_ROW} faults in a row"
+        else:
+            state = "it does not answer"
         logger.warning(
             "%s is taken out, %s; the last fault: %s", self.base_url, state, self.last_fault
         )

@@ -162,11 +162,9 @@ class Servers:
     @property
     def away_seconds(self) -> float:
         """For how long no server has answered; 0 while one does."""
-        return (
-            0.0
-            if self._nobody_since is None
-            else asyncio.get_running_loop().time() - self._nobody_since
-        )
+        if self._nobody_since is None:
+            return 0.0
+        return asyncio.get_running_loop().time() - self._nobody_since
 
     async def __aenter__(self) -> "Servers":
         # A server that is slow to say what it has room for is used as one that does not say.
@@ -227,7 +225,8 @@ class Servers:
         Raises RequestError: the last one of this request, or, after `max_downtime` seconds in which
         no server answered, one that says so. Whatever else `attempt` raises comes through.
         """
-        ticket = next(self._tickets) if ticket is None else ticket
+        if ticket is None:
+            ticket = next(self._tickets)
         attempts = moves = 0
         while True:
             async with self._semaphore or contextlib.nullcontext():
@@ -399,11 +398,10 @@ class Servers:
         assert self._nobody_since is not None
         seconds = asyncio.get_running_loop().time() - self._nobody_since
         said = "; ".join(f"{server.last_fault or server.base_url}" for server in self.servers)
-        who = (
-            "the server has"
-            if len(self.servers) == 1
-            else f"none of the {len(self.servers)} servers has"
-        )
+        if len(self.servers) == 1:
+            who = "the server has"
+        else:
+            who = f"none of the {len(self.servers)} servers has"
         return RequestError(
             f"{who} not answered for {seconds:.0f} s; is it running? The last words: {said}",
             "connection",
@@ -441,7 +439,9 @@ def _copied(error: RequestError, text: str) -> RequestError:
 
 
 def _with_attempts(error: RequestError, attempts: int) -> RequestError:
-    return error if attempts == 1 else _copied(error, f"{error} ({attempts} attempts)")
+    if attempts == 1:
+        return error
+    return _copied(error, f"{error} ({attempts} attempts)")
 
 
 def _delay(error: RequestError, attempts: int, *, elsewhere: bool) -> float:

@@ -51,12 +51,16 @@ class _Fence:
     @property
     def language(self) -> str:
         match = _LANGUAGE.match(self.info)
-        return match[1].lower() if match else ""
+        if match:
+            return match[1].lower()
+        return ""
 
     @property
     def first_line(self) -> str:
         """The code on the line of the fence; "" if an info string stands there."""
-        return self.info if is_code(self.info) else ""
+        if is_code(self.info):
+            return self.info
+        return ""
 
     def is_ended_by(self, other: "_Fence") -> bool:
         """Tell whether another fence ends this one's block: alone in its line, or behind code."""
@@ -154,7 +158,10 @@ def _content(lines: Sequence[str], start: int, fence: _Fence) -> tuple[list[str]
     while at < len(lines):
         other = _fence_in(lines[at])
         if other is not None and fence.is_ended_by(other):
-            last = lines[at][: lines[at].index(other.mark)] if other.before else ""
+            if other.before:
+                last = lines[at][: lines[at].index(other.mark)]
+            else:
+                last = ""
             return _without_indent([*lines[start:at], last], fence), at + 1
         if other is not None and fence.is_followed_by(other):
             return _without_indent([*lines[start:at], ""], fence), at
@@ -228,7 +235,10 @@ def _begun_without_fence(lines: Sequence[str]) -> str:
         if fence is not None and not fence.before:
             return ""
         if line.startswith((" ", "\t")) or is_code(line):
-            mark = "```" if any("```" in one for one in lines) else "~~~"
+            if any("```" in one for one in lines):
+                mark = "```"
+            else:
+                mark = "~~~"
             content, _ = _content(lines, number, _Fence("", 0, mark, ""))
             return "\n".join(content)
     return ""

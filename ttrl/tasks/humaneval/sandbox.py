@@ -203,11 +203,9 @@ def why_not() -> str | None:
         outcome = run_sandboxed("pass")
     except GraderError as error:
         return str(error)
-    return (
-        None
-        if outcome.passed
-        else f"sandbox: a program that does nothing failed here: {outcome.reason}"
-    )
+    if outcome.passed:
+        return None
+    return f"sandbox: a program that does nothing failed here: {outcome.reason}"
 
 
 def _folders() -> list[str]:

@@ -304,8 +304,14 @@ def _program(order: dict[str, Any], answer: int) -> NoReturn:
     for kind, value in limits.items():
         hard = resource.getrlimit(kind)[1]
         # A second between the signal and the end.
-        wanted = value + 1 if kind == resource.RLIMIT_CPU else value
-        hard = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if kind == resource.RLIMIT_CPU:
+            wanted = value + 1
+        else:
+            wanted = value
+        if hard == resource.RLIM_INFINITY:
+            hard = wanted
+        else:
+            hard = min(wanted, hard)
         resource.setrlimit(kind, (min(value, hard), hard))
     _filter_calls()
     report: dict[str, str] = {}

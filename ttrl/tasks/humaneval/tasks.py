@@ -81,7 +81,10 @@ def program(problem: HumanEvalProblem, code: str) -> str:
     before = problem.prompt
     if defines(code, problem.entry_point):
         start = re.search(rf"^def {re.escape(problem.entry_point)}\b", before, re.MULTILINE)
-        before = before[: start.start()] if start is not None else ""
+        if start is not None:
+            before = before[: start.start()]
+        else:
+            before = ""
     code = before + code
     future = "".join(f"{found}\n" for found in _FUTURE.findall(code))
     code = _FUTURE.sub("", code)

@@ -55,7 +55,9 @@ def same_answer(expected: str, given: str, seconds: float) -> bool | None:
     with contextlib.suppress(_TookTooLong, RecursionError, MemoryError), limit:
         equal = library.equal(right.latex, answer.latex)
         limit.is_running = False
-    return None if limit.is_over else equal
+    if limit.is_over:
+        return None
+    return equal
 
 
 def _by_form(right: Answer, answer: Answer) -> bool | None:
@@ -73,7 +75,9 @@ def _by_form(right: Answer, answer: Answer) -> bool | None:
         return right.latex == answer.latex  # E is not e, and a time is no ratio
     if right.is_percent != answer.is_percent:
         return False
-    return True if canonical(right.latex) == canonical(answer.latex) else None
+    if canonical(right.latex) == canonical(answer.latex):
+        return True
+    return None
 
 
 def _is_letter(latex: str) -> bool:
@@ -152,7 +156,9 @@ class _Library:
         if not expression.is_number:
             return None
         value = sympy.N(expression, _DIGITS)
-        return value if value.is_number and value.is_finite else None
+        if value.is_number and value.is_finite:
+            return value
+        return None
 
     def are_close(self, expected: Any, given: Any) -> bool:
         """Return False for two numbers that differ by more than their rounding."""

@@ -75,7 +75,10 @@ class MathGrader:
         """
         text = reply_text(choice)
         marked = read_reply(text)
-        lenient = read_reply(text, flexible=True) if marked is None else marked
+        if marked is None:
+            lenient = read_reply(text, flexible=True)
+        else:
+            lenient = marked
         verdict = self._compare(lenient)
         exact = float(verdict is True and (self.flexible or marked is not None))
         formed = float(follows_format(text, self.style, opening_of(choice)))
@@ -85,7 +88,9 @@ class MathGrader:
         return (1.0 - self.format_reward) * exact + self.format_reward * formed, metrics
 
     def _compare(self, answer: str | None) -> bool | None:
-        return False if answer is None else same_answer(self.expected, answer, self.seconds)
+        if answer is None:
+            return False
+        return same_answer(self.expected, answer, self.seconds)
 
     def prepare(self) -> None:
         """Import math-verify and SymPy. A grader's process calls this once."""
@@ -102,12 +107,16 @@ def read_reply(text: str, *, flexible: bool = False) -> str | None:
     found = [answer for answer in marked if answer is not None]
     if found:
         return max(found)[1]
-    return _unmarked(text[-_LOOKED_AT:]) if flexible else None
+    if flexible:
+        return _unmarked(text[-_LOOKED_AT:])
+    return None
 
 
 def _tagged(text: str) -> tuple[int, str] | None:
     place = find_tagged(text)
-    return None if place is None else (place[0], text[place[0] : place[1]])
+    if place is None:
+        return None
+    return (place[0], text[place[0] : place[1]])
 
 
 def _boxed(text: str) -> tuple[int, str] | None:
@@ -152,7 +161,10 @@ def _line(text: str, mark: str) -> tuple[int, str] | None:
     line = text[start:end]
     if not line.strip(_SKIPPED):
         rest = text[end:].lstrip()
-        line = rest[: rest.find("\n")] if "\n" in rest else rest
+        if "\n" in rest:
+            line = rest[: rest.find("\n")]
+        else:
+            line = rest
     return start, _stated(line[:_LOOKED_AT].strip(_SKIPPED))
 
 
@@ -163,13 +175,17 @@ def _stated(line: str) -> str:
     place = find_after(sentence, "answer is", skip=_SKIPPED + ":", most=20)
     if place is not None:
         sentence = sentence[place[0] : place[1]]
-    return sentence if read_answer(sentence) is not None else _last_part(sentence) or sentence
+    if read_answer(sentence) is not None:
+        return sentence
+    return _last_part(sentence) or sentence
 
 
 def _unmarked(text: str) -> str | None:
     """Return what follows the last "answer is", else the last formula or number."""
     line = _line(text, "answer is")
-    return _last_part(text) if line is None else line[1]
+    if line is None:
+        return _last_part(text)
+    return line[1]
 
 
 def _last_part(text: str) -> str | None:
@@ -178,7 +194,9 @@ def _last_part(text: str) -> str | None:
     if formulas and not re.search("[0-9]", text[formulas[-1].end() :]):
         return next(group for group in formulas[-1].groups() if group is not None)
     number = last_number(text)
-    return None if number is None else f"{number.numerator}/{number.denominator}"
+    if number is None:
+        return None
+    return f"{number.numerator}/{number.denominator}"
 
 
 def follows_format(text: str, style: Style, opening: str = "") -> bool:
@@ -190,7 +208,10 @@ def follows_format(text: str, style: Style, opening: str = "") -> bool:
     if style == "r1":
         answer = tagged_answer(text, opening)
     elif style == "boxed":
-        answer = read_reply(text) if text.count("\\boxed{") == 1 else None
+        if text.count("\\boxed{") == 1:
+            answer = read_reply(text)
+        else:
+            answer = None
     else:
         last = text.rstrip().rpartition("\n")[2].strip(_SKIPPED)
         is_formed = last.lower().startswith("answer:") and text.lower().count("answer:") == 1

@@ -150,7 +150,10 @@ def read_answer(text: str) -> Answer | None:
     base = _BASE.match(text)
     if base is not None:
         return Answer(latex=base[1], unit=unit, base=base[2])
-    number = last_number(text) if _NUMBER.fullmatch(text) else None
+    if _NUMBER.fullmatch(text):
+        number = last_number(text)
+    else:
+        number = None
     latex = _settled(_JOINT.sub(",", text))
     if latex is None:
         return None
@@ -170,7 +173,9 @@ def _spelled_character(character: str) -> str:
         return _UNICODE[character]
     if unicodedata.category(character) == "No":
         top, slash, bottom = unicodedata.normalize("NFKC", character).partition("⁄")
-        return f"\\frac{{{top}}}{{{bottom}}}" if slash else character
+        if slash:
+            return f"\\frac{{{top}}}{{{bottom}}}"
+        return character
     return character
 
 

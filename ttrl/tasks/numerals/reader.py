@@ -120,7 +120,9 @@ class _Reader:
 
     def peek(self, ahead: int = 0) -> Token | None:
         place = self.place + ahead
-        return self.tokens[place] if 0 <= place < len(self.tokens) else None
+        if 0 <= place < len(self.tokens):
+            return self.tokens[place]
+        return None
 
     def next_is(self, symbols: Container[str], ahead: int = 0) -> bool:
         token = self.peek(ahead)
@@ -185,7 +187,9 @@ class _Reader:
             self.place = place
             return None
         self.place = place + 1
-        return "*" if is_times else token.text
+        if is_times:
+            return "*"
+        return token.text
 
     def is_times_sign(self, token: Token) -> bool:
         """Return whether a token is the x of "3 x 4"."""
@@ -222,7 +226,9 @@ class _Reader:
                 sign = -1
             count += 1
             self.place += 1
-        return sign if count < 2 else None
+        if count < 2:
+            return sign
+        return None
 
     def sign(self) -> int | None:
         """Pass the signs before a number. Return 1 or -1, and None if they make it unreadable."""
@@ -259,7 +265,9 @@ class _Reader:
         self.place += 1
         if before is not None and before.kind in ("word", "close"):
             return 1
-        return 1 if following is None or following.gap else None
+        if following is None or following.gap:
+            return 1
+        return None
 
     def meaning_of_sign(self, token: Token, is_word: bool) -> int | None:
         """Return -1 for a sign, 1 for a hyphen or a bullet, and None for anything else."""
@@ -273,13 +281,19 @@ class _Reader:
         if before.is_symbol(_BEFORE_A_SIGN | _MARKUP):
             return -1
         if before.kind == "macro":
-            return -1 if before.text in _ENDS else None
+            if before.text in _ENDS:
+                return -1
+            return None
         if before.kind == "newline":
             is_below_text = any(one.kind != "newline" for one in self.tokens[: self.place])
-            return 1 if is_spaced and is_below_text else -1
+            if is_spaced and is_below_text:
+                return 1
+            return -1
         if before.kind == "word":
             return self.after_word(before, token, is_spaced, is_word)
-        return -1 if token.gap and not is_spaced else None
+        if token.gap and not is_spaced:
+            return -1
+        return None
 
     def after_word(
         self,
@@ -293,10 +307,16 @@ class _Reader:
         if before is not None and before.kind == "number":
             return None
         if not token.gap:
-            return 1 if token.text == "-" and len(word.text) > 1 else None
+            if token.text == "-" and len(word.text) > 1:
+                return 1
+            return None
         if is_word:
-            return -1 if word.text.lower() in _BEFORE_MINUS else None
-        return None if is_spaced else -1
+            if word.text.lower() in _BEFORE_MINUS:
+                return -1
+            return None
+        if is_spaced:
+            return None
+        return -1
 
     def is_currency(self) -> bool:
         """Return whether a currency's code stands here: "-US$18"."""

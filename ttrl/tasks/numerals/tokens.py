@@ -238,7 +238,9 @@ def simplified(text: str) -> str:
         text = _DEGREES.sub("", _HIDDEN.sub(" ", text))
         text = _STYLES.sub("", _SPACES.sub(" ", text))
         text = _TEXTS.sub(_shown_text, text)
-    return _UNIT_EXPONENT.sub(r"\1", text) if "^" in text else text
+    if "^" in text:
+        return _UNIT_EXPONENT.sub(r"\1", text)
+    return text
 
 
 def _spelled_fraction(character: str) -> str:
@@ -246,7 +248,9 @@ def _spelled_fraction(character: str) -> str:
     if character.isascii() or unicodedata.category(character) != "No":
         return character
     spelled = unicodedata.normalize("NFKC", character)
-    return f" {spelled} " if re.fullmatch("[0-9]+⁄[0-9]+", spelled) else character
+    if re.fullmatch("[0-9]+⁄[0-9]+", spelled):
+        return f" {spelled} "
+    return character
 
 
 def _shown_text(match: "re.Match[str]") -> str:
@@ -254,7 +258,9 @@ def _shown_text(match: "re.Match[str]") -> str:
     content = match[1]
     if any(character.isdigit() for character in content):
         return "{" + content + "}"
-    return content if content in AT_A_NUMBER else f" {content} "
+    if content in AT_A_NUMBER:
+        return content
+    return f" {content} "
 
 
 def ascii_digits(text: str) -> str:

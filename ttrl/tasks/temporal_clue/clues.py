@@ -117,7 +117,10 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
         if mover != scene.victim
         and scene.where[x.movers(scene)[0]][t - 1 : t + 1] == (before, after)
     ]
-    thing = pick(rng, carried) if carried and rng.random() < 0.6 else None
+    if carried and rng.random() < 0.6:
+        thing = pick(rng, carried)
+    else:
+        thing = None
 
     def says(rules: Rules) -> Iterator[list[int]]:
         yield from _for_some(
@@ -127,7 +130,10 @@ def _moved(rng: random.Random, scene: Scene) -> Clue | None:
             yield [rules.was_at(thing, t - 1, before)]
             yield [rules.was_at(thing, t, after)]
 
-    taking = f" {thing.text(scene)}" if thing is not None else ""
+    if thing is not None:
+        taking = f" {thing.text(scene)}"
+    else:
+        taking = ""
     route = f"from the {scene.rooms[before]} to the {scene.rooms[after]}"
     return Clue(f"{subject.text(scene)} moved{taking} {route}{scene.at(t)}", says, reach=0)
 
@@ -173,7 +179,9 @@ def _two(
         return None
     # "The murderer was in the same room as the murderer's name" would give the solution away, or
     # say nothing.
-    return None if set(one.movers(scene)) & set(other.movers(scene)) else (one, other)
+    if set(one.movers(scene)) & set(other.movers(scene)):
+        return None
+    return (one, other)
 
 
 def _same_room(rng: random.Random, scene: Scene) -> Clue | None:
@@ -260,7 +268,10 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
         subject = _subject(rng, scene)
         t = _time(rng, scene)
         true = rng.random() < 0.5
-        r = _room_of(rng, scene, subject, t) if true else int(rng.random() * len(scene.rooms))
+        if true:
+            r = _room_of(rng, scene, subject, t)
+        else:
+            r = int(rng.random() * len(scene.rooms))
         statements.append((subject, t, r))
         truths.append(r in [scene.where[mover][t] for mover in subject.movers(scene)])
     if statements[0] == statements[1] or not (any(truths) if or_clue else truths[0] == truths[1]):
@@ -268,7 +279,9 @@ def _logical(rng: random.Random, scene: Scene) -> Clue | None:
 
     def says(rules: Rules) -> list[list[int]]:
         first, second = (rules.was_at(*statement) for statement in statements)
-        return [[first, second]] if or_clue else [[first, -second], [-first, second]]
+        if or_clue:
+            return [[first, second]]
+        return [[first, -second], [-first, second]]
 
     texts = [
         f"{subject.text(scene)} was {_in(scene, r)}{scene.at(t)}" for subject, t, r in statements

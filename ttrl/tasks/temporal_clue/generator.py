@@ -76,7 +76,8 @@ def make_puzzle(
             f"ttrl temporal clue 1 {seed} {attempt}" + ("" if scope == "answers" else f" {scope}")
         )
         # Kept: hard sizes must not become rare.
-        size = size if size is not None else draw_size(rng, scope)
+        if not (size is not None):
+            size = draw_size(rng, scope)
         draft = _try(rng, size, scope, held_out)
         if draft is not None:
             letters = [chr(ord("A") + number) for number in range(len(draft.questions))]
@@ -99,13 +100,19 @@ def draw_size(rng: random.Random, scope: Scope = "answers") -> PuzzleSize:
     published puzzles.
     """
     if scope == "answers":
-        suspects = 2 if rng.random() < 0.25 else 3 + int(rng.random() * 8)
+        if rng.random() < 0.25:
+            suspects = 2
+        else:
+            suspects = 3 + int(rng.random() * 8)
     else:
         share = rng.random()
         suspects = 2 if share < 0.28 else 10 if share < 0.53 else 3 + int(rng.random() * 7)
     weapons = min(8, max(2, suspects - int(rng.random() * 3)))
     rooms = min(15, suspects + int(rng.random() * (suspects // 2 + 2)))
-    times = 1 if rng.random() < 0.17 else 2 + int(rng.random() * min(7, suspects))
+    if rng.random() < 0.17:
+        times = 1
+    else:
+        times = 2 + int(rng.random() * min(7, suspects))
     return PuzzleSize(suspects, weapons, rooms, times, pick(rng, ("none", "own", "own", "shared")))
 
 

@@ -25,18 +25,19 @@ class Subject(NamedTuple):
         motivated by Envy".
         """
         if self.kind == "motive":
-            article = "the" if scene.motive_count(self.number) == 1 else "a"
+            if scene.motive_count(self.number) == 1:
+                article = "the"
+            else:
+                article = "a"
             return f"{article} suspect motivated by {scene.motives[self.number]}"
         if self.kind != "mover":
             return f"the {self.kind}"
         if self.number == scene.victim:
             return VICTIM
         people = len(scene.suspects)
-        return (
-            scene.suspects[self.number]
-            if self.number < people
-            else f"the {scene.weapons[self.number - people - 1]}"
-        )
+        if self.number < people:
+            return scene.suspects[self.number]
+        return f"the {scene.weapons[self.number - people - 1]}"
 
     def movers(self, scene: Scene) -> list[int]:
         """Return who it is in truth; several only for "a suspect motivated by"."""

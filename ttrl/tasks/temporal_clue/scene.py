@@ -122,7 +122,9 @@ class Scene:
 
     def at(self, t: int) -> str:
         """Return " at 11:30 PM", or nothing where there is one time."""
-        return f" at {self.times[t]}" if self.moves else ""
+        if self.moves:
+            return f" at {self.times[t]}"
+        return ""
 
     def weapon(self, w: int) -> int:
         """Return the mover of a weapon."""
@@ -139,7 +141,9 @@ class Scene:
         column = r % self.width + right
         row = r // self.width + down
         other = row * self.width + column
-        return other if 0 <= column < self.width and row >= 0 and other < len(self.rooms) else None
+        if 0 <= column < self.width and row >= 0 and other < len(self.rooms):
+            return other
+        return None
 
     def neighbours(self, r: int) -> list[int]:
         """Return the rooms that can be reached in one move."""
@@ -154,11 +158,10 @@ def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
     motive_of: tuple[int, ...] = ()
     suspects = tuple(shuffled(rng, SUSPECTS)[: size.suspects])
     if size.motives != "none":
-        count = (
-            size.suspects
-            if size.motives == "own"
-            else min(SHARED_MOTIVES_AT_MOST, max(1, (size.suspects + 1) // 2))
-        )
+        if size.motives == "own":
+            count = size.suspects
+        else:
+            count = min(SHARED_MOTIVES_AT_MOST, max(1, (size.suspects + 1) // 2))
         motives = tuple(shuffled(rng, MOTIVES)[:count])
         motive_of = tuple(
             shuffled(

@@ -185,7 +185,8 @@ def make_draft(
     rng = random.Random(f"ttrl zebra grid 1 {seed}")
     sizes = range(SMALLEST, LARGEST + 1)
     houses = pick(rng, sizes) if houses is None else houses
-    attributes = pick(rng, sizes) if attributes is None else attributes
+    if attributes is None:
+        attributes = pick(rng, sizes)
     while True:
         columns = [NAME, *shuffled(rng, OTHERS)[: attributes - 1]]
         chosen = tuple(
@@ -221,13 +222,12 @@ def _minimal_clues(
     switches = [clauses.new_variable() for _ in clues]
     for switch, clue in zip(switches, clues):
         for first in range(houses):
-            others = (
-                []
-                if clue.other is None
-                else [
+            if clue.other is None:
+                others = []
+            else:
+                others = [
                     at[clue.other][second] for second in range(houses) if clue.allows(first, second)
                 ]
-            )
             if clue.other is not None or not clue.allows(first, 0):
                 clauses.add([-switch, -at[clue.one][first], *others])
     count = bisect.bisect_left(
@@ -280,7 +280,10 @@ def _true_clues(
                     add(f"{them} is directly right of {me}", other, one, {-1})
                     add(f"{me} and {them} are next to each other", one, other, {-1, 1})
                 elif distance <= 3:
-                    between = "There is one house" if distance == 2 else "There are two houses"
+                    if distance == 2:
+                        between = "There is one house"
+                    else:
+                        between = "There are two houses"
                     add(f"{between} between {me} and {them}", one, other, {-distance, distance})
     return clues
 

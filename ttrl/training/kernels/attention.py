@@ -165,8 +165,14 @@ def attention_plan(
         unpacked sequence.
     """
     look = free_to_look(group_ids_BT.device)
-    longest = int(input_pos_BT.max()) + 1 if look else sys.maxsize
-    split = split_plan(group_ids_BT, parent_ids_BT) if look else None
+    if look:
+        longest = int(input_pos_BT.max()) + 1
+    else:
+        longest = sys.maxsize
+    if look:
+        split = split_plan(group_ids_BT, parent_ids_BT)
+    else:
+        split = None
     return AttentionPlan(group_ids_BT, parent_ids_BT, input_pos_BT, dtype, longest, split)
 
 
@@ -189,8 +195,10 @@ def attend(
     p - w, counted in the unpacked sequence. With `sinks`, each head has one more score, of a key
     whose value is zero (gpt-oss, arXiv 2508.10925); computed with a dense mask, head by head.
     """
-    scale = q_BHTE.shape[-1] ** -0.5 if scale is None else scale
-    window = None if window is None or window >= plan.longest else window
+    if scale is None:
+        scale = q_BHTE.shape[-1] ** -0.5
+    if window is None or window >= plan.longest:
+        window = None
     device = q_BHTE.device.type
     if torch.is_autocast_enabled(device):  # as PyTorch's own attention does
         lower = torch.get_autocast_dtype(device)
@@ -318,7 +326,10 @@ def kernel_options(head_dim: int, dtype: torch.dtype, shared_memory: int) -> dic
     options: dict[str, int | bool] = {"IS_DIVISIBLE": True}
     if head_dim <= 128 or shared_memory >= _LARGE_TILES:
         return options
-    sizes = (64, 16, 2, 4) if dtype is torch.float32 else (64, 32, 2, 4)
+    if dtype is torch.float32:
+        sizes = (64, 16, 2, 4)
+    else:
+        sizes = (64, 32, 2, 4)
     options |= zip(
         ("fwd_BLOCK_M", "fwd_BLOCK_N", "fwd_num_stages", "fwd_num_warps"), sizes, strict=True
     )
@@ -370,8 +381,15 @@ def flex_attend(
         torch._dynamo.mark_dynamic(x_1HSE := x_HSE.unsqueeze(0), 2)
         return x_1HSE
 
-    properties: Any = torch.cuda.get_device_properties(q_BHTE.device) if q_BHTE.is_cuda else None
-    shared = sys.maxsize if properties is None else properties.shared_memory_per_block_optin
+    properties: Any
+    if q_BHTE.is_cuda:
+        properties = torch.cuda.get_device_properties(q_BHTE.device)
+    else:
+        properties = None
+    if properties is None:
+        shared = sys.maxsize
+    else:
+        shared = properties.shared_memory_per_block_optin
     options = kernel_options(E, q_BHTE.dtype, shared)
     try:
         out = kernel(joined(q_BHTE), joined(k_BKTE), joined(v_BKTE), mask, scale, soft_cap, options)

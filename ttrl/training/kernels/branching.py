@@ -147,7 +147,10 @@ class Branches:
         places = torch.full((self.tokens,), -1, dtype=torch.int64)
         tails: list[list[int]] = []
         for group in self.groups:
-            above = [] if group.parent is None else tails[group.parent]
+            if group.parent is None:
+                above = []
+            else:
+                above = tails[group.parent]
             own = list(range(group.start, group.stop))
             positions += [self.tokens] * (before - len(above)) + above
             places[group.start : group.stop] = torch.arange(len(own)) + len(positions)
@@ -183,8 +186,14 @@ def branches_of(group_ids: Tensor, parent_ids: Tensor) -> Branches:
         for group, count in zip(runs.tolist(), counts.tolist(), strict=True):
             if group >= 0:
                 parent = int(parents[start])
-                above = None if parent == group else numbers[parent]
-                depth = 0 if above is None else groups[above].depth + 1
+                if parent == group:
+                    above = None
+                else:
+                    above = numbers[parent]
+                if above is None:
+                    depth = 0
+                else:
+                    depth = groups[above].depth + 1
                 numbers[group] = len(groups)
                 begin = row * length + start
                 groups.append(Group(begin, begin + count, above, depth))
@@ -220,8 +229,14 @@ def branching_scan(
     """
     rows = given[scan.tokens[0]].shape[:2]
     exact = scan.fill is None
-    batches = branches.exact_batches if exact else branches.batches
-    order = branches.exact_order if exact else branches.scan_order
+    if exact:
+        batches = branches.exact_batches
+    else:
+        batches = branches.batches
+    if exact:
+        order = branches.exact_order
+    else:
+        order = branches.scan_order
     laid = {}
     for name in scan.tokens:
         x = given[name].flatten(0, 1)
@@ -239,7 +254,10 @@ def branching_scan(
                 arguments[scan.state] = states[batch.parents]
             arguments[scan.wants_state] = batch.has_children
             found = function(**arguments)
-            own = found[0] if isinstance(found, tuple) else found
+            if isinstance(found, tuple):
+                own = found[0]
+            else:
+                own = found
             outputs.append(own.flatten(0, 1))
             if batch.has_children:
                 finals.append(found[1])

@@ -94,7 +94,10 @@ class _RMSNorm(torch.autograd.Function):
         grad, rows = _as_rows(grad, x)
         out = torch.empty_like(rows)
         product = torch.empty_like(rows[: _rows_of_block(rows.shape[1])])
-        grad_scale = torch.zeros_like(scale) if ctx.needs_input_grad[1] else None
+        if ctx.needs_input_grad[1]:
+            grad_scale = torch.zeros_like(scale)
+        else:
+            grad_scale = None
         for part in _blocks(*rows.shape):
             g = grad[part]
             r = inverse[part]

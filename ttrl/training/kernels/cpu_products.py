@@ -282,16 +282,29 @@ class _Projections(torch.autograd.Function):
                 found += [None] * 4
                 continue
             grad = _rows(grad)
-            of_low = None if b is None else product(grad, _ordered(b, head_dim).T)
+            if b is None:
+                of_low = None
+            else:
+                of_low = product(grad, _ordered(b, head_dim).T)
             if needed[0]:
                 grad_x = _sum(grad, _ordered(weight, head_dim).T, grad_x)
-                grad_x = grad_x if of_low is None else grad_x.addmm_(of_low, a)
+                if of_low is not None:
+                    grad_x = grad_x.addmm_(of_low, a)
             wanted = needed[2 + 4 * number : 6 + 4 * number]
-            of_weight = _weight_gradient(grad, rows) if wanted[0] else None
+            if wanted[0]:
+                of_weight = _weight_gradient(grad, rows)
+            else:
+                of_weight = None
             of_bias = grad.sum(0) if wanted[1] else None
-            of_a = _weight_gradient(of_low, rows) if wanted[2] and of_low is not None else None
+            if wanted[2] and of_low is not None:
+                of_a = _weight_gradient(of_low, rows)
+            else:
+                of_a = None
             # R rows as outputs: a third of the time of r columns.
-            of_b = _weight_gradient(low, grad).T if wanted[3] else None
+            if wanted[3]:
+                of_b = _weight_gradient(low, grad).T
+            else:
+                of_b = None
             of_weight, of_bias, of_b = (
                 g if g is None or not head_dim else as_halves(g, head_dim)
                 for g in (of_weight, of_bias, of_b)

@@ -88,14 +88,18 @@ class HeadWeights:
             product_into(h_nD, self.weight, raw_nV)
         else:
             torch.mm(h_nD, self.weight.T, out=raw_nV)
-        return raw_nV if self.bias is None else raw_nV.add_(self.bias)
+        if self.bias is None:
+            return raw_nV
+        return raw_nV.add_(self.bias)
 
     def final(self, raw: Tensor) -> Tensor:
         """Return z from r, fp32 or wider; may share memory with r."""
         z = raw.to(torch.promote_types(raw.dtype, torch.float32))
         if self.soft_cap is not None:
             z = torch.tanh(z / self.soft_cap).mul_(self.soft_cap)
-        return z if self.temperature == 1.0 else z / self.temperature
+        if self.temperature == 1.0:
+            return z
+        return z / self.temperature
 
     def slope(self, z: Tensor) -> Tensor | float:
         """Return ∂z/∂r as a function of z."""
@@ -145,7 +149,10 @@ def _has_triton() -> bool:
 def blocks(raw_nV: Tensor) -> Iterator[slice]:
     """Return row ranges that fit into a CPU's cache; on other devices all rows at once."""
     n, V = raw_nV.shape
-    rows = max(1, _CACHED_ELEMENTS // max(1, V)) if raw_nV.device.type == "cpu" else n
+    if raw_nV.device.type == "cpu":
+        rows = max(1, _CACHED_ELEMENTS // max(1, V))
+    else:
+        rows = n
     return (slice(start, min(start + rows, n)) for start in range(0, n, max(1, rows)))
 
 
@@ -172,7 +179,9 @@ class HeadChunk:
     @property
     def kernels(self) -> Any:
         """`ttrl.training.kernels.fused_head` if it can take this chunk, else None."""
-        return fused_kernels(self.raw) if self.reference is None else None
+        if self.reference is None:
+            return fused_kernels(self.raw)
+        return None
 
     def _columns(self) -> Tensor:
         return self.labels - self.weights.shards.first
@@ -240,14 +249,16 @@ class HeadChunk:
                 known.divergence = torch.zeros_like(known.entropy)
         for rows in blocks(self.raw):
             z = self.weights.final(self.raw[rows])
-            slope = None if gradients is None else self.weights.slope(z)
+            if gradients is None:
+                slope = None
+            else:
+                slope = self.weights.slope(z)
             normaliser = known.log_normaliser[rows].unsqueeze(1)
             # z may be the raw logits themselves, which are needed no more once the slope is known
-            logp = (
-                z.sub_(normaliser)
-                if gradients is not None or z.data_ptr() != self.raw[rows].data_ptr()
-                else z - normaliser
-            )
+            if gradients is not None or z.data_ptr() != self.raw[rows].data_ptr():
+                logp = z.sub_(normaliser)
+            else:
+                logp = z - normaliser
             p = torch.exp(logp)
             log_ratio = None
             if (
@@ -268,7 +279,10 @@ class HeadChunk:
                 factor = gradients.factor(rows, known, logp, log_ratio)
                 # The label's own part is added before bf16 rounds: what is left of 1 - p where p is
                 # near 1 would be lost.
-                into = self.raw[rows] if self.raw.dtype == p.dtype else p
+                if self.raw.dtype == p.dtype:
+                    into = self.raw[rows]
+                else:
+                    into = p
                 torch.mul(
                     p, factor.mul_(slope) if isinstance(slope, float) else factor * slope, out=into
                 )
@@ -317,9 +331,14 @@ class Gradients:
         if self.divergence is not None:
             assert log_ratio is not None and known.divergence is not None
             share = log_ratio.mul_(self.divergence[rows].unsqueeze(1))
-            factor = share if factor is None else factor.add_(share)
+            if factor is None:
+                factor = share
+            else:
+                factor = factor.add_(share)
             constant = constant - self.divergence[rows] * known.divergence[rows]
-        return constant.unsqueeze(1) if factor is None else factor.add_(constant.unsqueeze(1))
+        if factor is None:
+            return constant.unsqueeze(1)
+        return factor.add_(constant.unsqueeze(1))
 
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:
@@ -328,11 +347,9 @@ def _row_dots(a: Tensor, b: Tensor) -> Tensor:
 
 def hidden_gradient(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
     """Return gradient·W, [n, D]."""
-    return (
-        product(gradient_nV, weight_VD.T)
-        if fast(gradient_nV, weight_VD)
-        else gradient_nV @ weight_VD
-    )
+    if fast(gradient_nV, weight_VD):
+        return product(gradient_nV, weight_VD.T)
+    return gradient_nV @ weight_VD
 
 
 def add_weight_gradient(total_VD: Tensor, gradient_nV: Tensor, h_nD: Tensor, first: bool) -> None:

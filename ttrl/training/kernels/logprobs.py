@@ -302,7 +302,10 @@ class _RecomputeHead(torch.autograd.Function):
         ctx.task = task
         ctx.save_for_backward(h_ND, weight_VD, bias_V, *found.tensors())
         ctx.set_materialize_grads(False)
-        constant = [] if task.entropy_grad else [found.entropy]
+        if task.entropy_grad:
+            constant = []
+        else:
+            constant = [found.entropy]
         if found.divergence is not None and not task.divergence_grad:
             constant.append(found.divergence)
         ctx.mark_non_differentiable(*constant)

@@ -197,7 +197,9 @@ def _gathered(spans: list[Span]) -> Gathered:
 
 
 def _kernel_dtype(dtype: torch.dtype, length: int, causal: bool) -> torch.dtype:
-    return torch.float32 if dtype is torch.bfloat16 and causal and length < _BF16_FROM else dtype
+    if dtype is torch.bfloat16 and causal and length < _BF16_FROM:
+        return torch.float32
+    return dtype
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -235,14 +237,18 @@ class _SplitAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        new = torch.empty_like if ctx.plan.complete else torch.zeros_like
+        if ctx.plan.complete:
+            new = torch.empty_like
+        else:
+            new = torch.zeros_like
         grads = new(q), new(k), new(v)
         for part in ctx.plan.causal:
             dtype = _kernel_dtype(q.dtype, part.length, causal=True)
             taken = [part.take(x).to(dtype) for x in (q, k, v, out)]
-            grad = (
-                part.take_or_zero(grad_out) if isinstance(part, Gathered) else part.take(grad_out)
-            )
+            if isinstance(part, Gathered):
+                grad = part.take_or_zero(grad_out)
+            else:
+                grad = part.take(grad_out)
             parts = _backward_kernel(
                 grad.to(dtype), *taken, part.take(lse), 0.0, True, scale=ctx.scale
             )

@@ -102,11 +102,11 @@ def _activation(config: PretrainedConfig) -> str:
 
 
 def _feed_forward_width(config: PretrainedConfig) -> int:
-    width: int = (
-        config.n_inner or 4 * config.hidden_size
-        if hasattr(config, "n_inner")
-        else config.intermediate_size
-    )
+    width: int
+    if hasattr(config, "n_inner"):
+        width = config.n_inner or 4 * config.hidden_size
+    else:
+        width = config.intermediate_size
     return width
 
 
@@ -121,11 +121,9 @@ def _ropes(config: PretrainedConfig) -> dict[str, Any]:
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = any(isinstance(value, dict) for value in parameters.values())
-    return (
-        {kind: parameters[kind] for kind in sorted(set(config.layer_types))}
-        if nested
-        else {EVERY_LAYER: parameters}
-    )
+    if nested:
+        return {kind: parameters[kind] for kind in sorted(set(config.layer_types))}
+    return {EVERY_LAYER: parameters}
 
 
 def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
@@ -143,13 +141,21 @@ def architecture(config: PretrainedConfig) -> Architecture:
     head_dim = _head_dim(config)
 
     def decided(value: bool | str) -> bool:
-        return bool(getattr(config, value, False)) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return bool(getattr(config, value, False))
+        return value
 
     ropes = _ropes(config)
     layers = config.num_hidden_layers
-    every_layer = None if family.learned_positions else EVERY_LAYER
+    if family.learned_positions:
+        every_layer = None
+    else:
+        every_layer = EVERY_LAYER
     described = {kind: _described(rope, config) for kind, rope in ropes.items()}
-    scale = config.query_pre_attn_scalar if family.query_scale else head_dim
+    if family.query_scale:
+        scale = config.query_pre_attn_scalar
+    else:
+        scale = head_dim
     attention_cap, output_cap = (
         getattr(config, name) if name in family.soft_caps else None for name in SOFT_CAPS
     )
@@ -291,9 +297,9 @@ def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
 def _source_of_class(config: PretrainedConfig) -> str:
     package = type(config).__module__.rpartition(".")[0]
     spec = importlib.util.find_spec(f"{package}.modeling_{package.rpartition('.')[2]}")
-    return (
-        "" if spec is None or spec.origin is None else Path(spec.origin).read_text(encoding="utf-8")
-    )
+    if spec is None or spec.origin is None:
+        return ""
+    return Path(spec.origin).read_text(encoding="utf-8")
 
 
 def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]:
@@ -338,7 +344,10 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
     decoder does not compute.
     """
     folder = Path(folder)
-    file = folder / "config.json" if folder.is_dir() else folder
+    if folder.is_dir():
+        file = folder / "config.json"
+    else:
+        file = folder
     if not file.is_file():
         raise ModelFolderError(
             f"{folder}: no config.json there; give a model folder in Hugging Face layout"
@@ -361,7 +370,8 @@ def read_config(folder: str | Path, decoder: Chosen = "auto") -> PretrainedConfi
         known = config.model_type in COMPOSITES
         text.tie_word_embeddings = config.tie_word_embeddings
         config = text
-        decoder = "transformers" if decoder == "auto" and not known else decoder
+        if decoder == "auto" and not known:
+            decoder = "transformers"
     config.ttrl_decoder = decoder
     if getattr(config, "rope_parameters", None):
         # What transformers does again before it computes frequencies.

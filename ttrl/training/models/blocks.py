@@ -37,9 +37,13 @@ class RMSNorm(nn.Module):
         (`cpu_products.as_pairs`).
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        scale = x.new_ones(x.shape[-1], dtype=wide) if self.scale is None else self.scale.to(wide)
+        if self.scale is None:
+            scale = x.new_ones(x.shape[-1], dtype=wide)
+        else:
+            scale = self.scale.to(wide)
         scale = scale + 1.0 if self.plus_one else scale
-        scale = cpu_products.as_pairs(scale, len(scale)) if pairs else scale
+        if pairs:
+            scale = cpu_products.as_pairs(scale, len(scale))
         if cpu_ops.apply_to(x, scale):
             return cpu_ops.rms_norm(x.to(wide), scale, self.eps).to(x.dtype)
         return F.rms_norm(x.to(wide), (x.shape[-1],), scale, self.eps).to(x.dtype)
@@ -68,7 +72,9 @@ def activation(name: str) -> nn.Module:
         "relu2": SquaredReLU,
         "gelu": nn.GELU,
     }
-    return kinds[name]() if name in kinds else nn.GELU(approximate="tanh")
+    if name in kinds:
+        return kinds[name]()
+    return nn.GELU(approximate="tanh")
 
 
 def for_products(x: Tensor) -> Tensor:
@@ -76,7 +82,9 @@ def for_products(x: Tensor) -> Tensor:
     them.
     """
     device = x.device.type
-    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+    if torch.is_autocast_enabled(device):
+        return x.to(torch.get_autocast_dtype(device))
+    return x
 
 
 def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -168,11 +176,9 @@ class SelfAttention(nn.Module):
         return tuple(part.transpose(1, 2) for part in (q, k, v))
 
     def _normed(self, q: Tensor, k: Tensor, **how: bool) -> tuple[Tensor, Tensor]:
-        return (
-            (q, k)
-            if self.q_norm is None or self.k_norm is None
-            else (self.q_norm(q, **how), self.k_norm(k, **how))
-        )
+        if self.q_norm is None or self.k_norm is None:
+            return (q, k)
+        return (self.q_norm(q, **how), self.k_norm(k, **how))
 
 
 class ParallelLayer(TransformerSelfAttentionLayer):

@@ -71,7 +71,9 @@ class Decoder(TransformerDecoder):
         logits: Tensor = self.output(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.output_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is None:
+            return logits
+        return torch.tanh(logits / cap) * cap
 
     def materialise_buffers(self, device: torch.device | str) -> None:
         """Compute on `device` what a decoder built on the meta device has besides parameters."""
@@ -103,11 +105,10 @@ def build_decoder(
         if shape.tie_word_embeddings
         else Linear(shape.hidden_size, shape.vocab_size, bias=shape.head_bias),
     )
-    decoder.pos_embeddings = (
-        nn.Embedding(shape.learned_positions, shape.hidden_size)
-        if shape.learned_positions
-        else None
-    )
+    if shape.learned_positions:
+        decoder.pos_embeddings = nn.Embedding(shape.learned_positions, shape.hidden_size)
+    else:
+        decoder.pos_embeddings = None
     kinds = tuple(sorted({kind for kind in shape.rope_kinds if kind is not None}))
     decoder.rope = RotaryEmbedding(config, kinds, context or config.max_position_embeddings)
     decoder.context = context

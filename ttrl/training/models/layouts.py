@@ -56,7 +56,10 @@ class _SplitView(SplitModulelist):
     ) -> Any:
         found: dict[str, Tensor] = {}
         for source, given in input_dict.items():
-            tensor = given[0] if isinstance(given, list) else given
+            if isinstance(given, list):
+                tensor = given[0]
+            else:
+                tensor = given
             targets = self.get_target_patterns(
                 input_dict, source, target_patterns, tensor.size(self.dim)
             )
@@ -183,7 +186,9 @@ class Prefixes(NamedTuple):
         """Return the name in the folder."""
         if name.startswith("lm_head."):
             return self.head + name.removeprefix("lm_head.")
-        return self.base + name.removeprefix("model.") if name.startswith("model.") else name
+        if name.startswith("model."):
+            return self.base + name.removeprefix("model.")
+        return name
 
 
 def prefixes_among(stored: Iterable[str], own: Iterable[str]) -> Prefixes:

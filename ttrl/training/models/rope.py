@@ -36,12 +36,18 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
     the model's own context, whatever the server's is.
     """
     nested = kind != EVERY_LAYER
-    parameters = config.rope_parameters[kind] if nested else config.rope_parameters
+    if nested:
+        parameters = config.rope_parameters[kind]
+    else:
+        parameters = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     with torch.device("cpu"):  # whatever the default device is
         if (rope_type := parameters["rope_type"]) == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-            sign = -1.0 if FAMILIES[config.model_type].turns_backwards else 1.0
+            if FAMILIES[config.model_type].turns_backwards:
+                sign = -1.0
+            else:
+                sign = 1.0
             return sign / parameters["rope_theta"] ** (
                 torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
             ), 1.0
@@ -100,7 +106,9 @@ def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     passed = x_BHTE[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    return torch.cat([turned, passed], dim=-1) if passed.shape[-1] else turned
+    if passed.shape[-1]:
+        return torch.cat([turned, passed], dim=-1)
+    return turned
 
 
 def turns_of(rotary: tuple[Tensor, Tensor]) -> Tensor:

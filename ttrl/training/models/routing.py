@@ -208,7 +208,10 @@ class _Choice(TorchFunctionMode):
         return Chosen(values_NK, chosen_NK)
 
     def _count(self, given_NE: Tensor, own_NK: Tensor, chosen_NK: Tensor, known_N: Tensor) -> None:
-        scores_NE = self._scores_NE if self._scores_NE is not None else given_NE.softmax(-1)
+        if self._scores_NE is not None:
+            scores_NE = self._scores_NE
+        else:
+            scores_NE = given_NE.softmax(-1)
         shares_NE = scores_NE.double() / scores_NE.double().sum(-1, keepdim=True)
         entropy_N = torch.special.entr(shares_NE).sum(-1)
         token_N = self.rows.is_token.flatten().double()

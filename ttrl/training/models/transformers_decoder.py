@@ -116,7 +116,10 @@ class TransformersDecoder(nn.Module):
         self.tok_embeddings.padding_idx = None  # else a pad token in a text has no gradient
         self.tok_embeddings.register_forward_hook(_widen)
         head: Any = whole.get_output_embeddings()
-        self.output = TiedLinear(self.tok_embeddings) if config.tie_word_embeddings else head
+        if config.tie_word_embeddings:
+            self.output = TiedLinear(self.tok_embeddings)
+        else:
+            self.output = head
         _freeze_buffers(self)
         _widen_products(self)
         self.config = config
@@ -147,7 +150,10 @@ class TransformersDecoder(nn.Module):
         vocabulary. watch: is given the number of each layer and the hidden states that leave it.
         experts_BTLK: those that the sampler chose, -1 where unknown; None: each router chooses."""
         wide = self.tok_embeddings.weight.dtype is torch.float64
-        self._base[0].config._experts_implementation = "eager" if wide else "grouped_mm"
+        if wide:
+            self._base[0].config._experts_implementation = "eager"
+        else:
+            self._base[0].config._experts_implementation = "grouped_mm"
         with (
             self._handing_on(Rows(plan, wide, experts_BTLK), watch),
             KeepDoubles() if wide else nullcontext(),
@@ -156,7 +162,9 @@ class TransformersDecoder(nn.Module):
                 input_ids=tokens_BT, position_ids=positions_BT, attention_mask=None, use_cache=False
             )
         h: Tensor = out.last_hidden_state
-        return h if self.output_scale == 1.0 else h * self.output_scale
+        if self.output_scale == 1.0:
+            return h
+        return h * self.output_scale
 
     @contextmanager
     def _handing_on(
@@ -189,7 +197,9 @@ class TransformersDecoder(nn.Module):
         logits: Tensor = self.output(h)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         cap = self.output_soft_cap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        if cap is None:
+            return logits
+        return torch.tanh(logits / cap) * cap
 
     def materialise_buffers(self, device: torch.device | str) -> None:
         """Compute on `device` what a decoder built on the meta device has besides parameters, as
@@ -197,7 +207,9 @@ class TransformersDecoder(nn.Module):
 
         def give(tensor: Tensor) -> Tensor:
             is_buffer = tensor.is_meta and not isinstance(tensor, nn.Parameter)
-            return torch.empty_like(tensor, device=device) if is_buffer else tensor
+            if is_buffer:
+                return torch.empty_like(tensor, device=device)
+            return tensor
 
         (base,) = self._base
         base._apply(give)
@@ -309,7 +321,9 @@ def _scan_or_branch(theirs: Callable[..., Any], *given: Any, scan: Scan, **named
     lowest, _ = arguments.get("dt_limit", (0.0, None))
     scan = scan._replace(fill=None) if lowest > 0 else scan
     out = branching_scan(theirs, scan, arguments, _now.rows.branches)
-    return (out, None) if scan.always_two else out
+    if scan.always_two:
+        return (out, None)
+    return out
 
 
 def _convolve_or_branch(

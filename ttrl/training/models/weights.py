@@ -63,14 +63,21 @@ class Stored(NamedTuple):
         """Return the tensor, from the parameters."""
         if self.layout is not None:
             return self.layout.views(self.parameters[0], parts[0])[self.name]
-        whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
-        return whole.T if self.transposed else whole
+        if len(parts) > 1:
+            whole = torch.cat(tuple(parts))
+        else:
+            whole = parts[0]
+        if self.transposed:
+            return whole.T
+        return whole
 
 
 def _template(name: str) -> tuple[str, str | None]:
     """Split "layers.7.x" into ("layers.{}.x", "7")."""
     layer = _LAYER.search(name)
-    return (name.replace(layer[0], ".{}.", 1), layer[1]) if layer else (name, None)
+    if layer:
+        return (name.replace(layer[0], ".{}.", 1), layer[1])
+    return (name, None)
 
 
 def _is_transposed(theirs: str, family: ModelFamily) -> bool:
@@ -366,7 +373,9 @@ def check_weights(own: Mapping[str, Tensor], weights: Mapping[str, Tensor], fold
 def bytes_of(tensor: Tensor) -> memoryview | bytes:
     """Return the bytes of a tensor on the CPU, without a copy if it is contiguous."""
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+    if flat.numel():
+        return flat.view(torch.uint8).numpy().data
+    return b""
 
 
 def write_tensors(
@@ -380,7 +389,11 @@ def write_tensors(
     memory.
     """
     names = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))  # each is aligned
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    header: dict[str, Any]
+    if metadata is None:
+        header = {}
+    else:
+        header = {"__metadata__": dict(metadata)}
     end = 0
     for name in names:
         begin = end

@@ -59,11 +59,10 @@ def choose_by_covariance(
     allowed: False for tokens that are not candidates: those that PPO's clipping already silences.
     """
     covariance_N = covariances(logprobs_N, advantages_N)
-    candidates_N = (
-        torch.ones_like(covariance_N, dtype=torch.bool)
-        if allowed_N is None
-        else allowed_N.cpu().clone()
-    )
+    if allowed_N is None:
+        candidates_N = torch.ones_like(covariance_N, dtype=torch.bool)
+    else:
+        candidates_N = allowed_N.cpu().clone()
     keys_N = keys_N.cpu()
     if bounds is not None:
         candidates_N &= (covariance_N > bounds[0]) & (covariance_N < bounds[1])
@@ -80,7 +79,9 @@ def choose_by_covariance(
 
 
 def _mean(values: Tensor) -> float:
-    return math.fsum(values.tolist()) / len(values) if len(values) else 0.0
+    if len(values):
+        return math.fsum(values.tolist()) / len(values)
+    return 0.0
 
 
 def _number(text: str) -> int:

@@ -54,18 +54,24 @@ class Objective:
     @property
     def kl_coefficient(self) -> float:
         """The coefficient at this step: 0 for the first `kl_after_steps` steps of the run."""
-        return self.config.kl_coefficient if self.global_step >= self.config.kl_after_steps else 0.0
+        if self.global_step >= self.config.kl_after_steps:
+            return self.config.kl_coefficient
+        return 0.0
 
     @property
     def kl_in_loss(self) -> float:
-        return self.kl_coefficient if self.config.kl_in == "loss" else 0.0
+        if self.config.kl_in == "loss":
+            return self.kl_coefficient
+        return 0.0
 
     @property
     def kl_in_reward(self) -> float:
         """The coefficient of KL in the reward at this step; see
         `ttrl.training.objective.token_rewards`.
         """
-        return self.kl_coefficient if self.config.kl_in == "reward" else 0.0
+        if self.config.kl_in == "reward":
+            return self.kl_coefficient
+        return 0.0
 
     @property
     def entropy_coefficient(self) -> float:
@@ -173,7 +179,8 @@ class Objective:
         correction_N = None
         if config.off_policy != "none":
             start_N = extras["start_logprobs"]
-            start_N = logprobs_N.detach() if start_N is None else start_N
+            if start_N is None:
+                start_N = logprobs_N.detach()
             correction_N, capped_N = importance_weights(
                 *(config.off_policy, start_N, sampled_N, samples_N),
                 cap=config.off_policy_cap,

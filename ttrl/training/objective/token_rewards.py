@@ -117,11 +117,10 @@ def value_advantages(
     Raises PackError where the value or reward at a label is not finite.
     """
     values = _numbers("values", values_RT, rows)
-    extra = (
-        torch.zeros_like(values)
-        if token_rewards_RT is None
-        else _numbers("token rewards", token_rewards_RT, rows)
-    )
+    if token_rewards_RT is None:
+        extra = torch.zeros_like(values)
+    else:
+        extra = _numbers("token rewards", token_rewards_RT, rows)
     advantages = torch.zeros_like(rows.advantages)
     returns = torch.zeros_like(rows.advantages)
     for one in itertools.chain.from_iterable(_groups(rows)):

@@ -118,7 +118,9 @@ def make_optimizer(policy: Policy, config: TrainingConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     make = _maker(config)
-    return OptimizerInBackward(groups, make) if config.optimizer_in_backward else make(groups)
+    if config.optimizer_in_backward:
+        return OptimizerInBackward(groups, make)
+    return make(groups)
 
 
 def tensors_with_parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

@@ -67,18 +67,21 @@ def _optimizer_of(
 
 
 def _moments(optimizer: Optimizer) -> tuple[str, ...]:
-    one = (
-        next(iter(optimizer.by_parameter.values()))
-        if isinstance(optimizer, OptimizerInBackward)
-        else optimizer
-    )
-    return () if isinstance(one, torch.optim.SGD) else _MOMENTS
+    if isinstance(optimizer, OptimizerInBackward):
+        one = next(iter(optimizer.by_parameter.values()))
+    else:
+        one = optimizer
+    if isinstance(one, torch.optim.SGD):
+        return ()
+    return _MOMENTS
 
 
 def _plain(moment: Tensor) -> Tensor:
     """Return 8-bit moments as fp32, sharded as they are; others unchanged."""
     local = local_part(moment)
-    return _sharded_as(moment, local.dequantize()) if isinstance(local, OptimState8bit) else moment
+    if isinstance(local, OptimState8bit):
+        return _sharded_as(moment, local.dequantize())
+    return moment
 
 
 def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
@@ -86,11 +89,10 @@ def _sharded_as(like: Tensor, local: Tensor) -> Tensor:
     its shape where the part has that of `like`'s."""
     if not isinstance(like, DTensor):
         return local
-    shape = (
-        like.shape
-        if local.shape == local_part(like).shape
-        else torch.Size((like.shape[0], *local.shape[1:]))
-    )
+    if local.shape == local_part(like).shape:
+        shape = like.shape
+    else:
+        shape = torch.Size((like.shape[0], *local.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
@@ -144,13 +146,19 @@ def state_tensors(
         owner, key = _optimizer_of(optimizer, parameter)
         state = owner.state[key] or {}
         for moment in moments:
-            value = state[moment] if moment in state else torch.zeros_like(parameter)
+            if moment in state:
+                value = state[moment]
+            else:
+                value = torch.zeros_like(parameter)
             yield from (
                 _as_stored(f"{name}.{moment}", value)
                 if as_stored
                 else [(f"{name}.{moment}", _plain(value))]
             )
-        step = full_tensor(state["step"]) if "step" in state else torch.zeros(())
+        if "step" in state:
+            step = full_tensor(state["step"])
+        else:
+            step = torch.zeros(())
         yield f"{name}.step", step.cpu().reshape(1).clone()
 
 
@@ -167,11 +175,10 @@ def save_state(
     TrainingConfig. beside: writes what else belongs in the folder; called on the first rank. Raises
     StorageError.
     """
-    one = (
-        next(iter(optimizer.by_parameter.values()))
-        if isinstance(optimizer, OptimizerInBackward)
-        else optimizer
-    )
+    if isinstance(optimizer, OptimizerInBackward):
+        one = next(iter(optimizer.by_parameter.values()))
+    else:
+        one = optimizer
     each = 2 * (1 if isinstance(one, AdamW8bit) else 4)
     size = sum(
         each * parameter.numel() for parameter in policy.parameters() if parameter.requires_grad
@@ -211,7 +218,10 @@ def _save_sharded(
     beside: Callable[[Path], None],
 ) -> None:
     with contextlib.ExitStack() as stack:
-        own = stack.enter_context(atomic_folder(folder)) if ranks.is_first else None
+        if ranks.is_first:
+            own = stack.enter_context(atomic_folder(folder))
+        else:
+            own = None
         place = Path(ranks.texts_of_each(str(own or ""))[0])
         problem = ""
         try:
@@ -295,7 +305,10 @@ def load_state(folder: str | Path, policy: Policy, optimizer: Optimizer) -> int:
                 )
                 parameters = policy.parameters_by_name()
                 for name in (name for name in names if not name.endswith(_SCALE)):
-                    scale = stored.get_tensor(name + _SCALE) if name + _SCALE in names else None
+                    if name + _SCALE in names:
+                        scale = stored.get_tensor(name + _SCALE)
+                    else:
+                        scale = None
                     _restore(parameters, optimizer, name, stored.get_tensor(name), scale)
     except RunFolderError:
         raise
@@ -330,7 +343,10 @@ def _load_sharded(folder: Path, ranks: int, policy: Policy, optimizer: Optimizer
         _check(folder, policy, optimizer, {name: tuple(one.shape) for name, one in stored.items()})
         parameters = policy.parameters_by_name()
         for name in (name for name in stored if not name.endswith(_SCALE)):
-            scale = _read(name + _SCALE, stored, parameters) if name + _SCALE in stored else None
+            if name + _SCALE in stored:
+                scale = _read(name + _SCALE, stored, parameters)
+            else:
+                scale = None
             _restore(parameters, optimizer, name, _read(name, stored, parameters), scale)
 
 

@@ -55,7 +55,10 @@ class ValueTraining:
         before. A collective.
         """
         for parameter in self.head.parameters():
-            gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradient = parameter.grad
+            else:
+                gradient = torch.zeros_like(parameter)
             # Each was multiplied by their number.
             parameter.grad = self._here.sum(gradient) / self._here.world_size
         limit = self._config.max_grad_norm

@@ -70,12 +70,16 @@ class Ranks:
         """Those that see different rows and hold the same part of each layer; None stands for
         all.
         """
-        return None if self.mesh is None else self.mesh.get_group(DATA)
+        if self.mesh is None:
+            return None
+        return self.mesh.get_group(DATA)
 
     @property
     def tensor_group(self) -> distributed.ProcessGroup | None:
         """Those that share each layer; None without tensor parallelism."""
-        return None if self.mesh is None or self.tensor_ranks == 1 else self.mesh.get_group(TENSOR)
+        if self.mesh is None or self.tensor_ranks == 1:
+            return None
+        return self.mesh.get_group(TENSOR)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, on every rank; `values` is not modified."""
@@ -175,7 +179,9 @@ def model_shape(folder: str) -> dict[str, Any]:
         shape = json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return model_settings(shape) if isinstance(shape, dict) else {}
+    if isinstance(shape, dict):
+        return model_settings(shape)
+    return {}
 
 
 def _device_for(config: TrainingConfig, processes: int) -> str:
@@ -200,11 +206,10 @@ def check_here(config: TrainingConfig, here: Ranks) -> None:
     or cannot train this one.
     """
     wanted = _device_for(config, here.processes)
-    found = (
-        []
-        if wanted == here.device.type
-        else [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
-    )
+    if wanted == here.device.type:
+        found = []
+    else:
+        found = [f"device is {wanted!r}, and this trainer was started on {here.device.type!r}"]
     if config.tensor_parallel != here.tensor_ranks:
         found.append(
             f"tensor_parallel is {config.tensor_parallel}, and this trainer was started with "
@@ -245,18 +250,20 @@ def ranks(config: TrainingConfig) -> Iterator[Ranks]:
     wanted = _device_for(config, world_size)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if wanted == "cuda"
-        else torch.device("cpu")
-    )
+    if wanted == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        device = torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size == 1 and not config.cpu_offload:
         yield Ranks(0, 1, device)
         return
     # What is parked, or offloaded, is gathered on the CPU.
-    backend = "gloo" if device.type == "cpu" else "cuda:nccl,cpu:gloo"
+    if device.type == "cpu":
+        backend = "gloo"
+    else:
+        backend = "cuda:nccl,cpu:gloo"
     timeout = timedelta(seconds=config.collective_timeout or seconds_to_wait(config))
     own: dict[str, Any] = {}
     if world_size == 1:

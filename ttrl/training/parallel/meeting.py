@@ -55,7 +55,10 @@ class Meeting(StaticTCPRendezvous):
                 master_listen_fd=self._listening() if self._leads else None,
             )
             store = PrefixStore(self.run_id, self._store)
-            self.rank = 0 if self._leads else store.add("machines", 1)
+            if self._leads:
+                self.rank = 0
+            else:
+                self.rank = store.add("machines", 1)
             if self._leads:
                 self._wait(lambda: 1 + store.add("machines", 0))
                 store.set("complete", "1")
@@ -81,7 +84,10 @@ class Meeting(StaticTCPRendezvous):
         """Return the descriptor of a socket that listens on this machine's address in the
         endpoint's network alone.
         """
-        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        if ":" in self._address:
+            family = socket.AF_INET6
+        else:
+            family = socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((self._address, self.master_port))

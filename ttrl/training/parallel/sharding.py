@@ -52,7 +52,9 @@ from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor that may be sharded; a collective if it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 @torch.no_grad()
@@ -68,12 +70,17 @@ def gather_whole(tensor: Tensor, here: Ranks) -> Tensor | None:
         or here.processes == 1
         or all(how.is_replicate() for how in tensor.placements)
     ):
-        return part if here.is_first else None
+        if here.is_first:
+            return part
+        return None
     assert tensor.device_mesh.size() == here.processes
     places = _places_of_parts(tensor)
     sizes = [part.element_size() * math.prod(_lengths(place)) for place in places]
     sent = _padded_bytes(part, max(sizes))
-    group = here.host_group if part.device.type == "cpu" else None
+    if part.device.type == "cpu":
+        group = here.host_group
+    else:
+        group = None
     if not here.is_first:
         distributed.gather(sent, dst=0, group=group)
         return None
@@ -128,7 +135,9 @@ def _follow_each_other(places: Sequence[tuple[slice, ...]], shape: torch.Size) -
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this process's part of a tensor that may be sharded; the gradient flows through."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def place_of_part(like: Tensor) -> tuple[slice, ...]:
@@ -152,7 +161,9 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
     """Return the part of `whole` that this process holds of `like`: a view, so that nothing else is
     read from a file.
     """
-    return whole[place_of_part(like)] if isinstance(like, DTensor) else whole
+    if isinstance(like, DTensor):
+        return whole[place_of_part(like)]
+    return whole
 
 
 @torch.no_grad()
@@ -169,7 +180,9 @@ def materialise(module: nn.Module, device: torch.device, but: Iterable[Tensor] =
 
     def give(tensor: Tensor) -> Tensor:
         wanted = tensor.is_meta and isinstance(tensor, nn.Parameter) and id(tensor) not in left
-        return torch.empty_like(tensor, device=device) if wanted else tensor
+        if wanted:
+            return torch.empty_like(tensor, device=device)
+        return tensor
 
     module._apply(give)
 
@@ -217,11 +230,15 @@ class Share(NamedTuple):
         )
 
     def summed(self, y: Tensor) -> Tensor:
-        return self._whole(y, Partial(), y.shape[-1]) if self.rows else y
+        if self.rows:
+            return self._whole(y, Partial(), y.shape[-1])
+        return y
 
     def left(self, y: Tensor, width: int) -> Tensor:
         """Return the output, `width` wide in all, as others want it."""
-        return self._whole(y, Shard(y.ndim - 1), width) if self.gathered else y
+        if self.gathered:
+            return self._whole(y, Shard(y.ndim - 1), width)
+        return y
 
     def _whole(self, y: Tensor, placement: Placement, width: int) -> Tensor:
         shape = torch.Size((*y.shape[:-1], width))
@@ -244,11 +261,9 @@ class Share(NamedTuple):
 
 def with_partial_gradient(parameter: Tensor) -> Tensor:
     """Return this process's part of a parameter, of whose gradient it will know one summand."""
-    return (
-        parameter.to_local(grad_placements=(Partial(),))
-        if isinstance(parameter, DTensor)
-        else parameter
-    )
+    if isinstance(parameter, DTensor):
+        return parameter.to_local(grad_placements=(Partial(),))
+    return parameter
 
 
 class _WithAdapter(ParallelStyle):
@@ -360,9 +375,10 @@ def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            before_2_13 = (
-                [group] if (group := getattr(state, "_fsdp_param_group", None)) is not None else []
-            )
+            if (group := getattr(state, "_fsdp_param_group", None)) is not None:
+                before_2_13 = [group]
+            else:
+                before_2_13 = []
             for group in getattr(state, "_fsdp_param_groups", before_2_13):
                 yield from group.fsdp_params
 

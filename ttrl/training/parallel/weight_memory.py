@@ -187,7 +187,9 @@ def _own_part(tensor: Tensor, here: Ranks) -> tuple[Tensor, list[int]] | None:
     """Return this process's part of a tensor and where it begins in the whole; None where it is
     empty, or another rank's to write: of what several hold alike, the first writes it."""
     if not isinstance(tensor, DTensor):
-        return (tensor.detach(), [0] * tensor.dim()) if here.is_first else None
+        if here.is_first:
+            return (tensor.detach(), [0] * tensor.dim())
+        return None
     coordinates = tensor.device_mesh.get_coordinate()
     assert coordinates is not None
     copies = [
@@ -199,7 +201,9 @@ def _own_part(tensor: Tensor, here: Ranks) -> tuple[Tensor, list[int]] | None:
         tensor.shape, tensor.device_mesh, tensor.placements
     )
     part = local_part(tensor.detach())
-    return None if any(copies) or not part.numel() else (part, list(offsets))
+    if any(copies) or not part.numel():
+        return None
+    return (part, list(offsets))
 
 
 def _narrowed(whole: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
@@ -216,8 +220,15 @@ def _copy(part: Tensor, target: Tensor) -> bytes:
     room = torch.empty(
         (min(rows, len(part)), *part.shape[1:]), dtype=target.dtype, pin_memory=on_gpu
     )
-    stream = torch.cuda.Stream(part.device) if on_gpu else None
-    there: Any = contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+    if on_gpu:
+        stream = torch.cuda.Stream(part.device)
+    else:
+        stream = None
+    there: Any
+    if stream is None:
+        there = contextlib.nullcontext()
+    else:
+        there = torch.cuda.stream(stream)
     with there:
         for source, place in zip(part.split(rows), target.split(rows), strict=True):
             piece = room[: len(source)]

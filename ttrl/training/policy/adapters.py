@@ -199,18 +199,18 @@ def map_policy(config: TrainingConfig, base: str) -> Policy:
         for name, parameter in policy.parameters_by_name().items()
         if not is_adapter(name)
     }
-    layers = (
-        {id(layer.weight): layer for layer in adapted(policy).values()}
-        if config.lora_base_dtype == "nf4"
-        else {}
-    )
+    if config.lora_base_dtype == "nf4":
+        layers = {id(layer.weight): layer for layer in adapted(policy).values()}
+    else:
+        layers = {}
     materialise(policy, torch.device("cpu"), but=frozen.values())
 
     def put(target: Tensor, whole: Tensor) -> None:
         if id(target) in layers:
             layers[id(target)].quantise(whole.float())
         else:
-            whole = whole.bfloat16() if config.lora_base_dtype == "bf16" else whole
+            if config.lora_base_dtype == "bf16":
+                whole = whole.bfloat16()
             torch.utils.swap_tensors(target, nn.Parameter(whole, requires_grad=False))
 
     fill_parameters(frozen, base, put, config.decoder)
@@ -336,7 +336,10 @@ def _wholes(
     layer without one, and where `whole_of` returns that."""
     wholes = []
     for layer in one.layers:
-        whole = None if layer is None else whole_of(getattr(layer, part))
+        if layer is None:
+            whole = None
+        else:
+            whole = whole_of(getattr(layer, part))
         wholes.append(None if whole is None else whole.detach().cpu())
     return wholes
 
@@ -405,11 +408,9 @@ def gather_adapter(
             wholes = _wholes(one, part, functools.partial(gather_whole, here=here))
             if here.is_first:
                 tensors[name] = _together(one, part, wholes).contiguous()
-    return (
-        Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
-        if here.is_first
-        else None
-    )
+    if here.is_first:
+        return Adapter(tensors, _peft_config(fused, config, base), _settings(config, base))
+    return None
 
 
 def _settings(config: TrainingConfig, base: str) -> dict[str, Any]:
@@ -469,7 +470,10 @@ def merged_weight(parameter: Tensor, layer: AdaptedLinear | None, here: Ranks) -
         return whole
     lora_a = gather_whole(layer.lora_a, here)
     lora_b = gather_whole(layer.lora_b, here)
-    magnitude = None if layer.magnitude is None else gather_whole(layer.magnitude, here)
+    if layer.magnitude is None:
+        magnitude = None
+    else:
+        magnitude = gather_whole(layer.magnitude, here)
     if whole is None or lora_a is None or lora_b is None:
         return None
     return merge(whole, lora_a, lora_b, magnitude, layer.scaling)

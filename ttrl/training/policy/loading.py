@@ -56,9 +56,15 @@ def load_policy(config: TrainingConfig, ranks: Ranks) -> Policy:
 
     shard(policy, config, ranks, wrap_layers)
     policy.host_memory = HostMemory(ranks)
-    in_four_bits = adapted(policy) if config.lora_base_dtype == "nf4" else {}
+    if config.lora_base_dtype == "nf4":
+        in_four_bits = adapted(policy)
+    else:
+        in_four_bits = {}
     check_parts(in_four_bits)
-    device = torch.device("cpu") if config.cpu_offload else ranks.device
+    if config.cpu_offload:
+        device = torch.device("cpu")
+    else:
+        device = ranks.device
     materialise(policy, device, but=[layer.weight for layer in in_four_bits.values()])
     decoder.materialise_buffers(ranks.device)
     if config.lora_rank is None:

@@ -75,13 +75,15 @@ class AdaptedLinear(SumOfProducts):
         added = bias if early else None
         if isinstance(weight, NF4Tensor):
             out: Tensor = linear_nf4(x, weight)
-            out = out if added is None else (out + added).to(out.dtype)
+            if added is not None:
+                out = (out + added).to(out.dtype)
         else:
             out = product_of(x, weight, added)
         if self.enabled:
             # Processes that share the layer draw alike, for an input that all have; so where they
             # have parts of it, these drop the same places.
-            x = F.dropout(x, self.dropout) if self._drops() else x
+            if self._drops():
+                x = F.dropout(x, self.dropout)
             lora_a, lora_b = self._adapter()
             out = out + self.scaling * product_of(product_of(x, lora_a), lora_b)
         if share is not None:
@@ -94,14 +96,18 @@ class AdaptedLinear(SumOfProducts):
         if bias is not None and not early:
             out = out + bias
         out = out.to(dtype)
-        return out if share is None else share.left(out, self.out_features)
+        if share is None:
+            return out
+        return share.left(out, self.out_features)
 
     def is_sum(self) -> bool:
         adds = self.magnitude is None and not self._drops()
         return self.share is None and (adds or not self.enabled)
 
     def factors(self) -> tuple[Tensor | None, Tensor | None]:
-        return (self.lora_a, self.scaling * self.lora_b) if self.enabled else (None, None)
+        if self.enabled:
+            return (self.lora_a, self.scaling * self.lora_b)
+        return (None, None)
 
     def _drops(self) -> bool:
         """Tell whether this is a pass with dropout: those without a gradient measure what the model
@@ -226,7 +232,10 @@ def merge(
         changed = plain(weight) + scaling * (lora_b @ lora_a)
         if magnitude is None:
             return changed
-        rows = changed.detach() if constant_lengths else changed
+        if constant_lengths:
+            rows = changed.detach()
+        else:
+            rows = changed
         return changed * (magnitude / _row_lengths(rows)).unsqueeze(1)
 
 
@@ -235,7 +244,8 @@ def _row_lengths(weight: Tensor, of_parts: Callable[[Tensor], Tensor] | None = N
     makes it from those of parts.
     """
     lengths: Tensor = torch.linalg.vector_norm(weight, dim=1)
-    lengths = lengths if of_parts is None else of_parts(lengths)
+    if of_parts is not None:
+        lengths = of_parts(lengths)
     return lengths.clamp_min(torch.finfo(weight.dtype).tiny)
 
 
@@ -304,12 +314,14 @@ def hold_base(
 ) -> None:
     """Give the frozen parameters of a decoder on the meta device the dtypes that `lora_base_dtype`
     asks for; `stored` says which their files have. Call it after `apply_lora`."""
-    head = "tok_embeddings.weight" if hasattr(decoder.output, "tied_module") else "output.weight"
-    in_four_bits = (
-        {f"{name}.weight" for name in adapted(decoder)}
-        if config.lora_base_dtype == "nf4"
-        else set()
-    )
+    if hasattr(decoder.output, "tied_module"):
+        head = "tok_embeddings.weight"
+    else:
+        head = "output.weight"
+    if config.lora_base_dtype == "nf4":
+        in_four_bits = {f"{name}.weight" for name in adapted(decoder)}
+    else:
+        in_four_bits = set()
     products = [name for name, one in decoder.named_modules() if isinstance(one, nn.Linear)]
     linear = {f"{name}.{part}" for name in products for part in ("weight", "bias")}
     # Other modules of transformers' classes would compute in the 16 bits that they are held in.

@@ -136,7 +136,10 @@ class Policy(nn.Module):
         )
         with lowered() if lower else contextlib.nullcontext():
             plan = attention_plan(group_ids_BT, parent_ids_BT, input_pos_BT, self.compute_dtype)
-            replay = {} if experts_BTLK is None else {"experts_BTLK": experts_BTLK}
+            if experts_BTLK is None:
+                replay = {}
+            else:
+                replay = {"experts_BTLK": experts_BTLK}
             h_BTD = self.decoder.hidden_states(
                 tokens_BT, input_pos_BT, plan, options.watch_layers, **replay
             )
@@ -172,7 +175,10 @@ class Policy(nn.Module):
             apart=options.apart,
             vocab_group=self.vocab_group,
         )
-        values = None if options.value_head is None else options.value_head(h_ND)
+        if options.value_head is None:
+            values = None
+        else:
+            values = options.value_head(h_ND)
         return PolicyOutput(out.logprobs_N, out.entropy_N, out.divergence_N, out.loss, values)
 
     def head_weight(self) -> Tensor:
@@ -181,13 +187,17 @@ class Policy(nn.Module):
         """
         output: Any = self.decoder.output
         weight = local_part(getattr(output, "tied_module", output).weight)
-        return output.merged(weight) if isinstance(output, AdaptedLinear) else weight
+        if isinstance(output, AdaptedLinear):
+            return output.merged(weight)
+        return weight
 
     def head_bias(self) -> Tensor | None:
         """Return the bias of the output projection [V], as `head_weight`; None if it has none."""
         output = self.decoder.output
         bias = getattr(getattr(output, "tied_module", output), "bias", None)
-        return None if bias is None else local_part(bias)
+        if bias is None:
+            return None
+        return local_part(bias)
 
     def whole_head(self) -> tuple[Tensor, Tensor | None]:
         """Return whole copies of the output projection [V, D] and its bias, outside of a forward
@@ -247,11 +257,10 @@ class Policy(nn.Module):
         if folder is not None and memory is None:
             return functools.partial(self.load_folder, folder)
         try:
-            copies = (
-                [part.to("cpu", copy=True) for part in parts]
-                if memory is None
-                else memory.hold(parts)
-            )
+            if memory is None:
+                copies = [part.to("cpu", copy=True) for part in parts]
+            else:
+                copies = memory.hold(parts)
         except StorageError as error:
             if folder is None:
                 raise
@@ -288,7 +297,9 @@ class Policy(nn.Module):
     @property
     def chosen_decoder(self) -> Chosen:
         """Return whose code computes the policy."""
-        return "transformers" if uses_transformers(self.decoder.config) else "torchtune"
+        if uses_transformers(self.decoder.config):
+            return "transformers"
+        return "torchtune"
 
 
 def fill_parameters(
