@@ -77,7 +77,8 @@ def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -
             is_out = residence is not None and residence.hand_over(
                 config, trained, canary, log.compared
             )
-            if is_written := config.save or not is_out:
+            is_written = config.save or not is_out
+            if is_written:
                 write_files(config, trained, here, canary)
         log.close()
         if residence is not None:

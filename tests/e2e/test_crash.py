@@ -21,14 +21,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 TOOLS = Path(__file__).parents[2] / "tools"
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_kills(tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize(
+    ("kills", "iterations"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)]
+)
+def test_kills(tmp_path: Path, kills: int, iterations: int) -> None:
     """A run that is killed at a random moment, trainer and all, ends with the bits of one that is
     not.
 
     Long for two kills: only that one kills what goes on after a kill.
     """
-    outcome = crash_test.crash_test(tmp_path, kills=kills, iterations=2, seed=1, twice=False)
+    outcome = crash_test.crash_test(
+        tmp_path, kills=kills, iterations=iterations, seed=1, twice=False
+    )
     assert outcome.problems == [], outcome.table()
     assert len(outcome.kills) == kills
     assert outcome.requests["made"] >= outcome.requests["needed"] > 0

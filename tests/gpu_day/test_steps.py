@@ -64,16 +64,12 @@ def test_a_run_asks_for_what_a_run_may_have(step, rehearse, tmp_path, monkeypatc
     assert asked[0].iterations > 1
 
 
-@pytest.mark.parametrize(
-    "mask",
-    [
-        step_attention.SMALL[0],
-        *(pytest.param(mask, marks=pytest.mark.long) for mask in step_attention.SMALL[1:]),
-    ],
-    ids=lambda mask: mask.name,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("mask", step_attention.SMALL, ids=lambda mask: mask.name)
 def test_every_way_computes_attention_of_the_same_samples(mask):
-    """Long for longer answers: only these are longer than a tile. The first lengths stay."""
+    """Long: only this compares the kit's ways with dense attention before a GPU does. The recipe's own:
+    tests/training/kernels.
+    """
     place = types.SimpleNamespace(device="cpu", rehearse=True)
     inputs = step_attention.make_inputs(mask, place)
     starts, longest, places = step_attention.samples_of(inputs.rows)

@@ -76,25 +76,12 @@ def test_rows_are_shared_and_several(inputs):
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.timeout(1200)  # tests of a high limit begin first
-@pytest.mark.parametrize(
-    "objective",
-    [
-        "ppo-k3",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in tool.OBJECTIVES
-            if name != "ppo-k3"
-        ),
-    ],
-)
-def test_two_processes(objective, inputs, monkeypatch, request):
-    """Only processes show that none counts a token twice. `make test` tries a way of each kind.
-
-    Long for all objectives but one: only these share out a group's ratio and full entropies
-    among processes.
-
-    All objectives are compared in one process above.
+@pytest.mark.parametrize("objective", tool.OBJECTIVES)
+def test_two_processes(objective, inputs, monkeypatch):
+    """Long: only this computes every objective in two processes, in every way. That two processes
+    count no token twice: tests/e2e/test_parallel.py; every objective in one: above.
     """
     # The processes import the tool by its name.
     monkeypatch.syspath_prepend(Path(tool.__file__).parent)
@@ -107,15 +94,6 @@ def test_two_processes(objective, inputs, monkeypatch, request):
         and not (way.order and "order 2" in way.name)
     ]
     assert len(chosen) >= 10
-    if request.config.getoption("short"):
-        kinds = (
-            "1 rows, order 1",
-            "2 rows, order 0, checkpointing",
-            "parameters stay gathered",
-            "tensor parallel, checkpointing",
-        )
-        chosen = [way for way in chosen if way.name in kinds]
-        assert len(chosen) == len(kinds)
     for way, (gradient, step) in zip(
         chosen, tool.errors_in_processes(chosen, inputs(objective, 8), 2), strict=True
     ):

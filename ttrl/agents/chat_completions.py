@@ -59,7 +59,8 @@ def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web
             {**head, "object": "chat.completion", "choices": [one], "usage": choice.usage}
         )
     delta = dict(message)
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         delta["tool_calls"] = [{**call, "index": number} for number, call in enumerate(calls)]
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}]},

@@ -69,9 +69,8 @@ def gym_tasks(
         raise TaskError(
             f"environment {name} cannot be made: {type(error).__name__}: {error}"
         ) from error
-    if missing := [
-        one for one in ("reset", "step") if not callable(getattr(environment, one, None))
-    ]:
+    missing = [one for one in ("reset", "step") if not callable(getattr(environment, one, None))]
+    if missing:
         raise TaskError(
             f"environment {name} ({type(environment).__name__}) has no {' and no '.join(missing)}"
         )

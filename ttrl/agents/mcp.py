@@ -270,9 +270,8 @@ class _Connection:
             cursor = page.next_cursor
             if cursor is None:
                 break
-        if missing := [
-            name for name in server.only or () if name not in [tool.name for tool in found]
-        ]:
+        missing = [name for name in server.only or () if name not in [tool.name for tool in found]]
+        if missing:
             there = ", ".join(tool.name for tool in found)
             raise TaskError(f"{self.place} has no tool {', '.join(missing)}; it has {there}")
         for tool in found:

@@ -191,7 +191,8 @@ class OpenEnvRollout:
                 {"type": "call_tool", "tool_name": name, "arguments": arguments}
             )
             total += reward
-            if failure := observation.get("error"):
+            failure = observation.get("error")
+            if failure:
                 if failure.get("error_type") in ("transport_error", "timeout"):
                     raise session.failed(f"failed in its tool {name}: {failure.get('message')}")
                 raise ValueError(failure.get("message"))

@@ -84,7 +84,8 @@ class Proxy:
                             task.cancel()
                         await asyncio.gather(*self._open, return_exceptions=True)
             finally:
-                if (number := collect(folder)) is not None:
+                number = collect(folder)
+                if number is not None:
                     say(f"iteration {number} of {self.run} holds the sessions")
 
     async def _begin(self, request: web.Request) -> web.Response:

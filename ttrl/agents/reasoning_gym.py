@@ -231,7 +231,8 @@ def _options(family: str, level: int | None, options: Mapping[str, Any]) -> str:
         )
     config_class = factory.DATASETS[family][1]
     known = {field.name for field in dataclasses.fields(config_class)} - {"seed", "size"}
-    if unknown := sorted(set(options) - known):
+    unknown = sorted(set(options) - known)
+    if unknown:
         raise TaskError(
             f"reasoning_gym:{family} has no option {', '.join(map(repr, unknown))}; it has "
             f"{', '.join(sorted(known))}, and level "

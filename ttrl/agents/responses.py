@@ -192,7 +192,8 @@ def _items(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     items: list[dict[str, Any]] = []
     content = message.get("content")
     calls = message.get("tool_calls") or []
-    if reasoning := message.get("reasoning") or message.get("reasoning_content"):
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if reasoning:
         said = {"summary": [], "content": [{"type": "reasoning_text", "text": reasoning}]}
         items.append({"type": "reasoning", "id": _id("rs"), "status": "completed", **said})
     if content or not calls:

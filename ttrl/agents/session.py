@@ -153,7 +153,8 @@ class Session:
 
     async def response(self, request: web.Request) -> web.Response:
         """Answer with a response of this session again."""
-        if (found := self._answered.get(name := request.match_info["response"])) is None:
+        found = self._answered.get(name := request.match_info["response"])
+        if found is None:
             raise web.HTTPNotFound(reason=f"{short(name, 60)} is no response of this session")
         return web.json_response(found)
 

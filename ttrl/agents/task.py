@@ -149,7 +149,8 @@ class _AgentRollout:
                     and session.reward is not None
                 ):
                     return session.reward  # it was rewarded before it went on to its limit
-                if (cause := session.failure or session.limit) is not None:
+                cause = session.failure or session.limit
+                if cause is not None:
                     raise cause from None  # what the agent's client made of it says less
                 raise
         if session.failure is not None:

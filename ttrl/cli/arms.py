@@ -415,7 +415,8 @@ def supervised_run(
             if place:
                 checkpoint = folder.checkpoint(place)
             row = rows[place]
-            if (value := number(row, path)) is None:
+            value = number(row, path)
+            if value is None:
                 known = ", ".join(["reward", *row["validation"]])
                 raise UserError(
                     f"{run}: the held-out tasks have no metric {asked.metric!r}; they have {known}"

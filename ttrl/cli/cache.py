@@ -69,7 +69,8 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
 def _age(text: str) -> timedelta:
     """Read a length of time: 30d, 12h, 45m, 90s or 2w."""
-    if (match := re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())) is None:
+    match = re.fullmatch(r"([0-9]{1,6})([smhdw])", text.strip())
+    if match is None:
         raise UserError(
             f"{text!r} is not a length of time; give a number and s, m, h, d or w, such as 30d"
         )

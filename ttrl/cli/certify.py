@@ -159,7 +159,8 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
     except TtrlError as error:
         yield _case("run", name, False, f"{type(error).__name__}: {error}", began)
         return
-    if rows := RunFolder(run).metrics():
+    rows = RunFolder(run).metrics()
+    if rows:
         yield from judge(rows, name, began)
 
 

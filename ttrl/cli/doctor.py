@@ -108,7 +108,8 @@ def installed_versions() -> dict[str, str]:
     """Return {normalised project name: version} of everything that this Python can import."""
     found: dict[str, str] = {}
     for distribution in importlib.metadata.distributions():
-        if name := distribution.metadata["Name"]:  # a half-removed package has none
+        name = distribution.metadata["Name"]
+        if name:  # a half-removed package has none
             found.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.version)
     return found
 

@@ -104,7 +104,8 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     given = vllm_arguments(arguments.vllm)
-    if refused := argument_problems(given):
+    refused = argument_problems(given)
+    if refused:
         raise ConfigError("--vllm", refused)
     model = str(ready_model(arguments.model) or arguments.model)
     if arguments.adapters is not None:

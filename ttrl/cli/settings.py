@@ -134,9 +134,11 @@ def _promised(file: Path) -> dict[str, Any]:
     with file.open(encoding="utf-8") as lines:
         first = lines.readline()
     found: dict[str, Any] = {}
-    if rows := re.search(r"rows of up to (\d+) positions", first):
+    rows = re.search(r"rows of up to (\d+) positions", first)
+    if rows:
         found["seq_len"] = int(rows[1])
-    if gpus := re.match(r"# (\d+) x \d+ GB GPU(?: in (\d+) machines)?", first):
+    gpus = re.match(r"# (\d+) x \d+ GB GPU(?: in (\d+) machines)?", first)
+    if gpus:
         nodes = int(gpus[2] or 1)
         found |= {"nproc_per_node": int(gpus[1]) // nodes} | (
             {"nnodes": nodes, "cluster": "auto"} if nodes > 1 else {}

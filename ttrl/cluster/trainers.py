@@ -147,7 +147,8 @@ class ClusterTrainer(TrainerProcess):
                 else:
                     log = self._log.with_name(f"{self._log.stem}-node{number}.log")
                 arguments = (config, self._path, log, self._variables, endpoint, number == 0)
-                if (words := self._ask(number, node.start.remote, *arguments)) is not None:
+                words = self._ask(number, node.start.remote, *arguments)
+                if words is not None:
                     raise from_words(words)
         except BaseException:
             self.stop()

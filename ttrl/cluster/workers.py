@@ -74,7 +74,8 @@ class SamplingWorker:
 
     async def close(self, name: str) -> None:
         """End a call, if there is one."""
-        if (call := self._calls.pop(name, None)) is not None:
+        call = self._calls.pop(name, None)
+        if call is not None:
             await call.close()
 
 
@@ -86,7 +87,8 @@ class WorkerActor:
         self.actor = actor
 
     async def open(self, call: str, settings: SamplingSettings) -> None:
-        if (words := await self._ask(self.actor.open, call, settings)) is not None:
+        words = await self._ask(self.actor.open, call, settings)
+        if words is not None:
             raise from_words(words)
 
     async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
@@ -127,7 +129,8 @@ def start_workers(
     """Begin to start workers, spread over the cluster; return what gives them their servers, None
     without any.
     """
-    if not (count := worker_count(config)):
+    count = worker_count(config)
+    if not count:
         return None
     options = {
         "num_cpus": 1,

@@ -38,7 +38,8 @@ class AdvantageConfig:
     """
 
     def __post_init__(self) -> None:
-        if found := self.problems():
+        found = self.problems()
+        if found:
             raise ConfigError("AdvantageConfig", found)
 
     def problems(self) -> list[str]:

@@ -78,7 +78,8 @@ def _kind(hint: Any) -> str:
         return " | ".join(_literal(value) for value in typing.get_args(hint))
     if typing.get_origin(hint) in UNIONS:
         return " | ".join(map(_kind, typing.get_args(hint)))
-    if arguments := typing.get_args(hint):
+    arguments = typing.get_args(hint)
+    if arguments:
         return f"{typing.get_origin(hint).__name__}[{', '.join(map(_kind, arguments))}]"
     return {type(None): "None"}.get(hint, getattr(hint, "__name__", str(hint)))
 
@@ -103,7 +104,8 @@ def _written(cls: type) -> dict[str, tuple[str, str]]:
     found = {}
     for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
         above = [line.strip() for line in lines[end : statement.lineno - 1]]
-        if comments := [line.removeprefix("# ") for line in above if line.startswith("# ")]:
+        comments = [line.removeprefix("# ") for line in above if line.startswith("# ")]
+        if comments:
             heading = " ".join(comments)
         end = statement.end_lineno or end
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

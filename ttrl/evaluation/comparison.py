@@ -40,7 +40,8 @@ class SetComparison:
         """
         row = [self.name, str(self.num_shared), self.score]
         row += ["" if value is None else f"{value:.3f}" for value in (self.first, self.second)]
-        if (d := self.difference) is None:
+        d = self.difference
+        if d is None:
             return [*row, "", "", "", ""]
         # Below, t's distribution is rounding alone.
         if d.p_value >= 1e-12:

@@ -238,7 +238,8 @@ class EvalConfig:
             for one in dataclasses.fields(self)
             if one.name not in _NOT_TOLD
         }
-        if (cache := Cache.of(self.cache)) is not None:
+        cache = Cache.of(self.cache)
+        if cache is not None:
             told["cache"] = cache.describe()
         told["params"] = self.sampling_params()
         told["tasks"] = self.tasks if isinstance(self.tasks, str) else list(self.tasks)
@@ -276,7 +277,8 @@ def evaluate(
     RolloutError with the commonest reason.
     """
     known = {one.name for one in dataclasses.fields(EvalConfig)}
-    if unknown := [name for name in settings if name not in known]:
+    unknown = [name for name in settings if name not in known]
+    if unknown:
         raise ConfigError("evaluate", [_unknown(name, known) for name in unknown])
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
 

@@ -228,7 +228,8 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"pieces": len(shares), "samples": total, "seconds": seen["seconds"]}
     row["prompts"] = total**2 / sum(count * count for count in counts)
     within = None
-    if (alike := seen.get("alike")) is not None:
+    alike = seen.get("alike")
+    if alike is not None:
         groups = [(Alike(*task[:3]), Alike(*task[3:6]), task[6]) for task in alike["tasks"]]
         within = within_of_two(groups, alike["unit"])
     nested = nested_noise(

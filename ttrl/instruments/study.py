@@ -137,7 +137,8 @@ def _config_of(checkpoint: Path, scratch: str, device: Literal["cpu", "cuda"] | 
     values: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     config = GRPOConfig.parse(values, str(path))
     for name in ("model", "packed", "state"):
-        if (value := getattr(config, name)) is not None and not Path(value).exists():
+        value = getattr(config, name)
+        if value is not None and not Path(value).exists():
             raise RunFolderError(
                 f"{name} of {path} is gone: {value}; a run keeps the states of its last two "
                 "iterations, and the checkpoints that "

@@ -69,7 +69,8 @@ def study_text(found: Mapping[str, Any]) -> str:
             share = ""
         sizes = f"mean |Δ| {part['mean']:.2g}, rms {part['rms']:.2g} nats"
         lines.append(f"{trainer} − sampler, {name}: {sizes}{share}")
-    if kernel := found.get("kernel"):
+    kernel = found.get("kernel")
+    if kernel:
         for kind in ("sgd", "adamw"):
             if kind in kernel:
                 one = kernel[kind]
@@ -190,7 +191,8 @@ def draw_response(found: Mapping[str, Any], path: Path) -> None:
     below.set(xlabel="η in learning rates", ylabel="effective\nsample size", ylim=(0, 1.05))
     for axes in (above, below):
         axes.set_xscale("symlog", linthresh=0.25)
-    if regime := found["linear_regime"]:
+    regime = found["linear_regime"]
+    if regime:
         above.axvspan(
             regime[0] / found["lr"],
             regime[1] / found["lr"],

@@ -85,7 +85,8 @@ def study_run(
 
 def _iterations(run: Path) -> Iterator[tuple[int, Path]]:
     for path in sorted((run / "iterations").glob("*/grpo.yaml")):
-        if number := int(path.parent.name):  # in iteration 0 a trainer only looks at the model
+        number = int(path.parent.name)
+        if number:  # in iteration 0 a trainer only looks at the model
             yield number, path.parent / "checkpoint"
 
 

@@ -102,7 +102,8 @@ class Asked:
         """
         text = json.dumps([self.base_url, path, body], sort_keys=True, ensure_ascii=False)
         key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-        if (kept := await asyncio.to_thread(self._find, key)) is not None:
+        kept = await asyncio.to_thread(self._find, key)
+        if kept is not None:
             return Answer(json.loads(kept), cached=True)
         client, limit = self._client()
         try:
@@ -216,7 +217,8 @@ class Verdicts(Asked):
         answers = list[Answer]()
         for number in range(self.tries):
             answers.append(await self.chat(messages, seed + number))
-            if (found := read(answers[-1].body)) is not None:
+            found = read(answers[-1].body)
+            if found is not None:
                 return found, answers
             messages.append({"role": "assistant", "content": answers[-1].body or "…"})
             messages.append(

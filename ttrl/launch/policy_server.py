@@ -223,13 +223,15 @@ class PolicyServer:
         raise ServerDiedError("; ".join(gone))
 
     def _any(self) -> ServerConnection:
-        if not (servers := self.servers):
+        servers = self.servers
+        if not servers:
             self.check()
             raise ServerDiedError("all servers are gone")
         return servers[0]
 
     def _served_version(self) -> str:
-        if (serving := self._serving) is None:
+        serving = self._serving
+        if serving is None:
             raise ServerError("no server runs; serve() starts one")
         return serving[1]
 
@@ -418,7 +420,8 @@ class PolicyServer:
                 # What is to be served is read with the lock held: whoever changes it waits for the
                 # lock before it syncs.
                 try:
-                    if (serving := self._serving) is not None and not over.is_set():
+                    serving = self._serving
+                    if serving is not None and not over.is_set():
                         member.look_after(*serving, self._base(serving[0]), self._handover)
                 except Exception:  # the thread must not end; the loop will find what is wrong
                     logger.exception("looking after %s failed", member.server.base_url)

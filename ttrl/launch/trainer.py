@@ -171,7 +171,8 @@ class Trainer:
         requests.put(requests.request(self._asked), text)
 
         def answered() -> bool:
-            if not (done := handover.exists() or answer.exists()):
+            done = handover.exists() or answer.exists()
+            if not done:
                 self._check_runs("in the middle of an iteration", log, unless=answer)
             return done
 

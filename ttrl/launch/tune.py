@@ -237,7 +237,8 @@ class TrainerProcess(ChildProcess):
         tail = self.log_tail(200)  # torchrun adds a page of its own to what a rank said
         if self._task_log is not None:
             log, start, own_start = self._task_log
-            if of_task := log_tail(log, start, 200):
+            of_task = log_tail(log, start, 200)
+            if of_task:
                 own = log_tail(path, own_start, 30)
                 if own:
                     before = f"\nThe end of {path}:\n{own}"
@@ -255,7 +256,8 @@ class TrainerProcess(ChildProcess):
         )
         if said is not None and "StorageError: " in said:
             raise StorageError(said[said.index("StorageError: ") + len("StorageError: ") :])
-        if (full := full_disk(self.log_path)) is not None:
+        full = full_disk(self.log_path)
+        if full is not None:
             raise full  # it could not even say so: its log lies there too
         last_lines = "\n".join(tail.splitlines()[-30:])
         if returncode > 0:

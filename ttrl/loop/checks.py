@@ -104,11 +104,12 @@ def _task_problems(
             )
         if len(first) < config.tasks_per_iteration:
             found.append(f"tasks_per_iteration is {config.tasks_per_iteration}, but {there}")
-    if untrainable := [
+    untrainable = [
         (task, why)
         for task in tasks
         if (why := only_evaluates(task.grader, task.group_grader, task.rollout))
-    ]:
+    ]
+    if untrainable:
         count, (one, why) = len(untrainable), untrainable[0]
         found.append(
             f"{count} of {len(tasks)} tasks (such as {one.id!r}) are for evaluation alone: "

@@ -208,7 +208,8 @@ class Iterations:
             row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(
                 self._finished_at, now
             )
-            if used := self._machine.take(self._phases.timeline, now):
+            used = self._machine.take(self._phases.timeline, now)
+            if used:
                 row["machine"] = used
         if "flops" in row:
             before = self._rows.get(number - 1, {}).get("flops", {})

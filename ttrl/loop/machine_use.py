@@ -113,9 +113,11 @@ def _means(looks: Sequence[Look]) -> dict[str, Any]:
                 if values
             }
         )
-    if busy := [gpu["busy"] for gpu in gpus if "busy" in gpu]:
+    busy = [gpu["busy"] for gpu in gpus if "busy" in gpu]
+    if busy:
         found["gpu_busy"] = statistics.fmean(busy)
-    if watts := [gpu["watts"] for gpu in gpus if "watts" in gpu]:
+    watts = [gpu["watts"] for gpu in gpus if "watts" in gpu]
+    if watts:
         found["watts"] = math.fsum(watts)
     return found | ({"gpus": gpus} if gpus else {})
 

@@ -64,7 +64,8 @@ def pack(
         multiple=config.processes,
         seed=config.seed,
     )
-    if (made_with := tokenizer_digest(model)) is not None:
+    made_with = tokenizer_digest(model)
+    if made_with is not None:
         packed.metadata[TOKENIZER_KEY] = made_with
     packed.save(iteration.path / "packed.safetensors")
     facts |= {

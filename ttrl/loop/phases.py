@@ -138,7 +138,8 @@ class Phases:
                 {"fp32": "float32", "bf16": "bfloat16"}[self.config.dtype],
                 self.config.context,
             )
-            if is_known := _canary_made_in(canary) == computed:
+            is_known = _canary_made_in(canary) == computed
+            if is_known:
                 (temporary / CANARY_FILE).write_bytes(canary.read_bytes())
         if not is_known:
             self._ask_trainer(1, {"packed": "", "output_dir": str(iteration.path)})
@@ -625,7 +626,8 @@ def _known_digests(iteration: Path) -> dict[str, str]:
     """
     known: dict[str, str] = {}
     for name in (f"checkpoint/{CANARY_FILE}", "state/state.json"):
-        if (file := iteration / name).is_file():
+        file = iteration / name
+        if file.is_file():
             known |= {
                 f"{file.parent.name}/{of}": sha
                 for of, sha in json.loads(file.read_text()).get("files", {}).items()

@@ -290,7 +290,8 @@ class Curriculum:
         absent = {
             key: turn.score or 0.0 for key, turn in seen.items() if turn.round < now < turn.due
         }
-        if recent := [score for key, score in scores if key in seen and key not in absent]:
+        recent = [score for key, score in scores if key in seen and key not in absent]
+        if recent:
             others = (len(seen) - len(absent)) * math.fsum(recent) / len(recent)
             mean = (others + math.fsum(absent.values())) / len(seen)
         elif absent:

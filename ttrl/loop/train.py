@@ -140,7 +140,8 @@ def train(
         folder.remember_tasks(described)
         model = with_chat_template(model, config.chat_template, folder.path.absolute() / "model")
         console.line(parsers_of(model, config.server).said)
-        if (warning := check_disk(config, model, folder, len(validation_tasks))) is not None:
+        warning = check_disk(config, model, folder, len(validation_tasks))
+        if warning is not None:
             console.line(f"note: {warning}")
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises

@@ -366,7 +366,8 @@ def _tokens(e: Evidence) -> Cause:
             "the server's chat template or tokenizer is not the model folder's; pack by the "
             "server's own ids (return_token_ids)",
         )
-    if unaligned := e.tokenization.get("unaligned"):
+    unaligned = e.tokenization.get("unaligned")
+    if unaligned:
         way = "a server that returns token ids (return_token_ids) needs no template here"
         return Cause(
             name,

@@ -608,7 +608,8 @@ def too_hard(h: History) -> str | None:
         if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1
     }
     said = f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
-    if (lenient := h.now("metrics.lenient")) is not None:
+    lenient = h.now("metrics.lenient")
+    if lenient is not None:
         said += f" A lenient grader would call {percent(lenient)} of all samples right."
     metrics = ", ".join(f"{name} {compact(value)}" for name, value in partly.items())
     return said + (f" The grader's metrics: {metrics}." if metrics else "")

@@ -30,7 +30,8 @@ def iteration_lines(
     lines = [
         iteration_line(row, config) + ("" if left is None else f"  {about} {duration(left)} left")
     ]
-    if details := training_details(row):
+    details = training_details(row)
+    if details:
         lines.append(" " * INDENT + details)
     known = {finding.key for finding in said}
     return lines + [f"  ! {finding.line()}" for finding in found if finding.key not in known]
@@ -71,7 +72,8 @@ def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
             f"signal {groups['kept']}/{groups['total']}"
             + (f" ({', '.join(of_one_kind)})" if of_one_kind else "")
         )
-    if curriculum := row.get("curriculum"):
+    curriculum = row.get("curriculum")
+    if curriculum:
         left = [
             f"{curriculum[name]} {name}"
             for name in ("solved", "hopeless", "unseen")

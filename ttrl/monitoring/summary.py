@@ -111,7 +111,8 @@ def summary_lines(
         return [value for row in rows if (value := number(dict(row), path)) is not None]
 
     parts = []
-    if lowest := values("pack.advantages.lowest"):
+    lowest = values("pack.advantages.lowest")
+    if lowest:
         parts.append(
             f"advantages {compact(min(lowest))} to "
             f"{compact(max(values('pack.advantages.highest')))}"

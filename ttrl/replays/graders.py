@@ -55,9 +55,10 @@ class Regrader:
             self._grader, self._arguments = found, _arguments(found, self.reference)
         else:
             listed = tasks_of(found, f"--tasks {self.reference}")
-            if without := [
+            without = [
                 task.id for task in listed if task.grader is None and task.group_grader is None
-            ]:
+            ]
+            if without:
                 raise TaskError(
                     f"--tasks {self.reference}: {len(without)} of {len(listed)} have no grader, "
                     f"such as {without[0]!r}, as their "
@@ -194,6 +195,7 @@ def _source_files(objects: Iterable[Any]) -> list[Path]:
             continue
         seen.add(id(code))
         with contextlib.suppress(TypeError, OSError):  # built in, or typed into a terminal
-            if (path := Path(inspect.getsourcefile(code) or "")).is_file():
+            path = Path(inspect.getsourcefile(code) or "")
+            if path.is_file():
                 found.setdefault(path.absolute())
     return list(found)

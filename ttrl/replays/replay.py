@@ -142,7 +142,8 @@ def replay(
                 for number in numbers
                 if again or not regrader.by_name or not _is_graded(folder, original, number)
             ]
-            if done := len(numbers) - len(todo):
+            done = len(numbers) - len(todo)
+            if done:
                 if todo:
                     what = f"{done} of {len(numbers)} iterations"
                 else:

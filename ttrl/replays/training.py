@@ -57,7 +57,8 @@ class ReplayTraining(RunFolder):
         self._config = TrainConfig.parse(original.config(), str(original.path / "config.yaml"))
         self._start = _starting_model(original, self._config)
         needed = [number - 1 for number in numbers][: None if from_checkpoints else 1]
-        if missing := [number for number in needed if not _can_start_from(original, number)]:
+        missing = [number for number in needed if not _can_start_from(original, number)]
+        if missing:
             there = [
                 number + 1 for number in range(max(needed) + 1) if _can_start_from(original, number)
             ]
@@ -84,7 +85,8 @@ class ReplayTraining(RunFolder):
         """Return what iteration `number` + 1 starts from: our own newest policy, or the original
         run's.
         """
-        if (policy := self._original_policy(number)) is None:
+        policy = self._original_policy(number)
+        if policy is None:
             return super().checkpoint(number)
         # The folder of iteration 0 is links, which are removed in time like any checkpoint.
         if self._original.policy_version(policy):

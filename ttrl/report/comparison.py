@@ -165,7 +165,8 @@ class RunComparison:
         sure = f"{self.confidence * 100:g}%"
         found = []
         for arm in self.arms[1:]:
-            if (d := arm.difference) is None:
+            d = arm.difference
+            if d is None:
                 continue
             interval = f"{sure}: {d.low:+.3f} to {d.high:+.3f}"
             figures = f"held-out {self.metric} {d.mean:+.3f} ({interval}; p = {d.p_value:.2g})"
@@ -276,9 +277,8 @@ def compare_runs(
         )
     name = str(names.pop())
     reach = [max((x for x in spent(run)[by] if x is not None), default=None) for run in runs]
-    if missing := [
-        str(folder) for folder, most in zip(folders, reach, strict=True) if most is None
-    ]:
+    missing = [str(folder) for folder, most in zip(folders, reach, strict=True) if most is None]
+    if missing:
         raise UserError(
             f"{', '.join(missing)}: no {by} recorded; compare by another of {', '.join(BY)}"
         )
@@ -387,7 +387,8 @@ def _notes(arms: Sequence[Arm], points: Sequence[Point], shared: int) -> list[st
     if shared < _FEW_TASKS:
         tasks = counted(shared, "held-out task")
         notes.append(f"only {tasks}: each of them is {1 / shared:.2g} of the score")
-    if others := len({task for point in points for task in point.scores}) - shared:
+    others = len({task for point in points for task in point.scores}) - shared
+    if others:
         notes.append(
             f"{others} held-out tasks were not asked in all runs, or have no grade there, and "
             "are left out"

@@ -179,7 +179,8 @@ def _pages_of(run: RunData, number: int) -> list[Page]:
     stamp = tuple(
         stamp_of(folder / name) for name in ("rollouts.jsonl", "packed.safetensors", TRAINER_FILE)
     )
-    if (known := _PAGES.get(folder)) is not None and known[0] == stamp:
+    known = _PAGES.get(folder)
+    if known is not None and known[0] == stamp:
         return known[1]
     pages = sample_pages(run, number, some_samples(folder / "rollouts.jsonl", TRAINING, stamp[0]))
     if len(_PAGES) > 12:

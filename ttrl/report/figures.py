@@ -97,7 +97,8 @@ def learning(run: RunData) -> list[Figure]:
     band = ""
     label = "exact match"
     name = "exact"
-    if (metric := held_out_metric(run)) is not None:
+    metric = held_out_metric(run)
+    if metric is not None:
         intervals = [interval(row, metric.path) for row in run.rows]
         low, high = ([one[side] if one else None for one in intervals] for side in (0, 1))
         has_band = any(one is not None for one in intervals)
@@ -130,14 +131,16 @@ def learning(run: RunData) -> list[Figure]:
     else:
         caption = of_others
     caption += " Iteration 0 is the starting model."
-    if how := held_out_sampling(run):
+    how = held_out_sampling(run)
+    if how:
         caption += f" Sampled: {how}."
     if band:
         caption += (
             " The band: where the mean would lie for other tasks of this kind (95% interval)."
         )
     before = "Mean over the samples of each iteration, before that iteration's update."
-    if some := run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None:
+    some = run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None
+    if some:
         before += f" Not every sample has {name}: the mean is over those that do"
         before += f", {some} in the newest iteration."
     if words.is_overfit(run):

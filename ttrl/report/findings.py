@@ -33,7 +33,8 @@ def _example_pages(run: RunData, finding: Finding) -> list[Page]:
         return []
     for number in run.numbers_with("rollouts.jsonl")[:-6:-1]:
         path = run.iteration_folder(number) / "rollouts.jsonl"
-        if samples := examples(path, finding.examples, stamp_of(path)):
+        samples = examples(path, finding.examples, stamp_of(path))
+        if samples:
             return sample_pages(run, number, samples)
     return []
 

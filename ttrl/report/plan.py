@@ -82,12 +82,14 @@ def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list
         return [known for row in rows if (known := number(row, path)) is not None]
 
     def mean(path: str) -> float | None:
-        if found := values(path):
+        found = values(path)
+        if found:
             return sum(found) / len(found)
         return None
 
     def both(one: str, other: str) -> float | None:
-        if (first := mean(one)) is None:
+        first = mean(one)
+        if first is None:
             return None
         return first + (mean(other) or 0.0)
 

@@ -91,7 +91,8 @@ class TokenFacts:
         css = []
         if self.advantage is not None:
             parts.append(f"advantage {self.advantage:.3g}")
-            if step := min(4, math.ceil(4 * abs(self.advantage) / _FULL_COLOUR)):
+            step = min(4, math.ceil(4 * abs(self.advantage) / _FULL_COLOUR))
+            if step:
                 css.append(f"{'u' if self.advantage > 0 else 'n'}{step}")
         if self.sampler is not None:
             parts.append(f"sampler {self.sampler:.4f}")
@@ -100,7 +101,8 @@ class TokenFacts:
         if self.trainer is not None and self.sampler is not None:
             gap = self.trainer - self.sampler
             parts.append(f"difference {gap:+.1e}")
-            if level := sum(abs(gap) > limit for limit in (1e-3, 1e-2, 1e-1)):
+            level = sum(abs(gap) > limit for limit in (1e-3, 1e-2, 1e-1))
+            if level:
                 css.append(f"d{level}")
         if self.version is not None and self.version >= 0:
             parts.append(f"policy {self.version}")

@@ -147,7 +147,8 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
         found.append((_whose(run, metric.label), f"{start} → {end}"))
     if run.trained:
         found.append(("Iterations", str(len(run.trained))))
-    if seconds := total_seconds(run):
+    seconds = total_seconds(run)
+    if seconds:
         found.append(("Time", duration(seconds)))
     totals = sorted(
         value for row in run.trained if (value := number(row, "seconds.total")) is not None
@@ -159,9 +160,10 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
         found.append(
             ("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million")
         )
-    if spent := max(
+    spent = max(
         (value for value in run.column("flops.cumulated") if value is not None), default=0.0
-    ):
+    )
+    if spent:
         found.append(("FLOPs", si_spaced(spent)))
     return found
 

@@ -58,7 +58,8 @@ class Ledger:
             )
             raise
         facts: dict[str, Any] = {}
-        if got := [answer for answer in answers if answer is not None]:
+        got = [answer for answer in answers if answer is not None]
+        if got:
             prompt = got[0].prompt_tokens
             cached = got[0].cached_tokens
             self.usage.new_prompt += prompt or 0
@@ -96,9 +97,10 @@ class Ledger:
             return [None] * len(samples)
         keys = [sample_key(digest, self.job.first + sample.sample) for sample in samples]
         answers = await asyncio.gather(*map(cache.get, keys))
-        if found := [
+        found = [
             sample for sample, answer in zip(samples, answers, strict=True) if answer is not None
-        ]:
+        ]
+        if found:
             self.log(found, base_url=cache.describe(), hit=True, digest=digest)
         return list(answers)
 

@@ -395,7 +395,8 @@ class Play:
         """
         job = self.ledger.job
         digest = self._digest(request, messages, number)
-        if (found := (await self.ledger.from_cache([self.sample], digest))[0]) is not None:
+        found = (await self.ledger.from_cache([self.sample], digest))[0]
+        if found is not None:
             return found, digest, True
         place = job.first + self.sample.sample
         same = number == 0 and digest == job.digest

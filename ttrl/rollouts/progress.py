@@ -146,9 +146,8 @@ class Progress:
             self._unfinished += 1
         else:
             self._failed += 1
-        if (
-            length := len(sample.token_ids or sample.logprobs or ())
-        ) and sample.finish_reason != "unfinished":
+        length = len(sample.token_ids or sample.logprobs or ())
+        if (length) and sample.finish_reason != "unfinished":
             self._lengths += length
             self._measured += 1
         self._draw_if_due()

@@ -215,7 +215,8 @@ def _head(sample: Sample) -> str:
         rows.append(("weights version", _versions(sample)))
     if sample.prompt_token_ids is not None:
         rows.append(("prompt tokens", str(len(sample.prompt_token_ids))))
-    if (tokens := sample.logprobs if sample.token_ids is None else sample.token_ids) is not None:
+    tokens = sample.logprobs if sample.token_ids is None else sample.token_ids
+    if tokens is not None:
         rows.append(("completion tokens", str(len(tokens))))
     known = [logprob for logprob in sample.logprobs or () if not math.isnan(logprob)]
     if known:

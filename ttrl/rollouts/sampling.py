@@ -124,7 +124,8 @@ class Sampling:
                 "unfinished holds something else than TaskResult; give the `unfinished` of an "
                 "earlier call"
             )
-        if wrong := [result for result in self.kept if len(result.samples) != self.n]:
+        wrong = [result for result in self.kept if len(result.samples) != self.n]
+        if wrong:
             raise UserError(
                 f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n "
                 f"is {self.n}; give the n of the "

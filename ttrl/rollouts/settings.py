@@ -62,9 +62,11 @@ class SamplingSettings:
             ("on_task_done", "a TaskResult"),
             ("on_chunk", "(chunk, completion)"),
         ):
-            if (function := getattr(self, name)) is not None and not callable(function):
+            function = getattr(self, name)
+            if function is not None and not callable(function):
                 raise UserError(f"{name} is {function!r}; give a function of {argument}")
-        if (most := self.samples_per_request) is not None and (type(most) is not int or most < 1):
+        most = self.samples_per_request
+        if most is not None and (type(most) is not int or most < 1):
             raise UserError(
                 f"samples_per_request is {most!r}; give a number of at least 1, or None"
             )

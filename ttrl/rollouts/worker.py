@@ -250,7 +250,8 @@ class WorkerCall:
         if task not in self._running:  # dropped
             return
         self._running.discard(task)
-        if (fault := task.exception()) is not None:  # it can only be one of ours
+        fault = task.exception()
+        if fault is not None:  # it can only be one of ours
             self._fault = fault
         else:
             self._young.discard(task.result().position)

@@ -134,7 +134,8 @@ class IterationFolder:
         """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done.
         Raises RunFolderError.
         """
-        if (content := self._marker(phase)) is None:
+        content = self._marker(phase)
+        if content is None:
             return {}
         # Of a policy that was not written when it was trained.
         later = self.files("save") if phase == "train" else {}
@@ -198,7 +199,8 @@ class IterationFolder:
                     strict=True,
                 )
             )
-        if epoch := self._lock.epoch:
+        epoch = self._lock.epoch
+        if epoch:
             owner = {"epoch": epoch}
         else:
             owner = {}
@@ -301,7 +303,8 @@ class RunFolder:
         path = self.path / "config.yaml"
         config = _as_read(config)  # it is compared as it will be read
         notes = []
-        if before := self.config():
+        before = self.config()
+        if before:
             if (
                 before.get("validation_temperature", ...) is None
                 and config.get("validation_temperature") is not None

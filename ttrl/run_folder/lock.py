@@ -256,7 +256,8 @@ class Claim(ABC):
         trusted: the run folder whose owners are taken over from without `take_over`: this process
             holds it, so they are dead.
         """
-        if (owner := self.read()) is not None and not is_dead(owner):
+        owner = self.read()
+        if owner is not None and not is_dead(owner):
             self._judge(
                 owner, take_over=take_over or (trusted != "" and owner.get("folder") == trusted)
             )
@@ -325,7 +326,8 @@ class Claim(ABC):
         # Looks, not seconds: where all stood still for a while, the owner did, too.
         for _ in range(round(8 * _WATCHED_BEATS)):
             time.sleep(self._beat_seconds / 8)
-            if (now := self.pulse()) != seen:
+            now = self.pulse()
+            if now != seen:
                 return now is not None  # None: it has just ended
         return False
 
@@ -586,7 +588,8 @@ class RunLock:
 def _token_in(file: IO[str]) -> str:
     """Return the token in `lock`, written there by the first that holds it."""
     with contextlib.suppress(OSError, ValueError):
-        if not (token := file.read(64)):
+        token = file.read(64)
+        if not token:
             token = secrets.token_hex(8)
             os.pwrite(file.fileno(), token.encode(), 0)
         return token

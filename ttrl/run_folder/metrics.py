@@ -93,7 +93,8 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
             "extra_tasks",
         )
         row |= {name: done["rollouts"][name] for name in names if name in done["rollouts"]}
-        if curriculum := done["rollouts"].get("curriculum"):
+        curriculum = done["rollouts"].get("curriculum")
+        if curriculum:
             row["curriculum"] = {
                 name: one
                 for name, one in curriculum.items()
@@ -129,9 +130,11 @@ def metrics_row(iteration: IterationFolder) -> dict[str, Any]:
             for name in ("sampling", "intervals")
             if name in done["validate"]
         }
-    if parts := _flops(done):
+    parts = _flops(done)
+    if parts:
         row["flops"] = parts | {"total": sum(parts.values())}
-    if (speed := _server_speed(iteration, done)) is not None:
+    speed = _server_speed(iteration, done)
+    if speed is not None:
         peak = row.get("train", {}).get("matmul_peak")
         row["server"] = {"flops_per_second": speed} | ({"peak_share": speed / peak} if peak else {})
     syncs = [marker["sync"] for marker in done.values() if marker.get("sync")]
@@ -256,7 +259,8 @@ def forget_rows(folder: Path, first: int) -> None:
     Raises StorageError.
     """
     state = folder / "logs" / STATE_FILE
-    if seen := read_seen(state):
+    seen = read_seen(state)
+    if seen:
         write_json(state, {"seen": {name: min(last, first - 1) for name, last in seen.items()}})
 
 

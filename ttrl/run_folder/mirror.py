@@ -94,14 +94,14 @@ class _MirrorClaim(Claim):
         OSError.
         """
         content = json.dumps(self.owner | more).encode()
-        if (tag := self._store.swap(OWNER_FILE, content, self._tag)) is None:
+        tag = self._store.swap(OWNER_FILE, content, self._tag)
+        if tag is None:
             data, there = self._store.read_tagged(OWNER_FILE)
             if data is not None and (parse_owner(data) or {}).get("token") != self.owner["token"]:
                 return False
             # Removed by hand; or ours: the answer to an earlier try was lost.
-            if (
-                tag := there if data == content else self._store.swap(OWNER_FILE, content, there)
-            ) is None:
+            tag = there if data == content else self._store.swap(OWNER_FILE, content, there)
+            if (tag) is None:
                 return False
         self._tag = tag
         return True
@@ -227,7 +227,8 @@ class Mirror:
 
     def _marked(self) -> None:
         self._wake.set()
-        if (other := self.claim.lost_to) is not None:
+        other = self.claim.lost_to
+        if other is not None:
             raise RunFolderError(
                 f"{self._folder.path}: another process has taken over in the mirror "
                 f"{self.store.shown} ({in_words(other)}); this "
@@ -258,7 +259,8 @@ class Mirror:
             if time.monotonic() + pause > deadline:
                 break
             time.sleep(pause)
-        if (status := self.status()) is not None:
+        status = self.status()
+        if status is not None:
             logger.warning("%s; the run folder %s has everything", status, self._folder.path)
 
     def _try_pass(self) -> bool:

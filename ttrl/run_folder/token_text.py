@@ -16,7 +16,8 @@ def run_token_text(run: RunData, iteration: int) -> Callable[[int], str] | None:
     own first, but all are the same) or of the configured model; None without one."""
     folders = [run.iteration_folder(iteration) / "checkpoint"]
     folders += sorted((run.folder / "iterations").glob("*/checkpoint"), reverse=True)
-    if model := model_name(run):
+    model = model_name(run)
+    if model:
         folders += [Path(model), run.folder / model]
     there = next((folder for folder in folders if (folder / FILE_NAME).is_file()), None)
     if there is None:

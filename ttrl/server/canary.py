@@ -159,7 +159,8 @@ def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolera
     if server_dtype == canary.dtype == "float32":
         return "float32", FLOAT32
     # The trainer rounds what the server does not.
-    if (known := canary.half_precision) is None or canary.dtype == "nf4":
+    known = canary.half_precision
+    if known is None or canary.dtype == "nf4":
         return "half", HALF
     mean = max(_TIMES_MEAN * known.mean, _LEAST.mean)
     p99 = max(_TIMES_P99 * known.p99, _LEAST.p99)

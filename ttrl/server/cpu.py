@@ -101,7 +101,8 @@ def is_cpu_build() -> bool:
 def cpu_cache_bytes() -> float:
     """Return the size of a server's KV cache on a CPU, unless its arguments say otherwise: what the
     environment says, or what the free memory now allows, 1 to 4 GiB."""
-    if given := os.environ.get(CPU_CACHE_VARIABLE):
+    given = os.environ.get(CPU_CACHE_VARIABLE)
+    if given:
         return float(given) * _GIB
     return float(max(1, min(4, psutil.virtual_memory().available // _GIB // 8))) * _GIB
 

@@ -96,7 +96,8 @@ def serving(
     it serves no model of that name; and what VLLMServer raises.
     """
     if is_address(model):
-        if problem := address_problem(model):
+        problem = address_problem(model)
+        if problem:
             raise UserError(problem)
         if chat_template is not None:
             raise UserError(

@@ -224,7 +224,8 @@ class VLLMServer(ServerConnection):
         self.worker_extension = (
             self.extra_args.get("worker-extension-cls", WORKER_EXTENSION) is not None
         )
-        if refused := own_argument_problems(self.extra_args):
+        refused = own_argument_problems(self.extra_args)
+        if refused:
             raise ConfigError("server", [f"extra_args: {problem}" for problem in refused])
 
     # Life
@@ -238,7 +239,8 @@ class VLLMServer(ServerConnection):
         """
         if self._child is not None:
             raise RuntimeError("this server was started already; stop() it first")
-        if (folder := check_model_folder(self.model_folder)) is not None:
+        folder = check_model_folder(self.model_folder)
+        if folder is not None:
             merge_adapter(folder)
         if self.parsers.problem is not None:
             raise ConfigError("server", [self.parsers.problem])

@@ -185,7 +185,8 @@ def verify_weights(
             "marker), or copied again"
         )
     report = check_canary(server, canary)
-    if problem := _problem(server, report, comparison, just_started=True):
+    problem = _problem(server, report, comparison, just_started=True)
+    if problem:
         raise WeightSyncError(
             f"after {after}, the server does not compute with the weights in "
             f"{checkpoint_folder}: {problem}; "
@@ -313,7 +314,8 @@ def _load_from_near(server: ServerConnection, folder: Path) -> bool:
     """Load weights that were brought to the server's machine; return False where it is to read the
     files.
     """
-    if (near := server.nearer(folder)) == folder:
+    near = server.nearer(folder)
+    if near == folder:
         return False
     try:
         map_memory(server, near, _LOAD_SECONDS)

@@ -45,7 +45,8 @@ def again(work: Callable[[], T]) -> T:
         try:
             return work()
         except (OSError, SafetensorError) as error:
-            if (refused := _as_os_error(error)) is None or refused.errno not in _STALE:
+            refused = _as_os_error(error)
+            if refused is None or refused.errno not in _STALE:
                 raise
         time.sleep(pause)
     return work()
@@ -175,7 +176,8 @@ def _writing(path: Path, size: int | None) -> Iterator[None]:
         make_folders(path.parent)
         yield
     except (OSError, SafetensorError) as error:
-        if (refused := _as_os_error(error)) is None:
+        refused = _as_os_error(error)
+        if refused is None:
             raise
         raise _storage_error(refused, path, size) from error
 

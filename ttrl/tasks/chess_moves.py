@@ -110,7 +110,8 @@ class ChessGrader:
             self._analysis(board, text) if self.style == "P" else {}
         )
         reward = 0.0
-        if (move := read_move(board, _answer(text, self.style))) is not None:
+        move = read_move(board, _answer(text, self.style))
+        if move is not None:
             metrics["legal"], metrics["best"] = 1.0, float(self._is_best(board, move))
             if metrics["best"]:
                 reward = 1.0
@@ -380,7 +381,8 @@ def parse_row(row: Row) -> Position | None:
 def _rookworld(text: str) -> Position | None:
     if not text.lstrip().startswith("P:"):
         return None
-    if (found := _ROOKWORLD.fullmatch(text.strip())) is None:
+    found = _ROOKWORLD.fullmatch(text.strip())
+    if found is None:
         raise RowError(
             f"text is {text!r:.160}; it must be P: position M: moves E: evaluations B: move"
         )

@@ -319,7 +319,8 @@ def _tasks(
         path, lambda row: (row.get("subject"), parse_row(row)), splits=files[split], config=config
     )
     there = {subject for subject, _ in rows}
-    if missing := [subject for subject in subjects if subject not in there]:
+    missing = [subject for subject in subjects if subject not in there]
+    if missing:
         raise TaskError(
             f"{what}: no questions of {', '.join(missing)}; there are "
             f"{', '.join(sorted(map(str, there)))}"

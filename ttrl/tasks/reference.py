@@ -178,6 +178,7 @@ def tasks_of(found: Any, name: str, n: int | None = None, split: str | None = No
             raise TaskError(f"{name}: calling it failed: {describe(error)}") from error
     if isinstance(found, Iterator):
         found = itertools.islice(found, n)  # it may have no end
-    if not (listed := task_list(found, name)):
+    listed = task_list(found, name)
+    if not listed:
         raise TaskError(f"{name}: there are no tasks")
     return listed

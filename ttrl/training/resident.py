@@ -395,7 +395,8 @@ def _output_to(log: Path) -> Iterator[None]:
     that stays so.
     """
     # Appending from several hosts is not atomic.
-    if (node := os.environ.get("GROUP_RANK", "0")) != "0":
+    node = os.environ.get("GROUP_RANK", "0")
+    if node != "0":
         log = log.with_name(f"train-node{node}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     _flush()

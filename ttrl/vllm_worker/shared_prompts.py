@@ -39,7 +39,8 @@ def share_prompts(worker: Any) -> None:
     """
     if getattr(worker, "ttrl_shares_prompts", None) is None:
         try:
-            if (why_not := _why_not(worker)) is None:
+            why_not = _why_not(worker)
+            if why_not is None:
                 SharedPrompts(
                     worker.model_runner,
                     worker.vllm_config.compilation_config.static_forward_context,
@@ -144,7 +145,8 @@ class SharedPrompts:
     def _shared(
         self, input_ids: Tensor, positions: Tensor, others: dict[str, None]
     ) -> Tensor | None:
-        if (plan := self._plan(input_ids)) is None:
+        plan = self._plan(input_ids)
+        if plan is None:
             return None
         rows, first = self._rows, self._first = plan
         try:

@@ -128,7 +128,8 @@ def make_probe(message: Mapping[str, Any], unused: str) -> Probe:
             part | {"text": marked("text", part["text"])} if _has_text(part) else part
             for part in content
         ]
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         probe.message["tool_calls"] = [_marked_call(call, leaves) for call in calls]
     if not probe.texts and not calls:
         if isinstance(content, str):

@@ -145,7 +145,8 @@ class TurnFinder:
         message = self.messages[place]
         if not before:
             return no("no message comes before it, so nothing was asked")
-        if (lack := unsayable(self._given[place])) is not None:
+        lack = unsayable(self._given[place])
+        if lack is not None:
             return no(lack)
         prompt = template.render(before, answer_next=True)
         answered = template.render([*before, message], answer_next=False)
@@ -157,9 +158,10 @@ class TurnFinder:
                 "send; add it at the template's end, under {% if add_generation_prompt %}"
             )
         probe = make_probe(message, self._unused)
-        if found := self._special.search(
+        found = self._special.search(
             json.dumps(probe.message.get("tool_calls"), default=str, ensure_ascii=False)
-        ):
+        )
+        if found:
             return no(f"the names in its tool calls hold the special token {found[0]!r}")
         probed = template.render([*before, probe.message], answer_next=False)
         begin: int | None = len(prompt)
@@ -180,7 +182,8 @@ class TurnFinder:
             return no(f"the template leaves out its {part}: {short(answered[begin:])}")
         if not probe.restores(probed, answered):
             return no(f"the template changes what it says to {short(answered[begin:])}")
-        if (ending := ending_probe(probe, self._unused)) is not probe:
+        ending = ending_probe(probe, self._unused)
+        if ending is not probe:
             probe = ending
             probed = template.render([*before, ending.message], answer_next=False)
         behind = probed[probe.after_last_mark(probed) or begin :]
@@ -199,9 +202,8 @@ class TurnFinder:
         closing, token = end
         text = prompt + answered[begin : len(answered) - len(behind)] + closing
         inside = text[len(prompt) : len(text) - len(token)]
-        if (
-            early := next((stop for stop in self._stops or [token] if stop in inside), None)
-        ) is not None:
+        early = next((stop for stop in self._stops or [token] if stop in inside), None)
+        if (early) is not None:
             return no(
                 f"the end-of-turn token {early!r} stands within it too, where a server would "
                 "have stopped"

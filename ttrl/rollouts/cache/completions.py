@@ -157,7 +157,8 @@ class Cache:
     def _slot(self) -> asyncio.Semaphore:
         """Return the running loop's semaphore: a cache may serve several loops."""
         loop = asyncio.get_running_loop()
-        if (slot := self._slots.get(loop)) is None:
+        slot = self._slots.get(loop)
+        if slot is None:
             slot = self._slots[loop] = asyncio.Semaphore(CONCURRENCY)
         return slot
 
@@ -176,7 +177,8 @@ class Cache:
                 if await store.create(key, data):
                     return True
                 try:
-                    if (there := await store.read(key, MOST_BYTES)) is not None:
+                    there = await store.read(key, MOST_BYTES)
+                    if there is not None:
                         decode_entry(key, there)
                         return False
                 except TooLarge:

@@ -200,7 +200,8 @@ def decode_entry(key: str, data: bytes) -> Entry:
         if _MAGIC.startswith(data):
             raise DamagedEntry("damaged", f"only {len(data)} bytes are left of it")
         raise DamagedEntry("foreign", "it was not written by ttrl")
-    if (match := _FIRST_LINE.match(data)) is None:
+    match = _FIRST_LINE.match(data)
+    if match is None:
         raise DamagedEntry("damaged", "its first line is damaged")
     packed = data[match.end() :]
     if hashlib.sha256(packed).hexdigest().encode() != match[2]:

@@ -108,7 +108,8 @@ def stats(address: str | os.PathLike[str]) -> Totals:
     totals = Totals(store.shown)
     digests: set[bytes] = set()
     for name, size, _, entry in _entries(store, opened):
-        if (split := split_key(name)) is None:
+        split = split_key(name)
+        if split is None:
             totals.others += 1
         if split is None or entry is None:
             continue
@@ -203,7 +204,8 @@ def prune(
 
 def _open(address: str | os.PathLike[str]) -> tuple[Store, ObjectStore]:
     store = Store(address)
-    if (opened := store.open()) is None:
+    opened = store.open()
+    if opened is None:
         raise UserError(
             f"there is no folder {store.shown}, so no cache; the first answer that is put makes it"
         )

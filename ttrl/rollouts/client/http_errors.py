@@ -120,7 +120,8 @@ async def collected(parts: AsyncIterable[bytes], most: int, place: str) -> bytes
     found = []
     size = 0
     async for part in parts:
-        if (size := size + len(part)) > most:
+        size = size + len(part)
+        if size > most:
             raise too_large(place, most)
         found.append(part)
     return b"".join(found)

@@ -244,7 +244,8 @@ async def read_events(
         ):
             async for part in parts:
                 watch.heard()
-                if (size := size + len(part)) > most:
+                size = size + len(part)
+                if size > most:
                     raise too_large(place, most)
                 for data in events.feed(part):
                     if done or data == b"[DONE]":

@@ -123,7 +123,8 @@ class Keeper:
         *lines, self._buffer = (self._buffer + data).split(b"\n")
         for line in lines:
             report = json.loads(line)
-            if (worker := self._workers.pop(report["ended"], None)) is not None:
+            worker = self._workers.pop(report["ended"], None)
+            if worker is not None:
                 worker.has_ended(report["status"])
         if not data:
             self._gone()

@@ -136,7 +136,8 @@ class _Keeper:
 
     def end(self, number: int) -> None:
         """Kill a worker with everything below it; say how it ended, which may have been before."""
-        if (pid := self.workers.get(number)) is not None:
+        pid = self.workers.get(number)
+        if pid is not None:
             self.clean_up(pid)
             self.report(number, _wait(pid))
 

@@ -39,7 +39,8 @@ def draw_clue(rng: random.Random, scene: Scene) -> Clue:
         for maker, weight in makers:
             place -= weight
             if place < 0:
-                if (clue := maker(rng, scene)) is not None:
+                clue = maker(rng, scene)
+                if clue is not None:
                     return clue
                 break
 

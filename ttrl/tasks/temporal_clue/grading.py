@@ -50,7 +50,8 @@ def _answer_lines(reply: str) -> Iterator[tuple[str, str, int]]:
         rest = text[1:].lstrip(_MARKS)
         if not rest or rest[0] not in ".):":
             continue
-        if value := normalise(rest[1:].lstrip(_MARKS + ".):")):
+        value = normalise(rest[1:].lstrip(_MARKS + ".):"))
+        if value:
             yield letter, value, end - len(whole) + len(whole.rstrip())
 
 
@@ -59,7 +60,8 @@ def normalise(value: str) -> str:
     "1:00 am".
     """
     text = comparable(unicodedata.normalize("NFKC", value)).lstrip(_BEFORE).rstrip(_AFTER)
-    if match := _TIME.fullmatch(text):
+    match = _TIME.fullmatch(text)
+    if match:
         return f"{int(match[1])}:{match[2]} {match[3]}m"
     return text
 

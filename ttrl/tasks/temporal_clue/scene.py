@@ -178,7 +178,8 @@ def draw_scene(rng: random.Random, size: PuzzleSize) -> Scene:
     for _ in range(100_000):
         scene = replace(house, weapons=tuple(shuffled(rng, WEAPONS)[: size.weapons]))
         scene = replace(scene, where=_walk(rng, scene))
-        if chances := _chances(scene):
+        chances = _chances(scene)
+        if chances:
             murderer, weapon, time = pick(rng, chances)
             return replace(scene, murderer=murderer, murder_weapon=weapon, murder_time=time)
     raise TaskError(

@@ -86,7 +86,8 @@ class ZebraGridGrader:
                     f"zebra-grid: row {number} of the solution has {len(row)} cells, the header "
                     f"{len(self.header)}"
                 )
-            if empty := [name for name, cell in zip(self.header, row) if not _normalise(cell)]:
+            empty = [name for name, cell in zip(self.header, row) if not _normalise(cell)]
+            if empty:
                 raise TaskError(
                     f"zebra-grid: row {number} of the solution has nothing in {empty[0]!r}"
                 )

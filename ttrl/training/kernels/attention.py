@@ -373,7 +373,8 @@ def flex_attend(
         x_HSE = F.pad(
             x_BHTE.transpose(1, 2).flatten(0, 1), (0, narrow, 0, 0, 0, S - B * T)
         ).transpose(0, 1)
-        if (times := H // x_HSE.shape[0]) > 1:
+        times = H // x_HSE.shape[0]
+        if times > 1:
             x_HSE = x_HSE.unsqueeze(1).expand(-1, times, -1, -1).flatten(0, 1)
         # A view where memory is [B, T, H, E], as after projections, and B·T a multiple of blocks.
         else:

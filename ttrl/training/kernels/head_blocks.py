@@ -216,7 +216,8 @@ class HeadChunk:
         """Return log-probabilities of the labels and log-normalisers; entropies are not filled in
         yet, but by kernels.
         """
-        if (kernels := self.kernels) is not None:
+        kernels = self.kernels
+        if kernels is not None:
             return self._measured(kernels)
         normaliser = self.weights.log_normaliser(self.raw)
         logprobs = self.weights.label_logits(self.raw, self.labels).sub_(normaliser)
@@ -238,7 +239,8 @@ class HeadChunk:
         turn the raw logits into the gradient with respect to them, in place, or in the dtype of
         products.
         """
-        if (kernels := self.kernels) is not None:
+        kernels = self.kernels
+        if kernels is not None:
             if gradients is not None:
                 self._differentiate(kernels, known, gradients)
             return

@@ -154,7 +154,8 @@ def _for_each_head(
         space = torch.empty(size, dtype=torch.uint8)
         kernel(*pointers, *numbers, ctypes.c_long(head), ctypes.c_void_p(space.data_ptr()))
 
-    if (threads := torch.get_num_threads()) == 1:
+    threads = torch.get_num_threads()
+    if threads == 1:
         for head in range(K):
             one(head)
     else:

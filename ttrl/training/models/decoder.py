@@ -48,7 +48,8 @@ class Decoder(TransformerDecoder):
         dtype = h.dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        if (scale := self.architecture.embedding_scale) is not None:
+        scale = self.architecture.embedding_scale
+        if scale is not None:
             # Rounded to the dtype of the computation, as in the original, in transformers and in
             # vLLM.
             h = h * torch.tensor(scale, dtype=dtype, device="cpu").item()

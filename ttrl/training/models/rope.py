@@ -42,7 +42,8 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
         parameters = config.rope_parameters
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     with torch.device("cpu"):  # whatever the default device is
-        if (rope_type := parameters["rope_type"]) == "default":
+        rope_type = parameters["rope_type"]
+        if rope_type == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             if FAMILIES[config.model_type].turns_backwards:
                 sign = -1.0

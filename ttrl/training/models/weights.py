@@ -222,7 +222,8 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         if composite is not None:
             if stored.startswith(composite.frozen):
                 continue
-            if (found := layout_of(stored, composite)) is not None:
+            found = layout_of(stored, composite)
+            if found is not None:
                 _, theirs = found
         template, layer = _template(theirs)
         if theirs.endswith(_TABLES) or (config.tie_word_embeddings and theirs == "lm_head.weight"):

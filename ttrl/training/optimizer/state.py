@@ -229,7 +229,8 @@ def _save_sharded(
         except OSError as error:
             problem = str(error)
         # All are written when it returns.
-        if found := [one for one in ranks.texts_of_each(problem) if one]:
+        found = [one for one in ranks.texts_of_each(problem) if one]
+        if found:
             raise StorageError(
                 0, f"could not write {folder}: {found[0]}; make room, or look at the permissions"
             )

@@ -79,7 +79,8 @@ class HostMemory:
                 f"process{'es' * (processes != 1)} on this machine, and {missing / 2**30:.1f} "
                 "GiB of them are not free"
             )
-        if found := [one for one in self._here.texts_of_each(problem) if one]:
+        found = [one for one in self._here.texts_of_each(problem) if one]
+        if found:
             raise StorageError(found[0])
         if wanted:
             self._memory = torch.empty(size, dtype=torch.uint8)

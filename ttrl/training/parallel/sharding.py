@@ -375,7 +375,8 @@ def fsdp_parameters(policy: nn.Module) -> Iterator[Any]:
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            if (group := getattr(state, "_fsdp_param_group", None)) is not None:
+            group = getattr(state, "_fsdp_param_group", None)
+            if group is not None:
                 before_2_13 = [group]
             else:
                 before_2_13 = []

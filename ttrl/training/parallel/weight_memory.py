@@ -173,7 +173,8 @@ class WeightMemory:
                 self._descriptor = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
                 problem = f"the first rank's memory cannot be opened by another: {error}"
-        if problems := [one for one in self.here.texts_of_each(problem) if one]:
+        problems = [one for one in self.here.texts_of_each(problem) if one]
+        if problems:
             self.close()
             raise StorageError(f"weights cannot be held out in memory: {problems[0]}")
         assert self._descriptor is not None  # else there was a problem

@@ -437,7 +437,8 @@ def _peft_config(fused: list[_Fused], config: TrainingConfig, base: str) -> dict
     several = {module(one): len(one.adapted) for one in fused if len(one.adapted) > 1}
     targets: str | list[str] = modules
     # A vision tower has modules of these names too.
-    if (composite := composite_of(base)) is not None:
+    composite = composite_of(base)
+    if composite is not None:
         beginnings = "|".join(re.escape(prefix) for prefix in composite.layouts[0].values())
         targets = rf"({beginnings}).*({'|'.join(modules)})"
     return {
