@@ -16,11 +16,11 @@ TEST_VARIABLES := PYTHONDONTWRITEBYTECODE= TTRL_TEST_MOTO_SERVER=$(abspath $(S3_
 help:
 	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
 	@echo "make quickstart-tiny  the same with a model of a million parameters, from nothing (about 5 minutes)"
-	@echo "make test         the tests that a change has to pass (about 20 minutes on 2 cores)"
+	@echo "make test         the tests that a change has to pass (about 16 minutes on 2 cores)"
 	@echo "make test-quick   those without servers and trainers (half of that time)"
 	@echo "make test-all     every test that this machine can run (more than an hour)"
 	@echo "make bench        the benchmarks in tools/"
-	@echo "make lint         ruff, and the rules of who may import whom"
+	@echo "make lint         ruff, who may import whom, and limits of style"
 	@echo "make types        mypy, strict, over ttrl/"
 	@echo "make audit        known faults of the tested versions (asks pypi.org), and what bandit finds in the code"
 	@echo "make install      only .venv; then: $(VENV)/bin/ttrl doctor"
@@ -82,6 +82,7 @@ lint: install
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
 	$(RUN) tools/check_imports.py
+	$(RUN) tools/check_style.py
 
 audit: $(VENV)/audit/bin/pip-audit
 	$(VENV)/audit/bin/bandit --quiet --configfile pyproject.toml --recursive ttrl recipes tools

@@ -400,7 +400,8 @@ def _weights(e: Evidence) -> Cause:
         )
     apart = e.sync.get("canary_max_difference")
     if apart is not None:
-        how = f"after {e.sync.get('mode', 'the sync')} the canary differed by at most {apart:.2g} nats"
+        mode = e.sync.get("mode", "the sync")
+        how = f"after {mode} the canary differed by at most {apart:.2g} nats"
     else:
         how = ""
     if apart is None:

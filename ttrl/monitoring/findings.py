@@ -101,7 +101,10 @@ def drift(h: History) -> str | None:
             continue
         # Rows of older versions of ttrl know no versions; with stale tokens among them they say
         # nothing about drift.
-        figures = compared if "staleness" not in row else None
+        if "staleness" not in row:
+            figures = compared
+        else:
+            figures = None
         if isinstance(compared.get("by_version"), dict):
             # An iteration that trained nothing has no policy of its own.
             before = (

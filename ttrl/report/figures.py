@@ -106,7 +106,10 @@ def learning(run: RunData) -> list[Figure]:
             band = f"95% interval of {metric.label}"
         else:
             band = ""
-        color = 2 if metric.path == "validation_reward" else 1
+        if metric.path == "validation_reward":
+            color = 2
+        else:
+            color = 1
         held_out.append(
             Series(
                 metric.label,
@@ -139,7 +142,10 @@ def learning(run: RunData) -> list[Figure]:
             " The band: where the mean would lie for other tasks of this kind (95% interval)."
         )
     before = "Mean over the samples of each iteration, before that iteration's update."
-    some = run.trained[-1].get("partial_metrics", {}).get(name) if run.trained else None
+    if run.trained:
+        some = run.trained[-1].get("partial_metrics", {}).get(name)
+    else:
+        some = None
     if some:
         before += f" Not every sample has {name}: the mean is over those that do"
         before += f", {some} in the newest iteration."

@@ -70,7 +70,10 @@ def summary(run: RunData) -> str:
         return "Only the starting model has been measured; no iteration is finished yet."
     within = f"{count} iteration{'s' if count != 1 else ''}"
     seconds = total_seconds(run)
-    time = f", {duration(seconds)} in all" if seconds else ""
+    if seconds:
+        time = f", {duration(seconds)} in all"
+    else:
+        time = ""
     metric = held_out_metric(run)
     is_share = False
     how = None

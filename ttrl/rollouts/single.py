@@ -112,7 +112,10 @@ async def get_chat_completion(
         messages=asked,
     )
     began = time.monotonic()
-    answer = None if store is None else await store.get(key)
+    if store is None:
+        answer = None
+    else:
+        answer = await store.get(key)
     try:
         hit = answer is not None
         if answer is None:

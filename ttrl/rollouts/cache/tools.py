@@ -86,8 +86,14 @@ class Pruned:
     dry_run: bool
 
     def __str__(self) -> str:
-        verb = "would remove" if self.dry_run else "removed"
-        noun = "entry" if self.entries == 1 else "entries"
+        if self.dry_run:
+            verb = "would remove"
+        else:
+            verb = "removed"
+        if self.entries == 1:
+            noun = "entry"
+        else:
+            noun = "entries"
         return (
             f"{self.address}: {verb} {self.entries:,} {noun} ({self.bytes / 1e6:.2f} MB), "
             f"{self.kept:,} kept"

@@ -198,7 +198,8 @@ async def room_left(
         answer.get(name) if isinstance(answer, dict) else None
         for name in ("count", "max_model_len")
     )
-    count = len(prompt) if isinstance(prompt, list) else count
+    if isinstance(prompt, list):
+        count = len(prompt)
     if type(count) is int and type(most) is int:
         return max(0, most - count)
     return 0

@@ -119,7 +119,10 @@ def read_choice(
     sample.token_ids = ids
     sample.routed_experts = read.routed_experts
     if logprobs:
-        count = "no" if values is None else str(len(values))
+        if values is None:
+            count = "no"
+        else:
+            count = str(len(values))
         if values is None or len(values) != len(ids):
             raise TokenizationError(
                 f"{place}: the server returned {len(ids)} token ids but {count} logprobs; "

@@ -56,7 +56,10 @@ class Events:
                 part = part[:-1]
                 self._held = b"\r"
             part = part.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-        before = self._parts[-1][-1:] if self._parts else b""
+        if self._parts:
+            before = self._parts[-1][-1:]
+        else:
+            before = b""
         self._parts += [part] if part else []
         if b"\n\n" not in before + part:
             return []

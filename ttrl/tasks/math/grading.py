@@ -171,7 +171,10 @@ def _line(text: str, mark: str) -> tuple[int, str] | None:
 def _stated(line: str) -> str:
     """Return the answer of a line such as "The largest $n$ is 34. I hope it is correct."."""
     end = _SENTENCE_END.search(line)
-    sentence = line if end is None else line[: end.start()]
+    if end is None:
+        sentence = line
+    else:
+        sentence = line[: end.start()]
     place = find_after(sentence, "answer is", skip=_SKIPPED + ":", most=20)
     if place is not None:
         sentence = sentence[place[0] : place[1]]
@@ -215,7 +218,10 @@ def follows_format(text: str, style: Style, opening: str = "") -> bool:
     else:
         last = text.rstrip().rpartition("\n")[2].strip(_SKIPPED)
         is_formed = last.lower().startswith("answer:") and text.lower().count("answer:") == 1
-        answer = last[len("answer:") :] if is_formed else None
+        if is_formed:
+            answer = last[len("answer:") :]
+        else:
+            answer = None
     return answer is not None and bool(answer.strip()) and read_answer(answer) is not None
 
 

@@ -184,7 +184,8 @@ def make_draft(
             )
     rng = random.Random(f"ttrl zebra grid 1 {seed}")
     sizes = range(SMALLEST, LARGEST + 1)
-    houses = pick(rng, sizes) if houses is None else houses
+    if houses is None:
+        houses = pick(rng, sizes)
     if attributes is None:
         attributes = pick(rng, sizes)
     while True:
