@@ -1,10 +1,12 @@
 """Chess: the best move of a position.
 
-    python recipes/chess_moves.py [--model Qwen/Qwen2.5-3B-Instruct] --data PATH [--run
-    runs/chess_moves] python recipes/chess_moves.py --preset rookworld --data PATH [--overfit 8]
-    python recipes/chess_moves.py --preset rookworld --model "" --data PATH --overfit 8 --set
-    lr=1e-4  # a tiny model, on a laptop python recipes/chess_moves.py --tiny --data PATH  # tries
-    everything out, on a laptop
+    python recipes/chess_moves.py [--model Qwen/Qwen2.5-3B-Instruct] --data PATH
+        [--run runs/chess_moves]
+    python recipes/chess_moves.py --preset rookworld --data PATH [--overfit 8]
+    # A tiny model, on a laptop:
+    python recipes/chess_moves.py --preset rookworld --model "" --data PATH --overfit 8
+        --set lr=1e-4
+    python recipes/chess_moves.py --tiny --data PATH  # tries everything out, on a laptop
 
 The data is lichess's puzzle table, a test suite in EPD, rows with fen and best moves, or
 RookWorld's text (docs/tasks.md). A legal move that is not the best earns 0.05, or its points where

@@ -1,9 +1,11 @@
 """GSM8K: grade-school word problems, with an R1-style prompt and think and answer tags.
 
-    python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k] [--run
-    runs/gsm8k] python recipes/gsm8k.py --preset entropy-study [--data openai/gsm8k]
-    python recipes/gsm8k.py --preset small --model smollm2-135m --data PATH  # a small chat model,
-    on a laptop python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
+    python recipes/gsm8k.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data openai/gsm8k]
+        [--run runs/gsm8k]
+    python recipes/gsm8k.py --preset entropy-study [--data openai/gsm8k]
+    # A small chat model, on a laptop:
+    python recipes/gsm8k.py --preset small --model smollm2-135m --data PATH
+    python recipes/gsm8k.py --tiny --data PATH  # tries everything out, on a laptop
 
 The settings of a study of entropy and gradient noise: on-policy, rewards minus the mean of their
 group, a constant normaliser (Dr. GRPO), 256 samples per iteration. A tenth of the reward is for the

@@ -1,8 +1,8 @@
 """Multiple choice: ARC-Challenge, by reasoning before the letter.
 
-    python recipes/multiple_choice.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--data allenai/ai2_arc]
-    [--run runs/multiple_choice] python recipes/multiple_choice.py --tiny --data PATH  # tries
-    everything out, on a laptop
+    python recipes/multiple_choice.py [--model Qwen/Qwen2.5-1.5B-Instruct]
+        [--data allenai/ai2_arc] [--run runs/multiple_choice]
+    python recipes/multiple_choice.py --tiny --data PATH  # tries everything out, on a laptop
 
 MMLU and ARC are mostly used for evaluation (`ttrl eval`); this trains on the train split of ARC.
 The settings are for one GPU with 80 GB; they have not been run.

@@ -1,8 +1,8 @@
 """NYT Connections: sixteen words, four groups of four.
 
-    python recipes/nyt_connections.py [--model Qwen/Qwen2.5-7B-Instruct] --data PATH [--run
-    runs/nyt_connections] python recipes/nyt_connections.py --tiny --data PATH  # tries everything
-    out, on a laptop
+    python recipes/nyt_connections.py [--model Qwen/Qwen2.5-7B-Instruct] --data PATH
+        [--run runs/nyt_connections]
+    python recipes/nyt_connections.py --tiny --data PATH  # tries everything out, on a laptop
 
 The data is a file of puzzles, which are the newspaper's and so are not shipped: see docs/tasks.md
 for the formats that are read. Reward: the share of groups that are exactly right. The settings are

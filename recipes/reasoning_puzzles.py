@@ -1,8 +1,9 @@
 """Puzzles of reasoning-gym: a hundred families, generated, each with a verifier; those that
 --families names are mixed.
 
-    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting [--level 0
-    1 2] python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
+    python recipes/reasoning_puzzles.py --families chain_sum,letter_counting,word_sorting
+        [--level 0 1 2]
+    python recipes/reasoning_puzzles.py --tiny  # tries everything out, on a laptop
 
 --level is of the package's own curriculum, for all families; of several, a run begins with the
 first and opens one after the other. `ttrl eval MODEL --tasks reasoning_gym:chain_sum` says how hard

@@ -2,7 +2,7 @@
 few minutes.
 
     python recipes/structured_output.py [--model smollm2-135m] [--run runs/structured_output]
-    [--seed 0]
+        [--seed 0]
 
 SmolLM2-135M-Instruct comes from the package registry (93 MB, once). Asked for JSON, it answers with
 prose, a code block or other keys more often than not. From the rewards alone it learns what is

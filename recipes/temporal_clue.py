@@ -1,9 +1,9 @@
 """Temporal-clue: a murder in a house of many rooms, to be solved from clues about who was where,
 when and why.
 
-    python recipes/temporal_clue.py [--model Qwen/Qwen2.5-14B-Instruct] --data PATH [--run
-    runs/temporal_clue] python recipes/temporal_clue.py --tiny --data PATH  # tries everything out,
-    on a laptop
+    python recipes/temporal_clue.py [--model Qwen/Qwen2.5-14B-Instruct] --data PATH
+        [--run runs/temporal_clue]
+    python recipes/temporal_clue.py --tiny --data PATH  # tries everything out, on a laptop
 
 The data is a file or folder of puzzles: the published ones, or generated ones:
 

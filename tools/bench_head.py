@@ -1,7 +1,7 @@
 """Output projection and loss: seconds and memory of each implementation, on one thread.
 
-    python tools/bench_head.py [--vocabulary 32000 152000] [--ways ...] [--width 512] [--positions
-    4096] [--trained 0.4]
+    python tools/bench_head.py [--vocabulary 32000 152000] [--ways ...] [--width 512]
+        [--positions 4096] [--trained 0.4]
     python tools/bench_head.py --device cuda         # never run on a GPU yet
 
 Forward and backward of -log p over random hidden states. Each implementation and vocabulary runs in

@@ -1,8 +1,8 @@
 """Does a sampling process's memory stay flat? 50,000 completions of 64 tokens with logprobs, 16 per
 request.
 
-    python tools/bench_memory.py [--completions 50000] [--n 16] [--tokens 64] [--streamed] [--cache
-    FOLDER]
+    python tools/bench_memory.py [--completions 50000] [--n 16] [--tokens 64] [--streamed]
+        [--cache FOLDER]
 
 First through `iter_task_results`, which keeps nothing, printing the resident memory after every
 tenth of them. Then a twentieth as many through `get_task_results`, which keeps every sample,

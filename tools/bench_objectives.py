@@ -1,8 +1,8 @@
 """Which objectives learn, and how fast? The quickstart's task under one common setting, several
 seeds each.
 
-    python tools/bench_objectives.py [--objectives ppo,cispo,...] [--seeds 0,1,2] [--iterations 40]
-    [--work DIR] [--table]
+    python tools/bench_objectives.py [--objectives ppo,cispo,...] [--seeds 0,1,2]
+        [--iterations 40] [--work DIR] [--table]
 
 The setting is that of recipes/sort_letters.py: the same warm start (one for each seed), tasks,
 rewards, learning rate and number of samples and updates. Training is the recipe's own `train` with

@@ -1,7 +1,7 @@
 """How full are packed rows, and how long does packing take?
 
     python tools/bench_packing.py [--completions 2000] [--spread 0.8] [--seed 0] [--no-table]
-    [--no-dealing] [--no-times]
+        [--no-dealing] [--no-times]
         [--packs 50000] [--means 100 300 1000] [--input lists|arrays]
 
 The table: unique useful tokens / (rows × seq_len) for lognormal completion lengths (`--spread`:

@@ -1,9 +1,9 @@
 """What does `get_task_results` cost, compared with the least that any client must do? On one real
 vLLM server, alternating.
 
-    python tools/bench_rollouts.py [--tasks 32] [--samples 16] [--tokens 64] [--rounds 5] [--url URL
-    --model NAME] python tools/bench_rollouts.py --agents | --fake [--sessions 64] [--turns 8]
-    [--tokens 64]
+    python tools/bench_rollouts.py [--tasks 32] [--samples 16] [--tokens 64] [--rounds 5]
+        [--url URL --model NAME]
+    python tools/bench_rollouts.py --agents | --fake [--sessions 64] [--turns 8] [--tokens 64]
 
 Clients, each sampling tasks × samples completions of exactly `tokens` tokens with token ids and
 log-probabilities:

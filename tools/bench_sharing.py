@@ -2,7 +2,7 @@
 samples of each.
 
     python tools/bench_sharing.py [FILE] [--tokenizer FOLDER] [--prefix 1000] [--questions 50]
-    [--samples 16] [--seq-len 4096]
+        [--samples 16] [--seq-len 4096]
 
 FILE is GSM8K's train.jsonl (../shared/data/gsm8k/train.jsonl if it exists); without one, texts of
 about the same lengths are made up. The prefix consists of worked examples, cut to exactly

@@ -1,8 +1,8 @@
 """What each switch of the recipes costs and saves: seconds, peak memory and gradient of one
 optimizer step, against a plain one.
 
-    python tools/bench_switches.py [--width 384] [--layers 4] [--rows 4] [--seq-len 1024] [--vocab
-    4096] [--device cpu] [NAME ...]
+    python tools/bench_switches.py [--width 384] [--layers 4] [--rows 4] [--seq-len 1024]
+        [--vocab 4096] [--device cpu] [NAME ...]
 
 A random Qwen2-shaped model trains on made-up groups of 8 samples. Each line is a process of its own
 (two for the parallel ones), with one thread; the first of its two steps warms up and compiles, the

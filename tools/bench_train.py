@@ -2,7 +2,7 @@
 and against a dense mask.
 
     python tools/bench_train.py [--model small large] [--workload 1024x16x60 ...] [--ways ...]
-    [--rounds 3]
+        [--rounds 3]
             [--slow-rounds 2] [--threads 1]
     python tools/bench_train.py --device cuda        # the shapes of Qwen2.5 1.5B and 7B
 

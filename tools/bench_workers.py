@@ -2,7 +2,7 @@
 5% fail?
 
     python tools/bench_workers.py [--servers 1000] [--workers 63] [--processes 4] [--tasks 4000]
-    [--alone]
+        [--alone]
 
 The servers are made up: one process that listens on a port for each, and answers as vLLM does after
 about `--seconds`. Of each 20 one fails: it goes away for good in the middle, answers half of the

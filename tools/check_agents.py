@@ -2,17 +2,15 @@
 packages, trained unchanged.
 
     python tools/check_agents.py [--venvs .venv-agents] [--only langgraph] [--iterations 2]
-    [--samples 8] [--keep DIR]
+        [--samples 8] [--keep DIR]
 
 Each program of tools/agents runs as a command, in an environment of its own below --venvs, as the
 packages may pin what ttrl cannot have:
 
-    python -m venv .venv-agents/openai-agents && .venv-agents/openai-agents/bin/pip install
-    openai-agents
-    python -m venv .venv-agents/langgraph     && .venv-agents/langgraph/bin/pip install langgraph
-                                              langchain-openai
-    python -m venv .venv-agents/smolagents    && .venv-agents/smolagents/bin/pip install
-                                              'smolagents[openai]'
+    for name in openai-agents langgraph smolagents; do python -m venv .venv-agents/$name; done
+    .venv-agents/openai-agents/bin/pip install openai-agents
+    .venv-agents/langgraph/bin/pip install langgraph langchain-openai
+    .venv-agents/smolagents/bin/pip install 'smolagents[openai]'
 
 The model is a tiny random one on a real vLLM server, whose parser takes every second answer for a
 call of the first tool; it is rewarded for the letters that it writes. Printed for each: replies and

@@ -2,7 +2,7 @@
 every allocation of a step.
 
     python tools/check_cuda_memory.py [--gpus N ...] [--positions N] [--layers N] [--kind KIND]
-    [NAME ...]
+        [NAME ...]
 
 A policy of a published shape is built of fake tensors (`torch._subclasses.FakeTensorMode`) and
 takes the gradient of two microbatches by the recipe's own modules, checkpointing, autograd and

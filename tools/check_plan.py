@@ -2,8 +2,8 @@
 both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
-    python tools/check_plan.py --machines  # prints the tables of docs/machines.md and writes them
-    there; a test compares both
+    # Prints the tables of docs/machines.md and writes them there; a test compares both:
+    python tools/check_plan.py --machines
 
 Each line is planned / measured; memory is the highest resident size seen, over all processes of
 trainer or server. Exits with 1 if the time of an iteration or the memory of trainer or server is

@@ -1,8 +1,8 @@
 """Kills a run at random moments, again and again, and compares its outcome with that of an
 undisturbed run.
 
-    python tools/crash_test.py [--kills 100] [--iterations 10] [--seed 0] [--save-every N] [--keep
-    DIR] [--settings JSON]
+    python tools/crash_test.py [--kills 100] [--iterations 10] [--seed 0] [--save-every N]
+        [--keep DIR] [--settings JSON]
 
 A run of a tiny model with recorded rollouts (`tools/crash_test_run.py`: the real loop, run folder
 and trainer) is made once undisturbed. Then it is repeated in another folder, killed with `kill -9`

@@ -1,8 +1,8 @@
 """The run that `tools/crash_test.py` kills: the real loop, run folder and trainer, and a stand-in
 for the inference server.
 
-    python tools/crash_test_run.py --run DIR --model DIR --recording FILE [--record] [--requests
-    FILE] [--settings JSON]
+    python tools/crash_test_run.py --run DIR --model DIR --recording FILE [--record]
+        [--requests FILE] [--settings JSON]
 
 Recorded rollouts take the server's place: a completion is identified by the digest of the weights
 that sampled it, its prompt and its number. With --record, the completions are sampled with

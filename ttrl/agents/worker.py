@@ -3,7 +3,7 @@ package and need not have ttrl.
 
     python -P worker.py '{"package": "verifiers", "do": "list", …}'  → a JSON line for each task
     python -P worker.py '{"package": "inspect_ai", "do": "play", …}' → the reward is posted, as
-    agents of ttrl do
+        agents of ttrl do
 
 Each package plays its tasks itself, and asks ttrl's endpoint for the model. What fails there ends
 this process with a status.

@@ -13,14 +13,13 @@ has a far smaller variance.
 **Gradient.** The tokens before k are drawn from π as well, so the gradient of H has a term for
 them:
 
-    ∇H = E[ Σ_k ∇H_k + Σ_k H_k(y_<k) ∇log π(y_<k) ] = E[ Σ_k ∇H_k + Σ_j ∇log π(y_j | y_<j) · Σ_{k>j}
-    H_k ].  (1)
+    ∇H = E[ Σ_k ∇H_k + Σ_k H_k(y_<k) ∇log π(y_<k) ]
+       = E[ Σ_k ∇H_k + Σ_j ∇log π(y_j | y_<j) · Σ_{k>j} H_k ].                               (1)
 
 An entropy bonus on single tokens has the first term alone. Both come from one function. With
 samples from a policy π₀,
 
-    J(θ) = Σ_k w_k(θ) · H_k(θ),   w_k = π_θ(y_<k) / π₀(y_<k),
-                                  (2)
+    J(θ) = Σ_k w_k(θ) · H_k(θ),   w_k = π_θ(y_<k) / π₀(y_<k),                                (2)
 
 has E J(θ) = H(θ) for every θ, so its derivatives of any order are unbiased estimates of those of H;
 at π_θ = π₀, where w_k = 1 and ∇w_k = ∇log π(y_<k), the first is (1). Only the prefix is weighed:

@@ -13,8 +13,8 @@ one for each microbatch and rank, whose norms are read as they pass by.
 **From pieces** (`noise_of_pieces`). Let piece j have the share f_j of the examples. Independent
 pieces have E h_j = f_j·G and tr Cov(h_j) = f_j·n with n = tr Cov(g) = S/B. So, with F = Σ f_j²,
 
-    E Σ|h_j|² = F·|G|² + n,     E|g|² = |G|² + n    ⇒    n = (Σ|h_j|² - F|g|²) / (1 - F),
-      |G|² = |g|² - n.  (2)
+    E Σ|h_j|² = F·|G|² + n,     E|g|² = |G|² + n    ⇒
+    n = (Σ|h_j|² - F|g|²) / (1 - F),   |G|² = |g|² - n.                                      (2)
 
 For J equal pieces, F = 1/J and |g_b|² = J·Σ|h_j|² on average, and this is S = (|g_b|² -
 |g_B|²)/(1/b - 1/B),
@@ -46,8 +46,9 @@ sample after the other, which divides the rest by another deviation σ_s (the ja
 Stein 1981, "The jackknife estimate of variance"; the mean's own change is left out, as E ∇log π =
 0). With pseudo-values
 
-    d_ps = σ/σ_s · (c_p·m_p - x_ps),     Σ_ps |d_ps - d_p|²  takes the place of (4), and is (4)
-                                                             where σ_s = σ.        (6)
+    d_ps = σ/σ_s · (c_p·m_p - x_ps),                                                         (6)
+
+    where Σ_ps |d_ps - d_p|² takes the place of (4), and is (4) where σ_s = σ.
 
 σ/σ_s is 2 at most: beyond, one sample has most of the group's variance, and leaving it out says
 nothing of small changes.

@@ -3,8 +3,8 @@ answers along it.
 
 AdamW takes θ ← θ + η·v with
 
-    v = -(m̂ / (√v̂ + ε) + λθ),   m̂ = m/(1 - β₁ᵗ),  v̂ = s/(1 - β₂ᵗ),  m ← β₁m + (1 - β₁)g,
-     s ← β₂s + (1 - β₂)g²,
+    v = -(m̂ / (√v̂ + ε) + λθ),   m̂ = m/(1 - β₁ᵗ),  v̂ = s/(1 - β₂ᵗ),
+    m ← β₁m + (1 - β₁)g,  s ← β₂s + (1 - β₂)g²,
 
 so a quantity H moves by δH = η⟨∇H, v⟩ + ½η²·vᵀ∇²H v + O(η³). v is linear in m and θ for given √v̂,
 so δH₁ = η⟨∇H, v⟩ is a sum over where v comes from: this step's gradient, (1 - β₁)g in m; those of

@@ -1,13 +1,12 @@
 """The phases of an iteration. Each looks for its marker first, does its work, and leaves the marker
 last.
 
-prepare     (iteration 0) the starting model, linked, and its canary    checkpoint/
-rollouts    samples, graded; with a token budget, those to continue      rollouts.jsonl,
+prepare     (iteration 0) the starting model, linked, and its canary: checkpoint/
+rollouts    samples, graded; with a token budget, those to continue: rollouts.jsonl,
             unfinished.jsonl
-pack        advantages and packed tensors                                packed.safetensors
-train       the recipe, in a process of its own                          checkpoint/ state/
-            train.jsonl
-validate    held-out tasks under the new policy                          validation.jsonl
+pack        advantages and packed tensors: packed.safetensors
+train       the recipe, in a process of its own: checkpoint/ state/ train.jsonl
+validate    held-out tasks under the new policy: validation.jsonl
 
 In which order they run, and which of them at the same time: `ttrl.loop.iterations`.
 """

@@ -2,10 +2,9 @@
 between.
 
     trainer   every rank writes what it holds into one memory, and hashes it
-              ttrl.training.parallel.weight_memory
-    loop      tells the server where that is, by vLLM's endpoints                here
-    worker    maps it, and loads the parts that it computes with
-              ttrl.vllm_worker.memory
+              (ttrl.training.parallel.weight_memory)
+    loop      tells the server where that is, by vLLM's endpoints (here)
+    worker    maps it, and loads the parts that it computes with (ttrl.vllm_worker.memory)
 
 For servers on the trainer's machine, in the same container and of the same user. Those of a cluster
 take weights in the same way out of their own machine's memory, where there are many of them

@@ -199,12 +199,12 @@ class PackedTensors:
 def normaliser(packed: PackedTensors) -> float:
     """Return Z of these rows: the loss of an optimizer step is Σ w·ℓ / Z.
 
-    token      w = 1                          Z = trained tokens                   every token
-                                              counts the same
-    sequence   w = 1 / its sample's length    Z = samples with a trained token     every sample
-                                              counts the same
-    constant   w = 1                          Z = samples × a fixed length         Dr. GRPO: no
-                                              length in the weights at all
+    token      w = 1                          Z = trained tokens
+                                              (every token counts the same)
+    sequence   w = 1 / its sample's length    Z = samples with a trained token
+                                              (every sample counts the same)
+    constant   w = 1                          Z = samples × a fixed length
+                                              (Dr. GRPO: no length in the weights)
 
     A sample of several sequences (`TokenizedResult.share`) counts as one: each of its sequences
     counts for its share of the sample's generated tokens, in w and in Z. w is stored with the rows.

@@ -44,7 +44,7 @@ def retry_after(headers: Mapping[str, str]) -> float | None:
                 date = email.utils.parsedate_to_datetime(value)
             except ValueError:
                 continue
-            if not (date.tzinfo is not None):
+            if date.tzinfo is None:
                 date = date.replace(tzinfo=datetime.UTC)
             seconds = max(0.0, (date - datetime.datetime.now(datetime.UTC)).total_seconds())
         if 0.0 <= seconds < math.inf:

@@ -76,7 +76,7 @@ def make_puzzle(
             f"ttrl temporal clue 1 {seed} {attempt}" + ("" if scope == "answers" else f" {scope}")
         )
         # Kept: hard sizes must not become rare.
-        if not (size is not None):
+        if size is None:
             size = draw_size(rng, scope)
         draft = _try(rng, size, scope, held_out)
         if draft is not None:

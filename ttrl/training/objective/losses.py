@@ -3,8 +3,8 @@
 With ρ = π/π_old, A the advantage, sg the value without gradient:
 
 reinforce    -A·log π                                                    Williams 1992
-ppo          -min(ρA, clip(ρ, 1 - low, 1 + high)·A)                      arXiv 1707.06347; dual
-             clip: 1912.09729
+ppo          -min(ρA, clip(ρ, 1 - low, 1 + high)·A)                      arXiv 1707.06347;
+                                                                       dual clip: 1912.09729
 tanh         -tanh(log ρ)·A
 cispo        -sg(clip(ρ, 1 - low, 1 + high))·A·log π                     arXiv 2506.13585
 gspo         ppo with sg(s)·π/sg(π) for ρ, s the sample's mean ratio     arXiv 2507.18071

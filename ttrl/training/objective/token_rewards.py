@@ -2,7 +2,7 @@
 `advantages` for the packed rows.
 
 implicit   β·(log π - log π_ref) of each token as its reward, baseline and outcome by leave-one-out
-           in the group     PRIME
+           in the group (PRIME)
 KL         -β·k of each token as its reward, on top of the advantages that are there
 GAE        advantages and returns from a value head, with the graders' rewards
 

@@ -1,8 +1,8 @@
 """Adapters of low rank for frozen matrices.
 
     LoRA (arXiv 2106.09685)   y = W x + b + s·B A x                        s = α / r
-    DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b    norms of rows, treated as
-                              constants (section 4.3)
+    DoRA (arXiv 2402.09353)   y = (m / ‖W + s·B A‖)·(W x + s·B A x) + b
+                              (norms of rows, treated as constants: section 4.3)
 
 QLoRA (arXiv 2305.14314) is either with W in 4 bits. torchtune's modules of the same names are not
 used: its DoRA multiplies the bias too (peft does not) and builds an identity matrix of the model's
