@@ -16,7 +16,7 @@ TEST_VARIABLES := PYTHONDONTWRITEBYTECODE= TTRL_TEST_MOTO_SERVER=$(abspath $(S3_
 help:
 	@echo "make quickstart   train a real chat model of 135M parameters to answer in JSON (6 to 12 minutes on 2 cores)"
 	@echo "make quickstart-tiny  the same with a model of a million parameters, from nothing (about 5 minutes)"
-	@echo "make test         the tests that a change has to pass (about 16 minutes on 2 cores)"
+	@echo "make test         the tests that a change has to pass (about 15 minutes on 2 cores)"
 	@echo "make test-quick   those without servers and trainers (half of that time)"
 	@echo "make test-all     every test that this machine can run (more than an hour)"
 	@echo "make bench        the benchmarks in tools/"
