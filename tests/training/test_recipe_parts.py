@@ -10,6 +10,7 @@ import torch
 from support.training_steps import training_flops
 from torch import distributed
 from transformers import Qwen2Config
+from transformers.pytorch_utils import Conv1D
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.recipe import PROGRESS_VARIABLE
@@ -363,6 +364,8 @@ def test_the_peak_is_measured_once_with_the_largest_product():
     )
     model["output"] = torch.nn.Linear(32, 1000)
     assert largest_product(model, torch.device("cpu")) == (2048, 32, 8)
+    gpt2 = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([Conv1D(48, 16)])})  # no nn.Linear
+    assert largest_product(gpt2, torch.device("cpu")) == (2048, 16, 48)
     peak = matmul_peak((16, 32, 8), torch.float32, torch.device("cpu"))
     assert 0 < peak < 1e16
     assert matmul_peak((16, 32, 8), torch.float32, torch.device("cpu")) == peak

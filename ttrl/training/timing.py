@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.pytorch_utils import Conv1D
 
 from ttrl.system.native_code import best_product, cpu_name
 from ttrl.training.kernels.cpu_products import fast, product
@@ -116,14 +117,17 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
     """Return (tokens, width in, width out) of the largest matrix product of the layers, without
     embedding and head.
     """
-    linears = [
-        m
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear) and ".layers." in f".{name}"
-    ]
-    largest = max(linears, key=lambda m: m.in_features * m.out_features)
-    k = largest.in_features
-    n = largest.out_features
+    products = []
+    for name, module in model.named_modules():
+        if ".layers." not in f".{name}":
+            continue
+        if isinstance(module, nn.Linear):
+            products.append((module.in_features, module.out_features))
+        elif isinstance(
+            module, Conv1D
+        ):  # of transformers' GPT-2: a product, whatever its name says
+            products.append((module.nx, module.nf))
+    k, n = max(products, key=lambda widths: widths[0] * widths[1])
     if device.type == "cuda":
         tokens = 4096
     else:
