@@ -73,6 +73,31 @@ def is_long(item: pytest.Item) -> bool:
     return parameters is None or parameters.id not in marker.kwargs.get("but", ())
 
 
+def check_kept_parameters(items: list[pytest.Item]) -> None:
+    """Raise UsageError where `long(but=[...])` names parameters that a test does not have.
+
+    Else a test whose parameters are renamed would be left out whole, and nobody would notice.
+    """
+    parameters: dict[str, set[str]] = {}
+    kept: dict[str, set[str]] = {}
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        marker = item.get_closest_marker("long")
+        if spec is None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        parameters.setdefault(test, set()).add(spec.id)
+        if marker is not None and "but" in marker.kwargs:
+            kept[test] = set(marker.kwargs["but"])
+    for test, names in kept.items():
+        unknown = names - parameters[test]
+        if unknown and len(parameters[test]) > 1:  # else one of them was asked for by its name
+            there = ", ".join(sorted(parameters[test]))
+            raise pytest.UsageError(
+                f"{test}: long(but=...) keeps {', '.join(sorted(unknown))}; there are {there}"
+            )
+
+
 def try_fewer_examples(items: list[pytest.Item]) -> None:
     """Try a fifth of the examples of each property, the same each time: what they find, most often
     the first ones find.
@@ -96,6 +121,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     may take.
     """
     if config.getoption("short"):
+        check_kept_parameters(items)
         left_out = {item for item in items if is_long(item)}
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -849,44 +848,43 @@ def test_only_test_all_runs_the_long_tests(tmp_path: Path) -> None:
         assert all(("--short" in words) is short for words in started), calls
 
 
+LONG_TESTS = """
+import hypothesis
+import pytest
+
+def test_soon():
+    print("the same examples:", hypothesis.settings.default.derandomize)
+
+@pytest.mark.long
+def test_later():
+    pass
+
+@pytest.mark.long(but=["kept"])
+@pytest.mark.parametrize("name", ["kept", "other"])
+def test_of_parameters(name):
+    pass
+"""
+
+
 def test_a_long_test_is_left_out_by_the_option(tmp_path: Path) -> None:
     """The Makefile's option is the one of tests/conftest.py, which also keeps the examples of
-    properties.
+    properties. A parameter that is kept and does not exist is refused.
     """
     (tmp_path / "conftest.py").symlink_to(ROOT / "tests" / "conftest.py")
-    (tmp_path / "test_two.py").write_text(
-        textwrap.dedent(
-            """
-            import hypothesis
-            import pytest
+    file = tmp_path / "test_some.py"
+    file.write_text(LONG_TESTS)
 
-            def test_soon():
-                print("the same examples:", hypothesis.settings.default.derandomize)
-
-            @pytest.mark.long
-            def test_later():
-                pass
-            """
-        )
-    )
-    said = {}
-    for options in ((), ("--short",)):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-s",
-            "-c",
-            str(ROOT / "pyproject.toml"),
-            *options,
-        ]
-        command += [f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(tmp_path)]
+    def said(*options: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-s", "-c", str(ROOT / "pyproject.toml")]
+        command += [*options, f"--rootdir={tmp_path}", "-p", "no:cacheprovider", str(tmp_path)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
-        said[options] = done.stdout
-    assert "2 passed" in said[()] and "the same examples: False" in said[()]
-    assert "1 passed, 1 deselected" in said[("--short",)]
-    assert "the same examples: True" in said[("--short",)]
+        return done.stdout + done.stderr
+
+    everything, short = said(), said("--short")
+    assert "4 passed" in everything and "the same examples: False" in everything
+    assert "2 passed, 2 deselected" in short and "the same examples: True" in short
+    file.write_text(LONG_TESTS.replace('but=["kept"]', 'but=["gone"]'))
+    assert "long(but=...) keeps gone; there are kept, other" in said("--short")
 
 
 @pytest.mark.parametrize(

@@ -79,14 +79,12 @@ def _model_type(model: str | Path) -> str | None:
     return None
 
 
-def _config(model: str | Path) -> dict[str, Any]:
+def _config(model: str | Path) -> Mapping[str, Any]:
     """Return the content of a model's config.json; empty where it is not here."""
     path = Path(model) / "config.json"
-    found: dict[str, Any]
-    if path.is_file():
-        found = json.loads(path.read_text(encoding="utf-8"))
-    else:
-        found = {}
+    if not path.is_file():
+        return {}
+    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 

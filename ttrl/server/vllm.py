@@ -251,7 +251,7 @@ class VLLMServer(ServerConnection):
         self.port = self._hold_port()
         child = ChildProcess(self._command(), self.log_path, env=self._environment())
         try:
-            # Stop() in another thread comes before there is a process, or when it can be ended.
+            # stop() in another thread comes before there is a process, or when it can be ended.
             with self._ours:
                 self._raise_if_stopped()
                 self._child = child

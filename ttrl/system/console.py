@@ -155,7 +155,7 @@ def _sigterm_interrupts() -> Iterator[list[int]]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not terminated:  # asked again, what is being ended goes on ending
             terminated.append(number)
-            # Asyncio's, while it runs; none, in what a shell began in the background.
+            # asyncio's, while it runs; none, in what a shell began in the background.
             usual = signal.getsignal(signal.SIGINT)
             (usual if callable(usual) else signal.default_int_handler)(signal.SIGINT, frame)
 

@@ -56,7 +56,7 @@ def boot_id(proc: Path = Path("/proc")) -> str:
     """
     with contextlib.suppress(OSError):
         return (proc / "sys/kernel/random/boot_id").read_text().strip()
-    # GVisor, in which many containers run, has none; it knows when it was started.
+    # gVisor, in which many containers run, has none; it knows when it was started.
     with contextlib.suppress(OSError):
         return next(
             (
@@ -205,7 +205,7 @@ class _Guard:
         prctl(CHILD_SUBREAPER, 1)
         environment = order["env"]
         environment[MARK_VARIABLE] = self.record["mark"]
-        # Setproctitle (vLLM) would write over the environment, and so over the mark.
+        # setproctitle (vLLM) would write over the environment, and so over the mark.
         environment.setdefault("SPT_NOENV", "1")
         self._write_record()
         try:

@@ -1,10 +1,10 @@
-"""Complete vLLM 0.32's layerwise reload, which misses three kinds of weights.
+"""Complete vLLM 0.32's layerwise reload. It misses three kinds of weights.
 
 - A tied head on CPUs: no tensor of a checkpoint names it, so it keeps the packed copy of the old
   embeddings (`pack_again`).
 - Experts on CPUs: vLLM packs them for a new kernel alone (`unpack_experts`).
-- Parameters that a model's `load_weights` copies into without their loaders: the reload has put
-  them on the meta device, where a copy is lost (`KeepDirectWrites`).
+- Parameters written by a model's `load_weights` without their loaders: the reload has put them on
+  the meta device, and a copy there is lost (`KeepDirectWrites`).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload.layerwise import make_online_proces
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 _WRITTEN_DIRECTLY = {"GptOssForCausalLM": ("w13_", "w2_", "sinks")}
-"""Class of a model → how the names of parameters begin that its `load_weights` copies into."""
+"""Class of a model → first letters of the parameters written by its own `load_weights`."""
 
 
 def unpack_experts(model: nn.Module) -> None:
@@ -33,7 +33,7 @@ def unpack_experts(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pack_again(model: nn.Module) -> None:
-    """Make new packed copies for layers that kept theirs."""
+    """Pack the weights of layers again if vLLM kept their old packed copies."""
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and layer.weight.numel() and not layer.weight.is_meta:
@@ -49,7 +49,7 @@ def packs_experts(layer: nn.Module) -> bool:
 
 
 class KeepDirectWrites(TorchDispatchMode):
-    """Pass what a model copies into a parameter to the loader that collects a layer's weights.
+    """Pass a model's direct writes to the loader of the layer's reload.
 
     Use it around `load_weights` during a layerwise reload:
 
@@ -86,9 +86,7 @@ class KeepDirectWrites(TorchDispatchMode):
         return self._parameters.get(tensor.untyped_storage()._cdata)
 
     def _collect(self) -> dict[int, nn.Parameter]:
-        """Give each such parameter a loader that copies all of it. Call it once the reload has
-        begun.
-        """
+        """Give these parameters a loader for whole copies. Call it once the reload has begun."""
         found = {}
         for layer in self._model.modules():
             for name, parameter in layer.named_parameters(recurse=False):

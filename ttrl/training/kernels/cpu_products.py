@@ -300,7 +300,7 @@ class _Projections(torch.autograd.Function):
                 of_a = _weight_gradient(of_low, rows)
             else:
                 of_a = None
-            # R rows as outputs: a third of the time of r columns.
+            # r rows as outputs: a third of the time of r columns.
             if wanted[3]:
                 of_b = _weight_gradient(low, grad).T
             else:

@@ -52,7 +52,7 @@ def k3_divergence(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
     difference_N = (-_difference(logprobs_N, reference_logprobs_N)).clamp(
         -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO
     )
-    # Exp(d) - 1 loses all digits of a small d in fp32.
+    # exp(d) - 1 loses all digits of a small d in fp32.
     return torch.expm1(difference_N) - difference_N
 
 

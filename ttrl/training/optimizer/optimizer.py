@@ -139,7 +139,7 @@ def begin_step(
     rate = learning_rate(config, global_step) * lr_scale
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
-            # Torchao's optimizers are compiled: a new number would be a new program, and raises.
+            # torchao's optimizers are compiled: a new number would be a new program, and raises.
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate

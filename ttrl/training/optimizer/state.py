@@ -44,7 +44,7 @@ from ttrl.training.policy.policy import Policy
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALE = "_scale"  # behind a moment's name
-# Torchao's: numbers that share a scale, and of a part that is held in 8 bits.
+# torchao's: numbers that share a scale, and of a part that is held in 8 bits.
 _BLOCK = 256
 _SMALLEST = 4096
 _DAMAGE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
