@@ -292,7 +292,7 @@ def workload(name: str) -> Any:
     [  # per request
         ("short, 64 tokens", 0.5, 0.3),
         ("constant, 800 tokens", 0.5, 0.5),
-        ("lognormal, mean 600", 0.7, 0.3),
+        ("lognormal, mean 600", 0.65, 0.3),
         ("150, then 1500 tokens", 0.7, 1.0),
         ("lognormal, mean 600, n=16", 0.55, 16 * 0.3),
     ],
@@ -303,7 +303,7 @@ def test_servers_are_busy_without_storms_of_preemptions(
     """The mean over the whole run, with its beginning, and with its end, where nothing is left to
     send.
 
-    Long for the other lengths: only these need no change of the forecast in mid-run.
+    Long for the other lengths: only these need no change of the factor in mid-run.
     """
     work = workload(name)
     outcome = bench.simulate(work, None)
