@@ -7,13 +7,14 @@ import math
 import numpy as np
 import pytest
 
+from ttrl.facts import Step, read_facts
+from ttrl.instruments import gradient_noise as instrument
 from ttrl.instruments.gradient_noise import (
     Nested,
     Noise,
     best_allocation,
     nested_noise,
     noise_of_pieces,
-    recent_noise,
     step_noise,
     unsplit,
 )
@@ -161,6 +162,10 @@ def seen(draw, prompts=8, samples=4):
 def line(noise):
     """Of train.jsonl."""
     return {"gradient_noise": noise, "row_tokens": 8 * 300 + 32 * 40, "trained_tokens": 32 * 40}
+
+
+def recent_noise(lines):
+    return instrument.recent_noise([read_facts(Step, line) for line in lines]).to_json()
 
 
 def test_a_line_of_training_and_the_average_of_the_last_ones():

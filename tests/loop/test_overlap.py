@@ -118,7 +118,7 @@ def test_stop_at_ends_rollouts_that_were_begun_and_a_higher_one_goes_on_with_the
     result = world.train(stop_at=0.9, **run)
     assert [row["iteration"] for row in world.rows()] == [0, 1]
     assert result.checkpoint == world.run / "iterations/0001/checkpoint"
-    assert RunFolder(world.run).iteration(2).marker("rollouts") is None
+    assert not RunFolder(world.run).iteration(2).is_done("rollouts")
     assert world.events[-1] == "stop" and "train 2" not in world.events
     assert not [
         thread

@@ -8,6 +8,7 @@ import pytest
 
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
+from ttrl.facts import RolloutsFacts
 from ttrl.loop import sampling
 from ttrl.loop.carried import carried_groups, continues, place_of, staleness, task_key
 from ttrl.loop.phases import Phases
@@ -138,7 +139,7 @@ def check_run(world, sampler, iterations, n=4):
         (number, group) for number in range(1, iterations + 1) for group in groups_of(world, number)
     ]
     left = groups_of(world, iterations, "unfinished")
-    taken = RunFolder(world.run).iteration(iterations).marker("rollouts")["tasks_taken"]
+    taken = RunFolder(world.run).iteration(iterations).marker(RolloutsFacts).tasks_taken
     dropped = sum(row.get("dropped_groups", 0) for row in world.rows())
     assert len(finished) + len(left) + dropped == taken
     if not dropped:

@@ -104,7 +104,7 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
             broken = (name, number) == (phase, iteration)
             if broken and moment == "before":
                 raise BoomError
-            was_done = self.folder.iteration(number).marker(name) is not None
+            was_done = self.folder.iteration(number).is_done(name)
             original(self, number)
             if not was_done:
                 done.append((name, number))
@@ -156,7 +156,7 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
 
 def counting(name, original, done):
     def run(self, number):
-        was_done = self.folder.iteration(number).marker(name) is not None
+        was_done = self.folder.iteration(number).is_done(name)
         original(self, number)
         if not was_done:
             done.append((name, number))

@@ -28,6 +28,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
@@ -151,8 +152,8 @@ class Disk(RuleBasedStateMachine):
     def do(self, folder, name, uploaded):
         self.leads.append(name)
         for number, phase in PHASES:
-            if folder.iteration(number).marker(phase) is None:
-                folder.iteration(number).mark(phase, [], {"by": name})
+            if not folder.iteration(number).is_done(phase):
+                mark(folder.iteration(number), phase, [], {"by": name})
             uploaded()
 
     def markers(self):

@@ -77,8 +77,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ttrl.facts import GradientNoise, Step, StepNoise, number
 from ttrl.intervals import ratio_of_means
 
 WINDOW = 16
@@ -264,75 +265,95 @@ def _numbers(value: Any) -> list[float]:
     return [value]
 
 
-def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def recent_noise(steps: Sequence[Step]) -> GradientNoise:
     """Average what the last `WINDOW` optimizer steps say, numerators and denominators apart. steps:
-    lines of train.jsonl, oldest first. Returns what metrics.jsonl says; empty where no step has
-    any.
+    oldest first. Returns what metrics.jsonl says; empty where no step has any.
 
-    "scale": S/|G|² in prompts, the batch at which noise equals signal, and "low", "high": its 95%
-    interval (Fieller's, from the scatter between steps; "high" is left out where the signal may be
-    0). "prompts": of a step, on the average. "noise", "signal", and "share", S/(B|G|²), their
-    ratio. "from_sketch": all of these are the sketch's, as no step has two pieces. "from_samples":
-    the share of the noise that more samples of the same prompts would take away. "layers":
-    S/(B|G|²) of each group of layers. "best_samples", "best_prompts", "gain": `best_allocation` by
-    positions that are trained on.
+    scale: S/|G|² in prompts, the batch at which noise equals signal, and low, high: its 95%
+    interval (Fieller's, from the scatter between steps; high is left out where the signal may be
+    0). prompts: of a step, on the average. noise, signal, and share, S/(B|G|²), their ratio.
+    from_sketch: all of these are the sketch's, as no step has two pieces. from_samples: the share
+    of the noise that more samples of the same prompts would take away. layers: S/(B|G|²) of each
+    group of layers. best_samples, best_prompts, gain: `best_allocation` by positions that are
+    trained on.
     """
-    lines = [
-        step
+    known = [
+        (step, step.gradient_noise)
         for step in steps
-        if "skipped" not in step and (step.get("gradient_noise") or {}).get("prompts")
+        if step.skipped is None and step.gradient_noise is not None and step.gradient_noise.prompts
     ][-WINDOW:]
-    if not lines:
-        return {}
-    last = [line["gradient_noise"] for line in lines]
-    mean: dict[str, Any] = {
-        "steps": len(last),
-        "prompts": statistics.fmean(step["prompts"] for step in last),
-    }
-    measured = [step for step in last if step.get("noise") is not None]
+    if not known:
+        return GradientNoise()
+    last = [noise for _, noise in known]
+    found = GradientNoise(
+        steps=len(last), prompts=statistics.fmean(one.prompts or 0.0 for one in last)
+    )
+    measured = [
+        _Measured(one.prompts or 0.0, one.noise, one.signal or 0.0)
+        for one in last
+        if one.noise is not None
+    ]
+    nested = [(one.prompts or 0.0, one.nested) for one in last if one.nested is not None]
     if measured:
-        mean |= _scale(measured) | {"layers": _of_layers([step["layers"] for step in measured])}
-    elif sketched := [step | _sketched(step["nested"]) for step in last if step.get("nested")]:
-        mean |= _scale(sketched) | {"from_sketch": True}
-    nested = [step["nested"] for step in last if step.get("nested")]
+        layers = [one.layers or {} for one in last if one.noise is not None]
+        found = _with_scale(found, measured).replace(layers=_of_layers(layers))
+    elif nested:
+        sketched = [
+            _Measured(prompts, one.prompts + one.samples, one.signal) for prompts, one in nested
+        ]
+        found = _with_scale(found, sketched).replace(from_sketch=True)
     if nested:
-        prompts, samples = (
-            max(0.0, statistics.fmean(one[name] for one in nested))
-            for name in ("prompts", "samples")
-        )
+        prompts = max(0.0, statistics.fmean(one.prompts for _, one in nested))
+        samples = max(0.0, statistics.fmean(one.samples for _, one in nested))
         if prompts + samples > 0:
-            mean["from_samples"] = samples / (prompts + samples)
-            mean |= _advice(lines, mean["from_samples"])
-    return mean
+            from_samples = samples / (prompts + samples)
+            best = _advice([step for step, _ in known], last, from_samples)
+            found = found.replace(
+                from_samples=from_samples,
+                best_samples=best.samples,
+                best_prompts=best.prompts,
+                gain=best.gain,
+            )
+    return found
 
 
-def _sketched(nested: Mapping[str, float]) -> dict[str, float]:
-    return {"noise": nested["prompts"] + nested["samples"], "signal": nested["signal"]}
+class _Measured(NamedTuple):
+    """What a step says of its noise."""
+
+    prompts: float
+    noise: float
+    signal: float
 
 
-def _scale(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    mean = {name: statistics.fmean(step[name] for step in steps) for name in ("noise", "signal")}
+def _with_scale(found: GradientNoise, steps: Sequence[_Measured]) -> GradientNoise:
+    noise = statistics.fmean(step.noise for step in steps)
+    signal = statistics.fmean(step.signal for step in steps)
     ratio = ratio_of_means(
-        [step["noise"] * step["prompts"] for step in steps], [step["signal"] for step in steps]
+        [step.noise * step.prompts for step in steps], [step.signal for step in steps]
     )
-    found = {"scale": ratio.value, "low": ratio.low, "high": ratio.high}
-    mean |= {
-        name: value for name, value in found.items() if value is not None and math.isfinite(value)
-    }
-    return mean | ({"share": mean["noise"] / mean["signal"]} if mean["signal"] > 0 else {})
-
-
-def _advice(lines: Sequence[Mapping[str, Any]], from_samples: float) -> dict[str, float]:
-    prompts, samples = (
-        sum(line["gradient_noise"][name] for line in lines) for name in ("prompts", "samples")
+    return found.replace(
+        noise=noise,
+        signal=signal,
+        scale=number(ratio.value),
+        low=number(ratio.low),
+        high=number(ratio.high),
+        share=noise / signal if signal > 0 else None,
     )
-    answers = sum(line["trained_tokens"] for line in lines)
-    costs = (sum(line["row_tokens"] for line in lines) - answers) / prompts, answers / samples
-    best = best_allocation(prompts / len(lines), samples / prompts, from_samples, *costs)
-    return {"best_samples": best.samples, "best_prompts": best.prompts, "gain": best.gain}
 
 
-def _of_layers(steps: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+def _advice(
+    steps: Sequence[Step], noises: Sequence[StepNoise], from_samples: float
+) -> "Allocation":
+    prompts = sum(one.prompts or 0.0 for one in noises)
+    samples = sum(one.samples or 0 for one in noises)
+    answers = sum(step.trained_tokens or 0 for step in steps)
+    rest = sum(step.row_tokens or 0 for step in steps) - answers
+    return best_allocation(
+        prompts / len(steps), samples / prompts, from_samples, rest / prompts, answers / samples
+    )
+
+
+def _of_layers(steps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for step in steps:
         for name, (noise, signal) in step.items():

@@ -163,7 +163,7 @@ def train(
                 leave_report(folder.path)  # it shows the tokens and causes
                 raise
         rows = folder.metrics()
-        newest = folder.written_version(rows[-1]["iteration"])
+        newest = folder.written_version(rows[-1].iteration)
         prune(folder, rows, config, newest)  # where the last one was cut off
         if validation_tasks:
             best = next(iter(best_policies(folder, rows, config)), newest)
@@ -181,7 +181,7 @@ def train(
             run=folder.path,
             checkpoint=folder.checkpoint(newest),
             best_checkpoint=folder.checkpoint(best),
-            metrics=rows,
+            metrics=folder.metrics_json(),
             report=leave_report(folder.path),
         )
         for line in summary_lines(rows, config.to_dict(), overfits=overfits(described)):

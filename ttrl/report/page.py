@@ -25,9 +25,10 @@ from markupsafe import Markup
 
 from ttrl.configs.base import without_secrets
 from ttrl.errors import StorageError, TtrlError, describe
+from ttrl.facts import MetricsRow
+from ttrl.monitoring.drift_report import read_newest_report
 from ttrl.report import figures, words
-from ttrl.report.conversations import held_out_pages, template, training_pages
-from ttrl.report.findings import newest_drift, shown_findings
+from ttrl.report.conversations import held_out_pages, shown_findings, template, training_pages
 from ttrl.report.plan import NEAR, plan_table
 from ttrl.report.samples import spread, token_text_of
 from ttrl.run_folder.reader import RunData, model_name, read_run
@@ -59,7 +60,7 @@ def css() -> Markup:
     return Markup((_HERE / "report.css").read_text(encoding="utf-8"))
 
 
-def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> Path:
+def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> Path:
     """Write RUN/report.html from what the run folder holds, atomically, and return its path.
 
     rows: those of metrics.jsonl, where the caller has them anyway.
@@ -75,7 +76,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
         summary=words.summary(run),
         tiles=words.tiles(run),
         course=words.course_lines(run),
-        drift=newest_drift(run),
+        drift=read_newest_report(run.folder),
         findings=shown_findings(run),
         learning=figures.learning(run),
         held_out=held_out_pages(run),
@@ -106,7 +107,7 @@ def visible(html: str) -> str:
     return shown.encode("utf-8", "replace").decode("utf-8")
 
 
-def leave_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> Path:
+def leave_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> Path:
     """Write the report of a run under way, which no page may end: what goes wrong is logged. Return
     its path.
 
