@@ -10,9 +10,9 @@ iterations between it and the policy that samples now.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ttrl.facts import RolloutsFacts, Staleness, Unfinished
+from ttrl.messages import Message
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults, TaskUsage, is_unfinished
 from ttrl.run_folder.folder import IterationFolder
@@ -22,7 +22,7 @@ from ttrl.tasks.task import Task
 UNFINISHED_FILE = "unfinished.jsonl"
 
 
-def task_key(task_id: str, messages: list[dict[str, Any]]) -> str:
+def task_key(task_id: str, messages: list[Message]) -> str:
     """Return what tells tasks apart: the same id may have other messages."""
     return json.dumps([task_id, messages], sort_keys=True)
 

@@ -17,6 +17,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.data.advantages import groups_with_signal, has_signal
 from ttrl.facts import CurriculumFacts, RolloutsFacts, Turn
 from ttrl.loop.carried import carried_groups, is_open, oldest_version, ready_to_continue, task_key
+from ttrl.messages import Message
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
@@ -330,5 +331,5 @@ def _state(turn: Turn | None) -> str:
     return "hopeless"
 
 
-def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:
+def _digest(task_id: str, messages: list[Message]) -> str:
     return hashlib.sha256(task_key(task_id, messages).encode()).hexdigest()[:12]
