@@ -16,12 +16,14 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform, get_args
 
 import msgspec
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET, UnsetType, field
 
 from ttrl.text import flat, is_number, si
 
 F = TypeVar("F", bound="Facts")
 T = TypeVar("T")
+Number: TypeAlias = float | None
+Count: TypeAlias = int | None
 Figure: TypeAlias = float | UnsetType | None
 
 
@@ -42,16 +44,16 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
 def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
     """Return the facts that a JSON object holds, as far as they are of this kind."""
     known: dict[str, Any] = {}
-    for field in msgspec.structs.fields(kind):
-        value = _without_nulls(values.get(field.encode_name))
+    for one in msgspec.structs.fields(kind):
+        value = _without_nulls(values.get(one.name))
         if value is None:
             continue
-        nested = _facts_in(field.type)
+        nested = _facts_in(one.type)
         try:
             if nested is not None and isinstance(value, dict):
-                known[field.name] = read_facts(nested, value)
+                known[one.name] = read_facts(nested, value)
             else:
-                known[field.name] = msgspec.convert(value, field.type)
+                known[one.name] = msgspec.convert(value, one.type)
         except (msgspec.ValidationError, TypeError):
             continue
     return kind(**known)
@@ -109,29 +111,29 @@ class WorstPlace(Facts, omit_defaults=False):
     row: int = 0
     position: int = 0
     version: int = 0
-    trainer: float | None = None
-    sampler: float | None = None
+    trainer: Number = None
+    sampler: Number = None
 
 
 class Difference(Facts):
     """How far sampler and trainer are apart: see `ttrl.training.drift.compare_tokens`."""
 
-    tokens: int | None = None
-    not_finite: int | None = None
-    mean: float | None = None
+    tokens: Count = None
+    not_finite: Count = None
+    mean: Number = None
     """Nats, as `p999` and `max`."""
-    p999: float | None = None
-    max: float | None = None
-    ess: float | None = None
-    ess_of_most: float | None = None
-    outside: float | None = None
+    p999: Number = None
+    max: Number = None
+    ess: Number = None
+    ess_of_most: Number = None
+    outside: Number = None
 
 
 class ComparedTokens(Difference):
     """The difference over all tokens, with those on which it is largest."""
 
-    unknown: int | None = None
-    tolerance: float | None = None
+    unknown: Count = None
+    tolerance: Number = None
     by_version: dict[str, Difference] | None = None
     by_position: list[float] | None = None
     worst: list[WorstPlace] | None = None
@@ -140,8 +142,8 @@ class ComparedTokens(Difference):
 class OwnWeights(ComparedTokens):
     """The difference in some rows, under the weights of the policy that sampled them."""
 
-    version: int | None = None
-    rows: int | None = None
+    version: Count = None
+    rows: Count = None
 
 
 class SamplerTrainer(ComparedTokens):
@@ -163,77 +165,82 @@ class SamplerTrainer(ComparedTokens):
 
 
 class NestedNoise(Facts):
-    """A gradient's noise by where it comes from: see `ttrl.instruments.gradient_noise.Nested`."""
+    """A gradient's noise by where it comes from; estimates of one step, of which `prompts` and
+    `signal` may come out below 0.
+    """
 
-    signal: float = 0.0
-    prompts: float = 0.0
-    samples: float = 0.0
+    signal: float = field(default_factory=float)
+    """|G|²."""
+    prompts: float = field(default_factory=float)
+    """a·P: what is left of the noise with infinitely many samples of these prompts."""
+    samples: float = field(default_factory=float)
+    """E/K."""
 
 
 class StepNoise(Facts):
     """The noise of one step's gradient: see `ttrl.instruments.gradient_noise.step_noise`."""
 
-    pieces: int | None = None
-    samples: int | None = None
-    seconds: float | None = None
-    prompts: float | None = None
+    pieces: Count = None
+    samples: Count = None
+    seconds: Number = None
+    prompts: Number = None
     nested: NestedNoise | None = None
-    noise: float | None = None
-    signal: float | None = None
+    noise: Number = None
+    signal: Number = None
     layers: dict[str, tuple[float, float]] | None = None
 
 
 class GradientNoise(Facts):
     """The noise over the last steps: see `ttrl.instruments.gradient_noise.recent_noise`."""
 
-    steps: int | None = None
-    prompts: float | None = None
-    noise: float | None = None
-    signal: float | None = None
-    scale: float | None = None
-    low: float | None = None
-    high: float | None = None
-    share: float | None = None
+    steps: Count = None
+    prompts: Number = None
+    noise: Number = None
+    signal: Number = None
+    scale: Number = None
+    low: Number = None
+    high: Number = None
+    share: Number = None
     layers: dict[str, float] | None = None
     from_sketch: bool | None = None
-    from_samples: float | None = None
-    best_samples: float | None = None
-    best_prompts: float | None = None
-    gain: float | None = None
+    from_samples: Number = None
+    best_samples: Number = None
+    best_prompts: Number = None
+    gain: Number = None
 
 
 class StepMeans(Facts):
     """Figures of a step that an iteration has as means over its steps."""
 
-    loss: float | None = None
-    policy_loss: float | None = None
-    value_loss: float | None = None
-    kl: float | None = None
-    kl_share: float | None = None
-    entropy: float | None = None
-    grad_norm: float | None = None
-    ess: float | None = None
-    peak_share: float | None = None
-    tokens_per_second: float | None = None
-    clip_fraction_low: float | None = None
-    clip_fraction_high: float | None = None
-    dual_clip_fraction: float | None = None
-    correction: float | None = None
-    capped_fraction: float | None = None
-    value_error: float | None = None
-    matmul_peak: float | None = None
-    kl_coefficient: float | None = None
+    loss: Number = None
+    policy_loss: Number = None
+    value_loss: Number = None
+    kl: Number = None
+    kl_share: Number = None
+    entropy: Number = None
+    grad_norm: Number = None
+    ess: Number = None
+    peak_share: Number = None
+    tokens_per_second: Number = None
+    clip_fraction_low: Number = None
+    clip_fraction_high: Number = None
+    dual_clip_fraction: Number = None
+    correction: Number = None
+    capped_fraction: Number = None
+    value_error: Number = None
+    matmul_peak: Number = None
+    kl_coefficient: Number = None
 
 
 class StepFigures(StepMeans):
     """Figures of a step that an iteration has, too."""
 
-    lr: float | None = None
-    global_step: int | None = None
-    flops: float | None = None
-    seconds: float | None = None
-    padding_tokens: int | None = None
-    logical_tokens: int | None = None
+    lr: Number = None
+    global_step: Count = None
+    flops: Number = None
+    seconds: Number = None
+    padding_tokens: Count = None
+    logical_tokens: Count = None
     seconds_by_part: dict[str, float] | None = None
     memory_peaks: dict[str, float] | None = None
 
@@ -243,8 +250,8 @@ class Step(StepFigures):
 
     skipped: str | None = None
     """Why the step was not taken."""
-    row_tokens: int | None = None
-    trained_tokens: int | None = None
+    row_tokens: Count = None
+    trained_tokens: Count = None
     flops_by_part: dict[str, float] | None = None
     sampler_trainer: SamplerTrainer | None = None
     gradient_noise: StepNoise | None = None
@@ -253,8 +260,8 @@ class Step(StepFigures):
 class TrainFigures(StepFigures):
     """The optimizer steps of an iteration together."""
 
-    steps: int | None = None
-    skipped: int | None = None
+    steps: Count = None
+    skipped: Count = None
     unchanged: bool | None = None
     """True where every weight is bit for bit what it was."""
 
@@ -266,14 +273,14 @@ class Sync(Facts):
     """How a policy came to the servers."""
 
     mode: str | None = None
-    seconds: float | None = None
-    canary_max_difference: float | None = msgspec.field(default_factory=NoneType)
-    fell_back: str | None = msgspec.field(default_factory=NoneType)
+    seconds: Number = None
+    canary_max_difference: float | None = field(default_factory=NoneType)
+    fell_back: str | None = field(default_factory=NoneType)
     """Why the servers were restarted."""
     files_because: str | None = None
-    weights_compared: int | None = None
-    weights_unchecked: int | None = None
-    servers: int | None = None
+    weights_compared: Count = None
+    weights_unchecked: Count = None
+    servers: Count = None
     left_out: dict[str, str] | None = None
     """Why, by address."""
 
@@ -301,13 +308,13 @@ class RolloutStats(Facts, omit_defaults=False):
     left out: they are trained as sequences of their own, whose prompt is computed once more. 0
     where the server gave no ids, by which it could be told.
     """
-    mean_reward: float | None = None
+    mean_reward: Number = None
     metrics: dict[str, float] = {}
     """Each metric's mean over the graded samples that have it."""
     prompt_tokens: int = 0
     """Every task's prompt once, however many samples it has."""
     completion_tokens: int = 0
-    mean_completion_tokens: float | None = None
+    mean_completion_tokens: Number = None
     """Over the samples that the server completed, graded or not."""
     new_prompt_tokens: int = 0
     new_completion_tokens: int = 0
@@ -316,19 +323,19 @@ class RolloutStats(Facts, omit_defaults=False):
     """
     prefix_cached_tokens: int = 0
     """Of the new prompt tokens, those that the server's own prefix cache served."""
-    spend: float | None = None
+    spend: Number = None
     """Dollars for the new tokens; None where no prices were given."""
     finish_reasons: dict[str, int] = {}
     exceptions: dict[str, int] = {}
     """Why samples, graders, transforms and callbacks failed, and how often, the commonest first."""
-    seconds: float | None = None
+    seconds: Number = None
     """Wall clock of the whole call; None where the results were read from a file."""
-    tokens_per_second: float | None = None
+    tokens_per_second: Number = None
     """new_completion_tokens / seconds; None where all came from the cache."""
     partial_metrics: dict[str, int] = {}
     """How many samples have a metric that some graded samples lack: its mean is over those alone.
     """
-    grading_seconds: float | None = None
+    grading_seconds: Number = None
     """That grades took, added up over samples; many run at once, and while others are sampled."""
 
     def only_some(self, metric: str) -> str:
@@ -380,25 +387,25 @@ class RolloutStats(Facts, omit_defaults=False):
 class SampledFlops(Facts):
     """What the servers computed for a phase."""
 
-    prefill: float = msgspec.field(default_factory=float)
-    decode: float = msgspec.field(default_factory=float)
-    per_second: float | None = None
+    prefill: float = field(default_factory=float)
+    decode: float = field(default_factory=float)
+    per_second: Number = None
     """On one GPU (on CPUs of the whole machine)."""
 
 
 class Staleness(Facts):
     """Iterations between the policy that sampled a token and the newest one."""
 
-    mean: float | None = None
-    max: int | None = None
+    mean: Number = None
+    max: Count = None
 
 
 class Unfinished(Facts):
     """What a token budget cut off."""
 
-    groups: int | None = None
-    samples: int | None = None
-    tokens: int | None = None
+    groups: Count = None
+    samples: Count = None
+    tokens: Count = None
 
 
 class Turn(NamedTuple):
@@ -416,20 +423,20 @@ class Turn(NamedTuple):
 class CurriculumFigures(Facts):
     """Where all tasks are: see `ttrl.loop.task_stream.Curriculum.measured`."""
 
-    round: int | None = None
-    total: int | None = None
-    unseen: int | None = None
-    solved: int | None = None
-    hopeless: int | None = None
-    between: int | None = None
-    level: int | None = None
+    round: Count = None
+    total: Count = None
+    unseen: Count = None
+    solved: Count = None
+    hopeless: Count = None
+    between: Count = None
+    level: Count = None
     level_score: Figure = UNSET
 
 
 class CurriculumFacts(CurriculumFigures):
     """The same, with what follows from it for later iterations."""
 
-    turns: dict[str, Turn] = msgspec.field(default_factory=lambda: {})
+    turns: dict[str, Turn] = field(default_factory=lambda: {})
     """By the digest of the task."""
     level_scores: list[tuple[str, float]] | None = None
 
@@ -452,65 +459,65 @@ class Groups(Facts, omit_defaults=False):
 class AdvantageFigures(Facts):
     """What became of the rewards of an iteration."""
 
-    clipped: int | None = None
+    clipped: Count = None
     """Samples whose advantage was cut."""
-    mean_abs: float | None = None
-    lowest: float | None = None
-    highest: float | None = None
-    shaped_reward: float | None = None
+    mean_abs: Number = None
+    lowest: Number = None
+    highest: Number = None
+    shaped_reward: Number = None
     """The mean over all graded samples, where rewards are shaped."""
-    surprise: float | None = None
+    surprise: Number = None
     """The mean, with a surprise bonus."""
-    surprise_unknown: int | None = None
+    surprise_unknown: Count = None
     """Samples without any known log-probability."""
 
 
 class RolloutFigures(Facts, omit_defaults=False):
     """What an iteration's rollouts say about learning; None where there is nothing to share."""
 
-    truncated: float | None = None
+    truncated: Number = None
     """Share of the completed samples that the length limit ended."""
-    truncated_reward: float | None = None
+    truncated_reward: Number = None
     """Mean reward of these, as far as they were graded."""
-    ended_reward: float | None = None
+    ended_reward: Number = None
     """Mean reward of those that ended by themselves."""
-    stopped_early: float | None = None
+    stopped_early: Number = None
     """Share of the completed samples that `early_stop` ended; None in a run without one."""
-    empty: float | None = None
+    empty: Number = None
     """Share of the completed samples without any text or token."""
-    grader_failures: int | None = None
+    grader_failures: Count = None
     """Samples whose grader failed (of the failed ones)."""
-    repeated: float | None = None
+    repeated: Number = None
     """Share of the graded samples whose completion another sample of their group wrote before."""
-    repeated_groups: float | None = None
+    repeated_groups: Number = None
     """Share of the groups (of two or more) whose samples are all the same completion."""
-    stuck_groups: float | None = None
+    stuck_groups: Number = None
     """The same, of groups whose reward is below the highest of the iteration: no sample finds a
     better one.
     """
-    commonest: float | None = None
+    commonest: Number = None
     """Share of the graded samples that wrote the commonest completion of the iteration."""
-    commonest_tasks: float | None = None
+    commonest_tasks: Number = None
     """Share of the tasks in which that was written at all."""
-    length_correlation: float | None = None
+    length_correlation: Number = None
     """Of reward and length, within groups (both less their group's mean): what advantages see. None
     where neither or only one of them varies.
     """
-    mean_length: float | None = None
+    mean_length: Number = None
     """Tokens of the completed samples (characters where there are no tokens), as `max_length`."""
-    max_length: int | None = None
+    max_length: Count = None
 
 
 class PackFigures(Facts):
     """The rows that an iteration is trained on."""
 
     advantages: AdvantageFigures = AdvantageFigures()
-    rows: int | None = None
-    row_tokens: int | None = None
-    trained_tokens: int | None = None
+    rows: Count = None
+    row_tokens: Count = None
+    trained_tokens: Count = None
     tokenization: dict[str, int] | None = None
     """The fields of `ttrl.data.tokenization.TokenizationCounts`."""
-    fill: float | None = None
+    fill: Number = None
     dropped: dict[str, int] | None = None
     """See `ttrl.data.packing.packed.PackedTensors.dropped`."""
 
@@ -526,15 +533,15 @@ class PhaseFacts(Facts):
 
 class PrepareFacts(PhaseFacts):
     phase = "prepare"
-    seconds: float | None = None
+    seconds: Number = None
     sync: Sync | UnsetType | None = UNSET
 
 
 class SampledFacts(PhaseFacts):
     """A phase that samples."""
 
-    seconds: float | None = None
-    sync_seconds: float | None = None
+    seconds: Number = None
+    sync_seconds: Number = None
     sync: Sync | UnsetType | None = UNSET
     stats: RolloutStats | None = None
     flops: SampledFlops | None = None
@@ -542,17 +549,17 @@ class SampledFacts(PhaseFacts):
 
 class RolloutsFacts(SampledFacts):
     phase = "rollouts"
-    tasks_taken: int | None = None
+    tasks_taken: Count = None
     """Of the stream, by this iteration and those before it."""
-    extra_tasks: int | None = None
-    dropped_groups: int | None = None
-    new_completion_tokens: int | None = None
+    extra_tasks: Count = None
+    dropped_groups: Count = None
+    new_completion_tokens: Count = None
     staleness: Staleness = Staleness()
     unfinished: Unfinished | None = None
     curriculum: CurriculumFacts | None = None
-    sessions: int | None = None
+    sessions: Count = None
     """Of `ttrl proxy`, in this iteration and those before it."""
-    left_out: int | None = None
+    left_out: Count = None
     """Samples of a run that its replay does not grade again."""
     source: str | None = None
     """The SHA-256 of the rollouts that a replay grades again."""
@@ -560,21 +567,21 @@ class RolloutsFacts(SampledFacts):
 
 class PackFacts(PackFigures, PhaseFacts):
     phase = "pack"
-    seconds: float | None = None
+    seconds: Number = None
     groups: Groups = Groups()
     rollouts: RolloutFigures = RolloutFigures()
 
 
 class TrainFacts(PhaseFacts):
     phase = "train"
-    seconds: float | None = None
+    seconds: Number = None
     trained: bool | None = None
     """False where no group had a signal."""
     steps: list[dict[str, Any]] = []
     """The lines of train.jsonl."""
     saved: bool | None = None
     """False where checkpoint and state were not written (`save_every`)."""
-    save_seconds: float | None = None
+    save_seconds: Number = None
 
     def taken(self) -> list[Step]:
         """Return the steps."""
@@ -583,7 +590,7 @@ class TrainFacts(PhaseFacts):
 
 class SaveFacts(PhaseFacts):
     phase = "save"
-    seconds: float | None = None
+    seconds: Number = None
 
 
 class ValidateFacts(SampledFacts):
@@ -600,13 +607,13 @@ class ValidateFacts(SampledFacts):
 class PhaseSeconds(Facts):
     """Seconds of an iteration's phases; phases that overlap count in full."""
 
-    prepare: float | None = None
-    sample: float | None = None
-    pack: float | None = None
-    train: float | None = None
-    validate: float | None = None
-    sync: float | None = None
-    total: float | None = None
+    prepare: Number = None
+    sample: Number = None
+    pack: Number = None
+    train: Number = None
+    validate: Number = None
+    sync: Number = None
+    total: Number = None
     """Of the whole iteration."""
 
     def by_phase(self) -> dict[str, float]:
@@ -624,15 +631,15 @@ class PhaseSeconds(Facts):
 class Flops(Facts):
     """What an iteration's FLOPs are spent on; `total`, and `cumulated` over the run."""
 
-    prefill: float | None = None
-    decode: float | None = None
-    validation: float | None = None
-    training: float | None = None
-    recomputation: float | None = None
-    prepass: float | None = None
-    reference: float | None = None
-    total: float | None = None
-    cumulated: float | None = None
+    prefill: Number = None
+    decode: Number = None
+    validation: Number = None
+    training: Number = None
+    recomputation: Number = None
+    prepass: Number = None
+    reference: Number = None
+    total: Number = None
+    cumulated: Number = None
 
     @property
     def before_gradient(self) -> float | None:
@@ -648,30 +655,30 @@ FLOPS_PARTS = Flops.__struct_fields__[:-2]
 class ServerFigures(Facts):
     """The servers' speed while they sampled."""
 
-    flops_per_second: float | None = None
-    peak_share: float | None = None
+    flops_per_second: Number = None
+    peak_share: Number = None
 
 
 class GpuUse(Facts):
     """What a GPU was used for, as far as it says so."""
 
-    busy: float | None = None
+    busy: Number = None
     """Share of the time in which any kernel ran."""
-    watts: float | None = None
-    memory: float | None = None
+    watts: Number = None
+    memory: Number = None
     """Bytes."""
 
 
 class PhaseUse(Facts):
     """What the machine was used for, while a run did one thing."""
 
-    seconds: float | None = None
-    cpu: float | None = None
+    seconds: Number = None
+    cpu: Number = None
     """Share of all cores that worked."""
-    memory: float | None = None
+    memory: Number = None
     """The most bytes that were in use."""
-    gpu_busy: float | None = None
-    watts: float | None = None
+    gpu_busy: Number = None
+    watts: Number = None
     """Of all GPUs together."""
     gpus: list[GpuUse] | None = None
 
@@ -694,18 +701,18 @@ class MetricsRow(Facts):
     reward: Figure = UNSET
     metrics: dict[str, float] | None = None
     partial_metrics: dict[str, int] | None = None
-    samples: int | None = None
-    failed: int | None = None
+    samples: Count = None
+    failed: Count = None
     finish_reasons: dict[str, int] | None = None
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: Count = None
+    completion_tokens: Count = None
     tokens_per_second: Figure = UNSET
-    grading_seconds: float | None = None
-    new_completion_tokens: int | None = None
+    grading_seconds: Number = None
+    new_completion_tokens: Count = None
     staleness: Staleness = Staleness()
     unfinished: Unfinished = Unfinished()
-    dropped_groups: int | None = None
-    extra_tasks: int | None = None
+    dropped_groups: Count = None
+    extra_tasks: Count = None
     curriculum: CurriculumFigures = CurriculumFigures()
     groups: Groups = Groups()
     rollouts: RolloutFigures = RolloutFigures()
@@ -716,15 +723,15 @@ class MetricsRow(Facts):
     gradient_noise: GradientNoise = GradientNoise()
     validation_reward: Figure = UNSET
     validation: dict[str, float] | None = None
-    validation_samples: int | None = None
-    validation_failed: int | None = None
+    validation_samples: Count = None
+    validation_failed: Count = None
     validation_partial_metrics: dict[str, int] | None = None
     validation_sampling: str | None = None
     validation_intervals: dict[str, tuple[float, float]] | None = None
     flops: Flops = Flops()
     server: ServerFigures = ServerFigures()
     sync: Sync = Sync()
-    dead_seconds: float | None = None
+    dead_seconds: Number = None
     machine: MachineUse = MachineUse()
 
     @property

@@ -151,7 +151,7 @@ def take_steps(
             | taken
         )
         if result.pieces is not None:
-            row["gradient_noise"] = step_noise(result.pieces)
+            row["gradient_noise"] = step_noise(result.pieces).to_json()
         row |= (
             {"kl_coefficient": now.kl_coefficient}
             if config.kl_coefficient or config.watch_kl

@@ -7,15 +7,13 @@ import math
 import numpy as np
 import pytest
 
-from ttrl.facts import Step, read_facts
+from ttrl.facts import NestedNoise, Step, read_facts
 from ttrl.instruments import gradient_noise as instrument
 from ttrl.instruments.gradient_noise import (
-    Nested,
     Noise,
     best_allocation,
     nested_noise,
     noise_of_pieces,
-    step_noise,
     unsplit,
 )
 
@@ -128,7 +126,7 @@ def test_prompts_that_lie_in_several_pieces_are_accounted_for():
     together = Noise(
         *(np.mean([getattr(one, name) for one in plain]) for name in ("noise", "signal"))
     )
-    nested = Nested(
+    nested = NestedNoise(
         *(
             np.mean([getattr(one, name) for one in found])
             for name in ("signal", "prompts", "samples")
@@ -162,6 +160,10 @@ def seen(draw, prompts=8, samples=4):
 def line(noise):
     """Of train.jsonl."""
     return {"gradient_noise": noise, "row_tokens": 8 * 300 + 32 * 40, "trained_tokens": 32 * 40}
+
+
+def step_noise(seen):
+    return instrument.step_noise(seen).to_json()
 
 
 def recent_noise(lines):

@@ -79,7 +79,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ttrl.facts import GradientNoise, Step, StepNoise, number
+from ttrl.facts import GradientNoise, NestedNoise, Step, StepNoise, number
 from ttrl.intervals import ratio_of_means
 
 WINDOW = 16
@@ -111,23 +111,9 @@ def noise_of_pieces(
     return Noise(noise, whole - noise)
 
 
-@dataclass(frozen=True)
-class Nested:
-    """A step's noise by where it comes from; estimates of one step, of which `prompts` and `signal`
-    may come out below 0.
-    """
-
-    signal: float
-    """|G|²."""
-    prompts: float
-    """a·P: what is left of the noise with infinitely many samples of these prompts."""
-    samples: float
-    """E/K."""
-
-
 def nested_noise(
     counts: Sequence[int], within: float, between: float, whole: float
-) -> Nested | None:
+) -> NestedNoise | None:
     """Solve (4) and (5). counts: c_p; within: Σ_ps |x_ps - m_p|²; between: Σ_p c_p |m_p - m|²;
     whole: |m|². None where a single prompt, or no prompt with two samples, leaves one of them
         unknown.
@@ -139,7 +125,7 @@ def nested_noise(
     share = sum(count * count for count in counts) / total**2
     samples = within / (total - groups)
     prompts = (between - (groups - 1) * samples) / (total - total * share)
-    return Nested(whole - share * prompts - samples / total, share * prompts, samples / total)
+    return NestedNoise(whole - share * prompts - samples / total, share * prompts, samples / total)
 
 
 @dataclass(frozen=True)
@@ -202,7 +188,7 @@ def _luck(right: int, count: int, unit: bool) -> float:
     return (second - first**2) / math.fsum(chances[1:-1]) / values[right] ** 2
 
 
-def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float) -> Noise:
+def unsplit(found: Noise, nested: NestedNoise, shares: Sequence[float], split: float) -> Noise:
     """Correct what `noise_of_pieces` found where prompts lie in several pieces. split: A/a, 1 where
     none does.
     """
@@ -218,17 +204,16 @@ def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float)
     return found
 
 
-def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return "gradient_noise" of a line of train.jsonl, from what `ttrl.training.gradient_noise`
-    saw of the step: "prompts" (1/a, their number where all have as many samples), "samples",
-    "pieces", "seconds"; "noise" n and "signal" |G|², over all parameters and by "layers", where
-    there are two pieces; "nested", as seen by the sketch, where prompts have several samples.
+def step_noise(seen: Mapping[str, Any]) -> StepNoise:
+    """Return what a line of train.jsonl says of the noise, from what
+    `ttrl.training.gradient_noise` saw of the step: prompts (1/a, their number where all have as
+    many samples), samples, pieces, seconds; noise n and signal |G|², over all parameters and by
+    layers, where there are two pieces; nested, as seen by the sketch, where prompts have several
+    samples.
     """
     counts = seen["counts"]
     shares = seen["shares"]
     total = sum(counts)
-    row: dict[str, Any] = {"pieces": len(shares), "samples": total, "seconds": seen["seconds"]}
-    row["prompts"] = total**2 / sum(count * count for count in counts)
     within = None
     alike = seen.get("alike")
     if alike is not None:
@@ -237,8 +222,6 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
     nested = nested_noise(
         counts, seen["within"] if within is None else within, seen["between"], seen["mean"]
     )
-    if nested is not None:
-        row["nested"] = vars(nested)
 
     def found(squares: Sequence[float], whole: float) -> Noise | None:
         plain = noise_of_pieces(squares, shares, whole)
@@ -246,22 +229,31 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
             return plain
         return unsplit(plain, nested, shares, seen["split"])
 
+    step = StepNoise(
+        pieces=len(shares),
+        samples=total,
+        seconds=seen["seconds"],
+        prompts=total**2 / sum(count * count for count in counts),
+        nested=nested,
+    )
     everything = found([math.fsum(piece) for piece in seen["squares"]], math.fsum(seen["whole"]))
     if everything is not None:
-        row |= vars(everything) | {"layers": {}}
+        layers = {}
         for group, name in enumerate(seen["layers"]):
             one = found([piece[group] for piece in seen["squares"]], seen["whole"][group])
-            row["layers"][name] = None if one is None else [one.noise, one.signal]
-    if all(math.isfinite(value) for value in _numbers(row)):
-        return row
-    return {"pieces": len(shares)}
+            assert one is not None, "it depends on the shares, which are those of all layers"
+            layers[name] = (one.noise, one.signal)
+        step = step.replace(noise=everything.noise, signal=everything.signal, layers=layers)
+    if all(math.isfinite(value) for value in _numbers(step.to_json())):
+        return step
+    return StepNoise(pieces=len(shares))
 
 
 def _numbers(value: Any) -> list[float]:
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, list):
-        return [number for part in value for number in _numbers(part)]
+    if isinstance(value, list | tuple):
+        return [one for part in value for one in _numbers(part)]
     return [value]
 
 
