@@ -601,6 +601,19 @@ class ValidateFacts(SampledFacts):
     """95% intervals of the reward and each metric."""
 
 
+# config_history.jsonl
+
+
+class ConfigChange(Facts, omit_defaults=False):
+    """A line of config_history.jsonl: what a start changed."""
+
+    iteration: int = 0
+    """The first with these settings."""
+    time: float = 0.0
+    changes: dict[str, list[Any]] = {}
+    """Before and now, by the names of settings."""
+
+
 # metrics.jsonl
 
 

@@ -14,7 +14,7 @@ from support.facts import mark
 
 from ttrl.errors import RunFolderError
 from ttrl.facts import PackFacts, TrainFacts
-from ttrl.run_folder.folder import RunFolder
+from ttrl.run_folder.folder import RunFolder, TaskList
 from ttrl.system import files
 from ttrl.system.files import digest
 from ttrl.system.request_folder import RequestFolder
@@ -246,11 +246,11 @@ def test_a_damaged_config(tmp_path, content):
 
 def test_other_tasks(tmp_path):
     folder = RunFolder(tmp_path)
-    tasks = {"tasks": {"count": 3, "digest": "a"}, "validation_tasks": {"count": 0, "digest": "b"}}
+    tasks = {"tasks": TaskList(3, "a"), "validation_tasks": TaskList(0, "b")}
     for _ in range(2):
         folder.remember_tasks(tasks)
     with pytest.raises(RunFolderError, match=r"\(tasks: 3 before, 4 now; ids"):
-        folder.remember_tasks(tasks | {"tasks": {"count": 4, "digest": "c"}})
+        folder.remember_tasks(tasks | {"tasks": TaskList(4, "c")})
     (tmp_path / "tasks.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"tasks\.json is damaged"):
         folder.remember_tasks(tasks)

@@ -131,7 +131,7 @@ _MEANS: dict[str, Pick] = {
 }
 
 
-def overfits(tasks: Mapping[str, Any]) -> bool:
+def overfits(tasks: Mapping[str, object]) -> bool:
     """Tell from tasks.json whether a run is validated on the tasks that it is trained on."""
     one = tasks.get("tasks")
     other = tasks.get("validation_tasks")

@@ -18,6 +18,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
         packed_row=_packed_row(run),
         studies=_studies(run),
         metrics=figures.every_metric(run),
-        **_table(run),
+        table=_table(run),
         settings=_settings(run),
     )
     path = run.folder / FILE_NAME
@@ -122,7 +123,18 @@ def leave_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
         return Path(run_folder) / FILE_NAME
 
 
-def _packed_row(run: RunData) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class PackedRow:
+    """The picture of a packed row, or why there is none."""
+
+    error: str = ""
+    rows: int = 0
+    """Of the pack."""
+    iteration: int = 0
+    picture: Markup = field(default_factory=Markup)
+
+
+def _packed_row(run: RunData) -> PackedRow | None:
     there = run.numbers_with("packed.safetensors")
     if not there:
         return None
@@ -143,13 +155,8 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
         picture = packed_row_html(first, 0, token_text_of(run, there[-1]), max_positions=600)
     except TtrlError as error:
         logger.warning("the report has no picture of a packed row: %s", error)
-        return {"error": str(error)}
-    return {
-        "rows": packed.num_rows,
-        "iteration": there[-1],
-        "picture": Markup(picture),
-        "error": "",
-    }
+        return PackedRow(error=str(error))
+    return PackedRow(rows=packed.num_rows, iteration=there[-1], picture=Markup(picture))
 
 
 def _studies(run: RunData) -> list[tuple[str, list[str]]]:
@@ -175,7 +182,17 @@ def _studies(run: RunData) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _table(run: RunData) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Table:
+    """The main figures of the iterations."""
+
+    iterations: list[int]
+    columns: list[tuple[str, list[str]]]
+    left_out: str
+    """Which iterations are not shown; "" where all are."""
+
+
+def _table(run: RunData) -> Table:
     count = len(run.rows)
     newest = MAX_TABLE_ROWS // 2
     shown = list(range(count))
@@ -186,18 +203,11 @@ def _table(run: RunData) -> dict[str, Any]:
             f"{len(shown)} of {count} iterations: some of the older ones, the newest {newest}."
         )
     iterations = [run.iterations[place] for place in shown]
-    return {
-        "iterations": iterations,
-        "columns": words.table_columns(run, shown),
-        "left_out": left_out,
-    }
+    return Table(iterations, words.table_columns(run, shown), left_out)
 
 
 def _settings(run: RunData) -> list[tuple[str, str]]:
-    history = {
-        f"from iteration {line.get('iteration')}": line.get("changes")
-        for line in run.config_history
-    }
+    history = {f"from iteration {line.iteration}": line.changes for line in run.config_history}
     files = {
         "Config (config.yaml)": run.config,
         "Settings that were changed when the run was continued: before, after "

@@ -5,7 +5,6 @@ durably; it holds the digests of the phase's files and what the phase has to say
 so that metrics can be put together from the markers, even after a crash.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -98,6 +97,14 @@ class Marker(Facts, kw_only=True):
     def facts_of(self, kind: type[P]) -> P:
         """Return what the phase says of itself."""
         return read_facts(kind, self.facts)
+
+
+class TaskList(Facts):
+    """What tasks.json says of a list of tasks."""
+
+    count: int
+    digest: str
+    """Of ids and messages."""
 
 
 class IterationFolder:
@@ -336,15 +343,15 @@ class RunFolder:
         """Return the first iteration that is not in metrics.jsonl."""
         return max((row.iteration for row in self.metrics()), default=-1) + 1
 
-    def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
-        """Write tasks.json (for each list of tasks its count and digest), or compare with the one
+    def remember_tasks(self, tasks: dict[str, TaskList]) -> None:
+        """Write tasks.json, or compare with the one
         that is there: the order of training and every held-out number mean something only for these
         tasks. Raises RunFolderError.
         """
         path = self.path / "tasks.json"
         if path.exists():
             try:
-                before = json.loads(path.read_text(encoding="utf-8"))
+                before = parse(dict[str, TaskList], path.read_bytes())
             except ValueError as error:
                 raise RunFolderError(
                     f"{path} is damaged ({error}); remove it if the tasks are the same as before"
@@ -352,7 +359,7 @@ class RunFolder:
             changed = [name for name in tasks if before.get(name) != tasks[name]]
             if changed:
                 counts = ", ".join(
-                    f"{n}: {before.get(n, {}).get('count')} before, {tasks[n]['count']} now"
+                    f"{n}: {before[n].count if n in before else None} before, {tasks[n].count} now"
                     for n in changed
                 )
                 raise RunFolderError(
@@ -361,7 +368,7 @@ class RunFolder:
                     f"folder, or remove {path} to go on with the new ones: numbers before and "
                     "after cannot be compared then"
                 )
-        write_json(path, tasks)
+        write_json(path, {name: one.to_json() for name, one in tasks.items()})
 
     def clean(self) -> None:
         """Remove what a killed process left half written or of no use; not in replays, which others

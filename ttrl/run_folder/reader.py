@@ -15,9 +15,9 @@ from typing import Any
 import yaml
 
 from ttrl.errors import RunFolderError
-from ttrl.facts import Figure, MetricsRow, Pick, number, read_facts
+from ttrl.facts import ConfigChange, Figure, MetricsRow, Pick, number, read_facts
 from ttrl.intervals import wilson
-from ttrl.run_folder.config_changes import HISTORY_FILE
+from ttrl.run_folder.config_changes import history
 from ttrl.run_folder.folder import check_run_folder, read_yaml
 from ttrl.system.files import read_jsonl
 from ttrl.text import counted
@@ -34,10 +34,7 @@ class RunData:
     """By iteration, ascending; iteration 0 is the starting model."""
     config: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
-    config_history: list[dict[str, Any]] = field(default_factory=list)
-    """Changed settings (`ttrl.run_folder.config_changes`): {"iteration": the first, "time",
-    "changes": {name: [before, now]}}.
-    """
+    config_history: list[ConfigChange] = field(default_factory=list)
 
     @property
     def iterations(self) -> list[int]:
@@ -82,7 +79,7 @@ def read_run(folder: Path, rows: Sequence[MetricsRow] | None = None) -> RunData:
     config, environment = (
         read_mapping(folder / name) for name in ("config.yaml", "environment.json")
     )
-    return RunData(folder, ordered, config, environment, _lines(folder / HISTORY_FILE))
+    return RunData(folder, ordered, config, environment, _history(folder))
 
 
 def _rows(path: Path) -> list[MetricsRow]:
@@ -99,10 +96,10 @@ def _rows(path: Path) -> list[MetricsRow]:
     ]
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _history(folder: Path) -> list[ConfigChange]:
     try:
-        return read_jsonl(path)
-    except ValueError:
+        return history(folder)
+    except RunFolderError:
         return []
 
 
