@@ -132,6 +132,10 @@ class Difference(Facts):
 class ComparedTokens(Difference):
     """The difference over all tokens, with those on which it is largest."""
 
+    version: Count = None
+    """Whose weights it was computed under, where they are not those that training starts from."""
+    rows: Count = None
+    """How many were looked at, where not all were."""
     unknown: Count = None
     tolerance: Number = None
     by_version: dict[str, Difference] | None = None
@@ -139,22 +143,16 @@ class ComparedTokens(Difference):
     worst: list[WorstPlace] | None = None
 
 
-class OwnWeights(ComparedTokens):
-    """The difference in some rows, under the weights of the policy that sampled them."""
-
-    version: Count = None
-    rows: Count = None
-
-
 class SamplerTrainer(ComparedTokens):
     """What the first step of an iteration says of sampler and trainer."""
 
-    own_weights: OwnWeights | None = None
+    own_weights: ComparedTokens | None = None
+    """In some rows, under the weights of the policy that sampled them."""
 
     @property
-    def own(self) -> OwnWeights:
+    def own(self) -> ComparedTokens:
         """Return the difference under the sampler's own weights; empty where there is none."""
-        return self.own_weights or OwnWeights()
+        return self.own_weights or ComparedTokens()
 
     def without_tokens(self) -> "SamplerTrainer":
         """Return the figures alone: the tokens themselves stay in train.jsonl."""

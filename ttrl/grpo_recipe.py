@@ -158,11 +158,10 @@ def take_steps(
             else {}
         )
         if number == 0:
-            row["sampler_trainer"] = (
-                drift
-                if prepass.own_weights is None
-                else drift | {"own_weights": prepass.own_weights}
-            )
+            assert drift is not None
+            row["sampler_trainer"] = drift.to_json()
+            if prepass.own_weights is not None:
+                row["sampler_trainer"]["own_weights"] = prepass.own_weights.to_json()
         log.line(row, result.sums["flops"])
     profiler.close()
     if pieces is not None:

@@ -17,7 +17,7 @@ from ttrl.configs.run import LIMIT_NAMES
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import DriftError, ServerError
-from ttrl.facts import Difference, OwnWeights, SamplerTrainer, Sync, read_facts
+from ttrl.facts import ComparedTokens, Difference, SamplerTrainer, Sync, read_facts
 from ttrl.monitoring import drift as instrument
 from ttrl.monitoring.drift import (
     DEFAULT_LIMITS,
@@ -115,7 +115,7 @@ def test_policy_lag_is_no_drift():
     own = BAD | {"version": 2, "tokens": 50}
     # … or the one that sampled, as it was.
     assert judged_figures(found | {"own_weights": own}, 4, {}) == Judged(
-        2, read_facts(OwnWeights, own), read_facts(OwnWeights, own)
+        2, read_facts(ComparedTokens, own), read_facts(ComparedTokens, own)
     )
     assert judged_figures(found | {"own_weights": own}, 3, {}).version == 3
     assert judged_figures(found | {"own_weights": own | {"tokens": 0}}, 4, {}) is None
