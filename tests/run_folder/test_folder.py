@@ -289,7 +289,7 @@ def test_metrics_are_in_order_whatever_was_appended_when(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows) + '{"iterat'
     )
-    assert RunFolder(tmp_path).metrics() == [
+    assert RunFolder(tmp_path).metrics_json() == [
         {"iteration": 0, "x": 1},
         {"iteration": 1, "x": 1},
         {"iteration": 2, "x": 5},

@@ -3,6 +3,7 @@
 import pytest
 from support.facts import mark
 
+from ttrl.facts import RolloutFigures
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.run_folder.metrics import metrics_row
 
@@ -131,7 +132,7 @@ def test_what_the_rollouts_say_stands_by_itself(tmp_path):
     }
     mark(iteration, "pack", [], {"seconds": 1.0, **facts})
     row = metrics_row(iteration).to_json()
-    assert row["rollouts"] == {"truncated": 0.5} and row["pack"] == {
+    assert row["rollouts"] == RolloutFigures(truncated=0.5).to_json() and row["pack"] == {
         "advantages": {"clipped": 0},
         "rows": 3,
     }

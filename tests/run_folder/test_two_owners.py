@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,10 +29,10 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
+from ttrl.facts import PhaseFacts
 from ttrl.run_folder import lock
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import Mirror, mirrored
@@ -42,6 +43,10 @@ SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "12"))
 PHASES = [(0, "prepare"), (1, "rollouts"), (1, "pack"), (1, "validate")]
 NEVER = 1e6
 """Seconds between heartbeats: the worst case, none is ever seen."""
+KINDS = {
+    phase: msgspec.defstruct("By", [("by", str)], bases=(PhaseFacts,), namespace={"phase": phase})
+    for _, phase in PHASES
+}
 
 
 class Killed(BaseException):
@@ -153,7 +158,7 @@ class Disk(RuleBasedStateMachine):
         self.leads.append(name)
         for number, phase in PHASES:
             if not folder.iteration(number).is_done(phase):
-                mark(folder.iteration(number), phase, [], {"by": name})
+                folder.iteration(number).mark(KINDS[phase](by=name))
             uploaded()
 
     def markers(self):

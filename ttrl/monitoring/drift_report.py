@@ -16,12 +16,12 @@ class WorstToken(Facts, omit_defaults=False):
     sample: int
     place: int
     """Its number among the generated tokens, from 0."""
-    position: int
-    """Its position in the whole sequence."""
-    token_id: int
     text: str
     before: str
     after: str
+    position: int = 0
+    """Its position in the whole sequence."""
+    token_id: int = 0
     trainer: float | None = None
     sampler: float | None = None
     as_sent: bool | None = None
