@@ -34,6 +34,9 @@ class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
     def to_json(self) -> dict[str, Any]:
         """Return plain values, as they stand in the file."""
         values: dict[str, Any] = msgspec.to_builtins(self)
+        for one in msgspec.structs.fields(self):
+            if isinstance(one.default, Facts) and getattr(self, one.name) == one.default:
+                values.pop(one.name, None)
         return values
 
     def replace(self: F, **changes: Any) -> F:

@@ -105,5 +105,5 @@ def test_gpus_that_this_process_may_see(monkeypatch, visible, expected):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with visible_handles() as gpus:
         assert gpus == expected
-        assert machine_use._look_at_gpu(0) == {"busy": 0.37, "memory": 5.0}
+        assert machine_use._look_at_gpu(0) == GpuUse(busy=0.37, memory=5.0)
     assert over == [1]
