@@ -106,7 +106,7 @@ def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, rec
     assert [line.split(":")[0] for line in lines] == ["iteration 0", "iteration 1", "iteration 2"]
     assert (
         lines[1]
-        == "iteration 1: trained=1 reward=0.25 train/entropy=0.1 sampler_trainer/mean=1e-06"
+        == "iteration 1: reward=0.25 trained=1 train/entropy=0.1 sampler_trainer/mean=1e-06"
     )
 
 

@@ -13,7 +13,7 @@ import yaml
 from support.facts import mark
 
 from ttrl.errors import RunFolderError
-from ttrl.facts import PackFacts, TrainFacts
+from ttrl.facts import MetricsRow, PackFacts, TrainFacts
 from ttrl.run_folder.folder import RunFolder, TaskList
 from ttrl.system import files
 from ttrl.system.files import digest
@@ -123,7 +123,7 @@ def test_a_network_disk_that_is_stale_for_a_moment(tmp_path, monkeypatch):
 
     stale(lambda: mark(one, "pack", [], {"rows": 3}))
     assert stale(lambda: one.marker(PackFacts)) == PackFacts(rows=3)
-    assert stale(folder.metrics) == [{"iteration": 0}]
+    assert stale(folder.metrics) == [MetricsRow(iteration=0)]
     assert stale(lambda: digest(tmp_path / "metrics.jsonl")) == digest(tmp_path / "metrics.jsonl")
     assert stale(lambda: requests.next_request(1)) == requests.request(1)
     fails.extend([errno.ESTALE] * 9)  # for good

@@ -308,7 +308,7 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
             not folder.iteration(5).is_done(name)
             for name in ("rollouts", "pack", "train", "validate")
         ] == [0, 0, 1, 1]
-        assert folder.metrics()[-1]["iteration"] == 4
+        assert folder.metrics()[-1].iteration == 4
         assert "iterations/0005/done/train.json" not in set(store.keys())
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
     with pytest.raises(RunFolderError, match="went different ways"), first:

@@ -102,16 +102,16 @@ def test_policies_that_were_not_written(tmp_path):
 
 def test_a_policy_that_is_written_while_another_thread_prunes(tmp_path, monkeypatch):
     """That thread has just seen that it is not."""
-    folder, look = RunFolder(tmp_path), IterationFolder.marker
+    folder, look = RunFolder(tmp_path), IterationFolder.is_done
     mark(folder.iteration(1), "train", [], {"trained": True, "saved": False})
 
     def look_too_early(self, phase):
         seen = look(self, phase)
-        if phase == "save" and seen is None:
+        if phase == "save" and not seen:
             mark(folder.iteration(1), "save", [], {})
         return seen
 
-    monkeypatch.setattr(IterationFolder, "marker", look_too_early)
+    monkeypatch.setattr(IterationFolder, "is_done", look_too_early)
     assert folder.written_until(1) == [0] and folder.written_until(1) == [1, 0]
 
 
