@@ -121,10 +121,10 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
 
             original_mark = IterationFolder.mark
 
-            def mark(self, name, *what):
-                if (name, self.number) == (phase, iteration):
+            def mark(self, facts, *what):
+                if (facts.phase, self.number) == (phase, iteration):
                     raise BoomError
-                return original_mark(self, name, *what)
+                return original_mark(self, facts, *what)
 
             patch.setattr(IterationFolder, "mark", mark)
         with pytest.raises(BoomError):
