@@ -18,7 +18,7 @@ from typing import Any
 
 from ttrl.agents.task import TASK_VARIABLE
 from ttrl.errors import TaskError
-from ttrl.rollouts.graders.processes import hidden
+from ttrl.system.processes import without_secrets
 from ttrl.text import harmless
 
 _SECONDS = 600.0
@@ -58,10 +58,13 @@ def list_rows(program: Sequence[str], order: Mapping[str, Any], name: str) -> li
 
 @functools.lru_cache(8)
 def _listed(program: tuple[str, ...], order: str, name: str) -> str:
-    own = {variable: value for variable, value in os.environ.items() if not hidden(variable)}
     try:
         done = subprocess.run(
-            [*program, order], env=own, capture_output=True, text=True, timeout=_SECONDS
+            [*program, order],
+            env=without_secrets(),
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise TaskError(f"{name}: {error}") from None
