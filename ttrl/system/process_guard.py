@@ -266,7 +266,7 @@ class Guard:
                     os.read(self._wake_read, 4096)
             self._reap()
             if self._control in readable:
-                order = self._read_order()
+                order = _read_line(self._control)
                 if order:
                     self._grace = float(order)
                 break
@@ -282,12 +282,6 @@ class Guard:
         """Send a report to ttrl, if it still listens."""
         with contextlib.suppress(ConnectionError):
             os.write(self._control, json.dumps(report).encode() + b"\n")
-
-    def abandon(self) -> None:
-        """Forget a child that could not be started."""
-        os.waitpid(self._child, 0)
-        if self._record is not None:
-            self._record.remove()
 
     def _terminate(self, *_: object) -> None:
         self._terminated = True
@@ -337,16 +331,17 @@ class Guard:
                 if pid == self._child:
                     self._returncode = os.waitstatus_to_exitcode(status)
 
-    def _read_order(self) -> bytes:
-        """Return one line from ttrl; nothing at the end of the socket."""
-        line = b""
-        with contextlib.suppress(ConnectionError):
-            while not line.endswith(b"\n"):
-                chunk = os.read(self._control, 64)
-                if not chunk:
-                    return b""
-                line += chunk
-        return line
+
+def _read_line(control: int) -> bytes:
+    """Return one line from ttrl; nothing at the end of the socket."""
+    line = b""
+    with contextlib.suppress(ConnectionError):
+        while not line.endswith(b"\n"):
+            chunk = os.read(control, 65536)
+            if not chunk:
+                return b""
+            line += chunk
+    return line
 
 
 def prctl(option: int, value: int) -> None:
@@ -388,11 +383,17 @@ def _system_call(number: int, *arguments: Any) -> int:
 
 
 def main() -> None:
-    """Guard a command: `process_guard.py CONTROL PARENT RECORD HEAD COMMAND…`, in the folder and
-    with the environment of the child.
+    """Guard the command that ttrl names through a socket: `process_guard.py SOCKET`, in the folder
+    and with the environment of the child.
     """
-    control, parent, record, head, *command = sys.argv[1:]
-    guard = Guard(int(control), int(parent), record=Record(Path(record), json.loads(head)))
+    control = int(sys.argv[1])
+    line = _read_line(control)
+    if not line:
+        return  # ttrl died before it named one
+    order = json.loads(line)
+    command = order["command"]
+    record = Record(Path(order["record"]), order["head"])
+    guard = Guard(control, order["parent"], record=record)
     error_read, error_write = os.pipe()  # closed by a successful exec
 
     def execute() -> None:
@@ -413,9 +414,9 @@ def main() -> None:
     with os.fdopen(error_read) as file:
         failure = file.read()
     if failure:
-        guard.abandon()
-        return guard.say(failed=failure)
-    guard.say(started=pid)
+        guard.say(failed=failure)
+    else:
+        guard.say(started=pid)
     guard.run()
 
 

@@ -139,6 +139,12 @@ class ChildProcess:
             "owner": process_guard.process_id(os.getpid()),
             "program": self.command[0],
         }
+        order = {
+            "command": self.command,
+            "parent": os.getpid(),
+            "record": str(self.record_path),
+            "head": head,
+        }
         self._control, theirs = socket.socketpair()
         try:
             with log, theirs:
@@ -151,10 +157,6 @@ class ChildProcess:
                         "-S",
                         process_guard.__file__,
                         str(theirs.fileno()),
-                        str(os.getpid()),
-                        str(self.record_path),
-                        json.dumps(head),
-                        *self.command,
                     ],
                     stdin=subprocess.DEVNULL if self._pipes is None else self._pipes[0],
                     stdout=log if self._pipes is None else self._pipes[1],
@@ -167,6 +169,7 @@ class ChildProcess:
                 )
         except OSError as error:
             self._fail(error.strerror or str(error))
+        self._tell(json.dumps(order))
         report = self._next_report(timeout=30.0) or {}
         if "started" not in report:
             self._fail(report.get("failed", f"its guard process ended; see {self.log_path}"))
@@ -200,9 +203,7 @@ class ChildProcess:
         never started. Harmless when repeated.
         """
         if self._guard is not None and self.poll() is None:
-            # The guard has just ended: its report is waiting.
-            with contextlib.suppress(ConnectionError):
-                self._control.sendall(f"{timeout}\n".encode())
+            self._tell(str(timeout))
             self._take_end(timeout=None)
         return self.returncode
 
@@ -221,6 +222,11 @@ class ChildProcess:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+    def _tell(self, order: str) -> None:
+        # A guard that has just ended has left a report, or none.
+        with contextlib.suppress(ConnectionError):
+            self._control.sendall(order.encode() + b"\n")
 
     def _fail(self, reason: str) -> NoReturn:
         self._control.close()
