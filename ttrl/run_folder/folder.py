@@ -18,7 +18,7 @@ import yaml
 
 from ttrl.errors import RunFolderError
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
-from ttrl.run_folder.lock import HEARTBEAT_SECONDS, RunLock
+from ttrl.run_folder.lease import HEARTBEAT_SECONDS, FolderLease
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
     again,
@@ -88,13 +88,13 @@ class IterationFolder:
         self,
         path: Path,
         number: int,
-        lock: RunLock | None = None,
+        lease: FolderLease | None = None,
         marked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self.number, self._lock, self._marked = (
+        self.path, self.number, self._lease, self._marked = (
             path,
             number,
-            lock or RunLock(path.parent.parent),
+            lease or FolderLease(path.parent.parent),
             marked,
         )
 
@@ -199,7 +199,7 @@ class IterationFolder:
                     strict=True,
                 )
             )
-        epoch = self._lock.epoch
+        epoch = self._lease.epoch
         if epoch:
             owner = {"epoch": epoch}
         else:
@@ -211,7 +211,7 @@ class IterationFolder:
             "facts": facts,
             "files": digests,
         }
-        self._lock.create(self._path(phase), json_text(content))
+        self._lease.create(self._path(phase), json_text(content))
         self._marked()
         return facts
 
@@ -219,7 +219,7 @@ class IterationFolder:
         """Take a marker away, so that its phase can be done again. Raises RunFolderError as
         `mark`.
         """
-        self._lock.check()
+        self._lease.check()
         self._path(phase).unlink(missing_ok=True)
 
 
@@ -230,7 +230,7 @@ class RunFolder:
         self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
     ) -> None:
         self.path = Path(path).absolute()
-        self.lock = RunLock(self.path, beat_seconds)
+        self.lease = FolderLease(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
         """Whether a finished iteration made a policy, and wrote it, where that stays so: threads
         ask while another one marks.
@@ -245,15 +245,15 @@ class RunFolder:
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
         return IterationFolder(
-            self.path / "iterations" / f"{number:04d}", number, self.lock, lambda: self.on_mark()
+            self.path / "iterations" / f"{number:04d}", number, self.lease, lambda: self.on_mark()
         )
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
-        """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming
+        """Hold the run for this process, see `ttrl.run_folder.lease`. Raises RunFolderError naming
         the owner where another process works on it. take_over: also from a silent owner on another
         machine.
         """
-        return self.lock.held(take_over=take_over)
+        return self.lease.held(take_over=take_over)
 
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError
