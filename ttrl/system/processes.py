@@ -12,12 +12,10 @@ import logging
 import os
 import re
 import secrets
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -240,20 +238,14 @@ class ChildProcess:
         """Return the guard's next message; None when none comes in `timeout` seconds, or the guard
         has ended (`_guard_ended`).
         """
-        if timeout is None:
-            deadline = None
-        else:
-            deadline = time.monotonic() + timeout
+        self._control.settimeout(timeout)
         while b"\n" not in self._buffer:
-            if deadline is None:
-                patience = None
-            else:
-                patience = max(0.0, deadline - time.monotonic())
-            if not select.select([self._control], [], [], patience)[0]:
-                return None
-            chunk = b""
-            with contextlib.suppress(ConnectionError):
+            try:
                 chunk = self._control.recv(65536)
+            except (TimeoutError, BlockingIOError):
+                return None
+            except ConnectionError:
+                chunk = b""
             if not chunk:
                 self._guard_ended = True
                 return None
