@@ -1,23 +1,22 @@
 """One process per run: a lease on its folder, and one on its mirror.
 
-Whoever holds a lease stands in owner.json (`ttrl.run_folder.owner`), gives a sign of life every few
-seconds, and has an epoch, a number above that of every owner before. `Lease` is that rule. Two
-media keep it: `FolderLease` here, `StoreLease` in `ttrl.run_folder.mirror`.
+The holder of a lease stands in owner.json (`ttrl.run_folder.owner`), gives a sign of life every few
+seconds, and has an epoch: a number above those of all earlier owners. `Lease` is that rule. It has
+two backends: `FolderLease` here, `StoreLease` in `ttrl.run_folder.mirror`.
 
-In a folder, two things say that it is taken. `lock` is locked with flock: the kernel frees it when
-its process dies, however it dies, so on one machine nothing more is needed. The sign of life is for
-file systems whose flock does not reach other machines, or that have none: owner.json's time of
-change moves.
+A folder is taken in two ways. `lock` is locked with flock: the kernel frees it when its process
+dies, however it dies, so one machine needs nothing more. Other machines may not see the flock, and
+some file systems have none: for these, owner.json's time of change moves as a sign of life.
 
-Two that start in the same moment, and an owner that was taken for dead and goes on, are kept apart
-by owners/EPOCH, a folder that each owner makes (which only one can). In it an owner writes what is
-to be seen under a name that others use too, markers above all, and then links or renames it.
-Whoever takes over removes the folders of those before first, and with them whatever they had not
-given its name: a marker of theirs was there before the new owner began, or never will be. That
-takes no clock and no second look, and holds wherever mkdir, rmdir and link are the file server's
-doing.
+Two processes may start in the same moment, and an owner may be taken for dead and go on. They are
+kept apart by owners/EPOCH, a folder that each owner makes; only one can. An owner writes its
+markers there first, and then links or renames them to their place. The next owner removes the
+folders of earlier owners before anything else, and with them all markers without a place yet: a
+marker was there before the new owner began, or never will be. This takes no clock and no second
+look, and holds wherever the file server itself does mkdir, rmdir and link.
 
-Only on a disk of this machine is an owner from before its last start known to be gone.
+An owner from before the machine's last start is known to be gone only if the disk belongs to this
+machine alone.
 """
 
 import contextlib
@@ -75,10 +74,10 @@ _MOUNTS = Path("/proc/self/mountinfo")
 
 
 class Lease(ABC):
-    """This process's hold on a run: its name in an owner.json, and the heartbeat that shows others
-    that it lives. Use `held`; before and after it, nobody else can have taken over.
+    """This process's hold on a run: its name in an owner.json, and a heartbeat as a sign of life.
+    Use `held`.
 
-    what: the run folder or mirror, in messages. Subclasses say how the file is read and written.
+    what: the run folder or mirror, in messages. Subclasses read and write the file.
     """
 
     def __init__(self, what: object, beat_seconds: float) -> None:
@@ -112,8 +111,8 @@ class Lease(ABC):
 
     @abstractmethod
     def other(self) -> Owner | None:
-        """Return the process that has signed since, also where it has left again; None where
-        nobody has.
+        """Return the process that has signed since, even if it has left again; None if there is
+        none.
         """
 
     @abstractmethod
@@ -141,8 +140,8 @@ class Lease(ABC):
             self.epoch = 0
 
     def is_ours(self) -> bool:
-        """Tell whether nobody else has taken over; once somebody has, that stays so. What cannot be
-        read names nobody else.
+        """Tell whether no other process has taken over, which is final. A file that cannot be read
+        names no other.
         """
         if self.epoch and self.lost_to is None and (other := self.other()) is not None:
             self.lost_to = other
@@ -161,7 +160,7 @@ class Lease(ABC):
         )
 
     def _judge(self, owner: Owner, *, take_over: bool) -> None:
-        """Raise RunFolderError where `owner` is alive, or where nobody can tell."""
+        """Raise RunFolderError where `owner` is alive, or may be."""
         lives = self._lives(owner)
         if lives:
             raise self.in_use_by(owner)
@@ -231,8 +230,7 @@ class FolderLease(Lease):
         self._path = folder / OWNER_FILE
         self._owners = folder / _OWNERS
         self._place: Path | None = None
-        """Where this owner writes what then gets a name that others use too; None while it is none.
-        """
+        """Where this owner writes its markers first; None while the folder is not held."""
         self._earlier: list[int] = []
         self._has_flock = False
         self.token = ""
@@ -249,7 +247,7 @@ class FolderLease(Lease):
                 f"{self._folder} cannot be a run folder: {error.strerror}; choose another one"
             ) from error
         with file:
-            # Of whoever comes after that, nobody has said that it is dead.
+            # Before the owner is read: later ones have not been judged, and may be alive.
             self._earlier = self._epochs()
             self._has_flock = self._flock(file)
             try:
@@ -309,8 +307,8 @@ class FolderLease(Lease):
         return None
 
     def is_gone(self, owner: Owner) -> bool:
-        """Tell whether the folder is on a disk of this machine; clients of an NFS server that runs
-        here give signs of life.
+        """Tell whether the disk belongs to this machine alone. Clients of an NFS server on this
+        machine give signs of life.
         """
         return self._has_flock and _only_here(self._folder)
 
@@ -367,7 +365,7 @@ class FolderLease(Lease):
         return owner
 
     def leave(self) -> None:
-        """Take owner.json away. It is not removed: it could be another's by now."""
+        """Move owner.json away, not remove it: it could be another's by now."""
         assert self._place is not None
         os.replace(self._path, self._place / OWNER_FILE)
 

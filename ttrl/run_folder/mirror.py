@@ -60,9 +60,11 @@ LOG_BYTES = 2**20
 
 
 class StoreLease(Lease):
-    """The lease of a mirror, for a process that holds the run folder. Its heartbeat is a number in
-    owner.json, which stays there for a machine that slept meanwhile. The file is written only over
-    what was last read or written here, so that of two that take over at once one finds the other.
+    """The lease of a mirror, for a process that holds the run folder.
+
+    Its heartbeat is a number in owner.json. The file stays when the owner leaves, since a machine
+    may have slept meanwhile. It is written only over the content last read or written here: of two
+    processes that take over at once, one fails.
     """
 
     def __init__(self, store: MirrorStore, folder: FolderLease) -> None:
@@ -121,7 +123,7 @@ class StoreLease(Lease):
         return True
 
     def other(self) -> Owner | None:
-        """Return the process that has signed since; None where nobody has."""
+        """Return the process that has signed since; None if there is none."""
         owner = parse_owner(self._store.read(OWNER_FILE))
         if owner is None or owner.token == self.owner.token:
             return None

@@ -1,7 +1,7 @@
-"""Who owns a run: the content of owner.json, and how it reads in messages.
+"""The owner of a run: the content of owner.json, and its words in messages.
 
-Nothing goes by the name of a machine, which a pod that is started again has in common with the one
-that may live on.
+The name of a machine proves nothing: a restarted pod shares it with its predecessor, which may
+still live.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./+-]{1,120}")
 
 
 class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A process that owns a run, as owner.json says. Without a pid: one that has left."""
+    """The content of an owner.json. Without a pid: an owner that has left."""
 
     host: str = "unknown"
     boot: str = ""
@@ -53,7 +53,7 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the owner of a mirror has left."""
 
     def __str__(self) -> str:
-        """Say who it is, for messages."""
+        """Describe the owner for messages."""
         if not self.pid:
             return "which has ended since"
         return harmless(
@@ -61,11 +61,11 @@ class Owner(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def same_boot(self) -> bool:
-        """Tell whether it was started since this machine was."""
+        """Tell whether the owner started after this machine's last start."""
         return self.boot != "" and self.boot == boot_id()
 
     def lives(self) -> bool | None:
-        """Tell whether it lives; None where its pid means nothing here."""
+        """Tell whether the owner lives; None where its pid means nothing here."""
         if not self.same_boot() or self.pid_namespace != _pid_namespace():
             return None
         return process_id(self.pid) == (self.pid, self.process_start)
@@ -92,9 +92,7 @@ def describe_process() -> Owner:
 
 
 def parse_owner(data: bytes | str | None) -> Owner | None:
-    """Return the content of an owner.json; None where there is none, or a damaged one, which names
-    nobody.
-    """
+    """Return the content of an owner.json; None for a missing or damaged file."""
     try:
         return msgspec.json.decode(data or "null", type=Owner | None)
     except msgspec.ValidationError:

@@ -1,5 +1,5 @@
-"""The little process between ttrl and each process that it starts: it outlives a killed ttrl just
-long enough to end the child.
+"""The supervisor of each process that ttrl starts: a little process between the two. It outlives a
+killed ttrl just long enough to end the child.
 
     ttrl ── guard ── child (own session and process group) ── its descendants
 
@@ -173,9 +173,9 @@ def end_processes(
 
 
 class Record:
-    """The file that names a child's mark and processes, for `ttrl.system.processes.reap_leftovers`.
+    """The file with a child's mark and processes, for `ttrl.system.processes.reap_leftovers`.
 
-    head: what stands in it beside the processes.
+    head: the rest of its content.
     """
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
@@ -184,8 +184,8 @@ class Record:
         self._known: list[ProcessId] | None = None
 
     def write(self) -> None:
-        """Write who is there, when it changed. A full disk must not end the child, so a failed
-        write is ignored.
+        """Write the living processes, if they changed. A full disk must not end the child, so a
+        failed write is ignored.
         """
         own = process_id(os.getpid())
         known = [*([own] if own else []), *descendants(os.getpid())]
@@ -256,7 +256,7 @@ class Guard:
         return self._child
 
     def run(self) -> None:
-        """Wait until the child ends or is to be ended; end what is left of it, and report."""
+        """Wait for the child's end, or for an order to end it; end its descendants, and report."""
         last_look = time.monotonic()
         self._reap()
         while self._returncode is None and not self._terminated:
@@ -299,9 +299,7 @@ class Guard:
             os._exit(1)
 
     def _end(self) -> None:
-        """End what is left of child and descendants, and report the child's exit code when all are
-        gone.
-        """
+        """End the child and its descendants, and report the child's exit code when all are gone."""
         left = end_processes(
             lambda: descendants(os.getpid()),
             self._grace,

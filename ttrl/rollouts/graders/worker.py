@@ -37,9 +37,7 @@ from ttrl.tasks.task import Grade
 
 
 def main(memory: int, cpu: float) -> None:
-    """Run the keeper: fork a worker for each two sockets that come through stdin. memory, cpu: as
-    of `_Worker`.
-    """
+    """Run the keeper: fork a worker for each pair of sockets from stdin. Limits: see `_Worker`."""
     # Pydantic builds validators at the first use: here, not in each worker.
     choice_from_json(b'{"message": {}}').to_json()
     # What is imported is shared with the workers; their collectors need not touch it.
