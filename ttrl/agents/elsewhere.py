@@ -66,6 +66,11 @@ def _listed(program: tuple[str, ...], order: str, name: str) -> str:
             try:
                 with ChildProcess([*program, order], log, without_secrets(), pipes=pipes) as child:
                     status = child.wait(_SECONDS)
+            except TimeoutError:
+                raise TaskError(
+                    f"{name}: listing its tasks took longer than {_SECONDS:g} s; does the package "
+                    "wait for something, such as a download?"
+                ) from None
             except (UserError, OSError) as error:
                 raise TaskError(f"{name}: {error}") from None
         if not status:
