@@ -144,7 +144,7 @@ HOUSE = {
         "torch numpy omegaconf tokenizers matplotlib safetensors",
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
-    "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),
+    "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers msgspec"),
     "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
     "plans": _room(
         "run_folder costs data.chat data.packing training.models server tasks ready_models "

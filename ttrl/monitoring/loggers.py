@@ -24,8 +24,8 @@ from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
 from ttrl.errors import ConfigError
 from ttrl.facts import MetricsRow
-from ttrl.run_folder.lock import shown_words
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
+from ttrl.run_folder.owner import shown_words
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
 
