@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ttrl.data.packing.pack import PackedTensors
+from ttrl.training.objective.losses import known_or_current, probability_ratio, silenced
 
 
 def token_keys(rows: PackedTensors) -> Tensor:
@@ -37,6 +38,38 @@ def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
     logprobs = logprobs_N.detach().double().cpu()
     advantages = advantages_N.detach().double().cpu()
     return (logprobs - _mean(logprobs)) * (advantages - _mean(advantages))
+
+
+def clip_cov_choice(
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    advantages_N: Tensor,
+    keys_N: Tensor,
+    seed: int,
+    covariance_share: float,
+    covariance_bounds: tuple[float, float],
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """Choose tokens for Clip-Cov, at random among those that PPO's clipping does not silence."""
+    ratio_N = probability_ratio(logprobs_N, known_or_current(old_logprobs_N, logprobs_N))
+    clipped = silenced(ratio_N, advantages_N, clip_low, clip_high)
+    return choose_by_covariance(
+        logprobs_N,
+        advantages_N,
+        keys_N,
+        covariance_share,
+        bounds=covariance_bounds,
+        allowed_N=~(clipped["clipped_low"] | clipped["clipped_high"]),
+        seed=seed,
+    )
+
+
+def kl_cov_choice(
+    logprobs_N: Tensor, advantages_N: Tensor, keys_N: Tensor, covariance_share: float
+) -> Tensor:
+    """Choose tokens for KL-Cov: those of the highest covariances."""
+    return choose_by_covariance(logprobs_N, advantages_N, keys_N, covariance_share)
 
 
 def choose_by_covariance(
