@@ -147,7 +147,7 @@ class Iterations:
             self._jobs.wait(lambda: number - 1 in self._rows)
             if self._reached is not None:
                 return self._jobs.close()
-        self._phases.train(number)
+        self._phases.train_policy(number)
         if number in self._folder.held:
             compared = self._phases.trainer.compared
         else:

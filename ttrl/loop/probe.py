@@ -20,7 +20,7 @@ import psutil
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.loop.train import train
+from ttrl.loop.train import train_checked
 from ttrl.plans.lengths import Assumptions, completion_mean, run_lengths
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.plans.plan import Plan
@@ -74,7 +74,8 @@ def probe(
             "loggers": [],
             "mirror": None,
         }
-        rows = train(dataclasses.replace(config, **changes), tasks, held_out, quiet=True).metrics
+        probed = dataclasses.replace(config, **changes)
+        rows = train_checked(probed, tasks, held_out, quiet=True).metrics
         signal = signal_share(rows)
         found = run_lengths(
             iteration_folders(Path(folder, "run")), assumptions.signal_share or signal or None
