@@ -162,7 +162,7 @@ HOUSE = {
         "cluster launch monitoring plans report run_folder rollouts rollouts.client "
         "rollouts.cache rollouts.graders "
         "rollouts.scheduling data data.chat data.packing training.objective server tasks "
-        "ready_models tiny_model costs configs records intervals",
+        "ready_models tiny_model costs configs records registries intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
     "judges": _room("tasks", "openai"),

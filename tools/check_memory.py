@@ -4,9 +4,9 @@ settings, measured and estimated.
     python tools/check_memory.py [--moments] [--default-heap] [NAME ...]
 
 Each line is the real recipe (`ttrl.grpo_recipe.train_iteration`) in a fresh process with one
-thread, on a random model and made-up groups of 8 samples; with 2 processes (FSDP2 over gloo), it is the first of
-them. The measured figure is the highest resident memory, minus what the process held once
-everything was imported.
+thread, on a random model and made-up groups of 8 samples; with 2 processes (FSDP2 over gloo), it
+is the first of them. The measured figure is the highest resident memory, minus what the process
+held once everything was imported.
 
     MB         of the whole recipe, highest of all moments
     ratio      estimated / measured

@@ -115,6 +115,10 @@ class Registry(Generic[E]):
         """Return all names, ttrl's own first."""
         return [*self._own, *sorted(self._others().keys() - self._own.keys())]
 
+    def is_own(self, name: str) -> bool:
+        """Tell whether the entry is ttrl's."""
+        return name in self._own
+
     def __contains__(self, name: object) -> bool:
         return name in self._own or name in self._others()
 

@@ -52,7 +52,6 @@ from ttrl.system.frames import data_frame
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.text import gib
-from ttrl.training.objective.objective import objective_from
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
@@ -89,7 +88,6 @@ def train_checked(
 ) -> RunResult:
     """Train: see `ttrl.loop.start.train`, which has looked for the model and said what follows."""
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
-    objective_from(config.recipe_config({}))  # refuses a loss of another package that is none
     config, asked, cuda = with_local_run(config), config, torch.cuda.is_available()
     described = {
         name: {
