@@ -6,14 +6,13 @@ Whole runs with such names: tests/e2e/test_registered.py.
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import yaml
 from support.packages import block, install, install_from_the_page
 
-from ttrl import TrainConfig, cli
+from ttrl import TrainConfig, cli, train
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.objective import ObjectiveConfig
 from ttrl.errors import ConfigError, UserError
@@ -34,7 +33,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def vowels(site: Path) -> Any:
+def vowels(site: Path) -> Iterator[None]:
     """The package of docs/registering.md, installed."""
     install_from_the_page(site)
     yield
@@ -43,7 +42,10 @@ def vowels(site: Path) -> Any:
 
 
 def test_the_page_is_checked_as_it_says(
-    vowels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    vowels: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "run.yaml").write_text(block("yaml"))
     monkeypatch.chdir(tmp_path)
@@ -160,34 +162,48 @@ def test_an_entry_with_a_setting_that_is_none(site: Path) -> None:
 
 
 WRONG_LOSSES = {
-    "def loss(logprobs_N, clip_low, temperature): pass": "one_loss:loss takes temperature; it may "
-    "take logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings that its entry "
-    "names: clip_low",
-    "def loss(logprobs_N, chosen_N, clip_low): pass": "one_loss:loss takes chosen_N; it may take",
-    "def loss(logprobs_N): pass": "one_loss:loss does not take clip_low, which its entry names",
-    "def loss(logprobs_N, clip_low): return -logprobs_N.sum(), {}": "one_loss:loss returns 3.0",
-    "def loss(logprobs_N, clip_low): return -logprobs_N": "one_loss:loss fails on 2 tokens: ",
-    "def loss(logprobs_N, clip_low): return logprobs_N.detach(), {}": "one_loss:loss returns tens",
-    "def loss(logprobs_N, clip_low): return 1 / 0": "one_loss:loss fails on 2 tokens: ZeroDivision",
-    "import no_such_module": "one_loss:loss cannot be loaded: ModuleNotFoundError: No module named",
+    "def loss(logprobs_N, clip_low, temperature): pass": "takes temperature; it may take "
+    "logprobs_N, old_logprobs_N, advantages_N, samples_N, and the settings that its entry names: "
+    "clip_low",
+    "def loss(logprobs_N, chosen_N, clip_low): pass": "takes chosen_N; it may take",
+    "def loss(logprobs_N): pass": "does not take clip_low, which its entry names",
+    "def loss(logprobs_N, clip_low): return -logprobs_N.sum(), {}": r"returns \(tensor\(3",
+    "def loss(logprobs_N, clip_low): return -logprobs_N": r"returns tensor\(\[1., 2.\]",
+    "def loss(logprobs_N, clip_low): return logprobs_N.detach(), {}": r"returns \(tensor\(\[",
+    "def loss(logprobs_N, clip_low): return 1 / 0": "fails on 2 tokens: ZeroDivisionError",
+    "import no_such_module": "cannot be loaded: ModuleNotFoundError: No module named",
 }
 
 
+@pytest.fixture
+def install_loss(site: Path) -> Iterator[Callable[[str], None]]:
+    """Install a loss, as the objective "mine"."""
+
+    def put(code: str) -> None:
+        groups = {"ttrl.objectives": {"mine": "one_entry:LOSS"}}
+        install(site, "one", groups, one_entry=ENTRY, one_loss=f"{code}\n")
+
+    yield put
+    for name in ("one_entry", "one_loss"):
+        sys.modules.pop(name, None)
+
+
 @pytest.mark.parametrize("code", WRONG_LOSSES)
+def test_a_wrong_loss(code: str, install_loss: Callable[[str], None]) -> None:
+    install_loss(code)
+    with pytest.raises(UserError, match=f"^one_loss:loss {WRONG_LOSSES[code]}"):
+        objective_from(ObjectiveConfig(objective="mine"))
+
+
 def test_a_wrong_loss_is_told_before_a_run_starts(
-    code: str, site: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    install_loss: Callable[[str], None], tmp_path: Path
 ) -> None:
-    groups = {"ttrl.objectives": {"mine": "one_entry:LOSS"}}
-    install(site, "one", groups, one_entry=ENTRY, one_loss=f"{code}\n")
-    values = {"model": "tiny", "iterations": 1, "tasks": "countdown", "tasks_per_iteration": 1}
-    (site / "run.yaml").write_text(yaml.safe_dump(values | {"training": {"objective": "mine"}}))
-    monkeypatch.chdir(site)
-    try:
-        assert cli.main(["train", "run.yaml", "--check"]) == 2
-    finally:
-        for name in ("one_entry", "one_loss"):
-            sys.modules.pop(name, None)
-    assert f"  - training: {WRONG_LOSSES[code]}" in capsys.readouterr().err
+    install_loss("def loss(logprobs_N, clip_low): return None")
+    settings = {"model": "tiny", "iterations": 1, "tasks_per_iteration": 1}
+    config = TrainConfig(run=str(tmp_path / "run"), training={"objective": "mine"}, **settings)
+    with pytest.raises(ConfigError, match="training: one_loss:loss returns None for 2 tokens"):
+        train(config, TaskSpec.parse("countdown").tasks(1))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("name", OBJECTIVES.names())

@@ -91,17 +91,22 @@ class Logger:
 
 @functools.cache
 def _registered(group: str, path: tuple[str, ...]) -> dict[str, list[EntryPoint]]:
-    """Return the entry points of a group by name, in which dashes are underscores. `path`, for
-    the cache, is where they are looked for.
+    """Return the entry points of a group by plain name. `path`, for the cache, is where they are
+    looked for.
     """
     found: dict[str, list[EntryPoint]] = {}
     for one in importlib.metadata.entry_points(group=group):
-        found.setdefault(one.name.replace("-", "_"), []).append(one)
+        found.setdefault(_plain(one.name), []).append(one)
     return found
 
 
+def _plain(name: str) -> str:
+    """Return a name in which dashes are underscores."""
+    return name.replace("-", "_")
+
+
 class Registry(Generic[E]):
-    """The entries of one kind, by name."""
+    """The entries of one kind, by name. Dashes and underscores are the same in names."""
 
     def __init__(self, group: str, kind: type[E], own: Mapping[str, E]) -> None:
         self._group = group
@@ -117,17 +122,18 @@ class Registry(Generic[E]):
 
     def is_own(self, name: str) -> bool:
         """Tell whether the entry is ttrl's."""
-        return name in self._own
+        return _plain(name) in self._own
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._own or name in self._others()
+    def __contains__(self, name: str) -> bool:
+        return self.is_own(name) or _plain(name) in self._others()
 
     def __getitem__(self, name: str) -> E:
         """Return the entry of a name. Raises UserError if there is none, if two packages claim the
         name, and if the entry cannot be loaded.
         """
+        name = _plain(name)
         others = self._others().get(name, [])
-        owners = ["ttrl"] * (name in self._own) + [_package(one) for one in others]
+        owners = ["ttrl"] * (name in self._own) + sorted(map(_package, others))
         if len(owners) > 1:
             raise UserError(
                 f"{self._group}: {name!r} is claimed by {' and '.join(owners)}; rename the entry "

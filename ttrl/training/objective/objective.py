@@ -313,18 +313,19 @@ def _check_result(target: str, policy_loss: EntryFunction) -> None:
     gradient, and facts.
     """
     try:
-        loss_N, facts = policy_loss(
+        result = policy_loss(
             logprobs_N=torch.tensor([-1.0, -2.0], requires_grad=True),
             old_logprobs_N=torch.tensor([-1.5, -1.5]),
             advantages_N=torch.tensor([1.0, -1.0]),
             samples_N=torch.tensor([0, 1]),
             chosen_N=torch.tensor([True, False]),
         )
-        is_right = loss_N.shape == (2,) and loss_N.requires_grad and isinstance(facts, dict)
     except Exception as error:
         raise UserError(f"{target} fails on 2 tokens: {type(error).__name__}: {error}") from error
-    if not is_right:
-        raise UserError(
-            f"{target} returns {loss_N} and {facts} for 2 tokens; it must return the loss of each "
-            "token, a tensor [N] with a gradient, and a dict of facts"
-        )
+    match result:
+        case (Tensor() as loss_N, dict()) if loss_N.shape == (2,) and loss_N.requires_grad:
+            return
+    raise UserError(
+        f"{target} returns {result} for 2 tokens; it must return the loss of each token, a tensor "
+        "[N] with a gradient, and a dict of facts"
+    )
