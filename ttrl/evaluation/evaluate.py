@@ -465,7 +465,7 @@ def _named(
     used: set[str] = set()
     for text in asked:
         try:
-            is_family = text.partition(":")[0].replace("-", "_") in FAMILIES
+            is_family = text.partition(":")[0] in FAMILIES
             if not is_family and (text.partition("=")[0].endswith(".py") or ".py:" in text):
                 sets.append(
                     NamedTasks(
