@@ -142,9 +142,7 @@ class Registry(Generic[E]):
         if name in self._own:
             return self._own[name]
         if not others:
-            raise UserError(
-                f"{self._group}: there is no {name!r}; there are {', '.join(self.names())}"
-            )
+            raise UserError(f"{self._group} has no {name!r}; it has {', '.join(self.names())}")
         where = f"{self._group}: {name!r} of {owners[0]}"
         try:
             entry = others[0].load()

@@ -182,17 +182,15 @@ class ObjectiveConfig(Config):
         return found + self._objective_problems()
 
     def _objective_problems(self) -> list[str]:
-        if self.objective not in OBJECTIVES:
-            known = ", ".join(map(repr, OBJECTIVES.names()))
-            return [f"objective is {self.objective!r}; it must be one of {known}"]
         try:
             entry = OBJECTIVES[self.objective]
         except UserError as error:
-            return [str(error)]
+            return [f"objective is {self.objective!r}; {error}"]
+        unknown = {*entry.settings, *entry.defaults} - {*_POLICY_SETTINGS, "aggregation"}
         found = [
             f"objective {self.objective!r}: its entry names the setting {name!r}; it may name "
             f"{', '.join(_POLICY_SETTINGS)}, and a default of aggregation"
-            for name in {*entry.settings, *entry.defaults} - {*_POLICY_SETTINGS, "aggregation"}
+            for name in sorted(unknown)
         ]
         ignored = [name for name in _POLICY_SETTINGS if name not in entry.settings]
         return found + self._idle(ignored, f"with objective {self.objective!r}")
