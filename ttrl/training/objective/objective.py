@@ -286,7 +286,7 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     entry = OBJECTIVES[config.objective]
     settings = config.policy_settings()
     inputs = [*_LOSS_INPUTS]
-    taken = set()
+    taken: set[str] = set()
     choice = None
     if entry.choose is not None:
         inputs.append("chosen_N")
