@@ -280,7 +280,7 @@ def test_what_torchrun_has_to_say_is_shown_too(made):
         "9\\n'); os._exit(1)"
     )
     with pytest.raises(TrainerError) as caught:
-        made().train(1, made.config(1, do=do))
+        made().make_checkpoint(1, made.config(1, do=do))
     logs = [made.run / "iterations/0001/train.log", made.run / "logs/trainer.log"]
     assert str(caught.value).endswith(f"The end of its log, {logs[0]}:\nrank 0 was here")
     assert f"The end of {logs[1]}:\nstarted\nrank 1 was killed by signal 9\n" in str(caught.value)
