@@ -308,6 +308,7 @@ def objective_from(config: ObjectiveConfig) -> StepObjective:
     return StepObjective(config, policy_loss, choice)
 
 
+@torch.enable_grad()
 def _check_result(target: str, policy_loss: EntryFunction) -> None:
     """Try a policy loss on two tokens. Raises UserError unless it returns the loss of each, with a
     gradient, and facts.
