@@ -91,7 +91,7 @@ class Trials:
         }
         # Adam's first step would show hardly more than signs.
         values |= {"optimizer": "sgd", "lr": 0.1, "max_grad_norm": None}
-        grpo_recipe.train(GRPOConfig.parse({**values, **settings}, "test"), HERE)
+        grpo_recipe.train_iteration(GRPOConfig.parse({**values, **settings}, "test"), HERE)
         return out
 
     def logprobs(self, model, packed):

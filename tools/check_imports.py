@@ -74,6 +74,7 @@ HOUSE = {
     "text": _room(),
     "version": _room(),
     "intervals": _room(),
+    "registries": _room(),
     # Safetensors' error class alone: it loads no torch.
     "system": _room("text", "safetensors obstore tqdm psutil pynvml pandas"),
     # What passes between rooms, and what is known without running anything.
@@ -81,7 +82,7 @@ HOUSE = {
     "tiny_model": _room("", "torch transformers tokenizers"),
     "nanochat": _room("", "torch transformers"),
     "ready_models": _room("tiny_model", "torch transformers"),
-    "configs": _room("", "yaml"),
+    "configs": _room("registries", "yaml"),
     "costs": _room("configs"),
     "tasks": _room("tasks.numerals records", "chess datasets pyarrow openai"),
     "tasks.numerals": _room(),
@@ -116,7 +117,7 @@ HOUSE = {
     ),
     "training.kernels": _room("data.packing", "torch triton"),
     "training.parallel": _room("configs", "torch omegaconf"),
-    "training.objective": _room("data data.packing configs", "torch numpy"),
+    "training.objective": _room("data data.packing configs registries", "torch numpy"),
     "training.models": _room(
         "training.kernels nanochat", "torch torchtune transformers safetensors huggingface_hub"
     ),
@@ -145,7 +146,7 @@ HOUSE = {
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
     "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers msgspec"),
-    "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
+    "monitoring": _room("run_folder data.packing configs registries", "torch wandb yaml"),
     "plans": _room(
         "run_folder costs data.chat data.packing training.models server tasks ready_models "
         "configs records",
@@ -161,8 +162,8 @@ HOUSE = {
     "loop": _room(
         "cluster launch monitoring plans report run_folder rollouts rollouts.client "
         "rollouts.cache rollouts.graders "
-        "rollouts.scheduling data data.chat data.packing server tasks ready_models tiny_model "
-        "costs configs records intervals",
+        "rollouts.scheduling data data.chat data.packing training.objective server tasks "
+        "ready_models tiny_model costs configs records registries intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
     "judges": _room("tasks", "openai"),
@@ -172,7 +173,7 @@ HOUSE = {
     ),
     "evaluation": _room(
         "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models "
-        "configs records",
+        "configs records registries",
         "openai tqdm numpy",
     ),
     "replays": _room(
@@ -204,7 +205,10 @@ NAMED_IN = (
     "*.toml",
     "Makefile",
 )
-NOT_OURS = {"end", "written"}  # attributes of a variable that a template calls ttrl
+NOT_OURS = {
+    *("end", "written"),  # attributes of a variable that a template calls ttrl
+    *("objectives", "loggers"),  # groups of entry points
+}
 MADE_UP = {"test_house.py", "test_public_names.py"}  # which name what is not there
 _DOTTED = re.compile(r"(?<![\w./-])ttrl(?:\.[A-Za-z_]\w*)+")
 _FROM = re.compile(r"\bfrom (ttrl(?:\.\w+)*) import \(?(\w+(?:(?: as \w+)?, \w+)*)")

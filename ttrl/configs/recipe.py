@@ -11,6 +11,7 @@ import yaml
 
 from ttrl.configs.base import Config, absent_folder, required, settings
 from ttrl.configs.objective import ObjectiveConfig
+from ttrl.registries import OBJECTIVES
 
 Decoder = Literal["auto", "torchtune", "transformers"]
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
@@ -584,15 +585,15 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
                 "version in the pack"
             )
         if (
-            self.objective == "kl_cov"
-            and self.off_policy != "none"
+            self.off_policy != "none"
             and self.updates_per_iteration == 1
+            and not self._objective_problems()
+            and OBJECTIVES[self.objective].from_second_update
         ):
             found.append(
-                f"objective 'kl_cov' with off_policy {self.off_policy!r} and "
-                "updates_per_iteration 1; its penalty does nothing, "
-                "as it holds the policy to that which the one update starts from: take 2 or more "
-                "updates"
+                f"objective {self.objective!r} with off_policy {self.off_policy!r} and "
+                "updates_per_iteration 1; it acts where the policy has moved from that which the "
+                "one update starts from: take 2 or more updates"
             )
         return found
 

@@ -76,7 +76,7 @@ class RunResult:
         return data_frame(self.metrics, columns=("iteration",))
 
 
-def train(
+def train_checked(
     config: TrainConfig,
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task] = (),
@@ -262,4 +262,4 @@ def local_model(model: str, *, chat_template: bool = True) -> Path:
     return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 
-__all__ = ["RunResult", "TrainConfig", "train"]
+__all__ = ["RunResult", "TrainConfig", "train_checked"]

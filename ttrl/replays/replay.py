@@ -191,7 +191,7 @@ def replay(
         if training is None:
             checkpoint = None
         else:
-            checkpoint = training.train(console)
+            checkpoint = training.train_again(console)
     console.line(f"replay: {folder.path}")
     if checkpoint is not None:
         console.line(f"checkpoint: {checkpoint}")
