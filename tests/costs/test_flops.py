@@ -407,7 +407,8 @@ def test_shapes_by_hand():
     assert (
         model_shape(SHAPE | {"head_dim": 5}).layer_weights == 2 * 8 * 20 + 2 * 8 * 10 + 3 * 8 * 12
     )
-    assert model_shape(SHAPE | {"model_type": "phi"}).feed_forward_matrices == 2
+    ungated = model_shape(SHAPE | {"model_type": "phi"})
+    assert ungated.layer_weights == 8 * 8 + 2 * 8 * 4 + 8 * 8 + 2 * 8 * 12
     assert model_shape({"model_type": "gemma3", "text_config": SHAPE}) == shape
     with pytest.raises(ModelFolderError, match="hidden_size is None"):
         model_shape({"num_hidden_layers": 3})

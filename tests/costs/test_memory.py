@@ -14,7 +14,7 @@ import transformers
 
 from ttrl.configs import GRPOConfig
 from ttrl.costs import memory
-from ttrl.costs.activations import Computation, layer_bytes
+from ttrl.costs.activations import Computation, own_layer_bytes
 from ttrl.costs.memory import HEAD_CHUNK, Workload, head_chunk
 from ttrl.costs.parameters import adapter_parameters, decoder_parameters
 from ttrl.costs.storage import iteration_bytes
@@ -171,7 +171,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(family, bf16):
     config = config_of(family, **FAMILIES[family])
     values = config.to_dict()
     dense = length if family in ("gemma2", "mistral") else None
-    counted = layer_bytes(decoder_parameters(values), Computation(bf16), dense).kept
+    counted = own_layer_bytes(decoder_parameters(values), Computation(bf16), dense).kept
     beside = 0
     if family in ("gemma2", "mistral"):
         # The mask, which all layers share.

@@ -19,10 +19,11 @@ Letters: D width, F feed-forward width, H query heads, K key/value heads, E dime
 tokens of a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttrl.costs.layers import Layer
 from ttrl.costs.parameters import DecoderParameters
+from ttrl.families.layers import Layer
 
 _FP32 = 4
 
@@ -58,9 +59,29 @@ class Computation:
 
 
 def layer_bytes(
+    decoder: DecoderParameters, how: Computation, dense_lengths: Sequence[int | None] = ()
+) -> list[LayerBytes]:
+    """Return what each layer keeps. dense_lengths: T of each layer of ttrl's own decoder whose
+    attention goes through a dense mask, else None; empty: none does.
+    """
+    if decoder.own is None:
+        return [described_layer_bytes(one, decoder.shape.width, how) for one in decoder.shape.kinds]
+    lengths = dense_lengths or [None] * decoder.shape.layers
+    return [own_layer_bytes(decoder, how, length) for length in lengths]
+
+
+def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
+    """Return what the layer keeps that keeps most."""
+    return max(layer_bytes(decoder, how), key=lambda one: one.kept)
+
+
+def own_layer_bytes(
     decoder: DecoderParameters, how: Computation, dense_length: int | None = None
 ) -> LayerBytes:
-    """Return what a layer keeps. dense_length: T, where attention goes through a dense mask."""
+    """Return what a layer of ttrl's own decoder keeps. dense_length: T, where attention goes
+    through a dense mask."""
+    own = decoder.own
+    assert own is not None
     width = decoder.shape.width
     size = how.bytes
     parts = how.tensor_parallel
@@ -68,12 +89,12 @@ def layer_bytes(
     keys = decoder.keys / parts
     feed_forward = decoder.shape.feed_forward_width / parts
     heads = decoder.shape.heads / parts
-    gated = decoder.shape.feed_forward_matrices == 3
-    parallel = decoder.parallel
+    gated = own.gated_mlp
+    parallel = own.parallel
 
     inner_inputs = 1 if parallel and size == _FP32 else 2  # of attention and feed-forward layer
     norms = (
-        width * (1 if parallel else 4 if decoder.post_norms else 2)
+        width * (1 if parallel else 4 if own.post_norms else 2)
         + (queries + keys) * decoder.head_norms
     )
     products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
@@ -95,18 +116,6 @@ def layer_bytes(
         products=results,
         backward=between,
     )
-
-
-def bytes_of_layers(decoder: DecoderParameters, how: Computation) -> list[LayerBytes]:
-    """Return what each layer of transformers' own class keeps; nothing for a dense decoder."""
-    return [described_layer_bytes(one, decoder.shape.width, how) for one in decoder.shape.kinds]
-
-
-def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
-    """Return what a layer keeps; where layers differ, the one that keeps most."""
-    return max(
-        bytes_of_layers(decoder, how), key=lambda one: one.kept, default=None
-    ) or layer_bytes(decoder, how)
 
 
 def described_layer_bytes(layer: Layer, width: int, how: Computation) -> LayerBytes:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ttrl.configs.recipe import has_experts
 from ttrl.data.packing.pack import PackedTensors, unpack
 from ttrl.errors import ModelFolderError
+from ttrl.families.values import has_experts
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_mapping, read_run
 from ttrl.run_folder.token_text import run_token_text

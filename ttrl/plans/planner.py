@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.machines import gpus_of_a_server
-from ttrl.configs.recipe import has_experts, model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import (
@@ -30,6 +29,7 @@ from ttrl.costs.parameters import (
 )
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
+from ttrl.families.values import has_experts, model_settings
 from ttrl.plans.choices import choose
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after

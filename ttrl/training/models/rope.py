@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ttrl.families.table import OWN_DECODERS
 from ttrl.training.kernels import cpu_ops
-from ttrl.training.models.families import FAMILIES
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 EVERY_LAYER = "every_layer"
@@ -45,7 +45,7 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
         rope_type = parameters["rope_type"]
         if rope_type == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-            if FAMILIES[config.model_type].turns_backwards:
+            if OWN_DECODERS[config.model_type].turns_backwards:
                 sign = -1.0
             else:
                 sign = 1.0
