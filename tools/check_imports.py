@@ -40,6 +40,7 @@ MAX_FILES = 20
 SMALL_FILES = {
     # A file under MIN_LINES is a noun of its own: what it is, in a word.
     "ttrl/version.py": "the version",
+    "ttrl/system/processor.py": "the processor",
     "ttrl/training/kernels/doubles.py": "float64",
 }
 

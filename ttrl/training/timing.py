@@ -15,7 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.pytorch_utils import Conv1D
 
-from ttrl.system.native_code import best_product, cpu_name
+from ttrl.system.processor import best_product, cpu_name
 from ttrl.training.kernels.cpu_products import fast, product
 from ttrl.training.parallel.distributed import Ranks
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ttrl.system.files import keep_figure
-from ttrl.system.native_code import cpu_name
+from ttrl.system.processor import cpu_name
 from ttrl.training.kernels.widening import Linear, held_narrow, linear, widened
 
 _X86 = platform.machine().lower() in ("x86_64", "amd64")
