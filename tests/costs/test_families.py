@@ -352,8 +352,6 @@ def test_flops_are_those_that_pytorch_counts(name, monkeypatch):
     products with its four streams, 2% of a tiny one.
     """
     T, config = 70, tiny_config(name)
-    # Of oneDNN's products it counts nothing.
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
     for function, ours in BY_TOKEN.items():

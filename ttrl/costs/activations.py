@@ -3,8 +3,8 @@
 Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix
 product its input, a norm its input, an elementwise product both factors, the attention its queries,
 keys, values, output and log-sum-exp. The stream between the layers is fp32; under bf16 matrix
-products save a copy of their input in bf16, which they share. On the CPU, SiLU with the product
-after it is one operation, which saves its two inputs.
+products save a copy of their input in bf16, which they share. On the CPU, an RMSNorm is several
+operations, and one that is trained saves its normed input, too.
 
 On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes
 that grow with the row's length as well.
@@ -49,6 +49,8 @@ class Computation:
     bf16: bool = False
     cuda: bool = False
     tensor_parallel: int = 1
+    frozen: bool = False
+    """Whether adapters alone are trained, so that norms have no gradient."""
 
     @property
     def bytes(self) -> int:
@@ -97,7 +99,9 @@ def own_layer_bytes(
         width * (1 if parallel else 4 if own.post_norms else 2)
         + (queries + keys) * decoder.head_norms
     )
-    products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
+    if own.norm in ("rms", "rms_plus_one") and not (how.cuda or how.frozen):
+        norms *= 2
+    products = feed_forward * size * (4 if gated else 2)
     attention = 2 * queries * size + heads * _FP32
     if dense_length is None:
         # FlexAttention has them once for each query head.

@@ -230,7 +230,7 @@ def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     return sum(2 * rank * (before + behind) for before, behind in adapted_shapes(decoder, config))
 
 
-def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda: bool) -> int:
+def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the numbers that adapters of low rank read and write for a token of a training step:
     their products have so few operations that these take the time. Of what a matrix reads and
     makes, and of their gradients, one by one:
@@ -240,22 +240,8 @@ def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda:
     - backward: the product's gradient is scaled (read, written) and read for A and B each; x is
       read for A's gradient; x's own is written and added to that of the frozen matrix (two read,
       one written).
-
-    On CPUs in fp32 products add to what is there (`ttrl.training.kernels.cpu_products`), but for
-    DoRA and dropout, and nothing is scaled: forward, x is read, and what the frozen matrix makes is
-    read and written; backward, the product's gradient is read for A and B each, x for A's gradient,
-    and x's own is read and written.
     """
-    added = (
-        not cuda
-        and config.dtype == "fp32"
-        and config.lora_kind == "lora"
-        and not config.lora_dropout
-    )
-    of_input, of_output = (4, 4) if added else (6, 10)
-    return sum(
-        of_input * before + of_output * behind for before, behind in adapted_shapes(decoder, config)
-    )
+    return sum(6 * before + 10 * behind for before, behind in adapted_shapes(decoder, config))
 
 
 def _layer_with_adapters(

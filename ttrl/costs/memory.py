@@ -280,7 +280,7 @@ class _Training:
         """Whether parameters, gradients and moments are on the device that computes."""
         self.lora = settings.lora_rank is not None
         bf16 = settings.dtype == "bf16"
-        self.how = Computation(bf16, cuda, settings.tensor_parallel)
+        self.how = Computation(bf16, cuda, settings.tensor_parallel, frozen=self.lora)
         held = held_dtype(decoder, settings)
         self.base_size = BYTES[held]
         """Bytes of a number that is not trained, but for matrices in 4 bits."""

@@ -109,8 +109,6 @@ class DecoderParameters:
     """A norm over each head's query and key, in ttrl's own decoder."""
     soft_cap: bool
     """Attention scores are capped, which the fast way on CPUs cannot do."""
-    silu: bool
-    """The feed-forward layer's activation."""
     norm_vectors: int
     """What the last norm has: 0, 1 (a weight) or 2 (and a bias)."""
     head_bias: bool
@@ -201,7 +199,6 @@ def decoder_parameters(config: Mapping[str, Any]) -> DecoderParameters:
         tied=has_tied_head(config),
         head_norms=own is not None and values.says(own.qk_norm),
         soft_cap=own is not None and own.caps_scores(values),
-        silu=values.activation == "silu",
         norm_vectors=kinds.norm_vectors,
         head_bias=kinds.head_bias,
         looked_up=kinds.looked_up,

@@ -170,7 +170,7 @@ def make_plan(
     memory = memory_of(model, config, recipe, work, most, machine, with_server=not recipe_only)
     each = iteration_bytes(model, recipe)
     disk = _disk(config, each, work, here=gpu is None and not recipe_only)
-    passed = adapter_numbers(decoder, recipe, cuda=machine.cuda)
+    passed = adapter_numbers(decoder, recipe)
     rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()), passed)
     seconds = seconds_of(config, rough, measured)
     warned = warnings_of(

@@ -16,7 +16,6 @@ from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ttrl.families.table import OWN_DECODERS
-from ttrl.training.kernels import cpu_ops
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 EVERY_LAYER = "every_layer"
@@ -98,11 +97,6 @@ class RotaryEmbedding(nn.Module):
 def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by their positions; dimensions from R on pass through."""
     cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
-    # In the layout that the projections give and attention takes: [B, T, H, E] in memory.
-    if cpu_ops.apply_to(x_BHTE):
-        return cpu_ops.rotate_halves(
-            *(part.transpose(1, 2) for part in (x_BHTE, cos, sin))
-        ).transpose(1, 2)
     turned = x_BHTE[..., : cos.shape[-1]]
     passed = x_BHTE[..., cos.shape[-1] :]
     first, second = turned.chunk(2, dim=-1)
@@ -110,9 +104,3 @@ def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     if passed.shape[-1]:
         return torch.cat([turned, passed], dim=-1)
     return turned
-
-
-def turns_of(rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Return cos + i·sin [B, T, 1, R/2], for heads whose halves come as pairs."""
-    cos, sin = (part.transpose(1, 2)[..., : part.shape[-1] // 2] for part in rotary)
-    return torch.complex(cos, sin)
