@@ -177,7 +177,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(family, bf16):
         # The mask, which all layers share.
         beside = length * (2 if bf16 else 4) if family == "mistral" else 0
     # Cosines and sines (shared as well) and the norms' reciprocal roots are not in the count.
-    cosines = 2 * 16 * 4 * (2 if family == "gemma3_text" else 1)
+    cosines = 2 * 8 * 4 * (2 if family == "gemma3_text" else 1)
     real = saved_per_token(config, bf16, length) - beside
     assert counted <= real <= counted + cosines + 4 * (8 * 2 + 8)
 

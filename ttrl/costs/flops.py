@@ -207,10 +207,9 @@ def _not_made_again(decoder: DecoderParameters, config: TrainingConfig, recomput
     own = decoder.own
     shape = decoder.shape
     assert own is not None
-    if config.lora_rank is None:
-        adapted = set[str]()
-    else:
-        adapted = set(config.lora_targets) & decoder.matrix_shapes.keys()
+    adapted = set[str]()
+    if config.lora_rank is not None:
+        adapted = {name for name in decoder.matrix_shapes if name in config.lora_targets}
     left = 0
     if not own.post_norms:
         last = shape.feed_forward_width
