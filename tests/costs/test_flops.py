@@ -389,10 +389,12 @@ def test_an_iteration_costs_what_transformers_counts(family, model_folder):
         (
             {
                 "sliding_window": 5,
+                "model_type": "ministral",
                 "layer_types": ["full_attention", "sliding_attention", "full_attention"],
             },
             (None, 5, None),
         ),
+        ({"sliding_window": 5}, (None, None, None)),  # transformers' Llama has none
     ],
 )
 def test_windows_of_the_families(config, windows):
