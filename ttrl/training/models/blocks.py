@@ -123,11 +123,11 @@ class SelfAttention(nn.Module):
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = (q, k) if self.norms_last else self._normed(q, k)
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if rotary is not None:
             q = rotate(q, rotary)
             k = rotate(k, rotary)
         q, k = self._normed(q, k) if self.norms_last else (q, k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         attended = attend(
             q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window
         )

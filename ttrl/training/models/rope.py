@@ -21,7 +21,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 EVERY_LAYER = "every_layer"
 
 Rotary = dict[str, tuple[Tensor, Tensor]]
-"""Cosines and sines, each [B, 1, T, R/2], by kind of layer."""
+"""Cosines and sines, each [B, T, 1, R/2], by kind of layer."""
 
 
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
@@ -86,7 +86,7 @@ class RotaryEmbedding(nn.Module):
         with torch.autocast(positions_BT.device.type, enabled=False):
             for kind, (_, factor) in self._computed.items():
                 angles = positions_BT.float().unsqueeze(-1) * self.get_buffer(f"{kind}_frequencies")
-                angles = angles.unsqueeze(1)
+                angles = angles.unsqueeze(2)
                 rotary[kind] = (
                     (angles.cos() * factor).to(dtype),
                     (angles.sin() * factor).to(dtype),
@@ -94,15 +94,15 @@ class RotaryEmbedding(nn.Module):
         return rotary
 
 
-def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by their positions; dimensions from R on pass through."""
-    cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
+    cos, sin = (part.to(x_BTHE.dtype) for part in rotary)
     half = cos.shape[-1]
-    first, second = x_BHTE[..., : 2 * half].chunk(2, dim=-1)
+    first, second = x_BTHE[..., : 2 * half].chunk(2, dim=-1)
     parts = (
         # In 16 bits, the sum is rounded once.
         torch.addcmul(first * cos, second, sin, value=-1),
         torch.addcmul(second * cos, first, sin),
-        x_BHTE[..., 2 * half :],
+        x_BTHE[..., 2 * half :],
     )
     return torch.cat(parts, dim=-1)
