@@ -40,6 +40,7 @@ MAX_FILES = 20
 SMALL_FILES = {
     # A file under MIN_LINES is a noun of its own: what it is, in a word.
     "ttrl/version.py": "the version",
+    "ttrl/system/processor.py": "the processor",
     "ttrl/training/kernels/doubles.py": "float64",
 }
 
@@ -82,8 +83,9 @@ HOUSE = {
     "tiny_model": _room("", "torch transformers tokenizers"),
     "nanochat": _room("", "torch transformers"),
     "ready_models": _room("tiny_model", "torch transformers"),
-    "configs": _room("registries", "yaml"),
-    "costs": _room("configs"),
+    "families": _room(),
+    "configs": _room("registries families", "yaml"),
+    "costs": _room("configs families"),
     "tasks": _room("tasks.numerals records", "chess datasets pyarrow openai"),
     "tasks.numerals": _room(),
     "tasks.temporal_clue": _room("tasks records"),
@@ -116,10 +118,11 @@ HOUSE = {
         "torch torchao transformers tokenizers safetensors omegaconf",
     ),
     "training.kernels": _room("data.packing", "torch triton"),
-    "training.parallel": _room("configs", "torch omegaconf"),
+    "training.parallel": _room("configs families", "torch omegaconf"),
     "training.objective": _room("data data.packing configs registries", "torch numpy"),
     "training.models": _room(
-        "training.kernels nanochat", "torch torchtune transformers safetensors huggingface_hub"
+        "training.kernels nanochat families",
+        "torch torchtune transformers safetensors huggingface_hub",
     ),
     "training.policy": _room(
         "training.models training.kernels training.parallel configs records",
@@ -146,10 +149,10 @@ HOUSE = {
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
     "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers msgspec"),
-    "monitoring": _room("run_folder data.packing configs registries", "torch wandb yaml"),
+    "monitoring": _room("run_folder data.packing configs registries families", "torch wandb yaml"),
     "plans": _room(
         "run_folder costs data.chat data.packing training.models server tasks ready_models "
-        "configs records",
+        "configs families records",
         "torch transformers huggingface_hub numpy psutil",
     ),
     "report": _room(
@@ -184,7 +187,8 @@ HOUSE = {
     "cli": _room(
         "agents instruments evaluation replays loop launch plans report run_folder rollouts "
         "rollouts.cache server tasks "
-        "nanochat training.models tasks.temporal_clue tasks.zebra_grid ready_models tiny_model "
+        "nanochat families training.models tasks.temporal_clue tasks.zebra_grid ready_models "
+        "tiny_model "
         "configs records",
         "openai tqdm yaml",
     ),
