@@ -10,13 +10,12 @@ import pytest
 from ttrl.instruments.gradient_noise import (
     Nested,
     Noise,
-    best_allocation,
     nested_noise,
     noise_of_pieces,
-    recent_noise,
     step_noise,
     unsplit,
 )
+from ttrl.run_folder.recent_noise import best_allocation, recent_noise
 
 COVARIANCE = np.diag(np.linspace(0.5, 2.0, 12))
 AWAY = np.linspace(-0.4, 0.6, 12)  # of the weights from the best ones

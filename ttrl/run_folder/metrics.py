@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.instruments.gradient_noise import WINDOW, recent_noise
 from ttrl.run_folder.folder import IterationFolder
+from ttrl.run_folder.recent_noise import WINDOW, recent_noise
 from ttrl.system.files import write_json
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")
