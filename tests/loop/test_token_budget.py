@@ -20,7 +20,7 @@ A, END = 1, 2
 
 
 class Sampler:
-    """Stands in for get_task_results: tokens one by one, sample after sample in turns, until the
+    """Stands in for sample_tasks: tokens one by one, sample after sample in turns, until the
     budget is spent.
     """
 
@@ -33,22 +33,12 @@ class Sampler:
         self.interrupt_after = None
         self.reward = lambda task_id, k: float(k % 2)
 
-    async def __call__(
-        self,
-        tasks,
-        client,
-        model,
-        *,
-        n,
-        weights_version,
-        on_task_done,
-        token_budget=None,
-        unfinished=(),
-        **_,
-    ):
+    async def __call__(self, tasks, request):
+        n, weights_version = request.n, request.weights_version
+        on_task_done, token_budget = request.on_task_done, request.token_budget
+        unfinished = request.unfinished
         if tasks[0].id.startswith("held-out"):
             return self.results(tasks, n, weights_version)
-        unfinished = list(unfinished)
         ids = [task.id for task in tasks]
         self.calls.append(
             (ids[: len(unfinished)], ids[len(unfinished) :], token_budget, weights_version)
@@ -105,7 +95,7 @@ class Sampler:
 @pytest.fixture
 def sampler(world, monkeypatch):
     made = Sampler(world)
-    monkeypatch.setattr(sampling, "get_task_results", made)
+    monkeypatch.setattr(sampling, "sample_tasks", made)
     return made
 
 

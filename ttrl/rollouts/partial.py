@@ -28,7 +28,7 @@ from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample
-from ttrl.rollouts.client.attempts import Attempt
+from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
@@ -200,7 +200,7 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
 
 
 @dataclass(kw_only=True)
-class ContinueAttempt(Attempt):
+class ContinueAttempt(CountedAttempt):
     """A request to go on with a completion that was cut off: its answer is the whole of it, as if
     it had never been.
 

@@ -21,11 +21,11 @@ from ttrl.rollouts.client.chat_completions import STALL_TIMEOUT, ChatRequest, pl
 from ttrl.rollouts.client.choices import chat_completion, read_choice, writable
 from ttrl.rollouts.client.transport import Transport, answer_identity, transport_for
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.ledger import NOT_TO_KEEP
+from ttrl.rollouts.group import NOT_TO_KEEP
+from ttrl.rollouts.request import CacheLike
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import sample_text
 from ttrl.rollouts.scheduling.servers import Servers, Size
-from ttrl.rollouts.settings import CacheLike
 from ttrl.system import files
 
 

@@ -1,8 +1,8 @@
-"""The arguments of one sampling call as one object, checked before anything is sent."""
+"""The request of one sampling call: which model, how many samples, and how they are made."""
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,12 +17,15 @@ from ttrl.rollouts.progress import Prices
 
 Client: TypeAlias = "AsyncOpenAI | str | Endpoint | Sequence[AsyncOpenAI | str | Endpoint]"
 CacheLike: TypeAlias = "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None"
+Transform: TypeAlias = Callable[[TaskResult], Any] | Callable[[TaskResult], Awaitable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """The arguments of `get_task_results`, which explains them, without its tasks. Raises UserError
-    for values out of range.
+class SamplingRequest:
+    """Ask for samples of any tasks; `get_task_results` explains the fields.
+
+    Raises UserError for wrong callbacks and counts; `Sampling` checks the rest as it opens servers,
+    cache and graders.
     """
 
     client: Client
@@ -42,7 +45,7 @@ class SamplingSettings:
     isolated: bool = False
     grader_timeout: float = 60.0
     grader_memory: int | None = None
-    transform: Callable[[TaskResult], Any] | None = None
+    transform: Transform | None = None
     on_task_done: Callable[[TaskResult], None] | None = None
     token_budget: int | TokenBudget | None = None
     unfinished: Iterable[TaskResult] = ()
