@@ -164,7 +164,7 @@ HOUSE = {
         "costs configs records intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
-    "judges": _room("tasks", "openai"),
+    "judges": _room("rollouts.cache rollouts.client tasks", "openai"),
     "agents": _room(
         "run_folder rollouts rollouts.client rollouts.graders tasks records",
         "aiohttp anyio httpx2 inspect_ai mcp reasoning_gym textarena verifiers",

@@ -377,7 +377,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "option 'arc_agi.x' belongs to no family that is asked for",
     ):
         assert part in said, part
-    with pytest.raises(ConfigError, match="no setting 'sample'"):
+    with pytest.raises(ConfigError, match="unknown key 'sample'"):
         evaluate("http://127.0.0.1:1/v1", "countdown", sample=3)
 
 

@@ -148,8 +148,8 @@ class TaskStream:
         )
 
 
-class Turn(NamedTuple):
-    """The last turn of a task, as the marker of the iteration holds it."""
+class Standing(NamedTuple):
+    """Where a task stands after its last turn, as the marker of the iteration holds it."""
 
     round: int
     due: int
@@ -185,7 +185,7 @@ class Curriculum:
         self._levels = sorted(set(self._level_of.values()))
         self._read = 0
         """The iteration whose marker was read last; what follows is as it was after that one."""
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, Standing] = {}
         self._round, self._level = 0, self._levels[0]
         """The latest in which a task had its turn, and the highest that is open."""
         self._scores: list[tuple[str, float]] = []
@@ -237,11 +237,11 @@ class Curriculum:
         score of its tasks.
         """
         self._read_until(number - 1)
-        turns: dict[str, Turn] = {}
+        turns: dict[str, Standing] = {}
         scores = list(self._scores)
         for group in finished:
             key = _digest(group.task_id, group.messages)
-            last = turns.get(key) or self._turns.get(key) or Turn(0, 0, 0, None)
+            last = turns.get(key) or self._turns.get(key) or Standing(0, 0, 0, None)
             now = max(last.due, self._round)
             without = last.without
             score = last.score
@@ -257,7 +257,7 @@ class Curriculum:
                 ]
                 score = math.fsum(given) / len(given)
                 scores += [(key, score)] if self._level_of.get(key) == self._level else []
-            turns[key] = Turn(now, now + self._wait(key, now, without), without, score)
+            turns[key] = Standing(now, now + self._wait(key, now, without), without, score)
         newest = max((turn.round for turn in turns.values()), default=self._round)
         known = self._turns | turns
         counts = Counter(_state(known.get(key)) for key in self._keys)
@@ -273,7 +273,7 @@ class Curriculum:
         return random.Random(f"{self._config.seed}/{key}/{now}").randint(longest // 2 + 1, longest)
 
     def _after(
-        self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]
+        self, turns: Mapping[str, Standing], now: int, scores: list[tuple[str, float]]
     ) -> dict[str, Any]:
         """Return the level, its mean score, and what that follows from. Tasks that are left out of
         this round count with their own last score; all others that had a turn with the mean of the
@@ -312,13 +312,13 @@ class Curriculum:
             self._read += 1
             found = (self._folder.iteration(self._read).marker("rollouts") or {}).get("curriculum")
             if found is not None:  # else the run had none then
-                self._turns |= {key: Turn(*turn) for key, turn in found["turns"].items()}
+                self._turns |= {key: Standing(*turn) for key, turn in found["turns"].items()}
                 self._round = found["round"]
                 self._level = found.get("level", self._level)
                 self._scores = [(key, score) for key, score in found.get("level_scores", [])]
 
 
-def _state(turn: Turn | None) -> str:
+def _state(turn: Standing | None) -> str:
     if turn is None or turn.score is None:
         return "unseen"
     if not turn.without:

@@ -35,7 +35,7 @@ async def sample_group(group: Group) -> None:
             for sample in begun:
                 work.create_task(_continue(group, sample))
             missing = []
-            answers = await group.from_cache(fresh, group.digest)
+            answers = await group.s.cached(group.digest, group.numbers(fresh))
             for sample, answer in zip(fresh, answers, strict=True):
                 if answer is None:
                     missing.append(sample)
@@ -80,7 +80,8 @@ async def _request(group: Group, samples: list[Sample]) -> None:
         cut=group.s.cut,
     )
     try:
-        answers = await group.send(attempt, samples, group.size._replace(n=len(samples)))
+        size = group.size._replace(n=len(samples))
+        answers = await group.send(attempt, samples, size, digest=group.digest)
     except Exception as error:  # noqa: BLE001 - whatever a request meets fails its own samples alone
         for sample in samples:
             _fail(group, sample, error)
@@ -115,7 +116,7 @@ async def _continue(group: Group, sample: Sample) -> None:
         cut=group.s.cut,
     )
     try:
-        answers = await group.send(attempt, [sample], group.size)
+        answers = await group.send(attempt, [sample], group.size, digest=group.digest)
     except Exception as error:  # noqa: BLE001 - as above
         group.usage.completion += had
         _fail(group, sample, error)
@@ -161,8 +162,10 @@ async def _finish(
         if _is_cut_off(group, sample, new):
             _leave_open(group, sample)
             return
-        if not cached and not had and group.digest is not None:
-            await group.keep(sample, answer, group.digest, s.cache_body(group.messages))
+        # Continued samples are not kept: they may have tokens of several policies.
+        if not cached and not had:
+            number = group.first + sample.sample
+            await s.keep(group.digest, number, answer, sample.finish_reason, group.messages)
         if group.task.grader is not None:
             graded = await s.graders.grade(group.task, openai_choice(answer), place)
             sample.reward = graded.reward

@@ -112,6 +112,8 @@ class Play:
         self.s = group.s
         self.task = group.task
         self.place = sample.where
+        self._number = group.first + sample.sample
+        """For cache keys, seeds and logs."""
         self._replies: list[_Reply | None] = []
         """In the order in which they were asked for; None where none came."""
         self._generated = 0
@@ -293,8 +295,8 @@ class Play:
             logprobs=request.wants_logprobs,
             strings=first,
         )
-        if not cached and digest is not None:
-            await self.group.keep(read, answer, digest, self.s.cache_body(sent, request))
+        if not cached:
+            await self.s.keep(digest, self._number, answer, read.finish_reason, sent, request)
         choice = openai_choice(answer)
         reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(choice)))
         self._check_over()
@@ -381,8 +383,7 @@ class Play:
         if task is None:
             return None
         body = self.s.cache_body(messages, request)
-        same = number == 0 and body == self.s.cache_body(self.group.messages)
-        if same:
+        if number == 0 and body == self.s.cache_body(self.group.messages):
             return task
         return request_digest({"task": task, "turn": number}, body)
 
@@ -393,17 +394,17 @@ class Play:
         cached).
         """
         digest = self._digest(request, messages, number)
-        found = (await self.group.from_cache([self.sample], digest))[0]
+        found = (await self.s.cached(digest, [self._number]))[0]
         if found is not None:
             return found, digest, True
-        place = self.group.first + self.sample.sample
-        same = number == 0 and digest == self.group.digest
+        seed = self._number
+        if number > 0 or digest != self.group.digest:
+            made_of = f"{self._number}/{number}".encode()
+            seed = int.from_bytes(hashlib.sha256(made_of).digest()[:6], "big")
         attempt = _FittingAttempt(
             request=request,
             messages=messages,
-            seed_offset=place
-            if same
-            else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big"),
+            seed_offset=seed,
             on_chunk=self.s.request.on_chunk,
             watch=self.group.watch([self.sample], messages),
             count=self.s.count_tokens,

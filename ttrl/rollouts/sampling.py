@@ -6,15 +6,18 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache.completions import Cache, request_digest
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.assembly import STOPPED_EARLY
+from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.transport import answer_identity, transport_for
+from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import Graders, Threads
 from ttrl.rollouts.partial import TokenBudget, check_continuable, first_part
 from ttrl.rollouts.progress import Prices, Progress, screen
@@ -22,10 +25,14 @@ from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
-from ttrl.rollouts.scheduling.servers import Servers
+from ttrl.rollouts.scheduling.servers import Servers, Size
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
+
+
+_NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
+"""Finish reasons of answers that the model did not end: they never enter a cache."""
 
 
 @dataclass(frozen=True)
@@ -88,16 +95,18 @@ class Sampling:
         """Of transforms and callbacks; those of samples stand in the samples."""
         self.cache = Cache.of(request.cache)
         self.prices = None if request.prices is None else Prices.of(request.prices)
-        self._transports = [transport_for(client) for client in request.clients]
+        self._early_end: Any = getattr(request.on_chunk, "cache_key", None)
+        """Names an `on_chunk` for the cache, such as InferenceEarlyStop."""
+        self.transports = [transport_for(client) for client in request.clients]
         self._identity = answer_identity(
-            self._transports, request.weights_digest, has_cache=self.cache is not None
+            self.transports, request.weights_digest, has_cache=self.cache is not None
         )
         self.servers = Servers(
-            self._transports,
+            self.transports,
             concurrency=request.concurrency,
             max_downtime=request.max_downtime,
             lengths=_known_lengths(
-                request.model, [transport.base_url for transport in self._transports]
+                request.model, [transport.base_url for transport in self.transports]
             ),
         )
         self.graders = Graders(
@@ -151,7 +160,7 @@ class Sampling:
         end.
         """
         async with contextlib.AsyncExitStack() as stack:
-            for transport in self._transports:
+            for transport in self.transports:
                 stack.push_async_callback(transport.close)
             await stack.enter_async_context(self.servers)
             for part in (self.graders, self.progress, self.transform_thread):
@@ -185,13 +194,13 @@ class Sampling:
         # Numbers would cost memory for every task of an endless generator.
         return (Job(position, task, 0) for position, task in enumerate(checked))
 
-    def digest(self, task: Task) -> str | None:
-        """Return the digest of a task's request, for seeds, cache keys and logs; None where there
-        is none of these.
+    def digest(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the digest of a request, for seeds, cache keys and logs; None where there is none
+        of these.
         """
         if not self._is_numbered:
             return None
-        return request_digest(self._identity, self.cache_body(task.messages))
+        return request_digest(self._identity, self.cache_body(messages))
 
     def _check_begun(self, tasks: Sequence[Task]) -> None:
         """Check all of `unfinished` before the first request: a mistake must cost no samples, and
@@ -214,14 +223,102 @@ class Sampling:
         self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
     ) -> dict[str, Any]:
         """Return what an answer depends on: the request (by default the call's), and what may end
-        it early, where that has a name (an `on_chunk` with a `cache_key`, such as
-        InferenceEarlyStop).
+        it early, where that has a name.
         """
         body = (request or self.chat_request).cache_body(messages)
-        ended_by = getattr(self.request.on_chunk, "cache_key", None)
-        if ended_by is None:
+        if self._early_end is None:
             return body
-        return {**body, "on_chunk": ended_by}
+        return {**body, "on_chunk": self._early_end}
+
+    # Answers
+
+    async def cached(self, digest: str | None, numbers: Sequence[int]) -> list[Answer | None]:
+        """Look samples up in the cache, by their numbers; hits are logged."""
+        if self.cache is None or digest is None:
+            return [None] * len(numbers)
+        answers = await asyncio.gather(
+            *(self.cache.get(sample_key(digest, number)) for number in numbers)
+        )
+        found = [
+            number for number, answer in zip(numbers, answers, strict=True) if answer is not None
+        ]
+        if found:
+            self._log(digest, found, base_url=self.cache.describe(), hit=True)
+        return answers
+
+    async def send(
+        self,
+        attempt: CountedAttempt,
+        digest: str | None,
+        numbers: Sequence[int],
+        size: Size,
+        *,
+        affinity: Hashable = None,
+        ticket: int | None = None,
+    ) -> list[Answer | None]:
+        """Make the request for samples of these numbers, as `Servers.send` does; log it, however it
+        ends.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            answers = await self.servers.send(
+                attempt,
+                size=size,
+                max_retries=self.request.max_retries,
+                affinity=affinity,
+                ticket=ticket,
+            )
+        except Exception as error:
+            seconds = loop.time() - began
+            self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
+            raise
+        facts: dict[str, Any] = {}
+        got = [answer for answer in answers if answer is not None]
+        if got:
+            facts = {
+                "prompt_tokens": got[0].prompt_tokens,
+                "cached_prompt_tokens": got[0].cached_tokens,
+                "completion_tokens": sum(answer.completion_tokens or 0 for answer in got),
+            }
+            self.progress.add_tokens(0, got[0].prompt_tokens or 0)
+        seconds = loop.time() - began
+        self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, **facts)
+        return answers
+
+    async def keep(
+        self,
+        digest: str | None,
+        number: int,
+        answer: Answer,
+        ended: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        request: ChatRequest | None = None,
+    ) -> None:
+        """Put an answer into the cache, unless `on_chunk` ended it, which no key can describe.
+
+        ended: its finish reason. messages, request: what was asked, by default the call's request.
+        """
+        if self.cache is None or digest is None or ended in _NOT_TO_KEEP:
+            return
+        if ended == STOPPED_EARLY and self._early_end is None:
+            return
+        await self.cache.put(sample_key(digest, number), answer, self.cache_body(messages, request))
+
+    def _log(
+        self,
+        digest: str | None,
+        numbers: Sequence[int],
+        *,
+        base_url: str,
+        hit: bool = False,
+        **facts: Any,
+    ) -> None:
+        if self.requests_log is not None and digest is not None:
+            model = self.request.model
+            self.requests_log.append(
+                base_url=base_url, model=model, digest=digest, samples=numbers, hit=hit, **facts
+            )
 
     # Counts
 
