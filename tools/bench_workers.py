@@ -320,9 +320,8 @@ class Bench:
         began = time.perf_counter()
         lead = time.process_time()
         Counted.turns = 0
-        with FinishedGroups(
-            self.folder / f"partial{self.loads}.jsonl", dict(enumerate(tasks)), ()
-        ) as finished:
+        partial = self.folder / f"partial{self.loads}.jsonl"
+        with FinishedGroups(partial, range(len(tasks))) as finished:
 
             def done(group: TaskResult) -> None:
                 came.append(group.task_id)

@@ -9,7 +9,7 @@ import pytest
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
 from ttrl.loop import sampling
-from ttrl.loop.carried import carried_groups, continues, place_of, staleness, task_key
+from ttrl.loop.carried import carried_groups, staleness
 from ttrl.loop.phases import Phases
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults
@@ -62,6 +62,7 @@ class Sampler:
                 if sample.finish_reason == "stop":
                     waiting.remove(sample)
         for number, group in enumerate(groups):
+            group.position = number
             on_task_done(group)
             if self.interrupt_after is not None and number + 1 == self.interrupt_after:
                 raise KeyboardInterrupt
@@ -301,17 +302,6 @@ def test_staleness():
     old, none = group([1, 1, 1], weights_version=1), group([], None, weights_version=0)
     mixed = group([1, 1], weights_version=3, token_versions=[2, 3])
     assert staleness([old, none, mixed], 3) == {"mean": (3 * 2 + 1) / 5, "max": 2}
-
-
-def test_the_same_task_twice_each_result_finds_its_own_place():
-    carried = [group([1, 2], [3]), group([1, 9], [4])]
-    key = task_key("t/0", [])
-    second, first, new = group([1, 9, 5], [4, 4]), group([1, 2, 7], [3]), group([8], [8])
-    assert continues(second, carried[1]) and not continues(second, carried[0])
-    for order in ([second, first, new], [new, first, second], [first, new, second]):
-        positions = {key: [0, 1, 2]}
-        places = {id(one): place_of(one, positions, carried) for one in order}
-        assert [places[id(one)] for one in (first, second, new)] == [0, 1, 2]
 
 
 def test_an_iteration_without_a_budget_before_leaves_nothing(world):

@@ -27,7 +27,7 @@ from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.rollouts.cache.completions import Cache
-from ttrl.rollouts.client.chat_completions import request_kwargs
+from ttrl.rollouts.client.chat_completions import checked_parameters
 from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.results import TaskResults
@@ -163,7 +163,7 @@ class EvalConfig(Config):
             )
         if self.prices is not None:
             found += complaints(lambda: Prices.of(self.prices))
-        found += complaints(lambda: request_kwargs(self.sampling_params()))
+        found += complaints(lambda: checked_parameters(self.sampling_params()))
         refused = [*own_argument_problems(self.server_args), *argument_problems(self.server_args)]
         found += [f"server_args: {problem}" for problem in refused]
         if self.chat_template is not None:

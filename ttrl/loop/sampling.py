@@ -5,7 +5,7 @@ is kept as it comes.
 import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import TypeAlias
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TtrlError
 from ttrl.launch.policy_server import MAX_DOWNTIME, PolicyServer
-from ttrl.loop.carried import is_open, kept_groups, place_of, task_key, usage_of
+from ttrl.loop.carried import is_open, kept_groups, usage_of
 from ttrl.loop.timeline import Timeline
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.divided import Worker, get_divided_results
@@ -40,15 +40,10 @@ class FinishedGroups:
     was handed over is written.
     """
 
-    def __init__(
-        self, path: Path | None, tasks: Mapping[int, Task], carried: Sequence[TaskResult]
-    ) -> None:
-        """path: the file; None writes nothing. tasks: those that are sampled, by their place."""
+    def __init__(self, path: Path | None, places: Sequence[int]) -> None:
+        """path: the file; None writes nothing. places: in the iteration, of the call's tasks."""
         self._path = path
-        self._carried = carried
-        self._places: dict[str, list[int]] = {}
-        for place, task in tasks.items():
-            self._places.setdefault(task_key(task.id, task.messages), []).append(place)
+        self._places = places
         self._rows: deque[bytes] = deque()
         self._writer = ThreadPoolExecutor(1, "finished groups")
         self._writes: list[Future[None]] = []
@@ -71,11 +66,11 @@ class FinishedGroups:
         """Hand over a group that a call of `get_task_results` is done with. Does not wait."""
         # A group without any grade is sampled again, so that a grader that failed can be put right.
         if self._path is not None and group.graded and not is_open(group):
-            place = place_of(group, self._places, self._carried)
             if group.prepared is not None:
                 lines = group.prepared.lines
             else:
                 lines = [json_line(sample.to_json()) for sample in group.samples]
+            place = self._places[group.position]
             self._rows.append(b'{"position": %d, "samples": [%b]}' % (place, b", ".join(lines)))
             self._writes.append(self._writer.submit(self._write))
 
@@ -172,7 +167,7 @@ class Sampler:
             left = max(1, budget - spent)
         while missing:
             with (
-                FinishedGroups(partial, missing, carried) as finished,
+                FinishedGroups(partial, list(missing)) as finished,
                 self._timeline.span("sample"),
             ):
                 fresh = self._sampled(

@@ -214,13 +214,14 @@ class _Call:
             wanted = report.wanted
 
     def _take(self, share: _Share, group: FlatGroup) -> None:
-        assert group.position in share.jobs and group.position not in self._done
-        del share.jobs[group.position]
+        position = group.result.position
+        assert position in share.jobs and position not in self._done
+        del share.jobs[position]
         self._heard = time.monotonic()
-        self._count(group.position, group.restored(), group.usage)
+        self._count(group.restored(), group.usage)
 
-    def _count(self, position: int, result: TaskResult, usage: TaskUsage) -> None:
-        self._done[position] = result, usage
+    def _count(self, result: TaskResult, usage: TaskUsage) -> None:
+        self._done[result.position] = result, usage
         self.progress.add_tokens(usage.new_completion, usage.new_prompt)
         for sample in result.samples:
             self.progress.add_sample(sample, cached=sample.cached)
@@ -237,7 +238,7 @@ class _Call:
         share.jobs = {}
         for position, job in reversed(jobs.items()):
             if self._deaths[position] >= MOST_DEATHS:
-                self._count(position, self._failed(job), TaskUsage())
+                self._count(self._failed(job), TaskUsage())
             elif self._deaths[position] >= _SUSPECT:
                 self._suspects.appendleft(job)
             else:
@@ -256,7 +257,9 @@ class _Call:
             Sample(task_id=task.id, sample=k, messages=messages, weights_version=version, error=why)
             for k in range(self._request.n)
         ]
-        return TaskResult(task_id=task.id, messages=messages, samples=samples)
+        result = TaskResult(task_id=task.id, messages=messages, samples=samples)
+        result.position = job.position
+        return result
 
 
 def _log_of(request: SamplingRequest, number: int) -> Path | None:

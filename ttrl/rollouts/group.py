@@ -33,6 +33,7 @@ class Group:
         self.result = TaskResult(
             task_id=self.task.id, messages=self.messages, samples=self._begun_samples()
         )
+        self.result.position = job.position
 
     def _begun_samples(self) -> list[Sample]:
         """Return copies of what an earlier call sampled, else samples without a token."""

@@ -31,6 +31,10 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 
+_LIVE_SAMPLES = 16384
+"""Samples of tasks that are begun and not yet handed over, where the server decides how many
+requests are in flight.
+"""
 _NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
 """Finish reasons of answers that the model did not end: they never enter a cache."""
 
@@ -85,6 +89,8 @@ class Sampling:
         is_greedy = self.chat_request.parameters.get("temperature") == 0
         alone = request.on_chunk is not None or is_greedy
         self.samples_per_request = request.samples_per_request or (1 if alone else request.n)
+        self.most_live = max(256, _LIVE_SAMPLES // request.n)
+        """Tasks that are begun and not yet handed over."""
         self.sampled = 0
         """New completion tokens so far."""
         self.cut: asyncio.Event | None = None

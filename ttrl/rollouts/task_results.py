@@ -38,11 +38,6 @@ from ttrl.tasks.task import Task
 
 __all__ = ["RolloutStats", "TaskResults", "get_task_results", "iter_task_results"]
 
-LIVE_SAMPLES = 16384
-"""Samples of tasks that are begun and not yet handed over, where the server decides how many
-requests are in flight.
-"""
-
 
 async def get_task_results(
     tasks: Iterable[Task],
@@ -221,7 +216,7 @@ async def _finished(
     if isinstance(concurrency, int):
         live = 4 * concurrency
     else:
-        live = max(256, LIVE_SAMPLES // sampling.request.n)
+        live = sampling.most_live
     finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
     running: dict[asyncio.Task[None], Group] = {}
     begun = 0

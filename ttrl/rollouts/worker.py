@@ -23,7 +23,6 @@ from ttrl.rollouts.group import Group
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskUsage
 from ttrl.rollouts.sampling import Job, Sampling
-from ttrl.rollouts.task_results import LIVE_SAMPLES
 from ttrl.system.files import json_line
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ class FlatGroup:
     being looked at.
     """
 
-    position: int
     usage: TaskUsage
     result: TaskResult
     """Without what is in the arrays."""
@@ -86,7 +84,8 @@ class FlatGroup:
         flat = TaskResult(
             task_id=result.task_id, messages=result.messages, samples=bare, prepared=prepared
         )
-        return cls(group.position, group.usage, flat, arrays, lengths)
+        flat.position = result.position
+        return cls(group.usage, flat, arrays, lengths)
 
     def restored(self) -> TaskResult:
         """Return the group as it was. Nothing of it refers to the memory in which it came, which
@@ -151,7 +150,6 @@ class WorkerCall:
         self._fault: BaseException | None = None
         self._ends = contextlib.AsyncExitStack()
         self._ahead = max(4, _TASKS_AHEAD * len(request.clients))
-        self._live = max(256, LIVE_SAMPLES // request.n)
         self._requests_each = -(-request.n // self._sampling.samples_per_request)
 
     async def start(self) -> None:
@@ -203,7 +201,7 @@ class WorkerCall:
         # Until its first request is made, a task is not among those that wait for a server.
         young = sum(not group.has_asked for group in self._running.values())
         waiting = -(-self._sampling.servers.waiting // self._requests_each) + young
-        return max(0, min(self._ahead - waiting, self._live - len(self._running)))
+        return max(0, min(self._ahead - waiting, self._sampling.most_live - len(self._running)))
 
     def _begin(self, job: Job) -> None:
         self._sampling.check(job.task)

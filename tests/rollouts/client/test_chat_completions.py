@@ -12,7 +12,7 @@ import pytest
 from ttrl.errors import RequestError, ServerError, TokenizationError, UserError
 from ttrl.rollouts.client import chat_completions
 from ttrl.rollouts.client.attempts import ChatAttempt
-from ttrl.rollouts.client.chat_completions import ChatRequest, request_kwargs
+from ttrl.rollouts.client.chat_completions import ChatRequest, checked_parameters
 from ttrl.rollouts.client.transport import transport_for
 from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
@@ -130,16 +130,17 @@ def test_where_parameters_go():
         "max_tokens": None,
         "stop": ["\n"],
     }
-    assert request_kwargs(params) == {
+    assert checked_parameters(params) == {
         "temperature": 1,
+        "top_k": 5,
         "stop": ["\n"],
-        "extra_body": {"seed_of_mine": 1, "top_k": 5},
+        "seed_of_mine": 1,
     }
     assert params["extra_body"] == {"seed_of_mine": 1}  # the caller's dict is left alone
-    assert request_kwargs(None) == {}
-    assert request_kwargs({"stop": openai.NOT_GIVEN}) == {}
+    assert checked_parameters(None) == {}
+    assert checked_parameters({"stop": openai.NOT_GIVEN}) == {}
     with pytest.raises(UserError, match="extra_body"):
-        request_kwargs({"something_else_entirely": 1})
+        checked_parameters({"something_else_entirely": 1})
 
 
 class Schema(openai.BaseModel):
