@@ -30,8 +30,9 @@ from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import checked_parameters
 from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskResults
-from ttrl.rollouts.task_results import get_task_results
+from ttrl.rollouts.task_results import sample_tasks
 from ttrl.server.chat_template import read_chat_template, templated
 from ttrl.server.model_folder import check_model, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
@@ -295,25 +296,23 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
         digest = None
         if config.cache is not None:
             digest = _digest(dataclasses.replace(config, model=folder))
+        request = SamplingRequest(
+            client=served.endpoint,
+            model=served.model,
+            n=config.samples_per_task,
+            params=config.sampling_params(),
+            token_ids=served.is_ours,
+            cache=config.cache,
+            weights_digest=digest,
+            concurrency=config.concurrency,
+            isolated=config.isolated,
+            grader_timeout=config.grader_timeout,
+            prices=config.prices,
+            pbar=config.pbar,
+        )
         for one in sets:
-            results = run_async(
-                get_task_results(
-                    one.tasks,
-                    served.endpoint,
-                    served.model,
-                    n=config.samples_per_task,
-                    params=config.sampling_params(),
-                    token_ids=served.is_ours,
-                    cache=config.cache,
-                    weights_digest=digest,
-                    concurrency=config.concurrency,
-                    isolated=config.isolated,
-                    grader_timeout=config.grader_timeout,
-                    prices=config.prices,
-                    pbar=config.pbar,
-                    pbar_desc=one.name,
-                )
-            )
+            named = dataclasses.replace(request, pbar_desc=one.name)
+            results = run_async(sample_tasks(one.tasks, named))
             if config.pbar:
                 logger.info("%s: %s", one.name, results.stats.summary())
             for task_result in results:
