@@ -181,7 +181,7 @@ class Server:
 
 
 def request(**params):
-    return ChatRequest.of("m", n=1, params=params, token_ids=True, max_retries=0)
+    return ChatRequest.of("m", params=params, token_ids=True)
 
 
 async def continue_answer(server, request, sample, *, max_tokens, on_tokens=None, cut=None):
@@ -530,9 +530,7 @@ def test_a_stream_that_breaks_or_stalls_is_an_error_and_leaves_nothing_behind():
         server.how = how
         sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=2)
         before = sample.to_json()
-        given = ChatRequest.of(
-            "m", n=1, params={"max_tokens": 9}, token_ids=True, max_retries=0, stall_timeout=0.05
-        )
+        given = ChatRequest.of("m", params={"max_tokens": 9}, token_ids=True, stall_timeout=0.05)
         with pytest.raises(RequestError) as caught:
             await continue_answer(server, given, sample, max_tokens=None, cut=asyncio.Event())
         assert sample.to_json() == before and len(asyncio.all_tasks()) == 1

@@ -12,6 +12,7 @@ from ttrl.errors import UserError
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.assembly import OnChunk
+from ttrl.rollouts.client.chat_completions import check_int
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
 
@@ -68,6 +69,8 @@ class SamplingRequest:
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise UserError(f"{name} is {function!r}; give a function of {argument}")
+        check_int("n", self.n, at_least=1)
+        check_int("max_retries", self.max_retries, at_least=0)
         most = self.samples_per_request
         if most is not None and (type(most) is not int or most < 1):
             raise UserError(

@@ -72,10 +72,8 @@ class Sampling:
         self.request = request
         self.chat_request = ChatRequest.of(
             request.model,
-            n=request.n,
             params=request.params,
             token_ids=request.token_ids,
-            max_retries=request.max_retries,
             stall_timeout=request.stall_timeout,
         )
         self.budget = TokenBudget.of(request.token_budget)

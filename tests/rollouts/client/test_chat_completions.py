@@ -14,6 +14,8 @@ from ttrl.rollouts.client import chat_completions
 from ttrl.rollouts.client.attempts import ChatAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest, checked_parameters
 from ttrl.rollouts.client.transport import transport_for
+from ttrl.rollouts.request import SamplingRequest
+from ttrl.rollouts.sampling import Sampling
 from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
 from ttrl.rollouts.task_results import get_task_results
@@ -168,7 +170,7 @@ class Schema(openai.BaseModel):
 )
 def test_wrong_parameters(params, words):
     with pytest.raises(UserError, match=words):
-        ChatRequest.of("m", params=params, token_ids=False, max_retries=0)
+        ChatRequest.of("m", params=params, token_ids=False)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +185,8 @@ def test_wrong_parameters(params, words):
     ],
 )
 def test_wrong_arguments(changes):
-    given = {"model": "m", "params": None, "token_ids": True, "max_retries": 0, **changes}
     with pytest.raises(UserError):
-        ChatRequest.of(given.pop("model"), **given)
+        Sampling(SamplingRequest(**{"client": "http://127.0.0.1:9/v1", "model": "m", **changes}))
 
 
 def test_what_is_sent():
@@ -196,7 +197,7 @@ def test_what_is_sent():
         "response_format": Schema(a=1),
         "max_tokens": 5,
     }
-    request = ChatRequest.of("m", params=params, token_ids=True, max_retries=0)
+    request = ChatRequest.of("m", params=params, token_ids=True)
     known = {
         "model": "m",
         "messages": MESSAGES,
@@ -236,7 +237,6 @@ def test_what_is_sent():
         "m",
         params={"extra_body": {"stream_interval": 2}, "logprobs": False},
         token_ids=False,
-        max_retries=0,
     )
     assert own.cache_body(MESSAGES) == {"model": "m", "messages": MESSAGES, "logprobs": False}
     assert own.body(MESSAGES, 1, stream=True, interval=8)["stream_interval"] == 2
@@ -248,7 +248,7 @@ def test_streamed_only_where_somebody_listens(kit):
         async with kit.serving(lambda body, attempt: kit.echo(body)) as server:
             transport = transport_for(f"http://127.0.0.1:{server.port}/v1")
             for token_ids in (True, False):
-                request = ChatRequest.of("m", params=None, token_ids=token_ids, max_retries=0)
+                request = ChatRequest.of("m", params=None, token_ids=token_ids)
                 for listening in (
                     {},
                     {"cut": asyncio.Event()},

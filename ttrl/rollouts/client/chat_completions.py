@@ -77,7 +77,6 @@ class ChatRequest:
     model: str
     parameters: Mapping[str, Any]
     """Of the body, as plain JSON: everything except messages, n and how it is streamed."""
-    max_retries: int
     wants_logprobs: bool
     token_ids: bool
     stall_timeout: float = STALL_TIMEOUT
@@ -88,10 +87,8 @@ class ChatRequest:
         cls,
         model: str,
         *,
-        n: int = 1,
         params: Mapping[str, Any] | None,
         token_ids: bool,
-        max_retries: int,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
         """Check everything. Raises UserError for whatever can be known to be wrong before a request
@@ -99,8 +96,6 @@ class ChatRequest:
         """
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
-        _check_int("n", n, at_least=1)
-        _check_int("max_retries", max_retries, at_least=0)
         if not is_number(stall_timeout) or stall_timeout <= 0:
             raise UserError(
                 f"stall_timeout is {stall_timeout!r}; give a positive number of seconds"
@@ -113,7 +108,6 @@ class ChatRequest:
         return cls(
             model=model,
             parameters=parameters,
-            max_retries=max_retries,
             wants_logprobs=bool(parameters["logprobs"]),
             token_ids=token_ids,
             stall_timeout=float(stall_timeout),
@@ -218,13 +212,14 @@ def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
     _check_number("params['top_p']", given.get("top_p"), 0.0, 1.0)
     for name in ("max_tokens", "max_completion_tokens"):
         if name in given:
-            _check_int(f"params[{name!r}]", given[name], at_least=1)
+            check_int(f"params[{name!r}]", given[name], at_least=1)
     if "seed" in given:
-        _check_int("params['seed']", given["seed"], at_least=-(2**63))
+        check_int("params['seed']", given["seed"], at_least=-(2**63))
     return {**given, **extra_body}
 
 
-def _check_int(name: str, value: object, *, at_least: int) -> None:
+def check_int(name: str, value: object, *, at_least: int) -> None:
+    """Raise UserError for what is no whole number, or a smaller one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise UserError(f"{name} is {value!r}; give a whole number of at least {at_least}")
 
