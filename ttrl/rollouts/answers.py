@@ -35,13 +35,13 @@ async def sample_group(group: Group) -> None:
             for sample in begun:
                 work.create_task(_continue(group, sample))
             missing = []
-            answers = await group.s.cached(group.digest, group.numbers(fresh))
+            answers = await group.sampling.cached(group.digest, group.numbers(fresh))
             for sample, answer in zip(fresh, answers, strict=True):
                 if answer is None:
                     missing.append(sample)
                 else:
                     work.create_task(_finish(group, sample, answer, cached=True))
-            for part in _neighbours(missing, group.s.samples_per_request):
+            for part in _neighbours(missing, group.sampling.samples_per_request):
                 work.create_task(_request(group, part))
     if group.task.group_grader is not None:
         await _grade_together(group)
@@ -61,7 +61,7 @@ def _left_to_do(group: Group) -> tuple[list[Sample], list[Sample]]:
         else:
             group.usage.completion += len(sample.token_ids or ())
             if not group.waits(sample):
-                group.s.progress.add_sample(sample, cached=True)
+                group.sampling.progress.add_sample(sample, cached=True)
     return begun, fresh
 
 
@@ -70,14 +70,14 @@ async def _request(group: Group, samples: list[Sample]) -> None:
     left out.
     """
     attempt = ChatAttempt(
-        request=group.s.first_request,
+        request=group.sampling.first_request,
         messages=group.messages,
         n=len(samples),
         seed_offset=group.first + samples[0].sample,
-        on_chunk=group.s.request.on_chunk,
+        on_chunk=group.sampling.request.on_chunk,
         watch=group.watch(samples, group.messages),
-        count=group.s.count_tokens,
-        cut=group.s.cut,
+        count=group.sampling.count_tokens,
+        cut=group.sampling.cut,
     )
     try:
         size = group.size._replace(n=len(samples))
@@ -91,7 +91,7 @@ async def _request(group: Group, samples: list[Sample]) -> None:
         for sample, answer in zip(samples, answers, strict=True):
             if answer is not None:
                 work.create_task(_finish(group, sample, answer))
-            elif group.s.is_cut:
+            elif group.sampling.is_cut:
                 _leave_open(group, sample)
             else:
                 left.append(sample)
@@ -102,18 +102,18 @@ async def _request(group: Group, samples: list[Sample]) -> None:
 async def _continue(group: Group, sample: Sample) -> None:
     """Go on where the budget of an earlier call cut this sample off."""
     had = len(sample.token_ids or ())
-    most = group.s.chat_request.max_tokens
+    most = group.sampling.chat_request.max_tokens
     limits = [] if most is None else [most - had]
-    if group.s.budget is not None and group.s.budget.per_sample is not None:
-        limits.append(group.s.budget.per_sample)
+    if group.sampling.budget is not None and group.sampling.budget.per_sample is not None:
+        limits.append(group.sampling.budget.per_sample)
     attempt = ContinueAttempt(
-        request=group.s.chat_request,
+        request=group.sampling.chat_request,
         sample=sample,
         max_tokens=min(limits, default=None),
         number=group.first + sample.sample,
         had=had,
-        count=group.s.count_tokens,
-        cut=group.s.cut,
+        count=group.sampling.count_tokens,
+        cut=group.sampling.cut,
     )
     try:
         answers = await group.send(attempt, [sample], group.size, digest=group.digest)
@@ -135,7 +135,7 @@ async def _finish(
     cut it off.
     """
     place = sample.where
-    s = group.s
+    sampling = group.sampling
     sample.cached = cached
     new = 0 if cached else (answer.completion_tokens or 0) - had
     group.usage.new_completion += new
@@ -145,7 +145,7 @@ async def _finish(
     )
     try:
         if had:
-            extend(sample, answer, s.request.weights_version)
+            extend(sample, answer, sampling.request.weights_version)
             sample.logprob_tokens = None  # of the first part alone
         else:
             # One sample of each call is checked token by token against its ids, as all come
@@ -155,8 +155,8 @@ async def _finish(
                 sample,
                 answer,
                 place,
-                token_ids=s.request.token_ids,
-                logprobs=s.chat_request.wants_logprobs,
+                token_ids=sampling.request.token_ids,
+                logprobs=sampling.chat_request.wants_logprobs,
                 strings=first,
             )
         if _is_cut_off(group, sample, new):
@@ -165,9 +165,9 @@ async def _finish(
         # Continued samples are not kept: they may have tokens of several policies.
         if not cached and not had:
             number = group.first + sample.sample
-            await s.keep(group.digest, number, answer, sample.finish_reason, group.messages)
+            await sampling.keep(group.digest, number, answer, sample.finish_reason, group.messages)
         if group.task.grader is not None:
-            graded = await s.graders.grade(group.task, openai_choice(answer), place)
+            graded = await sampling.graders.grade(group.task, openai_choice(answer), place)
             sample.reward = graded.reward
             sample.metrics = graded.metrics
     except Exception as error:  # noqa: BLE001 - one bad sample never costs another
@@ -182,15 +182,15 @@ async def _grade_together(group: Group) -> None:
     if any(is_unfinished(sample) for sample in group.result.samples):
         return
     waiting = [sample for sample in group.result.samples if group.waits(sample)]
-    await grade_together(group.task, group.result.samples, group.s.graders)
+    await grade_together(group.task, group.result.samples, group.sampling.graders)
     for sample in waiting:
         group.count(sample)
 
 
 def _is_cut_off(group: Group, sample: Sample, new: int) -> bool:
     """Return whether the budget ended it, not the model or max_tokens."""
-    budget = group.s.budget
-    most = group.s.chat_request.max_tokens
+    budget = group.sampling.budget
+    most = group.sampling.chat_request.max_tokens
     if budget is None:
         return False
     if sample.finish_reason in (None, "unfinished"):

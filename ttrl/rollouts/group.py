@@ -18,7 +18,7 @@ class Group:
     """The samples of one task, in `result`, and what they share while they are made."""
 
     def __init__(self, sampling: Sampling, job: Job) -> None:
-        self.s = sampling
+        self.sampling = sampling
         self.position = job.position
         self.task = job.task
         self.first = job.first
@@ -37,8 +37,8 @@ class Group:
 
     def _begun_samples(self) -> list[Sample]:
         """Return copies of what an earlier call sampled, else samples without a token."""
-        version = self.s.request.weights_version
-        if self.position >= len(self.s.kept):
+        version = self.sampling.request.weights_version
+        if self.position >= len(self.sampling.kept):
             return [
                 Sample(
                     task_id=self.task.id,
@@ -46,9 +46,11 @@ class Group:
                     messages=self.messages,
                     weights_version=version,
                 )
-                for number in range(self.s.request.n)
+                for number in range(self.sampling.request.n)
             ]
-        samples = [dataclasses.replace(sample) for sample in self.s.kept[self.position].samples]
+        samples = [
+            dataclasses.replace(sample) for sample in self.sampling.kept[self.position].samples
+        ]
         for sample in samples:
             if not sample.token_ids and sample.reward is None:
                 # Nothing of it was sampled by the policy of then.
@@ -57,18 +59,20 @@ class Group:
 
     async def hand_on(self) -> None:
         """Show the finished group to the caller's `transform` and `on_task_done`."""
-        request = self.s.request
+        request = self.sampling.request
         result = self.result
         if request.transform is not None:
-            self.transformed, error = await self.s.transform_thread.call(request.transform, result)
+            self.transformed, error = await self.sampling.transform_thread.call(
+                request.transform, result
+            )
             if error is not None:
-                self.s.count_other("transform", result.task_id, error)
+                self.sampling.count_other("transform", result.task_id, error)
                 self.transformed = error
         if request.on_task_done is not None:
             try:
                 request.on_task_done(result)
             except Exception as error:  # noqa: BLE001 - a callback must not cost results
-                self.s.count_other("on_task_done", result.task_id, error)
+                self.sampling.count_other("on_task_done", result.task_id, error)
 
     def numbers(self, samples: Sequence[Sample]) -> list[int]:
         """Return the samples' numbers for cache keys and logs."""
@@ -86,7 +90,7 @@ class Group:
         """Make the request for these samples, as `Sampling.send` does, and count its prompt."""
         self.has_asked = True
         numbers = self.numbers(samples)
-        answers = await self.s.send(
+        answers = await self.sampling.send(
             attempt, digest, numbers, size, affinity=self.position, ticket=ticket
         )
         got = [answer for answer in answers if answer is not None]
@@ -101,9 +105,9 @@ class Group:
         """Return what shows the answers of a request in the samples' files while they come; None
         where there are no files.
         """
-        if self.s.sample_logs is None:
+        if self.sampling.sample_logs is None:
             return None
-        return LiveAnswers(self.s.sample_logs, samples, self.numbers(samples), messages)
+        return LiveAnswers(self.sampling.sample_logs, samples, self.numbers(samples), messages)
 
     def waits(self, sample: Sample) -> bool:
         """Tell whether a sample is there and has to wait for its group, with which it is graded."""
@@ -120,6 +124,6 @@ class Group:
 
     def count(self, sample: Sample) -> None:
         """Count and log a sample."""
-        self.s.progress.add_sample(sample, cached=sample.cached)
-        if self.s.sample_logs is not None:
-            self.s.sample_logs.write(sample, number=self.first + sample.sample)
+        self.sampling.progress.add_sample(sample, cached=sample.cached)
+        if self.sampling.sample_logs is not None:
+            self.sampling.sample_logs.write(sample, number=self.first + sample.sample)

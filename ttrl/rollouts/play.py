@@ -109,7 +109,7 @@ class Play:
     def __init__(self, group: Group, sample: Sample) -> None:
         self.group = group
         self.sample = sample
-        self.s = group.s
+        self.sampling = group.sampling
         self.task = group.task
         self.place = sample.where
         self._number = group.first + sample.sample
@@ -119,7 +119,7 @@ class Play:
         self._generated = 0
         self._waiting: set[asyncio.Task[Any]] = set()
         self._clock: asyncio.Timeout | None = None
-        self._ticket = group.s.servers.ticket()
+        self._ticket = group.sampling.servers.ticket()
         self._is_over = False
 
     async def run(self) -> None:
@@ -157,7 +157,7 @@ class Play:
         else.
         """
         sample = self.sample
-        params = self.s.chat_request.parameters
+        params = self.sampling.chat_request.parameters
         chat = Chat(
             self.ask,
             self.group.messages,
@@ -239,7 +239,7 @@ class Play:
         choice = with_messages(
             openai_choice(last.answer), [*last.messages, last.message], self.sample
         )
-        return await self.s.graders.grade(self.task, choice, self.place)
+        return await self.sampling.graders.grade(self.task, choice, self.place)
 
     # Requests
 
@@ -284,19 +284,21 @@ class Play:
         read = Sample(
             task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached
         )
-        read.weights_version = self.s.request.weights_version
+        read.weights_version = self.sampling.request.weights_version
         # Checked token by token, as a single answer is; of text completions vLLM sends no bytes.
         first = self.group.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
         read_choice(
             read,
             answer,
             self.place,
-            token_ids=self.s.request.token_ids,
+            token_ids=self.sampling.request.token_ids,
             logprobs=request.wants_logprobs,
             strings=first,
         )
         if not cached:
-            await self.s.keep(digest, self._number, answer, read.finish_reason, sent, request)
+            await self.sampling.keep(
+                digest, self._number, answer, read.finish_reason, sent, request
+            )
         choice = openai_choice(answer)
         reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(choice)))
         self._check_over()
@@ -329,7 +331,7 @@ class Play:
                     raise RolloutError(f"{where} holds {found}; the policy is trained on text")
             return
         content = messages[0].get("content")
-        settings = self.s.request
+        settings = self.sampling.request
         if len(messages) > 1 or not (isinstance(content, str) or is_ids(content)) or not content:
             raise RolloutError(
                 f"{self.place}: a message of role {PROMPT!r} stands alone, and is a text or a "
@@ -355,16 +357,16 @@ class Play:
     def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:
         """Return what this reply is asked for with."""
         parameters = {
-            **self.s.chat_request.parameters,
+            **self.sampling.chat_request.parameters,
             **{name: value for name, value in own.items() if value is not None},
         }
-        given = (max_tokens, self.s.chat_request.max_tokens)
+        given = (max_tokens, self.sampling.chat_request.max_tokens)
         most = [limit for limit in given if limit is not None][:1]
         if self.task.limits.tokens is not None:
             most.append(self.task.limits.tokens - self._generated)
         if most:
-            parameters |= self.s.chat_request.limited(min(most))
-        return dataclasses.replace(self.s.chat_request, parameters=parameters)
+            parameters |= self.sampling.chat_request.limited(min(most))
+        return dataclasses.replace(self.sampling.chat_request, parameters=parameters)
 
     def _count_time(self, counts: bool) -> None:
         """Start the rollout's own time anew with each reply, and stop it while the model is
@@ -382,8 +384,8 @@ class Play:
         task = self.group.digest
         if task is None:
             return None
-        body = self.s.cache_body(messages, request)
-        if number == 0 and body == self.s.cache_body(self.group.messages):
+        body = self.sampling.cache_body(messages, request)
+        if number == 0 and body == self.sampling.cache_body(self.group.messages):
             return task
         return request_digest({"task": task, "turn": number}, body)
 
@@ -394,7 +396,7 @@ class Play:
         cached).
         """
         digest = self._digest(request, messages, number)
-        found = (await self.s.cached(digest, [self._number]))[0]
+        found = (await self.sampling.cached(digest, [self._number]))[0]
         if found is not None:
             return found, digest, True
         seed = self._number
@@ -405,9 +407,9 @@ class Play:
             request=request,
             messages=messages,
             seed_offset=seed,
-            on_chunk=self.s.request.on_chunk,
+            on_chunk=self.sampling.request.on_chunk,
             watch=self.group.watch([self.sample], messages),
-            count=self.s.count_tokens,
+            count=self.sampling.count_tokens,
             place=self.place,
         )
         size = Size.of(messages, 1, request.max_tokens)
@@ -437,7 +439,7 @@ class Play:
         sample.opening = last.opening
         sample.finish_reason = last.finish_reason
         sample.cached = all(read.cached for read in reads)
-        if self.s.request.token_ids:
+        if self.sampling.request.token_ids:
             sample.prompt_token_ids = list(reads[0].prompt_token_ids or ())
             sample.token_ids = [token for read in reads for token in read.token_ids or ()]
         if any(read.logprobs is not None for read in reads):
