@@ -364,7 +364,7 @@ def test_everything_wrong_is_told_at_once(tmp_path: Path) -> None:
         "temperature is -1",
         "confidence is 95",
         "name is 'x', which is for addresses",
-        "prices is (1,)",
+        "prices is (1.0,)",
         "tempreature",
         "nothing does not exist",
         "gsm8k has no option 'stlye'; it has style",

@@ -27,7 +27,9 @@ from ttrl.rollouts.partial import (
     extend,
     first_part,
 )
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskResults
+from ttrl.rollouts.sampling import Sampling
 
 EOS, START, NOTHING = 256, 257, 258
 SPECIAL = {EOS: "<|end|>", START: "<|start|>"}
@@ -468,11 +470,9 @@ def test_parameters_travel_along():
 def test_what_cannot_be_continued_exactly_is_refused_before_anything_is_sent(params, message):
     with pytest.raises(UserError, match=message):
         check_continuable(request(**params))
-    server = Server([*b"abc", EOS])
-    sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=1)
+    nobody = {"client": "http://127.0.0.1:9/v1", "model": "m"}
     with pytest.raises(UserError, match=message):
-        asyncio.run(continue_answer(server, request(**params), sample, max_tokens=1))
-    assert server.bodies == []
+        Sampling(SamplingRequest(**nobody, params=params, token_budget=5))
 
 
 def test_neutral_values_are_no_parameters():

@@ -106,10 +106,10 @@ def _converted(value: Any, kind: Any) -> Any:
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return dict(value)
     elif origin in (list, tuple, Sequence):
-        parts = [part for part in typing.get_args(kind) if part is not ...]
-        if isinstance(value, list | tuple) and (len(parts) == 1 or len(parts) == len(value)):
+        if isinstance(value, list | tuple):
+            part = typing.get_args(kind)[0]
             made = tuple if origin is tuple else list
-            return made(_converted(entry, parts[0]) for entry in value)
+            return made(_converted(entry, part) for entry in value)
     elif origin is os.PathLike:
         if isinstance(value, os.PathLike):
             return value
