@@ -244,8 +244,8 @@ _NOT_TOLD = frozenset(
         "temperature",
         "top_p",
         "max_tokens",
+        "chat_template_kwargs",
     }
-    | {"chat_template_kwargs"}
 )
 _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_env": "key_variable"}
 """Names that options of the command had, and still take."""
