@@ -32,11 +32,11 @@ from ttrl.rollouts.group import Group
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.request import CacheLike, Client, SamplingRequest, Transform
-from ttrl.rollouts.results import RolloutStats, TaskResults, log_stats
+from ttrl.rollouts.results import TaskResults, log_stats
 from ttrl.rollouts.sampling import Job, Sampling
 from ttrl.tasks.task import Task
 
-__all__ = ["RolloutStats", "TaskResults", "get_task_results", "iter_task_results"]
+__all__ = ["TaskResults", "get_task_results", "iter_task_results"]
 
 
 async def get_task_results(
