@@ -89,7 +89,7 @@ HOUSE = {
     "tasks.humaneval": _room("tasks records"),
     "tasks.math": _room("tasks tasks.numerals records", "math_verify latex2sympy2_extended sympy"),
     # Loaded by vLLM into its own processes, and by nothing else.
-    "vllm_worker": _room("nanochat", "torch vllm numpy transformers"),
+    "vllm_worker": _room("nanochat", "torch vllm numpy transformers safetensors"),
     # Everything that talks to a server: no torch, and nothing that imports torch (transformers,
     # safetensors.torch).
     "rollouts": _room(
@@ -154,11 +154,15 @@ HOUSE = {
         "monitoring plans run_folder data.packing data.pictures configs records intervals",
         "jinja2 markupsafe",
     ),
-    "launch": _room("run_folder server configs records", "torch psutil tqdm yaml"),
+    # New weights into servers: no torch here either.
+    "weights": _room("run_folder server configs records"),
+    "launch": _room("weights run_folder server configs records", "psutil tqdm yaml"),
     # The only one that loads Ray.
-    "cluster": _room("launch run_folder server rollouts data configs records", "ray transformers"),
+    "cluster": _room(
+        "launch weights run_folder server rollouts data configs records", "ray transformers"
+    ),
     "loop": _room(
-        "cluster launch monitoring plans report run_folder rollouts rollouts.client "
+        "cluster launch weights monitoring plans report run_folder rollouts rollouts.client "
         "rollouts.cache rollouts.graders "
         "rollouts.scheduling data data.chat data.packing server tasks ready_models tiny_model "
         "costs configs records intervals",
@@ -175,7 +179,7 @@ HOUSE = {
         "openai tqdm numpy",
     ),
     "replays": _room(
-        "loop launch report run_folder rollouts rollouts.client rollouts.graders data server "
+        "loop weights report run_folder rollouts rollouts.client rollouts.graders data server "
         "tasks configs records",
         "numpy tqdm yaml",
     ),

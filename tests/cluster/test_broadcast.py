@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("ray")
 from ttrl.cluster import broadcast, replicas
 from ttrl.cluster.broadcast import Broadcast, Staged
+from ttrl.server.connection import JoinedServer
 
 
 @pytest.fixture
@@ -137,6 +138,9 @@ def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, caplog)
     )
 
 
+server = JoinedServer("replica-0", served_model_name="policy", dtype="float32", api_key="k")
+
+
 class Actor:
     """Does what it is told at once."""
 
@@ -160,26 +164,27 @@ def test_a_replica_reads_what_was_brought_until_the_sync_is_over(
 
     monkeypatch.setattr(replicas.ray, "get", answer)
     lead, actor = Broadcast(), Actor(Path("/memory"))
-    server = replicas.ReplicaServer(0, actor, "k", "float32", 0.0, lead)
-    assert server.nearer(checkpoint) == server.nearer(checkpoint) == Path("/memory")  # brought once
-    name = lead._sent.name
-    server.leave()
-    server.leave()
+    link = replicas.Link(0, actor, 0.0, lead)
+    with link.bring(server, checkpoint) as places:
+        assert places == [Path("/memory"), checkpoint]
+        name = lead._sent.name
     assert actor.dropped == [name] and lead._sent is None
-    assert server.nearer(checkpoint) == checkpoint  # it comes later
+    with link.bring(server, checkpoint) as places:
+        assert places == [checkpoint]  # it comes later
     other = shutil.copytree(checkpoint, checkpoint.parent / "other")
     actor.folder = OSError("its weights take 9 GiB")
-    assert server.nearer(other) == other and "reads" in caplog.text and "9 GiB" in caplog.text
-    server.leave()
+    with link.bring(server, other) as places:
+        assert places == [other] and "reads" in caplog.text and "9 GiB" in caplog.text
     assert len(actor.dropped) == 2 and lead._sent is None  # also what may yet arrive
     (third := checkpoint.parent / "third").mkdir()
     shutil.copy(checkpoint / "model-1.safetensors", third)
     monkeypatch.setattr(
         broadcast.ray, "put", lambda piece: answer(OSError(28, "the store is full"), 0)
     )
-    assert server.nearer(third) == third
-    # Few replicas.
-    assert replicas.ReplicaServer(0, actor, "k", "float32", 0.0).nearer(other) == other
+    with link.bring(server, third) as places:
+        assert places == [third]
+    with replicas.Link(0, actor, 0.0).bring(server, other) as places:
+        assert places == [other]  # few replicas
 
 
 def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypatch):
@@ -187,11 +192,10 @@ def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypat
     monkeypatch.setattr(replicas.ray, "get", lambda asked, timeout: asked)
     lead = Broadcast()
     other = lead.send(checkpoint)  # who still reads
-    server = replicas.ReplicaServer(0, Actor(Path("/memory")), "k", "float32", 0.0, lead)
-    assert server.nearer(checkpoint) == Path("/memory")
-    server.leave()
-    assert server.nearer(checkpoint) == checkpoint
-    server.leave()
+    link = replicas.Link(0, Actor(Path("/memory")), 0.0, lead)
+    for places in ([Path("/memory"), checkpoint], [checkpoint]):
+        with link.bring(server, checkpoint) as found:
+            assert found == places
     assert lead._sent is other
     lead.has_read(other.name)
     assert lead._sent is None

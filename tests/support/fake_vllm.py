@@ -10,6 +10,8 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from ttrl.server.vllm import VLLMServer
 
 # logprob of a token = −(token mod 7) − weight − (cached weight of the prefix)/10; the weight stands
@@ -64,11 +66,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, {})
         if path == "/collective_rpc":
             if behaviour == "refuse": return self.answer(500, {"error": "shape mismatch"})
-            if body["method"] == "ttrl_share_prompts":
-                state["calls"].append(body["method"])
-                return self.answer(200, {"results": [None]})
             memory = body["kwargs"].get("memory")
-            weight = held(memory or body["kwargs"].get("folder") or body["kwargs"].get("weights_path") or "")
+            place = memory or body["kwargs"].get("folder") or body["kwargs"].get("weights_path")
+            if body["method"] != "ttrl_compare_weights": state["calls"].append(body["method"] + " memory" * bool(memory))
+            if not pathlib.Path(place).exists(): return self.answer(500, {"error": "no such memory"})
+            weight = held(place)
             if body["method"] == "ttrl_compare_weights":
                 equal = behaviour != "differs" and float(weight) == state["weight"]
                 problems = [] if equal or behaviour == "blind" else ["w: 1 elements are not those of the files"]
@@ -79,18 +81,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 result["failed"] = "KeyError: 'w'" if behaviour == "cannot-compare" else None
                 return self.answer(200, {"results": [result, result]})
             assert body["method"] in ("ttrl_load_weights", "reload_weights")
-            state["calls"].append(body["method"])
-            if behaviour not in ("ignore-reload", "blind"): state["weight"] = float(weight)
+            if memory and behaviour == "refuse-memory": return self.answer(500, {"error": "shape mismatch"})
+            ignores = behaviour in ("ignore-reload", "blind") or (memory and behaviour == "ignore-memory")
+            if not ignores: state["weight"] = float(weight)
             return self.answer(200, {"results": [None]})
-        if path == "/init_weight_transfer_engine":
-            state["memory"] = body["init_info"]["memory"]
-            return self.answer(200 if pathlib.Path(state["memory"]).exists() else 500, {"error": "no such memory"})
-        if "weight_update" in path or path in ("/update_weights", "/shutdown_weight_transfer_engine"):
-            state["calls"].append(path)
-            if path == "/update_weights":
-                if behaviour == "refuse-memory": return self.answer(500, {"error": "shape mismatch"})
-                if behaviour != "ignore-memory": state["weight"] = float(held(state["memory"]))
-            return self.answer(200, {})
         if path == "/calls": return self.answer(200, state["calls"])
         if path.startswith(("/sleep", "/wake_up")):
             state["calls"].append(path)
@@ -170,3 +164,32 @@ def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
     canary["weights"] = {"w": hashlib.sha256(str(weight).encode()).hexdigest()}
     (folder / "canary.json").write_text(json.dumps(canary))
     return folder
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return write_checkpoint(tmp_path / "old", 0.5), write_checkpoint(tmp_path / "new", 0.75)
+
+
+@pytest.fixture
+def fake_server(tmp_path, checkpoints):
+    """A function that makes a server (not started yet) with a behaviour; all are stopped at the
+    end.
+    """
+    made: list[VLLMServer] = []
+
+    def make(behaviour: str = "fine", **arguments) -> VLLMServer:
+        arguments = {
+            "served_model_name": "m",
+            "log_path": tmp_path / "server.log",
+            "dtype": "float32",
+            **arguments,
+        }
+        server = FakeVLLM(checkpoints[0], **arguments)
+        server.behaviour = behaviour
+        made.append(server)
+        return server
+
+    yield make
+    for server in made:
+        server.stop()

@@ -2,10 +2,10 @@
 others, so that the run's file system is read once and not by every replica.
 
 The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as
-files in its machine's memory (/dev/shm), once for all replicas there, from where vLLM's own weight
-transfer loads them (`ttrl.vllm_worker.memory`); they are dropped when the sync is over. What is
-proven is the same: the digests of what the workers read are those that the trainer wrote. Who has
-no room for it, or comes later, reads the checkpoint itself.
+files in its machine's memory (/dev/shm), once for all replicas there. vLLM loads them from that
+folder as from the checkpoint, and they are dropped when the sync is over. The proof is the same:
+the workers read the digests that the trainer wrote. A replica without room for the weights, or one
+that comes later, reads the checkpoint itself.
 """
 
 import fcntl

@@ -28,13 +28,13 @@ from ttrl.launch.tune import (
     meeting_here,
     tune,
     tune_command,
-    visible_devices,
     write_recipe_config,
 )
 from ttrl.run_folder.folder import RunFolder
-from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
+from ttrl.system.gpus import visible_devices
 from ttrl.system.request_folder import LOOK_SECONDS, RequestFolder
+from ttrl.weights.source import Handover
 
 # What a process is made of when it starts; any other setting may differ from request to request.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")

@@ -28,9 +28,7 @@ from ttrl.costs.flops import sampling_flops
 from ttrl.costs.parameters import ModelShape, model_shape
 from ttrl.errors import ServerError, TrainerDiedError
 from ttrl.intervals import Estimate, estimate_mean, pooled
-from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
-from ttrl.loop.bits import WEIGHTS_FILE, check_bits
 from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
 from ttrl.loop.pack import pack
 from ttrl.loop.rollout_facts import sampled_reads
@@ -53,6 +51,8 @@ from ttrl.system.files import (
     write_jsonl,
 )
 from ttrl.tasks.task import Task
+from ttrl.weights.bits import WEIGHTS_FILE, check_bits
+from ttrl.weights.policy_server import PolicyServer
 
 logger = logging.getLogger(__name__)
 

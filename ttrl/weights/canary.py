@@ -11,7 +11,7 @@ Two requests, since each sees what the other cannot:
 
 A change in any weight that all tokens pass through changes them; a row of the embeddings that no
 token of the canary uses does not, and a tiny change may stay within the tolerance. So what a worker
-holds is also compared with the files (`ttrl.server.weights`).
+holds is also compared with the files (`ttrl.weights.verify`).
 """
 
 import json
