@@ -155,8 +155,8 @@ HOUSE = {
         "jinja2 markupsafe",
     ),
     # New weights into servers: no torch here either.
-    "weights": _room("run_folder server configs records"),
-    "launch": _room("weights run_folder server configs records", "psutil tqdm yaml"),
+    "weights": _room("run_folder server configs records", "msgspec"),
+    "launch": _room("weights run_folder server configs records", "msgspec psutil tqdm yaml"),
     # The only one that loads Ray.
     "cluster": _room(
         "launch weights run_folder server rollouts data configs records", "ray transformers"

@@ -239,7 +239,7 @@ def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
     assert "greedy token" in proof.problem
     monkeypatch.undo()
     sync.reset_prefix_cache(server)
-    assert check_canary(server, source.expected).passed
+    assert check_canary(server, source.canary).passed
 
 
 @pytest.mark.long

@@ -104,7 +104,7 @@ def near(server, started):
 
 
 def handover_of(said, checkpoint):
-    return Handover(**said, canary=json.loads((checkpoint / "canary.json").read_text()))
+    return Handover(**said, canary=Canary.load(checkpoint))
 
 
 @pytest.fixture(scope="module")

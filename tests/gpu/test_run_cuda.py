@@ -57,8 +57,11 @@ def checkpoints(model, folder):
     """The model, the same with noise, and that out of memory."""
     start, moved, policy = start_and_moved(model, folder, HERE)
     memory = WeightMemory(HERE)
-    canary = json.loads((moved / "canary.json").read_text())
-    yield start, moved, Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
+    yield (
+        start,
+        moved,
+        Handover(**hand_over(memory, policy, moved, "fp32"), canary=Canary.load(moved)),
+    )
     memory.close()
 
 

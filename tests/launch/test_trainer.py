@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 import yaml
 from support.pretended_tune import PretendedTune
@@ -132,7 +133,19 @@ def test_iterations_leave_their_files(made, form):
     trainer.stop()
 
 
-SAID = {"memory": "/proc/7/fd/3", "parts": [["w", [0], [2], "sha"]], "canary": {}}
+SAID = {
+    "memory": "/proc/7/fd/3",
+    "parts": [["w", [0], [2], "sha"]],
+    "canary": {
+        "schema": 1,
+        "dtype": "float32",
+        "token_ids": [1, 2],
+        "logprobs": [None, -1.0],
+        "greedy_token_ids": [3],
+        "greedy_logprobs": [-1.0],
+        "greedy_margins": [0.5],
+    },
+}
 
 
 def test_weights_that_are_handed_over_before_they_are_written(made):
@@ -141,7 +154,7 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
     hold.touch()
     wait = f"while os.path.exists({str(hold)!r}): time.sleep(0.01)"
     checkpoint = trainer.train(1, made.config(1, handover=SAID, do_beside=wait))
-    assert trainer.handover(1) == Handover(**SAID) and trainer.handover(0) is None
+    assert trainer.handover(1) == msgspec.convert(SAID, Handover) and trainer.handover(0) is None
     trainer.check()
     assert not checkpoint.exists()
     hold.unlink()

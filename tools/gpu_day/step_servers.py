@@ -6,7 +6,6 @@ GPU meanwhile, as in a run whose trainer keeps its memory.
 """
 
 import gc
-import json
 import shutil
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from ttrl.server.vllm import VLLMServer
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
+from ttrl.weights.canary import Canary
 from ttrl.weights.source import Handover
 from ttrl.weights.sync import SyncReport, reset_prefix_cache, sleep, sync_weights
 
@@ -51,7 +51,7 @@ def plain_server(place: Place, model: Path, folder: Path, here: Ranks) -> Path:
     report = place.report
     start, moved, policy = start_and_moved(model, folder, here)
     memory = WeightMemory(here)
-    canary = json.loads((moved / "canary.json").read_text(encoding="utf-8"))
+    canary = Canary.load(moved)
     handover = Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
     before = gpu_memory_used() or 0.0
     try:

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
@@ -182,8 +184,8 @@ class Trainer:
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
             said = json.loads(handover.read_text(encoding="utf-8"))
-            self.compared = said.pop("compared", None)
-            self._handed_over = number, Handover(**said)
+            self.compared = said.get("compared")
+            self._handed_over = number, msgspec.convert(said, Handover)
             self._is_writing, self._holding = (
                 True,
                 None if recipe_config.get("save", True) else number,

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from ttrl.errors import ServerError
 from ttrl.records import CANARY_FILE
@@ -39,10 +39,10 @@ class Files:
 
     folder: Path
     """Where the server reads them: the checkpoint itself, or a copy near the server."""
-    expected: Canary
+    canary: Canary
     """What the trainer computes with them."""
-    is_written = True
-    spans = None
+    is_written: ClassVar[bool] = True
+    spans: ClassVar[None] = None
     """Which parts of tensors have digests of their own; None: each tensor has one."""
 
     @classmethod
@@ -59,11 +59,11 @@ class Files:
     @property
     def has_digests(self) -> bool:
         """Return whether the trainer recorded digests; a starting model has none."""
-        return bool(self.expected.weights)
+        return bool(self.canary.weights)
 
     def problems(self, read: Sequence[Digests]) -> list[str]:
         """Return what is wrong with the bytes that each of the workers read."""
-        written = self.expected.weights
+        written = self.canary.weights
         if not written:
             return []
         found = []
@@ -96,11 +96,11 @@ class Handover:
     parts: list[tuple[str, list[int], list[int], str]]
     """Name of a tensor, where a part of it begins, its length in each dimension, and its SHA-256;
     together they are all of the weights."""
-    canary: dict[str, Any]
+    canary: Canary
     """What the trainer computes with them, as canary.json will say it."""
     is_written: bool = True
     """Whether the trainer writes them as files, too."""
-    has_digests = True
+    has_digests: ClassVar[bool] = True
 
     def wait_for_files(self, checkpoint: Path) -> None:
         """Wait until the trainer has written the weights as files. Raises ServerError if it does
@@ -115,11 +115,6 @@ class Handover:
             if not os.path.exists(self.memory) and not (checkpoint / CANARY_FILE).is_file():
                 raise ServerError(f"the trainer ended before it had written {checkpoint}")
             time.sleep(_LOOK_SECONDS)
-
-    @property
-    def expected(self) -> Canary:
-        """Return what the trainer computes with them. Raises ModelFolderError if it is damaged."""
-        return Canary.of(self.canary)
 
     @property
     def place(self) -> dict[str, Any]:

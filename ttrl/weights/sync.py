@@ -165,9 +165,9 @@ def _sources(
         if server.takes_memory:
             yield handover
         handover.wait_for_files(folder)
-    expected = Canary.load(folder)
+    canary = Canary.load(folder)
     for place in places:
-        yield Files(place, expected)
+        yield Files(place, canary)
 
 
 def _way(server: ServerConnection, source: Source) -> Literal["memory", "adapter", "reload"]:
@@ -189,7 +189,7 @@ def _load_in_place(
         else:
             # Puts keys and values of the old weights into the prefix cache, where the check finds
             # them if they stay.
-            leave_in_cache(server, source.expected)
+            leave_in_cache(server, source.canary)
         server.policy_folder = folder
         load_weights(server, source)
         if isinstance(server, VLLMServer) and not server.serves_adapters and source.is_written:

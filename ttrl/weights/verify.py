@@ -63,7 +63,7 @@ def prove(
     proof = compare_weights(server, source) if compare else Proof()
     if proof.problem is not None:
         return proof
-    report = check_canary(server, source.expected, cache_is_empty=not just_started)
+    report = check_canary(server, source.canary, cache_is_empty=not just_started)
     problem = report.problem
     if problem is not None and _is_excused(server, report, proof, just_started):
         logger.warning(
