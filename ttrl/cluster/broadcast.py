@@ -48,14 +48,13 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: tuple[Any, ...] = ()
-        """What tells the checkpoint in the store from others, of the same path too: an iteration
-        may be done again.
+        self._asked: tuple[Any, ...] = ()
+        """What tells the checkpoint that was asked for last from others, of the same path too: an
+        iteration may be done again.
         """
         self._sent: Sent | None = None
+        """That checkpoint in the store; None if it was too large, or everybody has read it."""
         self._readers = 0
-        self._over = set[tuple[Any, ...]]()
-        """What was sent, or was too large: who asks for it later reads files."""
 
     def send(self, checkpoint: Path) -> Sent | None:
         """Return the weights of a checkpoint for one reader, who says later that it `has_read`
@@ -63,18 +62,19 @@ class Broadcast:
         files = weight_files(checkpoint)
         stats = [file.stat() for file in files]
         size = sum(stat.st_size for stat in stats)
-        held = (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
+        asked = (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
         with self._lock:
-            if held in self._over:
-                return None
-            if held != self._held:
-                self._forget()
-                if not self._has_room(checkpoint, size):
-                    self._over.add(held)
-                    return None
-                pieces = {file.name: [ray.put(piece) for piece in _pieces(file)] for file in files}
-                self._held, self._sent = held, Sent(secrets.token_hex(8), pieces, size)
-            self._readers += 1
+            if asked != self._asked:
+                self._sent = None
+                self._readers = 0
+                if self._has_room(checkpoint, size):
+                    pieces = {
+                        file.name: [ray.put(piece) for piece in _pieces(file)] for file in files
+                    }
+                    self._sent = Sent(secrets.token_hex(8), pieces, size)
+                self._asked = asked
+            if self._sent is not None:
+                self._readers += 1
             return self._sent
 
     def has_read(self, name: str) -> None:
@@ -83,14 +83,7 @@ class Broadcast:
             if self._sent is not None and self._sent.name == name:
                 self._readers -= 1
                 if not self._readers:
-                    self._forget()
-
-    def _forget(self) -> None:
-        if self._sent is not None:
-            self._over.add(self._held)
-        self._held = ()
-        self._sent = None
-        self._readers = 0
+                    self._sent = None
 
     def _has_room(self, checkpoint: Path, size: int) -> bool:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]

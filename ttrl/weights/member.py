@@ -220,14 +220,7 @@ class Member:
                 self.is_fenced = True
             if self.ours is None:
                 server.check_chat_template(policy.checkpoint)
-            return self._sync(
-                server,
-                policy.checkpoint,
-                mode=mode,
-                compare=self._compare,
-                asleep=self._asleep,
-                handover=policy.handover,
-            )
+            return self._sync_by(mode, policy, asleep=self._asleep)
         except ServerDiedError as died:
             if self.ours is None or self._restarted_for == policy.version:
                 raise
@@ -237,23 +230,29 @@ class Member:
     def _restart(self, server: VLLMServer, policy: Policy, died: ServerDiedError) -> SyncReport:
         """Start it again with the checkpoint; or with the base, if only memory has the weights."""
         logger.warning("a server is gone and is started anew: %s", died)
-        mode = "restart"
         try:
-            if not policy.has_files:
+            if policy.has_files:
+                report = self._sync_by("restart", policy)
+            else:
                 server.restart(policy.base)
-                mode = "reload"
-            report = self._sync(
-                server,
-                policy.checkpoint,
-                mode=mode,
-                compare=self._compare,
-                handover=policy.handover,
-            )
+                report = self._sync_by("reload", policy)
         except ServerDiedError as error:
             raise WeightSyncError(
                 f"the server died again after it was started anew: {error}"
             ) from died
         return replace(report, fell_back=str(died).splitlines()[0])
+
+    def _sync_by(
+        self, mode: Literal["start", "reload", "restart"], policy: Policy, *, asleep: bool = False
+    ) -> SyncReport:
+        return self._sync(
+            self.server,
+            policy.checkpoint,
+            mode=mode,
+            compare=self._compare,
+            asleep=asleep,
+            handover=policy.handover,
+        )
 
     # While nobody asks for another policy
 
