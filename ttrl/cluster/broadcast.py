@@ -15,9 +15,9 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ray
 
@@ -114,55 +114,51 @@ class Staged:
     """A replica's side: checkpoints in its machine's memory. Its methods may be called by several
     threads.
 
-    memory/ttrl-USER/lock          held by who changes something
-                     ID.owner      held by a process as long as it lives, wherever that is seen from
-                     ID-NAME/      what it has vLLM read: links to the next
-                     NAME-FILE     weights, as long as somebody has a link
+    memory/ttrl-USER/lock       held by a process that changes something
+                     NAME/      the weights of a checkpoint
+                     NAME/lock  held by each process that reads them, until it drops them or ends
     """
 
     def __init__(self, memory: str = "/dev/shm") -> None:
-        self._pool, self._id = Path(memory, f"ttrl-{os.geteuid()}"), secrets.token_hex(8)
-        self._owner: Any = None
+        self._pool = Path(memory, f"ttrl-{os.geteuid()}")
+        self._reading: dict[str, IO[bytes]] = {}
+        """By name of the weights: the open lock."""
 
     def put(self, sent: Sent, seconds: float) -> Path:
-        """Return a folder with the weights. Raises OSError, RayError where that fails, or takes
+        """Return a folder with the weights. Raises OSError, RayError if that fails, or takes
         longer.
         """
+        folder = self._pool / sent.name
         with self._locked():
             self._clean()
             free = min(memory_bytes()[1], shutil.disk_usage(self._pool).free)
-            if not any(self._pool.glob(f"{sent.name}-*")) and sent.size > _ROOM * free:
+            if not folder.is_dir() and sent.size > _ROOM * free:
                 raise OSError(
                     f"its weights take {gib(sent.size)}, and {self._pool} has room for half of "
                     f"{gib(free)}"
                 )
-            if self._owner is None:
-                self._owner = open(self._pool / f"{self._id}.owner", "wb")  # noqa: SIM115 - open as long as this process lives
-                fcntl.flock(self._owner, fcntl.LOCK_EX)
+            folder.mkdir(exist_ok=True)
+            reading = self._reading[sent.name] = open(folder / "lock", "wb")  # noqa: SIM115 - open as long as they are read
+            fcntl.flock(reading, fcntl.LOCK_SH)
             try:
-                return self._fill(self._pool / f"{self._id}-{sent.name}", sent, seconds)
+                for name, references in sent.pieces.items():
+                    if not (folder / name).exists():
+                        _write(folder / name, references, seconds)
             except BaseException:
-                self._remove(sent.name)
+                self._forget(sent.name)
                 raise
-
-    def _fill(self, own: Path, sent: Sent, seconds: float) -> Path:
-        own.mkdir()
-        for file, references in sent.pieces.items():
-            whole = self._pool / f"{sent.name}-{file}"
-            if not whole.exists():
-                with open(unfinished := self._pool / "unfinished", "wb") as output:
-                    for reference in references:
-                        output.write(ray.get(reference, timeout=seconds))
-                unfinished.rename(whole)
-            os.link(whole, own / file)
-        return own
+        return folder
 
     def drop(self, name: str = "") -> None:
-        """Give back the memory of weights that nobody else here reads, and of processes that are
-        gone. Raises OSError.
-        """
+        """Give back the memory of weights that no process here reads any more. Raises OSError."""
         with self._locked():
-            self._remove(name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        reading = self._reading.pop(name, None)
+        if reading is not None:
+            reading.close()
+        self._clean()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -174,31 +170,19 @@ class Staged:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _remove(self, name: str) -> None:
-        shutil.rmtree(self._pool / f"{self._id}-{name}", ignore_errors=True)
-        self._clean()
-
     def _clean(self) -> None:
-        for path in self._pool.glob("*.owner"):
-            if path.stem != self._id and _is_free(path):
-                for folder in self._pool.glob(f"{path.stem}-*"):
+        """Remove what no process reads."""
+        for folder in self._pool.iterdir():
+            if folder.is_dir():
+                with open(folder / "lock", "wb") as lock, suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)
-                path.unlink()
-        for path in self._pool.iterdir():
-            if (
-                path.is_file()
-                and path.name != "lock"
-                and path.suffix != ".owner"
-                and path.stat().st_nlink == 1
-            ):
-                path.unlink()
 
 
-def _is_free(path: Path) -> bool:
-    """Return whether the process that held a file is gone."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+def _write(path: Path, references: list[Any], seconds: float) -> None:
+    """Put a file together; it appears as a whole."""
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as output:
+        for reference in references:
+            output.write(ray.get(reference, timeout=seconds))
+    unfinished.rename(path)

@@ -1,4 +1,4 @@
-"""One of a run's servers: how it is brought to a policy, and what happens if it is lost."""
+"""Bring one of a run's servers to each policy, and back to it after a loss."""
 
 import logging
 import threading
@@ -22,14 +22,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Policy:
-    """What servers are to compute with."""
+    """The weights asked of the servers."""
 
     checkpoint: Path
     version: str
     """Its name in requests."""
     base: Path
-    """What a server is started with: the checkpoint, the base of its adapter, or another checkpoint
-    if this one is not written.
+    """The model to start a server with: the checkpoint, the base of its adapter, or another
+    checkpoint if this one is not written.
     """
     handover: Handover | None = None
     """The same weights in the trainer's memory."""
@@ -46,10 +46,10 @@ class Policy:
 
 
 class Member:
-    """A server, and which policy it was proven to have. Its methods are called with `lock` held.
+    """A server, and its proven policy. Its methods are called with `lock` held.
 
-    mode: how it is given weights, and what it does in `rest`. compare: whether its weights are
-    compared with their source after each sync. sync: `sync_weights`.
+    mode: its way to new weights, and to `rest`. compare: whether its weights are compared with
+    their source after each sync. sync: `sync_weights`.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class Member:
         self._sync = sync
         self.lock = threading.RLock()
         self.proven: str | None = None
-        """The version of the policy that it was proven to compute with; None: nobody may use it."""
+        """The version of its proven policy; None: it must not be used."""
         self.problem: ServerError | None = None
         """Why it is not proven."""
         self.is_fenced = isinstance(server, VLLMServer)
-        """Whether it is known to refuse requests for other weights than it has. What somebody else
-        started may be any server.
+        """Whether it is known to refuse requests for other weights than it has. A server of others
+        may be any server.
         """
         self._restarted_for: str | None = None
-        """The version for which it was started again after it died: once is enough."""
+        """The version of its last start after a death: one per version is enough."""
         self._fresh = False
         """Whether it was started, and given no policy since."""
         self._asleep = False
@@ -82,7 +82,7 @@ class Member:
 
     @property
     def ours(self) -> VLLMServer | None:
-        """Return the server if it is started and stopped here; None if somebody else does that."""
+        """Return the server if it is started and stopped here; None for a server of others."""
         if isinstance(self.server, VLLMServer):
             return self.server
         return None
@@ -91,7 +91,7 @@ class Member:
 
     def start(self, base: Path) -> None:
         """Begin to start it with the model in `base`, in the background, if it does not run. Does
-        nothing for servers that somebody else starts.
+        nothing for a server of others.
         """
         server = self.ours
         if server is None or self._fresh or server.is_started:
@@ -110,7 +110,7 @@ class Member:
             wait([starting])
 
     def _finish_start(self) -> None:
-        """Wait until it has started. Raises what went wrong, once: the next start tries again."""
+        """Wait until it has started. Raises the error of the start, once."""
         starting = self._starting
         self._starting = None
         error = None if starting is None else starting.exception()
@@ -122,9 +122,7 @@ class Member:
         raise ServerStartError(f"{type(error).__name__}: {error}") from error
 
     def stop(self) -> None:
-        """End it, also in the middle of its start. Servers of others go on; nobody uses them from
-        here.
-        """
+        """End it, also in the middle of its start. Servers of others go on, unused from here."""
         self.proven = None
         self._fresh = False
         self._asleep = False
@@ -139,7 +137,7 @@ class Member:
         self._starting = None
 
     def rest(self) -> None:
-        """Give the memory of its device to the trainer, as far as its mode says so."""
+        """Give the memory of its device to the trainer, if its mode says so."""
         server = self.ours
         if server is None or self._mode == "reload" or self._asleep:
             return
@@ -167,9 +165,9 @@ class Member:
     # Weights
 
     def bring(self, policy: Policy) -> dict[str, Any] | None:
-        """Make it compute with a policy, prove that, and open it to requests for the policy. Return
-        the facts of the sync, None if it had these weights. One that died is started again, once.
-        Raises ServerError; it is not proven then.
+        """Make it compute with a policy, prove it, and open it to requests for the policy. Return
+        the facts of the sync, None if it had these weights. After a death it is started again,
+        once. Raises ServerError; it is not proven then.
         """
         began = time.monotonic()
         try:
@@ -254,10 +252,10 @@ class Member:
             handover=policy.handover,
         )
 
-    # While nobody asks for another policy
+    # Between two policies
 
     def look_after(self, policy: Policy) -> None:
-        """Bring it back to the policy if it was lost. Called again and again while it should
+        """Bring it back to the policy if it was lost. Called every few seconds while it should
         serve.
         """
         server = self.ours
@@ -265,7 +263,7 @@ class Member:
             try:
                 self.server.check()
                 has = self.server.open_version()
-            # Perhaps only slow for a while: whatever it is computing, let it go on.
+            # Perhaps it is only slow for a while: its requests go on.
             except ServerError as error:
                 return self._lose(str(error))
             if has == policy.version:
@@ -301,15 +299,15 @@ class Member:
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Begin some work in a thread of its own: Ctrl-C and the end of the program do not wait for it,
-    as they would for those of a pool.
+    """Begin some work in a daemon thread: unlike a pool's, it delays neither Ctrl-C nor the end of
+    the program.
     """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised for who waits
+        except BaseException as error:  # noqa: BLE001 - raised by the future
             done.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

@@ -1,10 +1,10 @@
-"""The run's inference servers: started when first needed, always serving the checkpoint that is
-asked for, and proven to.
+"""Keep the run's inference servers at the policy asked for, with proof. They are started when first
+needed.
 
-Requests name the weights that they are for (`ttrl.server.auth`), so a server that is lost and comes
-back with others cannot answer them. A thread looks after the servers while they serve: one of ours
-that died is started again, once per policy, with the reason in the log; one that somebody else
-started is synced when it is back. Until then the others serve.
+Requests name their weights (`ttrl.server.auth`), so a server with other weights cannot answer them.
+A thread looks after the servers while they serve. If one of ours died, it is started again, once
+per policy, with the reason in the log. A server of others is synced when it is back. Until then the
+rest serve.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 MODEL_NAME = "policy"
 MAX_DOWNTIME = 240.0
-"""Seconds for which requests of a rollout wait for a server that is being started again."""
+"""Seconds: requests of a rollout wait so long for a server to be back."""
 
 
 def make_server(
@@ -49,7 +49,7 @@ def make_server(
     kind: type[VLLMServer] = VLLMServer,
 ) -> VLLMServer:
     """Return a server of a run, not started yet. Raises ConfigError for arguments in
-    `config.server` that ttrl sets itself.
+    `config.server` set by ttrl itself.
     """
     extra: dict[str, Any] = {}
     if adapters:
@@ -77,8 +77,8 @@ def make_server(
 
 
 def joined_servers(config: TrainConfig, bring: Bring | None = None) -> list[JoinedServer]:
-    """Return the servers that the run joins. bring: brings them adapters; None: they read whole
-    weights on a shared file system.
+    """Return the run's `joined_servers`. bring: brings them adapters; None: they read whole weights
+    on a shared file system.
     """
     keys = config.joined_keys()
     return [
@@ -102,11 +102,11 @@ def served_dtype(config: TrainConfig) -> str:
 
 
 class PolicyServer:
-    """One vLLM server or several, which follow the run's checkpoints.
+    """One vLLM server or several at the run's newest policy.
 
-    others: given the model that servers start with, returns those that somebody else starts; None:
-    those that the run joins. look_seconds: time between two looks at the servers, those of others
-    excepted. own, sync: what makes a server here, and brings weights to any of them.
+    others: given the model to start with, returns the servers started by others; None: the run's
+    `joined_servers`. own, sync: the class of the servers started here, and the function to bring
+    weights to any server. look_seconds: time between two looks at our servers.
     """
 
     def __init__(
@@ -132,18 +132,14 @@ class PolicyServer:
         self._members: list[Member] = []
         self._adapters = config.gives_adapters
         self._proven: Policy | None = None
-        """The last policy that servers were proven to have, and none was asked for since."""
+        """The last proven policy, until another one is asked for."""
         self._serving: Policy | None = None
-        """The policy of requests, while it is served: one value, so that no thread mixes two of
-        them.
-        """
+        """The policy of requests, while it is served. One value: no thread mixes two of them."""
         self._watching: threading.Thread | None = None
         self._over = threading.Event()
 
     def start(self, model_folder: Path) -> None:
-        """Begin to start the servers in the background: it takes half a minute, in which the caller
-        can do something else.
-        """
+        """Begin to start the servers in the background. It takes about half a minute."""
         self._merge(model_folder)
         base = self._base(model_folder)
         if not self._members:
@@ -154,17 +150,17 @@ class PolicyServer:
     def serve(
         self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
     ) -> dict[str, Any] | None:
-        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them
-        to it.
+        """Make the servers compute with `checkpoint`, all at the same time, and prove it for each.
 
         handover: the same weights in the memory of a trainer on this machine.
-        start_from: another checkpoint of the model, for servers that have to be started, if nobody
-            writes this one.
+        start_from: another checkpoint of the model to start servers with, if this one is not
+            written.
 
-        Returns the facts of the sync (mode, seconds, the canary's largest difference, why it fell
-        back, and for several servers how many serve and what is wrong with the others), None if
-        they had these weights already. A server that fails is left out with a warning while others
-        serve. Raises ServerStartError, ServerDiedError, WeightSyncError if none is left.
+        Returns the facts of the sync (mode, seconds, the canary's largest difference, the reason
+        of a fallback, and for several servers the number of those that serve and the problems of
+        the others), None if they had these weights already. A failed server is left out with a
+        warning while others serve. Raises ServerStartError, ServerDiedError, WeightSyncError if
+        none is left.
         """
         if handover is not None:
             handover = dataclasses.replace(handover, is_written=start_from is None)
@@ -200,30 +196,27 @@ class PolicyServer:
         return self._facts(results)
 
     def rest(self) -> None:
-        """Free a device that the trainer shares with the servers: they stop, sleep or stay, as
-        `weight_sync` says.
-        """
+        """Free a device for the trainer: the servers stop, sleep or stay, as `weight_sync` says."""
         self._serving = None
         self._for_each(Member.rest)
 
-    # What rollouts ask. All of it raises ServerError if no server has the policy that was asked
-    # for last.
+    # For rollouts. All of it raises ServerError if no server has the last policy.
 
     @property
     def servers(self) -> list[ServerConnection]:
-        """Return those that are proven now."""
+        """Return the servers proven now."""
         version = self._served_version()
         return [member.server for member in self._members if member.proven == version]
 
     @property
     def model_name(self) -> str:
-        """Return what requests ask for."""
+        """Return the name of the model in requests."""
         return self._any().model_name
 
     def endpoints(self) -> list[Endpoint]:
-        """Return the addresses of all servers: also those that are out, which take part when they
-        are back with these weights. Requests are for these weights, so none goes to a server that
-        may not know what that means.
+        """Return the addresses of all servers, also of those that are out: they take part again
+        when they are back with these weights. A server without a fence would answer requests with
+        any weights, so it is left out.
         """
         version = self._served_version()
         return [member.server.endpoint(version) for member in self._members if member.is_fenced]
@@ -237,7 +230,7 @@ class PolicyServer:
         return self._any().weights_digest()
 
     def check(self) -> None:
-        """Raise ServerDiedError if all of them are gone, with what is known of each."""
+        """Raise ServerDiedError if all of them are gone, with the problem of each."""
         self._served_version()
         gone = []
         for member in self._members:
@@ -266,13 +259,13 @@ class PolicyServer:
         return serving.version
 
     def stop(self) -> None:
-        """End the servers, also those that are just starting. Harmless when there are none."""
+        """End the servers, also in the middle of their start. Harmless if there are none."""
         self._serving = None
         self._proven = None
         self._over.set()
         members = self._members
         self._members = []
-        for member in members:  # first of all: whatever waits for one of them ends, too
+        for member in members:  # first of all: requests to them end, too
             if member.ours is not None:
                 member.ours.stop()
         for member in members:
@@ -321,14 +314,12 @@ class PolicyServer:
         ]
 
     def _base(self, model_folder: Path) -> Path:
-        """Return what a server is started with: the base of the run's adapters if it is given
-        those.
-        """
+        """Return the model to start a server with: with adapters, their base."""
         of_this_run = model_folder.absolute().is_relative_to(
             Path(self._config.run, "iterations").absolute()
         )
         if not (self._adapters and of_this_run):
-            return model_folder  # a starting model may be what was merged once
+            return model_folder  # a starting model may be merged from an adapter of another run
         return base_of_adapter(model_folder) or model_folder
 
     def _merge(self, checkpoint: Path) -> None:
@@ -339,7 +330,7 @@ class PolicyServer:
         try:
             return member.bring(policy)
         except ServerError as error:
-            fetched = self._config.adapters == "mirror"  # nobody there would find merged weights
+            fetched = self._config.adapters == "mirror"  # merged weights would not be found there
             if not member.server.serves_adapters or fetched:
                 raise
             if member.ours is None and isinstance(error, WeightSyncError):
@@ -422,13 +413,13 @@ class PolicyServer:
                     blocking=False
                 ):
                     continue
-                # What is to be served is read with the lock held: whoever changes it waits for the
-                # lock before it syncs.
+                # Read the policy with the lock held: `serve` changes it, and waits for the lock
+                # before it syncs.
                 try:
                     serving = self._serving
                     if serving is not None and not over.is_set():
                         member.look_after(serving)
-                except Exception:  # the thread must not end; the loop will find what is wrong
+                except Exception:  # the thread must not end; the loop will meet the problem
                     logger.exception("looking after %s failed", member.server.base_url)
                 finally:
                     member.lock.release()
@@ -437,9 +428,7 @@ class PolicyServer:
 
 
 def _environments(config: TrainConfig) -> list[dict[str, str]]:
-    """Return, for each of our servers, the environment variables that give it its share of this
-    machine.
-    """
+    """Return environment variables for each of our servers: its share of this machine."""
     split = config.placement == "split" and not is_cpu_build()
     servers = config.servers_here
     if servers == 0 or (servers == 1 and not split):

@@ -1,8 +1,8 @@
-"""Where servers take new weights from: a checkpoint's files, or memory that the trainer holds out.
+"""Name the sources of new weights: a checkpoint's files, or memory held out by the trainer.
 
     trainer   every rank writes its part of the weights into one memory, and hashes it
               (`ttrl.training.parallel.weight_memory`)
-    loop      tells servers where that memory is, and what its digests are (`Handover`)
+    loop      tells servers the path of the memory, and keeps its digests (`Handover`)
     worker    maps the memory, and loads its share (`ttrl.vllm_worker.weights`)
 
 Servers of this run on the trainer's machine, in the same container, take weights from memory.
@@ -10,9 +10,9 @@ Others are given files. A cluster of many servers brings the files to each machi
 (`ttrl.cluster.broadcast`).
 
 Why not vLLM's own weight transfer? Its engines gather every tensor on one rank and prove nothing.
-Its /weight_checker hashes what its kernels made of the weights, which no trainer can know. Here the
-proof is the same for both sources (`ttrl.weights.verify`): a worker compares what it holds with the
-source, element by element, and the source with the digests of the trainer.
+Its /weight_checker hashes the kernels' form of the weights, unknown to a trainer. Here the proof is
+the same for both sources (`ttrl.weights.verify`): a worker compares its weights with the source,
+element by element, and hashes the source; the loop compares these digests with the trainer's.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ from ttrl.weights.canary import Canary
 _LOOK_SECONDS = 0.1
 
 Digests: TypeAlias = Mapping[str, str]
-"""By name of a tensor or of a part: SHA-256 of the bytes that a worker read."""
+"""By name of a tensor or of a part: SHA-256 of the bytes read by a worker."""
 
 
 @dataclass(frozen=True)
 class Files:
-    """The weights in a folder, and what the trainer recorded of them."""
+    """The weights in a folder, and the trainer's record of them."""
 
     folder: Path
     """Where the server reads them: the checkpoint itself, or a copy near the server."""
@@ -53,7 +53,7 @@ class Files:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Return where the weights are, for the methods of vLLM's workers."""
+        """Return the place of the weights, as the methods of vLLM's workers take it."""
         return {"folder": str(self.folder)}
 
     @property
@@ -62,7 +62,7 @@ class Files:
         return bool(self.canary.weights)
 
     def problems(self, read: Sequence[Digests]) -> list[str]:
-        """Return what is wrong with the bytes that each of the workers read."""
+        """Return the problems with the bytes read by each of the workers."""
         written = self.canary.weights
         if not written:
             return []
@@ -87,15 +87,15 @@ class Files:
 
 @dataclass(frozen=True)
 class Handover:
-    """Weights that a trainer holds out in memory, as long as it lives and until it writes the next
+    """Weights held out by a trainer in memory, as long as it lives and until it writes the next
     ones there.
     """
 
     memory: str
     """The path under which processes of this machine can map it."""
     parts: list[tuple[str, list[int], list[int], str]]
-    """Name of a tensor, where a part of it begins, its length in each dimension, and its SHA-256;
-    together they are all of the weights."""
+    """Parts of all of the weights: name of the tensor, begin and length in each dimension,
+    SHA-256."""
     canary: Canary
     """What the trainer computes with them, as canary.json will say it."""
     is_written: bool = True
@@ -118,7 +118,7 @@ class Handover:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Return where the weights are, for the methods of vLLM's workers."""
+        """Return the place of the weights, as the methods of vLLM's workers take it."""
         return {"memory": self.memory}
 
     @property
@@ -140,7 +140,7 @@ class Handover:
         }
 
     def problems(self, read: Sequence[Digests]) -> list[str]:
-        """Return what is wrong with the bytes that the workers read; together they read all."""
+        """Return the problems with the bytes read by the workers; together they read all."""
         known = {label: sha for worker in read for label, sha in worker.items()}
         wrong = [
             name

@@ -1,15 +1,15 @@
-"""Bring new weights into a running server, and prove that it computes with them.
+"""Bring new weights into a running server, and prove them.
 
-    source     a checkpoint's files, or memory that the trainer holds out (`ttrl.weights.source`)
-    how        in place (tens of milliseconds for a small model), also into a server that sleeps; an
-               adapter next to the base that stays (for servers with `serves_adapters`); a restart
+    source     a checkpoint's files, or memory held out by the trainer (`ttrl.weights.source`)
+    how        in place (tens of milliseconds for a small model), also into a sleeping server; an
+               adapter next to its base (for servers with `serves_adapters`); a restart
     proof      digests and canary (`ttrl.weights.verify`)
 
-No way is trusted. A source that fails is followed by the next one, and the last one by a restart. A
+No way is trusted. If a source fails, the next one is tried, and after the last one a restart. A
 mismatch after a restart raises WeightSyncError.
 
-While weights are changed, the server refuses requests that name weights (`ttrl.server.auth`); the
-caller opens it again (`ServerConnection.open_to`).
+During a sync the server refuses requests for named weights (`ttrl.server.auth`). The caller opens
+it again (`ServerConnection.open_to`).
 """
 
 import logging
@@ -35,10 +35,10 @@ _DRAIN_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class SyncReport:
-    """One weight sync that was confirmed."""
+    """One confirmed weight sync."""
 
     mode: Literal["start", "memory", "reload", "adapter", "restart"]
-    """The way that worked in the end."""
+    """The way of the weights, after all fallbacks."""
     seconds: float
     """Time for everything, proof and fallback included."""
     proof: Proof
@@ -72,19 +72,19 @@ def sync_weights(
     handover: Handover | None = None,
 ) -> SyncReport:
     """Make `server` compute with the policy in `checkpoint_folder`, and prove it. Afterwards the
-    server is still closed to requests that name weights.
+    server is still closed to requests for named weights.
 
-    mode: "start" for a server that was just started, perhaps with these weights: it is only
-        verified then.
-    compare: False checks the canary alone.
-    asleep: the server sleeps (`sleep`) and is woken: the weights first, the KV cache after they
-        were loaded.
+    mode: "start" for a server just started, perhaps with these weights: they are only verified
+        then.
+    compare: False checks the canary only.
+    asleep: the server sleeps (`sleep`) and is woken: first its weights and, once they are loaded,
+        its KV cache.
     handover: the same weights in the trainer's memory. The server takes them from there if it can.
         Else, and if that fails, it reads the folder, as soon as the trainer has written it.
 
     No request should be running. Raises ModelFolderError for a folder without a readable
     canary.json, WeightSyncError if the server does not compute with these weights even after a
-    restart (or cannot be restarted from here), and what `VLLMServer.start` raises.
+    restart (or cannot be restarted from here), and the errors of `VLLMServer.start`.
     """
     began = time.monotonic()
     folder = Path(checkpoint_folder).absolute()
@@ -139,8 +139,8 @@ def sync_weights(
 
 
 def _was_started_with(server: ServerConnection, folder: Path) -> bool:
-    """Tell whether a server was started with a checkpoint's own files, under whatever path. In half
-    precision, the canary alone would not tell one step of training from none.
+    """Tell whether a server was started with a checkpoint's own files, under any path. In half
+    precision, the canary cannot tell one step of training from none.
     """
     if not isinstance(server, VLLMServer) or server.serves_adapters:
         return False
@@ -158,8 +158,8 @@ def _is_same(one: Path, other: Path) -> bool:
 def _sources(
     server: ServerConnection, folder: Path, handover: Handover | None, places: Sequence[Path]
 ) -> Iterator[Source]:
-    """Yield where a server can take weights from, the fastest source first. Waits for files that
-    are needed.
+    """Yield the sources of weights for a server, the fastest one first. Wait for files before they
+    are yielded.
     """
     if handover is not None:
         if server.takes_memory:
@@ -181,19 +181,19 @@ def _way(server: ServerConnection, source: Source) -> Literal["memory", "adapter
 def _load_in_place(
     server: ServerConnection, folder: Path, source: Source, *, compare: bool, asleep: bool
 ) -> Proof:
-    """Load a checkpoint's weights from a source; return the proof, or what went wrong."""
+    """Load a checkpoint's weights from a source; return the proof."""
     try:
         server.close_to_all()
         if asleep:
             server.request("POST", "/wake_up?tags=weights", timeout=LOAD_SECONDS)
         else:
-            # Puts keys and values of the old weights into the prefix cache, where the check finds
-            # them if they stay.
+            # Keys and values of the old weights go into the prefix cache. The check finds them
+            # there if they stay.
             leave_in_cache(server, source.canary)
         server.policy_folder = folder
         load_weights(server, source)
         if isinstance(server, VLLMServer) and not server.serves_adapters and source.is_written:
-            server.model_folder = folder  # what a later restart loads
+            server.model_folder = folder  # for a later restart
         if asleep:
             server.request("POST", "/wake_up?tags=kv_cache", timeout=LOAD_SECONDS)
         reset_prefix_cache(server)
@@ -221,7 +221,7 @@ def load_weights(server: ServerConnection, source: Source) -> None:
     if server.has_adapter:
         assert isinstance(source, Files), "vLLM loads adapters from a folder"
         adapter = {"lora_name": ADAPTER_NAME, "lora_path": str(source.folder)}
-        # Not `load_inplace`: vLLM 0.32 then reads the files again for every step that it computes.
+        # Not `load_inplace`: vLLM 0.32 then reads the files again at every step.
         if any(one["id"] == ADAPTER_NAME for one in server.request("GET", "/v1/models")["data"]):
             server.request("POST", "/v1/unload_lora_adapter", {"lora_name": ADAPTER_NAME})
         server.request("POST", "/v1/load_lora_adapter", adapter, timeout=LOAD_SECONDS)
@@ -235,8 +235,8 @@ def load_weights(server: ServerConnection, source: Source) -> None:
 
 
 def reset_prefix_cache(server: ServerConnection) -> None:
-    """Empty the prefix cache, which vLLM refuses while requests run; raises ServerError if it still
-    does after 30 s.
+    """Empty the prefix cache. vLLM refuses while requests run; raises ServerError if it still does
+    after 30 s.
     """
     deadline = time.monotonic() + _DRAIN_SECONDS
     while True:
@@ -253,8 +253,8 @@ def reset_prefix_cache(server: ServerConnection) -> None:
 
 def sleep(server: ServerConnection) -> None:
     """Free the memory of weights and KV cache. With level 2 of vLLM's sleep nothing is left, so
-    `sync_weights(..., asleep=True)` wakes it; the base under adapters, which no sync loads again,
-    waits in the machine's memory (level 1). Level 2 has run on an H100, level 1 on no GPU; on a
+    `sync_weights(..., asleep=True)` wakes it. No sync loads the base under adapters again: it waits
+    in the machine's memory (level 1). Level 2 has run on an H100, level 1 on no GPU; on a
     CPU, vLLM frees nothing. Raises ServerError.
     """
     server.close_to_all()

@@ -1,20 +1,19 @@
-"""Prove what a server computes with, after every sync. Two proofs see what the other cannot:
+"""Prove the weights of a server after every sync, in two ways. Neither replaces the other:
 
-- the server's workers compare every element that they hold with the source of the weights, and the
-  bytes that they read there with the digests that the trainer recorded (`ttrl.vllm_worker`): this
-  finds a weight that changed on its way, or stayed behind;
-- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.weights.canary`):
-  this finds any other difference, the prefix cache included.
+- the server's workers compare every element in their memory with the source, and hash the bytes of
+  the source (`ttrl.vllm_worker`). The digests must be those recorded by the trainer. This finds a
+  weight changed on its way, or left behind;
+- the server must reproduce the trainer's log-probabilities for the canary (`ttrl.weights.canary`).
+  This finds any other difference, the prefix cache included.
 
-What neither proves: quantised layers, adapters and experts are verified by the canary alone; packed
-copies of large models on CPUs are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`), which finds a
-changed weight if it is off by more than rounding: in fp32 about a hundredth of a typical weight, in
-bf16 about a fifth; and keys and values of the old policy in a prefix cache are found where the
-canary's are.
+The limits: only the canary verifies quantised layers, adapters and experts. Packed copies of large
+models on CPUs are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`): this finds a changed weight if
+it is off by more than rounding, in fp32 about a hundredth of a typical weight, in bf16 about a
+fifth. In a prefix cache, only the canary's own keys and values are checked.
 
-A server that was just started may have every weight of the trainer, bit for bit, and other
+A server just started may have every weight of the trainer, bit for bit, and other
 log-probabilities. That is a warning, then and after later reloads: it is rounding beyond the
-canary's limits, or a difference that shows in all sampled tokens, too (`ttrl.monitoring.drift`).
+canary's limits, or a difference in all sampled tokens, too (`ttrl.monitoring.drift`).
 """
 
 import logging
@@ -37,17 +36,15 @@ LOAD_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of the weights that a server computes with."""
+    """A server's weights, as far as they are known."""
 
     problem: str | None = None
     """Why they are not those of the source, or None."""
     canary_max_difference: float = math.inf
     compared: int = 0
-    """Elements that were compared with the source, over all workers; 0 if the server cannot compare
-    them.
-    """
+    """Elements compared with the source, over all workers; 0 if the server cannot compare them."""
     unchecked: int = 0
-    """Elements of parameters that are verified by the canary alone."""
+    """Elements of parameters without comparison, verified by the canary."""
     exact: bool = True
     """Whether packed copies were compared bit for bit; else they were probed."""
     is_whole: bool = False
@@ -79,9 +76,9 @@ def prove(
 def _is_excused(
     server: ServerConnection, report: CanaryReport, proof: Proof, just_started: bool
 ) -> bool:
-    """Tell whether a warning is enough for what the canary found, as the weights are known to be
-    right. After a reload the server may compute with others all the same (captured graphs, copies),
-    so one that can be restarted has to be.
+    """Tell whether a canary's problem is only a warning, as the weights are known to be right.
+    After a reload the server may compute with others all the same (captured graphs, copies). So a
+    server of ours is restarted first.
     """
     if report.stale or not proof.is_whole or not math.isfinite(report.max_difference):
         return False
@@ -98,8 +95,8 @@ def verify_weights(
     after: str = "its start",
     compare: bool = True,
 ) -> Proof:
-    """Return the proof that a server that was just started has the weights of `checkpoint_folder`.
-    `after` says in the error what it was checked after.
+    """Return the proof of the weights of `checkpoint_folder` in a server just started. `after`
+    names its start in the error.
 
     Raises WeightSyncError, with both numbers and the position, if they differ; ModelFolderError for
     an unreadable canary.
@@ -116,9 +113,9 @@ def verify_weights(
 
 
 def compare_weights(server: ServerConnection, source: Source) -> Proof:
-    """Make every worker of `server` compare what it holds with a source, and that with the digests
-    of the trainer. Not for adapters, which the canary verifies: a base does not change. Raises
-    ServerError.
+    """Make every worker of `server` compare its weights with a source, and compare the digests of
+    the source with the trainer's. Skip servers of adapters: their base does not change, and the
+    canary verifies the adapter. Raises ServerError.
     """
     if not server.worker_extension or server.serves_adapters:
         return Proof()
