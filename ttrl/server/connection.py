@@ -72,6 +72,11 @@ class ServerConnection:
         """http://HOST:PORT."""
         raise NotImplementedError
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may be sent; else `check` comes first."""
+        raise NotImplementedError
+
     def check(self) -> None:
         """Raise ServerDiedError if it is gone."""
         raise NotImplementedError
@@ -135,6 +140,8 @@ class ServerConnection:
         Raises ServerDiedError when the server is gone, ServerError for any other answer than
         success.
         """
+        if not self.is_ready:
+            self.check()
         try:
             status, text = self._http(method, path, body, timeout, headers=headers)
         except OSError as error:
@@ -272,20 +279,9 @@ class JoinedServer(ServerConnection):
     def root_url(self) -> str:
         return self._root_url
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        timeout: float = 300.0,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        """Send a request, as `ServerConnection.request`, once it has proven that it knows the
-        key.
-        """
-        if not self.api_key:
-            self.check()
-        return super().request(method, path, body, timeout, headers)
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.api_key)
 
     def check(self) -> None:
         """Raise ServerDiedError if it does not answer, its engine is dead, or it does not know the

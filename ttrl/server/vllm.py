@@ -367,20 +367,9 @@ class VLLMServer(ServerConnection):
     def root_url(self) -> str:
         return f"http://{_bracketed(self.host)}:{self.port}"
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        timeout: float = 300.0,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        """Send a request, as `ServerConnection.request`; says so if the server was never
-        started.
-        """
-        if self._child is None:
-            self.check()
-        return super().request(method, path, body, timeout, headers)
+    @property
+    def is_ready(self) -> bool:
+        return self.is_started
 
     # How it is started
 
