@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.fake_vllm import canary_of
 from support.world import FakeServer
 
 from ttrl.errors import ServerError, ServerStartError, TrainerDiedError, TrainerError
@@ -113,7 +114,8 @@ def run(world, monkeypatch):
                     self._park()
                     if config["packed"] and config["hand_over"]:
                         asked = len(world.requests)
-                        folder.put_handover(number, {"memory": "", "parts": [], "canary": {}})
+                        said = {"memory": "", "parts": [], "canary": canary_of(0.5)}
+                        folder.put_handover(number, said)
                         if config["iteration"] in dies:
                             dies.remove(config["iteration"])
                             while len(world.requests) == asked:

@@ -9,6 +9,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -145,14 +146,10 @@ class FakeVLLM(VLLMServer):
         ]
 
 
-def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
-        (folder / name).write_text("x")
-    (folder / "config.json").write_text('{"model_type": "qwen2"}')
-    (folder / "weight").write_text(str(weight))
+def canary_of(weight: float, margin: float = 1.0) -> dict[str, Any]:
+    """What a trainer computes with a weight."""
     tokens = list(range(3, 40))
-    canary = {
+    return {
         "schema": 1,
         "dtype": "float32",
         "token_ids": tokens,
@@ -161,6 +158,15 @@ def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
         "greedy_logprobs": [-1.0 - 1.1 * weight] * 8,
         "greedy_margins": [margin] * 8,
     }
+
+
+def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("x")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "weight").write_text(str(weight))
+    canary = canary_of(weight, margin)
     canary["weights"] = {"w": hashlib.sha256(str(weight).encode()).hexdigest()}
     (folder / "canary.json").write_text(json.dumps(canary))
     return folder
