@@ -64,11 +64,12 @@ def _room(rooms: str = "", packages: str = "") -> Room:
     return Room(frozenset(rooms.split()), frozenset(packages.split()))
 
 
-EVERYWHERE = frozenset({"errors", "messages", "text", "version", "system"})
+EVERYWHERE = frozenset({"errors", "facts", "messages", "text", "version", "system"})
 
 HOUSE = {
     # What every room may import.
     "errors": _room("text"),
+    "facts": _room("text", "msgspec"),
     "messages": _room("text"),
     "text": _room(),
     "version": _room(),

@@ -151,18 +151,17 @@ def take_steps(
             | taken
         )
         if result.pieces is not None:
-            row["gradient_noise"] = step_noise(result.pieces)
+            row["gradient_noise"] = step_noise(result.pieces).to_json()
         row |= (
             {"kl_coefficient": now.kl_coefficient}
             if config.kl_coefficient or config.watch_kl
             else {}
         )
         if number == 0:
-            row["sampler_trainer"] = (
-                drift
-                if prepass.own_weights is None
-                else drift | {"own_weights": prepass.own_weights}
-            )
+            assert drift is not None
+            row["sampler_trainer"] = drift.to_json()
+            if prepass.own_weights is not None:
+                row["sampler_trainer"]["own_weights"] = prepass.own_weights.to_json()
         log.line(row, result.sums["flops"])
     profiler.close()
     if pieces is not None:

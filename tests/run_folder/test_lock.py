@@ -14,6 +14,7 @@ import threading
 import time
 
 import pytest
+from support.facts import mark
 
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.run_folder import lock
@@ -214,13 +215,13 @@ def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, monke
 def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path):
     folder = quick(tmp_path / "run")
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {})
+        mark(folder.iteration(1), "pack", [], {})
         other = left_by(folder, **ELSEWHERE)
         with pytest.raises(
             RunFolderError, match=r"was taken over by another process .*another-host"
         ):
-            folder.iteration(1).mark("train", [], {})
-    assert folder.iteration(1).marker("train") is None
+            mark(folder.iteration(1), "train", [], {})
+    assert not folder.iteration(1).is_done("train")
     assert owner_of(folder) == other  # its name is not taken away
 
 
@@ -230,16 +231,16 @@ def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, monkeypa
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     folder, other = (RunFolder(tmp_path / "run", beat_seconds=60) for _ in range(2))
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {})
+        mark(folder.iteration(1), "pack", [], {})
         (folder.path / "owner.json").unlink()
-        folder.iteration(2).mark("pack", [], {})  # a name that is gone alone says nothing
+        mark(folder.iteration(2), "pack", [], {})  # a name that is gone alone says nothing
         with other.locked():
-            other.iteration(1).mark("train", [], {"trained": True})
+            mark(other.iteration(1), "train", [], {"trained": True})
         with pytest.raises(
             RunFolderError,
             match=r"taken over by another process \(which has ended since\).*same command again",
         ):
-            folder.iteration(2).mark("rollouts", [], {})
+            mark(folder.iteration(2), "rollouts", [], {})
 
 
 def test_the_heartbeat(tmp_path):
@@ -330,4 +331,4 @@ def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", refused)  # `lock` names no run folder
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {})
+        mark(folder.iteration(1), "pack", [], {})

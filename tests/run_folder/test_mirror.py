@@ -11,6 +11,7 @@ import time
 from uuid import uuid4
 
 import pytest
+from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
@@ -94,7 +95,7 @@ class Machine:
         for file in files:
             (one.path / file).parent.mkdir(parents=True, exist_ok=True)
             (one.path / file).write_text(f"{file} of {number} by {self.folder.path.name}")
-        one.mark(name, sorted({file.split("/")[0] for file in files}), facts)
+        mark(one, name, sorted({file.split("/")[0] for file in files}), facts)
 
     def iteration(self, number):
         """All of an iteration, as the loop does it, with the pruning after it."""
@@ -304,10 +305,10 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
         folder = second.folder
         assert folder.policy_version(9) == 4
         assert [
-            folder.iteration(5).marker(name) is None
+            not folder.iteration(5).is_done(name)
             for name in ("rollouts", "pack", "train", "validate")
         ] == [0, 0, 1, 1]
-        assert folder.metrics()[-1]["iteration"] == 4
+        assert folder.metrics()[-1].iteration == 4
         assert "iterations/0005/done/train.json" not in set(store.keys())
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
     with pytest.raises(RunFolderError, match="went different ways"), first:
@@ -643,7 +644,7 @@ def test_links_are_stored_as_what_they_point_to(tmp_path, any_address):
         folder = machine.folder.iteration(0).path / "checkpoint"
         folder.mkdir(parents=True)
         (folder / "weights").symlink_to(tmp_path / "model")
-        machine.folder.iteration(0).mark("prepare", ["checkpoint"], {})
+        mark(machine.folder.iteration(0), "prepare", ["checkpoint"], {})
     assert MirrorStore(any_address).read("iterations/0000/checkpoint/weights") == b"weights"
 
 

@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -31,6 +32,7 @@ from hypothesis.stateful import (
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
+from ttrl.facts import PhaseFacts
 from ttrl.run_folder import lock
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import Mirror, mirrored
@@ -41,6 +43,10 @@ SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "12"))
 PHASES = [(0, "prepare"), (1, "rollouts"), (1, "pack"), (1, "validate")]
 NEVER = 1e6
 """Seconds between heartbeats: the worst case, none is ever seen."""
+KINDS = {
+    phase: msgspec.defstruct("By", [("by", str)], bases=(PhaseFacts,), namespace={"phase": phase})
+    for _, phase in PHASES
+}
 
 
 class Killed(BaseException):
@@ -151,8 +157,8 @@ class Disk(RuleBasedStateMachine):
     def do(self, folder, name, uploaded):
         self.leads.append(name)
         for number, phase in PHASES:
-            if folder.iteration(number).marker(phase) is None:
-                folder.iteration(number).mark(phase, [], {"by": name})
+            if not folder.iteration(number).is_done(phase):
+                folder.iteration(number).mark(KINDS[phase](by=name))
             uploaded()
 
     def markers(self):

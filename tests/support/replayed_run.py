@@ -4,6 +4,8 @@ The run has three iterations of two tasks with four answers each. The answers ar
 and "yes" earned 1.
 """
 
+from support.facts import mark
+
 from ttrl import Sample
 from ttrl.loop.phases import Phases
 from ttrl.replays.replay import replay
@@ -32,7 +34,7 @@ class Run:
         checkpoint.mkdir(parents=True)
         for path in world.model.iterdir():
             (checkpoint / path.name).symlink_to(path)
-        self.start.mark("prepare", ["checkpoint"], {"seconds": 0.0})
+        mark(self.start, "prepare", ["checkpoint"], {"seconds": 0.0})
         for number in (1, 2, 3):
             self.write(number, [self.sample(number, task, k) for task in (0, 1) for k in range(4)])
 
@@ -64,7 +66,7 @@ class Run:
         iteration = self.folder.iteration(number)
         write_jsonl(iteration.path / "rollouts.jsonl", [sample.to_json() for sample in samples])
         iteration.unmark("rollouts")
-        iteration.mark("rollouts", ["rollouts.jsonl"], {"seconds": 0.0, "stats": {}})
+        mark(iteration, "rollouts", ["rollouts.jsonl"], {"seconds": 0.0, "stats": {}})
 
     def change(self, number, place, **changes):
         """Another row `place` in an iteration's rollouts."""

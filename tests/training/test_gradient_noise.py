@@ -274,6 +274,6 @@ def test_two_processes_see_what_one_does(model_folder, tmp_path):
     )
     for name in ("counts", "within", "between", "mean", "split"):
         assert both[0][name] == pytest.approx(alone[name], rel=1e-4), name
-    assert step_noise(both[0] | {"seconds": 0.0})["noise"] == pytest.approx(
-        step_noise(alone | {"seconds": 0.0})["noise"], rel=1e-3
+    assert step_noise(both[0] | {"seconds": 0.0}).noise == pytest.approx(
+        step_noise(alone | {"seconds": 0.0}).noise, rel=1e-3
     )

@@ -29,6 +29,7 @@ from ttrl.launch.tune import tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
 from ttrl.messages import text_of
+from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
 from ttrl.server.model_folder import has_chat_template
@@ -335,7 +336,8 @@ def run_recipe(
         made.save(Path(config.run))  # the run's report holds it against what comes out
         return asked.text(made)
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
-    rows = [row for row in result.metrics if validation_metric(row, config) is not None]
+    metrics = RunFolder(result.run).metrics()
+    rows = [row for row in metrics if validation_metric(row, config) is not None]
     before, after = (
         (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1]))
         if rows
@@ -345,7 +347,7 @@ def run_recipe(
         change = f"{before} before, {after} after"
     else:
         change = "not known after"
-    iterations = result.metrics[-1]["iteration"]
+    iterations = metrics[-1].iteration
     if getattr(arguments, "tiny", False):
         tried = "tried out, with chance added to the rewards of training\n"
     else:

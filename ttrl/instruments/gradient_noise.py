@@ -77,8 +77,9 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from ttrl.facts import GradientNoise, NestedNoise, Step, StepNoise, number
 from ttrl.intervals import ratio_of_means
 
 WINDOW = 16
@@ -110,23 +111,9 @@ def noise_of_pieces(
     return Noise(noise, whole - noise)
 
 
-@dataclass(frozen=True)
-class Nested:
-    """A step's noise by where it comes from; estimates of one step, of which `prompts` and `signal`
-    may come out below 0.
-    """
-
-    signal: float
-    """|G|²."""
-    prompts: float
-    """a·P: what is left of the noise with infinitely many samples of these prompts."""
-    samples: float
-    """E/K."""
-
-
 def nested_noise(
     counts: Sequence[int], within: float, between: float, whole: float
-) -> Nested | None:
+) -> NestedNoise | None:
     """Solve (4) and (5). counts: c_p; within: Σ_ps |x_ps - m_p|²; between: Σ_p c_p |m_p - m|²;
     whole: |m|². None where a single prompt, or no prompt with two samples, leaves one of them
         unknown.
@@ -138,7 +125,7 @@ def nested_noise(
     share = sum(count * count for count in counts) / total**2
     samples = within / (total - groups)
     prompts = (between - (groups - 1) * samples) / (total - total * share)
-    return Nested(whole - share * prompts - samples / total, share * prompts, samples / total)
+    return NestedNoise(whole - share * prompts - samples / total, share * prompts, samples / total)
 
 
 @dataclass(frozen=True)
@@ -201,7 +188,7 @@ def _luck(right: int, count: int, unit: bool) -> float:
     return (second - first**2) / math.fsum(chances[1:-1]) / values[right] ** 2
 
 
-def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float) -> Noise:
+def unsplit(found: Noise, nested: NestedNoise, shares: Sequence[float], split: float) -> Noise:
     """Correct what `noise_of_pieces` found where prompts lie in several pieces. split: A/a, 1 where
     none does.
     """
@@ -217,17 +204,16 @@ def unsplit(found: Noise, nested: Nested, shares: Sequence[float], split: float)
     return found
 
 
-def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return "gradient_noise" of a line of train.jsonl, from what `ttrl.training.gradient_noise`
-    saw of the step: "prompts" (1/a, their number where all have as many samples), "samples",
-    "pieces", "seconds"; "noise" n and "signal" |G|², over all parameters and by "layers", where
-    there are two pieces; "nested", as seen by the sketch, where prompts have several samples.
+def step_noise(seen: Mapping[str, Any]) -> StepNoise:
+    """Return what a line of train.jsonl says of the noise, from what
+    `ttrl.training.gradient_noise` saw of the step: prompts (1/a, their number where all have as
+    many samples), samples, pieces, seconds; noise n and signal |G|², over all parameters and by
+    layers, where there are two pieces; nested, as seen by the sketch, where prompts have several
+    samples.
     """
     counts = seen["counts"]
     shares = seen["shares"]
     total = sum(counts)
-    row: dict[str, Any] = {"pieces": len(shares), "samples": total, "seconds": seen["seconds"]}
-    row["prompts"] = total**2 / sum(count * count for count in counts)
     within = None
     alike = seen.get("alike")
     if alike is not None:
@@ -236,8 +222,6 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
     nested = nested_noise(
         counts, seen["within"] if within is None else within, seen["between"], seen["mean"]
     )
-    if nested is not None:
-        row["nested"] = vars(nested)
 
     def found(squares: Sequence[float], whole: float) -> Noise | None:
         plain = noise_of_pieces(squares, shares, whole)
@@ -245,94 +229,123 @@ def step_noise(seen: Mapping[str, Any]) -> dict[str, Any]:
             return plain
         return unsplit(plain, nested, shares, seen["split"])
 
+    step = StepNoise(
+        pieces=len(shares),
+        samples=total,
+        seconds=seen["seconds"],
+        prompts=total**2 / sum(count * count for count in counts),
+        nested=nested,
+    )
     everything = found([math.fsum(piece) for piece in seen["squares"]], math.fsum(seen["whole"]))
     if everything is not None:
-        row |= vars(everything) | {"layers": {}}
+        layers = {}
         for group, name in enumerate(seen["layers"]):
             one = found([piece[group] for piece in seen["squares"]], seen["whole"][group])
-            row["layers"][name] = None if one is None else [one.noise, one.signal]
-    if all(math.isfinite(value) for value in _numbers(row)):
-        return row
-    return {"pieces": len(shares)}
+            assert one is not None, "it depends on the shares, which are those of all layers"
+            layers[name] = (one.noise, one.signal)
+        step = step.replace(noise=everything.noise, signal=everything.signal, layers=layers)
+    if all(math.isfinite(value) for value in _numbers(step.to_json())):
+        return step
+    return StepNoise(pieces=len(shares))
 
 
 def _numbers(value: Any) -> list[float]:
     if isinstance(value, dict):
         value = list(value.values())
-    if isinstance(value, list):
-        return [number for part in value for number in _numbers(part)]
+    if isinstance(value, list | tuple):
+        return [one for part in value for one in _numbers(part)]
     return [value]
 
 
-def recent_noise(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def recent_noise(steps: Sequence[Step]) -> GradientNoise:
     """Average what the last `WINDOW` optimizer steps say, numerators and denominators apart. steps:
-    lines of train.jsonl, oldest first. Returns what metrics.jsonl says; empty where no step has
-    any.
+    oldest first. Returns what metrics.jsonl says; empty where no step has any.
 
-    "scale": S/|G|² in prompts, the batch at which noise equals signal, and "low", "high": its 95%
-    interval (Fieller's, from the scatter between steps; "high" is left out where the signal may be
-    0). "prompts": of a step, on the average. "noise", "signal", and "share", S/(B|G|²), their
-    ratio. "from_sketch": all of these are the sketch's, as no step has two pieces. "from_samples":
-    the share of the noise that more samples of the same prompts would take away. "layers":
-    S/(B|G|²) of each group of layers. "best_samples", "best_prompts", "gain": `best_allocation` by
-    positions that are trained on.
+    scale: S/|G|² in prompts, the batch at which noise equals signal, and low, high: its 95%
+    interval (Fieller's, from the scatter between steps; high is left out where the signal may be
+    0). prompts: of a step, on the average. noise, signal, and share, S/(B|G|²), their ratio.
+    from_sketch: all of these are the sketch's, as no step has two pieces. from_samples: the share
+    of the noise that more samples of the same prompts would take away. layers: S/(B|G|²) of each
+    group of layers. best_samples, best_prompts, gain: `best_allocation` by positions that are
+    trained on.
     """
-    lines = [
-        step
+    known = [
+        (step, step.gradient_noise)
         for step in steps
-        if "skipped" not in step and (step.get("gradient_noise") or {}).get("prompts")
+        if step.skipped is None and step.gradient_noise is not None and step.gradient_noise.prompts
     ][-WINDOW:]
-    if not lines:
-        return {}
-    last = [line["gradient_noise"] for line in lines]
-    mean: dict[str, Any] = {
-        "steps": len(last),
-        "prompts": statistics.fmean(step["prompts"] for step in last),
-    }
-    measured = [step for step in last if step.get("noise") is not None]
+    if not known:
+        return GradientNoise()
+    last = [noise for _, noise in known]
+    found = GradientNoise(
+        steps=len(last), prompts=statistics.fmean(one.prompts or 0.0 for one in last)
+    )
+    measured = [
+        _Measured(one.prompts or 0.0, one.noise, one.signal or 0.0)
+        for one in last
+        if one.noise is not None
+    ]
+    nested = [(one.prompts or 0.0, one.nested) for one in last if one.nested is not None]
     if measured:
-        mean |= _scale(measured) | {"layers": _of_layers([step["layers"] for step in measured])}
-    elif sketched := [step | _sketched(step["nested"]) for step in last if step.get("nested")]:
-        mean |= _scale(sketched) | {"from_sketch": True}
-    nested = [step["nested"] for step in last if step.get("nested")]
+        layers = [one.layers or {} for one in last if one.noise is not None]
+        found = _with_scale(found, measured).replace(layers=_of_layers(layers))
+    elif nested:
+        sketched = [
+            _Measured(prompts, one.prompts + one.samples, one.signal) for prompts, one in nested
+        ]
+        found = _with_scale(found, sketched).replace(from_sketch=True)
     if nested:
-        prompts, samples = (
-            max(0.0, statistics.fmean(one[name] for one in nested))
-            for name in ("prompts", "samples")
-        )
+        prompts = max(0.0, statistics.fmean(one.prompts for _, one in nested))
+        samples = max(0.0, statistics.fmean(one.samples for _, one in nested))
         if prompts + samples > 0:
-            mean["from_samples"] = samples / (prompts + samples)
-            mean |= _advice(lines, mean["from_samples"])
-    return mean
+            from_samples = samples / (prompts + samples)
+            best = _advice([step for step, _ in known], last, from_samples)
+            found = found.replace(
+                from_samples=from_samples,
+                best_samples=best.samples,
+                best_prompts=best.prompts,
+                gain=best.gain,
+            )
+    return found
 
 
-def _sketched(nested: Mapping[str, float]) -> dict[str, float]:
-    return {"noise": nested["prompts"] + nested["samples"], "signal": nested["signal"]}
+class _Measured(NamedTuple):
+    """What a step says of its noise."""
+
+    prompts: float
+    noise: float
+    signal: float
 
 
-def _scale(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    mean = {name: statistics.fmean(step[name] for step in steps) for name in ("noise", "signal")}
+def _with_scale(found: GradientNoise, steps: Sequence[_Measured]) -> GradientNoise:
+    noise = statistics.fmean(step.noise for step in steps)
+    signal = statistics.fmean(step.signal for step in steps)
     ratio = ratio_of_means(
-        [step["noise"] * step["prompts"] for step in steps], [step["signal"] for step in steps]
+        [step.noise * step.prompts for step in steps], [step.signal for step in steps]
     )
-    found = {"scale": ratio.value, "low": ratio.low, "high": ratio.high}
-    mean |= {
-        name: value for name, value in found.items() if value is not None and math.isfinite(value)
-    }
-    return mean | ({"share": mean["noise"] / mean["signal"]} if mean["signal"] > 0 else {})
-
-
-def _advice(lines: Sequence[Mapping[str, Any]], from_samples: float) -> dict[str, float]:
-    prompts, samples = (
-        sum(line["gradient_noise"][name] for line in lines) for name in ("prompts", "samples")
+    return found.replace(
+        noise=noise,
+        signal=signal,
+        scale=number(ratio.value),
+        low=number(ratio.low),
+        high=number(ratio.high),
+        share=noise / signal if signal > 0 else None,
     )
-    answers = sum(line["trained_tokens"] for line in lines)
-    costs = (sum(line["row_tokens"] for line in lines) - answers) / prompts, answers / samples
-    best = best_allocation(prompts / len(lines), samples / prompts, from_samples, *costs)
-    return {"best_samples": best.samples, "best_prompts": best.prompts, "gain": best.gain}
 
 
-def _of_layers(steps: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+def _advice(
+    steps: Sequence[Step], noises: Sequence[StepNoise], from_samples: float
+) -> "Allocation":
+    prompts = sum(one.prompts or 0.0 for one in noises)
+    samples = sum(one.samples or 0 for one in noises)
+    answers = sum(step.trained_tokens or 0 for step in steps)
+    rest = sum(step.row_tokens or 0 for step in steps) - answers
+    return best_allocation(
+        prompts / len(steps), samples / prompts, from_samples, rest / prompts, answers / samples
+    )
+
+
+def _of_layers(steps: Sequence[Mapping[str, tuple[float, float]]]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for step in steps:
         for name, (noise, signal) in step.items():

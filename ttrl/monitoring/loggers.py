@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
 from ttrl.errors import ConfigError
+from ttrl.facts import MetricsRow
 from ttrl.run_folder.lock import shown_words
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
-from ttrl.text import flat
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -47,27 +47,13 @@ class MetricLogger(Protocol):
         """Finish: nothing is logged afterwards."""
 
 
-def flattened(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy", without
-    figures by weights version, whose names differ in each iteration."""
+def flattened(row: MetricsRow) -> dict[str, float]:
+    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy"."""
     return {
         name: float(value)
-        for name, value in flat(_without_versions(row), "/").items()
+        for name, value in row.by_name("/").items()
         if isinstance(value, numbers.Real) and math.isfinite(value) and name != "iteration"
     }
-
-
-def _without_versions(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out mappings of which all names are numbers; a grader's metric may have one in its
-    name.
-    """
-    shown = {}
-    for name, value in row.items():
-        if not isinstance(value, Mapping):
-            shown[name] = value
-        elif not all(key.lstrip("-").isdigit() for key in value):
-            shown[name] = _without_versions(value)
-    return shown
 
 
 class Loggers:
@@ -79,20 +65,20 @@ class Loggers:
         self._failed: set[str] = set()
         self._seen = read_seen(state)
 
-    def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log(self, rows: Sequence[MetricsRow]) -> None:
         """Give each logger the rows that it has not seen yet, in order. Call it after each
         iteration. Never raises.
         """
         before = dict(self._seen)
         for name, one in self._named:
-            for row in sorted(rows, key=lambda row: row["iteration"]):
-                if row["iteration"] <= self._seen.get(name, -1):
+            for row in sorted(rows, key=lambda row: row.iteration):
+                if row.iteration <= self._seen.get(name, -1):
                     continue
                 if not self._guarded(
-                    name, functools.partial(one.log_dict, flattened(row), row["iteration"])
+                    name, functools.partial(one.log_dict, flattened(row), row.iteration)
                 ):
                     break  # again with the next iteration
-                self._seen[name] = row["iteration"]
+                self._seen[name] = row.iteration
         if self._seen != before:
             with contextlib.suppress(OSError):
                 write_json(self._path, {"seen": self._seen})

@@ -30,6 +30,7 @@ from ttrl.costs.parameters import (
 )
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
+from ttrl.facts import MetricsRow
 from ttrl.plans.choices import choose
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
@@ -454,7 +455,7 @@ def _lengths(
     decoder: DecoderParameters,
     tasks: Sequence[Task],
     run: Path | None,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[MetricsRow],
     tokenizer: Any,
 ) -> IterationLengths:
     if run is not None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import RunFolderError, TaskError, TtrlError, UserError
+from ttrl.facts import RolloutsFacts
 from ttrl.loop.carried import groups_of, task_key
 from ttrl.records import TaskResult
 from ttrl.replays.changes import Changes, ReplayComparison, TaskChange
@@ -289,8 +290,8 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]
 
 
 def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
-    marker = folder.iteration(number).marker("rollouts")
-    if marker is not None and marker["source"] != digest(
+    marker = folder.iteration(number).marker(RolloutsFacts)
+    if marker is not None and marker.source != digest(
         original.iteration(number).path / "rollouts.jsonl"
     ):
         raise RunFolderError(

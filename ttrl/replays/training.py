@@ -14,6 +14,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError
+from ttrl.facts import MetricsRow
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.phases import Phases
 from ttrl.loop.train import local_model
@@ -151,9 +152,9 @@ class ReplayTraining(RunFolder):
                 phases.pack(number)
                 phases.train(number)
                 rows.append(metrics_row(self.iteration(number)))
-                write_jsonl(self.path / "metrics.jsonl", rows)
+                write_jsonl(self.path / "metrics.jsonl", [row.to_json() for row in rows])
                 console.line(self._line(rows[-1]))
-                if rows[-1]["trained"]:
+                if rows[-1].trained:
                     newest = self.iteration(number).path / "checkpoint"
                 if not self._from_checkpoints:
                     self.prune(number, config.keep_checkpoints, None)
@@ -166,17 +167,17 @@ class ReplayTraining(RunFolder):
             return newest
         return None
 
-    def _line(self, row: Mapping[str, Any]) -> str:
-        number = row["iteration"]
-        if not row["trained"]:
+    def _line(self, row: MetricsRow) -> str:
+        number = row.iteration
+        if not row.trained:
             return f"iteration {number:3d}  no group had a signal: nothing trained"
         parts = [
-            f"iteration {number:3d}  reward {row['reward']:.3f}  signal "
-            f"{row['groups']['kept']}/{row['groups']['total']}"
+            f"iteration {number:3d}  reward {row.reward:.3f}  signal "
+            f"{row.groups.kept}/{row.groups.total}"
         ]
-        ess = (row.get("sampler_trainer") or {}).get("ess")
+        ess = row.compared.ess
         parts += [] if ess is None else [f"effective sample size {percent(ess)}"]
-        parts.append(f"{row['seconds']['train']:.1f} s")
+        parts.append(f"{row.seconds.train or 0.0:.1f} s")
         mine, theirs = (
             folder.iteration(number).weights("train") for folder in (self, self._original)
         )

@@ -27,7 +27,8 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError
-from ttrl.run_folder.folder import RunFolder
+from ttrl.facts import parse
+from ttrl.run_folder.folder import Marker, RunFolder
 from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, RunLock, in_words, parse_owner
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
 from ttrl.run_folder.pruning import kept_of
@@ -292,7 +293,7 @@ class Mirror:
         # by the markers that follow.
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
-        newest = rows[-1]["iteration"] if rows else -1
+        newest = rows[-1].iteration if rows else -1
         if rows:
             kept = kept_of(self._folder, rows, self._config, newest)
         else:
@@ -328,12 +329,12 @@ class Mirror:
         for path in self._folder.path.glob("iterations/*/done/[!.]*.json"):
             key = self._key(path)
             if key not in self._remote:
-                found.append((json.loads(path.read_text(encoding="utf-8"))["finished"], key, path))
+                found.append((parse(Marker, path.read_bytes()).finished, key, path))
         return [(key, path) for _, key, path in sorted(found)]
 
     def _upload_phase(self, marker: Path) -> None:
         iteration = marker.parent.parent
-        for name, sha in json.loads(marker.read_text(encoding="utf-8"))["files"].items():
+        for name, sha in parse(Marker, marker.read_bytes()).files.items():
             # One that is gone was pruned in this moment: it is not wanted there either.
             with contextlib.suppress(FileNotFoundError):
                 self._upload(self._key(iteration / name), iteration / name, sha)
