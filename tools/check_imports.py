@@ -40,6 +40,7 @@ MAX_FILES = 20
 SMALL_FILES = {
     # A file under MIN_LINES is a noun of its own: what it is, in a word.
     "ttrl/version.py": "the version",
+    "ttrl/system/processor.py": "the processor",
     "ttrl/training/kernels/doubles.py": "float64",
 }
 
@@ -74,6 +75,7 @@ HOUSE = {
     "text": _room(),
     "version": _room(),
     "intervals": _room(),
+    "registries": _room(),
     # Safetensors' error class alone: it loads no torch.
     "system": _room("text", "safetensors obstore tqdm psutil pynvml pandas"),
     # What passes between rooms, and what is known without running anything.
@@ -81,8 +83,9 @@ HOUSE = {
     "tiny_model": _room("", "torch transformers tokenizers"),
     "nanochat": _room("", "torch transformers"),
     "ready_models": _room("tiny_model", "torch transformers"),
-    "configs": _room("", "yaml"),
-    "costs": _room("configs"),
+    "families": _room(),
+    "configs": _room("registries families", "yaml"),
+    "costs": _room("configs families"),
     "tasks": _room("tasks.numerals records", "chess datasets pyarrow openai"),
     "tasks.numerals": _room(),
     "tasks.temporal_clue": _room("tasks records"),
@@ -115,10 +118,11 @@ HOUSE = {
         "torch torchao transformers tokenizers safetensors omegaconf",
     ),
     "training.kernels": _room("data.packing", "torch triton"),
-    "training.parallel": _room("configs", "torch omegaconf"),
-    "training.objective": _room("data data.packing configs", "torch numpy"),
+    "training.parallel": _room("configs families", "torch omegaconf"),
+    "training.objective": _room("data data.packing configs registries", "torch numpy"),
     "training.models": _room(
-        "training.kernels nanochat", "torch torchtune transformers safetensors huggingface_hub"
+        "training.kernels nanochat families",
+        "torch torchtune transformers safetensors huggingface_hub",
     ),
     "training.policy": _room(
         "training.models training.kernels training.parallel configs records",
@@ -144,11 +148,11 @@ HOUSE = {
         "torch numpy omegaconf tokenizers matplotlib safetensors",
     ),
     # A run: its folder, what is seen of it, what it will take, its processes, its phases.
-    "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers"),
-    "monitoring": _room("run_folder data.packing configs", "torch wandb yaml"),
+    "run_folder": _room("configs intervals instruments", "yaml obstore tokenizers msgspec"),
+    "monitoring": _room("run_folder data.packing configs registries families", "torch wandb yaml"),
     "plans": _room(
         "run_folder costs data.chat data.packing training.models server tasks ready_models "
-        "configs records",
+        "configs families records",
         "torch transformers huggingface_hub numpy psutil",
     ),
     "report": _room(
@@ -165,8 +169,8 @@ HOUSE = {
     "loop": _room(
         "cluster launch weights monitoring plans report run_folder rollouts rollouts.client "
         "rollouts.cache rollouts.graders "
-        "rollouts.scheduling data data.chat data.packing server tasks ready_models tiny_model "
-        "costs configs records intervals",
+        "rollouts.scheduling data data.chat data.packing training.objective server tasks "
+        "ready_models tiny_model costs configs records registries intervals",
         "torch transformers huggingface_hub numpy psutil pynvml",
     ),
     "judges": _room("tasks", "openai"),
@@ -176,7 +180,7 @@ HOUSE = {
     ),
     "evaluation": _room(
         "intervals agents rollouts rollouts.cache rollouts.client server tasks ready_models "
-        "configs records",
+        "configs records registries",
         "openai tqdm numpy",
     ),
     "replays": _room(
@@ -187,7 +191,8 @@ HOUSE = {
     "cli": _room(
         "agents instruments evaluation replays loop launch plans report run_folder rollouts "
         "rollouts.cache server tasks "
-        "nanochat training.models tasks.temporal_clue tasks.zebra_grid ready_models tiny_model "
+        "nanochat families training.models tasks.temporal_clue tasks.zebra_grid ready_models "
+        "tiny_model "
         "configs records",
         "openai tqdm yaml",
     ),
@@ -208,7 +213,10 @@ NAMED_IN = (
     "*.toml",
     "Makefile",
 )
-NOT_OURS = {"end", "written"}  # attributes of a variable that a template calls ttrl
+NOT_OURS = {
+    *("end", "written"),  # attributes of a variable that a template calls ttrl
+    *("objectives", "loggers"),  # groups of entry points
+}
 MADE_UP = {"test_house.py", "test_public_names.py"}  # which name what is not there
 _DOTTED = re.compile(r"(?<![\w./-])ttrl(?:\.[A-Za-z_]\w*)+")
 _FROM = re.compile(r"\bfrom (ttrl(?:\.\w+)*) import \(?(\w+(?:(?: as \w+)?, \w+)*)")
