@@ -3,7 +3,6 @@ trained.
 """
 
 import asyncio
-import functools
 import hashlib
 import os
 import weakref
@@ -29,10 +28,15 @@ several, and travel.
 """
 
 
-@functools.cache
-def _cache_at(address: Any) -> Cache | None:
+_caches: dict[Any, Cache | None] = {}
+"""This process's, by their addresses."""
+
+
+def _cache_at(address: str | os.PathLike[str] | None) -> Cache | None:
     """Return the process's cache at an address. Raises UserError for what is none."""
-    return Cache.of(address)
+    if address not in _caches:
+        _caches[address] = Cache.of(address)
+    return _caches[address]
 
 
 @dataclass(frozen=True)
