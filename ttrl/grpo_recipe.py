@@ -49,7 +49,7 @@ from ttrl.training.train_log import TrainLog, TrainProgress
 logger = logging.getLogger("ttrl.grpo_recipe")
 
 
-def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
+def train_iteration(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
     """Train one iteration. `residence`: what this process kept of the iteration before, and keeps
     for the next one.
     """
@@ -209,8 +209,8 @@ def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) ->
 def run(raw: DictConfig) -> int:
     """Run the recipe on one config, or on all configs that appear in a folder."""
     if raw.get("follow") is None:
-        return run_recipe(GRPOConfig, train, raw)
-    return follow_requests(train, raw)
+        return run_recipe(GRPOConfig, train_iteration, raw)
+    return follow_requests(train_iteration, raw)
 
 
 main = recipe_main(parse(run))

@@ -83,7 +83,7 @@ def world(address, answers, monkeypatch):
             )
         )
         config = SFTConfig.parse(yaml.safe_load(yaml.safe_dump(config)), "test")
-        sft_recipe.train(config, Ranks(0, 1, torch.device("cpu")))
+        sft_recipe.train_on_examples(config, Ranks(0, 1, torch.device("cpu")))
 
     def ask_there(model, tasks, *, dtype=None, max_model_len=None, server_args=None, **settings):
         done.append(("ask", Path(model).name, *tasks))

@@ -11,11 +11,12 @@ from ttrl.facts import NestedNoise, Step, read_facts
 from ttrl.instruments import gradient_noise as instrument
 from ttrl.instruments.gradient_noise import (
     Noise,
-    best_allocation,
     nested_noise,
     noise_of_pieces,
     unsplit,
 )
+from ttrl.run_folder import recent_noise as averaging
+from ttrl.run_folder.recent_noise import best_allocation
 
 COVARIANCE = np.diag(np.linspace(0.5, 2.0, 12))
 AWAY = np.linspace(-0.4, 0.6, 12)  # of the weights from the best ones
@@ -167,7 +168,7 @@ def step_noise(seen):
 
 
 def recent_noise(lines):
-    return instrument.recent_noise([read_facts(Step, line) for line in lines]).to_json()
+    return averaging.recent_noise([read_facts(Step, line) for line in lines]).to_json()
 
 
 def test_a_line_of_training_and_the_average_of_the_last_ones():

@@ -53,7 +53,7 @@ def train(folder, number, model, state=None, **settings):
     values |= {"state": None if state is None else str(state), "device": "cpu", "lr": 1e-3}
     values |= {"iteration": number, **settings}
     (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
-    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
+    grpo_recipe.train_iteration(GRPOConfig.parse(values, "test"), ALONE)
     return iteration / "checkpoint"
 
 

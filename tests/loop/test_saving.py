@@ -38,7 +38,7 @@ def beside(world):
             super().__init__(*arguments)
             self.asked = self.holding = self.at = None
 
-        def train(self, number, recipe_config):
+        def make_checkpoint(self, number, recipe_config):
             kept, output = recipe_config["kept"], Path(recipe_config["output_dir"])
             assert kept is None or kept == self.holding, (kept, self.holding)
             if not recipe_config["packed"] and kept is not None:
@@ -58,7 +58,7 @@ def beside(world):
                 if not recipe_config["save"]:
                     world.fake_tune(recipe_config, output / "grpo.yaml")
             else:
-                super().train(number, recipe_config)
+                super().make_checkpoint(number, recipe_config)
             return output / "checkpoint"
 
         def handover(self, number):

@@ -364,7 +364,7 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
 
 
 def test_quiet_says_nothing(world, capfd):
-    train_module.train(
+    train_module.train_checked(
         world.config(iterations=1), world.tasks(4), world.tasks(1, "held-out"), quiet=True
     )
     captured = capfd.readouterr()

@@ -57,7 +57,7 @@ def test_another_number_of_tasks_goes_on_where_the_stream_of_tasks_was(world, st
     run = {"off_policy_steps": steps, "iterations": 2}
     world.train(world.tasks(24), **run)
     more = world.config(**run | {"iterations": 4, "tasks_per_iteration": 5})
-    train_module.train(
+    train_module.train_checked(
         more, world.tasks(24), world.tasks(2, "held-out"), allow_changes=["tasks_per_iteration"]
     )
     stream = [

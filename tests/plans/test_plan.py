@@ -17,9 +17,6 @@ from transformers import CONFIG_MAPPING, AutoTokenizer
 from ttrl import Task, TrainConfig, train
 from ttrl.cli import main
 from ttrl.cli.settings import read_planned
-from ttrl.configs import GRPOConfig
-from ttrl.costs.flops import adapter_numbers
-from ttrl.costs.parameters import decoder_parameters
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
@@ -331,15 +328,9 @@ def test_what_adapters_cost_a_cpu_besides(big, monkeypatch):
     )
     in_no_time = plan(config_of(big, training={"lora_rank": 8})).seconds.phases["train"].seconds
     expected = (
-        adapters.work.row_tokens * 4 * 28 * sum(4 * a + 4 * b for a, b in ends) / (0.6 * 20e9)
+        adapters.work.row_tokens * 4 * 28 * sum(6 * a + 10 * b for a, b in ends) / (0.6 * 20e9)
     )
     assert adapters.seconds.phases["train"].seconds - in_no_time == pytest.approx(expected)
-    model = decoder_parameters(QWEN)
-    for apart in ({"dtype": "bf16"}, {"lora_kind": "dora"}, {"lora_dropout": 0.1}):
-        recipe = GRPOConfig(model="m", packed="p", output_dir="o", lora_rank=8, **apart)
-        assert adapter_numbers(model, recipe, cuda=False) == 28 * sum(
-            6 * a + 10 * b for a, b in ends
-        )
 
 
 # Memory, disk, seconds, money

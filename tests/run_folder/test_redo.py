@@ -26,7 +26,7 @@ OFF_POLICY = {
 
 
 def train(world, redo=None, **changes):
-    return train_module.train(
+    return train_module.train_checked(
         world.config(**changes), world.tasks(8), world.tasks(2, "held-out"), redo=redo
     )
 

@@ -29,11 +29,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
 from ttrl.facts import PhaseFacts
-from ttrl.run_folder import lock
+from ttrl.run_folder import lease
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import Mirror, mirrored
 from ttrl.system import files
@@ -133,9 +134,9 @@ class Disk(RuleBasedStateMachine):
         self.seen, self.tokens = {}, [None]
         self.started = 0
         self.patch.setattr(fcntl, "flock", lambda *_: None)
-        describe = lock.describe_process
-        self.patch.setattr(lock, "describe_process", lambda: describe() | {"boot": uuid4().hex})
-        self.patch.setattr(lock.Claim, "_pulse_moves", lambda claim: False)
+        describe = lease.describe_process
+        self.patch.setattr(lease, "describe_process", lambda: replace(describe(), boot=uuid4().hex))
+        self.patch.setattr(lease.Lease, "_pulse_moves", lambda lease: False)
         self.patch.setattr(files, "_PAUSES", (0.0,) * 4, raising=False)
         self.prepare()
 

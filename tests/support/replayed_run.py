@@ -81,7 +81,7 @@ class Run:
         work = Phases(self.config, self.folder, self.world.model, server=server, console=console)
         for number in numbers:
             work.pack(number)
-            work.train(number)
+            work.train_policy(number)
         self.world.recipes.clear()
         self.world.events.clear()
 

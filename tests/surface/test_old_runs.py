@@ -74,7 +74,7 @@ def test_it_resumes(run: Path, world: World) -> None:
     """Server and trainer are stand-ins; what was done before is not done again."""
     values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     config = TrainConfig.parse(values | {"iterations": 3}, "config.yaml")
-    train_module.train(config, tasks("task", 6), tasks("held-out", 2))
+    train_module.train_checked(config, tasks("task", 6), tasks("held-out", 2))
     assert world.count()["train 3"] == 1
     assert not {"train 1", "train 2"} & set(world.events)
     rows = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -224,7 +224,7 @@ def test_the_recipe_says_it_in_train_jsonl(model_folder, tmp_path, short_canarie
             output_dir=str(tmp_path / name),
             **settings,
         )
-        grpo_recipe.train(config, ALONE)
+        grpo_recipe.train_iteration(config, ALONE)
         written[name] = read_jsonl(tmp_path / name / "train.jsonl")[0]
         written[name]["bytes"] = (tmp_path / name / "checkpoint" / "model.safetensors").read_bytes()
     noise = written["on"]["gradient_noise"]

@@ -26,7 +26,7 @@ from ttrl.loop.environment import describe_environment
 from ttrl.report.conversations import template
 from ttrl.report.page import css
 from ttrl.system.files import write_json, write_text
-from ttrl.system.native_code import cpu_name
+from ttrl.system.processor import cpu_name
 
 ITERATIONS = 12
 STOP_AT = 0.7

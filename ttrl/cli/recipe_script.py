@@ -153,6 +153,13 @@ def script_arguments(
     return arguments
 
 
+def recipe_config(arguments: argparse.Namespace, **settings: Any) -> TrainConfig:
+    """Return the config of a recipe: the options of its command line, and its own settings."""
+    options = ("model", "iterations", "seed", "weight_sync", "nproc_per_node")
+    given = {name: value for name, value in vars(arguments).items() if name in options}
+    return TrainConfig(run=str(arguments.run), **(given | settings))
+
+
 def _contradictions(
     arguments: argparse.Namespace,
     parser: argparse.ArgumentParser,

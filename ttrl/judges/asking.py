@@ -3,6 +3,7 @@ trained.
 """
 
 import asyncio
+import functools
 import hashlib
 import os
 import weakref
@@ -28,15 +29,10 @@ several, and travel.
 """
 
 
-_caches: dict[Any, Cache | None] = {}
-"""This process's, by their addresses."""
-
-
-def _cache_at(address: str | os.PathLike[str] | None) -> Cache | None:
-    """Return the process's cache at an address. Raises UserError for what is none."""
-    if address not in _caches:
-        _caches[address] = Cache.of(address)
-    return _caches[address]
+@functools.cache
+def _cache_at(address: str) -> Cache | None:
+    """Return the process's cache at an address. Raises UserError for a malformed one."""
+    return Cache.of(address)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,12 @@ class Asked:
                 "a judge's prices are two numbers of at least 0, retries at least 0, timeout and "
                 "at_once above 0"
             )
-        _cache_at(self.cache)
+        self._cache()
+
+    def _cache(self) -> Cache | None:
+        if self.cache is None:
+            return None
+        return _cache_at(os.fspath(self.cache))
 
     async def chat(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> Answer:
         """Return the model's reply, as text. Raises GraderError."""
@@ -111,7 +112,7 @@ class Asked:
         """Return the JSON that the server answers with, out of the file where it is there. Raises
         GraderError.
         """
-        cache = _cache_at(self.cache)
+        cache = self._cache()
         key = sample_key(request_digest({"base_url": self.base_url, "path": path}, body), 0)
         if cache is not None and (kept := await cache.get(key)) is not None:
             return Answer(wire.loads(kept.choice), cached=True)

@@ -145,7 +145,7 @@ class Iterations:
             self._jobs.wait(lambda: number - 1 in self._rows)
             if self._reached is not None:
                 return self._jobs.close()
-        self._phases.train(number)
+        self._phases.train_policy(number)
         compared = None
         if number in self._folder.held:
             compared = read_facts(SamplerTrainer, self._phases.trainer.compared or {})

@@ -440,7 +440,7 @@ class Phases:
             config["model"] = str(self.model)
         self.trainer.start(config)
 
-    def train(self, number: int) -> None:
+    def train_policy(self, number: int) -> None:
         """Run the recipe on the packed rows, from the newest checkpoint and state. Raises
         TrainerError, StorageError.
         """
@@ -571,7 +571,7 @@ class Phases:
         for name in _POLICY:  # half a checkpoint is as large as a whole one, and of no use
             with contextlib.suppress(OSError):
                 remove_leftovers(folder, name)
-        self.trainer.train(number, recipe_config)
+        self.trainer.make_checkpoint(number, recipe_config)
         if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
             check_bits(
                 self.folder.iteration(number),

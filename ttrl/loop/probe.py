@@ -21,7 +21,7 @@ import psutil
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow
-from ttrl.loop.train import train
+from ttrl.loop.train import train_checked
 from ttrl.plans.lengths import Assumptions, completion_mean, run_lengths
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.plans.plan import Plan
@@ -76,7 +76,8 @@ def probe(
             "loggers": [],
             "mirror": None,
         }
-        train(dataclasses.replace(config, **changes), tasks, held_out, quiet=True)
+        probed = dataclasses.replace(config, **changes)
+        train_checked(probed, tasks, held_out, quiet=True)
         rows = RunFolder(changes["run"]).metrics()
         signal = signal_share(rows)
         found = run_lengths(

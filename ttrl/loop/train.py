@@ -38,7 +38,7 @@ from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
 from ttrl.run_folder.folder import RunFolder, TaskList
-from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
+from ttrl.run_folder.lease import TAKE_OVER_VARIABLE
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.reader import read_mapping
@@ -76,7 +76,7 @@ class RunResult:
         return data_frame(self.metrics, columns=("iteration",))
 
 
-def train(
+def train_checked(
     config: TrainConfig,
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task] = (),
@@ -262,4 +262,4 @@ def local_model(model: str, *, chat_template: bool = True) -> Path:
     return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 
-__all__ = ["RunResult", "TrainConfig", "train"]
+__all__ = ["RunResult", "TrainConfig", "train_checked"]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrl.configs.recipe import has_experts
 from ttrl.data.packing.pack import PackedTensors, unpack
 from ttrl.errors import ModelFolderError
 from ttrl.facts import (
@@ -26,6 +25,7 @@ from ttrl.facts import (
     ValidateFacts,
     WorstPlace,
 )
+from ttrl.families.values import has_experts
 from ttrl.monitoring.drift_report import Cause, WorstToken
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_mapping, read_run

@@ -130,7 +130,7 @@ class ReplayTraining(RunFolder):
             )
         return {"start": start, "iterations": sorted({*old, *self._numbers})}
 
-    def train(self, console: Console) -> Path | None:
+    def train_again(self, console: Console) -> Path | None:
         """Pack and train every iteration; return the newest checkpoint, None where nothing was
         trained.
         """
@@ -150,7 +150,7 @@ class ReplayTraining(RunFolder):
         try:
             for number in self._numbers:
                 phases.pack(number)
-                phases.train(number)
+                phases.train_policy(number)
                 rows.append(metrics_row(self.iteration(number)))
                 write_jsonl(self.path / "metrics.jsonl", [row.to_json() for row in rows])
                 console.line(self._line(rows[-1]))

@@ -18,7 +18,7 @@ import yaml
 from ttrl.errors import RunFolderError
 from ttrl.facts import Facts, MetricsRow, PhaseFacts, TrainFacts, parse, read_facts
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
-from ttrl.run_folder.lock import HEARTBEAT_SECONDS, RunLock
+from ttrl.run_folder.lease import HEARTBEAT_SECONDS, FolderLease
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
     again,
@@ -89,7 +89,7 @@ class Marker(Facts, kw_only=True):
     finished: float = 0.0
     """When, as `time.time`."""
     epoch: int | None = None
-    """Of the process that wrote it: see `ttrl.run_folder.lock`."""
+    """Of the process that wrote it: see `ttrl.run_folder.lease`."""
     facts: dict[str, Any]
     files: dict[str, str]
     """The SHA-256 by name of what the phase wrote."""
@@ -114,13 +114,13 @@ class IterationFolder:
         self,
         path: Path,
         number: int,
-        lock: RunLock | None = None,
+        lease: FolderLease | None = None,
         marked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self.number, self._lock, self._marked = (
+        self.path, self.number, self._lease, self._marked = (
             path,
             number,
-            lock or RunLock(path.parent.parent),
+            lease or FolderLease(path.parent.parent),
             marked,
         )
 
@@ -230,18 +230,18 @@ class IterationFolder:
         marker = Marker(
             phase=facts.phase,
             finished=time.time(),
-            epoch=self._lock.epoch or None,
+            epoch=self._lease.epoch or None,
             facts=facts.to_json(),
             files=digests,
         )
-        self._lock.create(self._path(facts.phase), json_text(marker.to_json()))
+        self._lease.create(self._path(facts.phase), json_text(marker.to_json()))
         self._marked()
 
     def unmark(self, phase: str) -> None:
         """Take a marker away, so that its phase can be done again. Raises RunFolderError as
         `mark`.
         """
-        self._lock.check()
+        self._lease.check()
         self._path(phase).unlink(missing_ok=True)
 
 
@@ -252,7 +252,7 @@ class RunFolder:
         self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
     ) -> None:
         self.path = Path(path).absolute()
-        self.lock = RunLock(self.path, beat_seconds)
+        self.lease = FolderLease(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
         """Whether a finished iteration made a policy, and wrote it, where that stays so: threads
         ask while another one marks.
@@ -267,15 +267,15 @@ class RunFolder:
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
         return IterationFolder(
-            self.path / "iterations" / f"{number:04d}", number, self.lock, lambda: self.on_mark()
+            self.path / "iterations" / f"{number:04d}", number, self.lease, lambda: self.on_mark()
         )
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
-        """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming
+        """Hold the run for this process, see `ttrl.run_folder.lease`. Raises RunFolderError naming
         the owner where another process works on it. take_over: also from a silent owner on another
         machine.
         """
-        return self.lock.held(take_over=take_over)
+        return self.lease.held(take_over=take_over)
 
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError

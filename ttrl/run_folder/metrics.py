@@ -29,8 +29,8 @@ from ttrl.facts import (
     number,
     part_of,
 )
-from ttrl.instruments.gradient_noise import WINDOW, recent_noise
 from ttrl.run_folder.folder import IterationFolder
+from ttrl.run_folder.recent_noise import WINDOW, recent_noise
 from ttrl.system.files import write_json
 
 PHASES = ("prepare", "rollouts", "pack", "train", "validate")

@@ -100,7 +100,7 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
             _fetch(store, folder.path / key, key, sizes[key], None)
     _take_metrics(store, folder, markers)
     for marker in sorted(missing, key=lambda one: one.content.finished):
-        folder.lock.create(folder.path / marker.key, marker.text)
+        folder.lease.create(folder.path / marker.key, marker.text)
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:

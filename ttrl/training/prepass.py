@@ -35,7 +35,7 @@ from ttrl.training.counts import forward_work
 from ttrl.training.drift import compare_tokens
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import token_keys
-from ttrl.training.objective.objective import Objective
+from ttrl.training.objective.objective import StepObjective
 from ttrl.training.objective.token_rewards import (
     divergence_penalties,
     implicit_advantages,
@@ -67,7 +67,7 @@ class Prepass:
         policy: Policy,
         packed: PackedTensors,
         steps: list[Update],
-        objective: Objective,
+        objective: StepObjective,
         config: GRPOConfig,
         here: Ranks,
         first_step: int,
