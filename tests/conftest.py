@@ -287,8 +287,8 @@ def one_thread() -> None:
 @pytest.fixture
 def short_canaries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most of the time of a tiny checkpoint would be theirs."""
-    monkeypatch.setattr("ttrl.training.canary.CANARY_LENGTH", 3)
-    monkeypatch.setattr("ttrl.training.canary.GREEDY_LENGTH", 1)
+    monkeypatch.setattr("ttrl.training.trainer_canary.CANARY_LENGTH", 3)
+    monkeypatch.setattr("ttrl.training.trainer_canary.GREEDY_LENGTH", 1)
 
 
 @pytest.fixture(scope="session")

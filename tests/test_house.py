@@ -112,7 +112,7 @@ def test_each_folder_is_a_package() -> None:
 
 DISTRIBUTIONS = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py", "pysat": "python-sat"}
 ELSEWHERE = {"inspect_ai", "verifiers"}
-"""Of another environment: ttrl.agents.worker imports them."""
+"""Of another environment: ttrl.agents.agent_worker imports them."""
 
 
 def test_the_table_names_declared_packages() -> None:
@@ -335,7 +335,7 @@ def test_a_recipe_process_never_loads_openai_or_vllm() -> None:
 
 UNPICKLES = {
     # Between us and processes that we started, through a pipe that nobody else has.
-    "ttrl/rollouts/graders/worker.py": "ttrl's own graders",
+    "ttrl/rollouts/graders/grader_worker.py": "ttrl's own graders",
     "ttrl/rollouts/graders/pickling.py": "the other end of it",
     # Between processes of a cluster that only its token lets in, and in which Ray unpickles what
     # every one of them sends.

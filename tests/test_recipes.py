@@ -17,7 +17,7 @@ from ttrl import Task, TrainConfig
 from ttrl.cli.recipe_script import with_plain_template
 from ttrl.errors import ConfigError, UserError
 from ttrl.loop.checks import checked
-from ttrl.plans.choices import choose
+from ttrl.plans.open_choices import choose
 from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]

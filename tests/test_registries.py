@@ -13,8 +13,8 @@ import pytest
 from support.packages import block, install, install_from_the_page
 
 from ttrl import TrainConfig, cli, train
-from ttrl.configs.loggers import logger_problems
-from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.logger_settings import logger_problems
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.families import TaskSpec
 from ttrl.monitoring.loggers import make_loggers

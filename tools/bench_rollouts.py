@@ -49,8 +49,8 @@ import aiohttp
 import openai
 from aiohttp import web
 
+from ttrl.agents.agent_task import agent_task
 from ttrl.agents.session import Session
-from ttrl.agents.task import agent_task
 from ttrl.records import Endpoint
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.server.vllm import VLLMServer

@@ -54,7 +54,7 @@ from ttrl.configs.data import AdvantageConfig
 from ttrl.data.advantages import advantages_of
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
-from ttrl.loop.sampling import FinishedGroups
+from ttrl.loop.sampling_phase import FinishedGroups
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.divided import Worker, divided_servers, get_divided_results
 from ttrl.rollouts.request import SamplingRequest

@@ -50,11 +50,12 @@ from ttrl.configs.recipe import NF4_BLOCK
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.training.kernels import head_blocks, logprobs
 from ttrl.training.kernels.head_blocks import HeadWeights
-from ttrl.training.models import blocks, routing, transformers_decoder
+from ttrl.training.models import blocks, transformers_decoder
+from ttrl.training.models import expert_routing as routing
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.parallel.distributed import DATA, TENSOR, Ranks
 from ttrl.training.parallel.sharding import shard
-from ttrl.training.policy.activations import checkpoint_layers
+from ttrl.training.policy.activation_memory import checkpoint_layers
 from ttrl.training.policy.lora import adapted, apply_lora, frozen_part, hold_base
 from ttrl.training.policy.policy import HeadOptions, Policy
 

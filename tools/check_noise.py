@@ -37,19 +37,19 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
 from ttrl.intervals import t_quantile
-from ttrl.loop.pack import pack
+from ttrl.loop.pack_phase import pack
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.vllm import VLLMServer
 from ttrl.tasks.sort_letters import get_sort_letters_tasks
 from ttrl.tasks.structured_output import get_structured_output_tasks
 from ttrl.training.batches import updates
-from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import Policy
 from ttrl.training.step import GradientStep
+from ttrl.training.step_noise import GradientPieces
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.run import TrainConfig
-from ttrl.loop.probe import ProcessMemory
-from ttrl.plans.choices import choose
+from ttrl.loop.plan_probe import ProcessMemory
+from ttrl.plans.open_choices import choose
 from ttrl.plans.open_settings import Choices, value_of
 from ttrl.plans.plan import Plan
-from ttrl.report.plan import PlanOutcome, outcomes
+from ttrl.report.plan_table import PlanOutcome, outcomes
 from ttrl.run_folder.folder import RunFolder
 from ttrl.text import gib
 

@@ -17,7 +17,7 @@ logging.getLogger("torchao").setLevel(logging.ERROR)
 
 _HOME = {
     "Task": "ttrl.tasks.task",
-    "agent_task": "ttrl.agents.task",
+    "agent_task": "ttrl.agents.agent_task",
     "Grade": "ttrl.tasks.task",
     "RolloutLimits": "ttrl.tasks.task",
     "Chat": "ttrl.tasks.task",
@@ -41,7 +41,7 @@ _HOME = {
     "train": "ttrl.loop.start",
     "script_arguments": "ttrl.cli.recipe_script",
     "run_recipe": "ttrl.cli.recipe_script",
-    "plan": "ttrl.loop.plan",
+    "plan": "ttrl.loop.run_plan",
     "replay": "ttrl.replays.replay",
     "evaluate": "ttrl.evaluation.evaluate",
     "compare": "ttrl.evaluation.comparison",
@@ -55,7 +55,7 @@ _HOME = {
 __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
-    from ttrl.agents.task import agent_task
+    from ttrl.agents.agent_task import agent_task
     from ttrl.cli.recipe_script import run_recipe, script_arguments
     from ttrl.configs.recipe import GRPOConfig
     from ttrl.configs.run import TrainConfig
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from ttrl.evaluation.comparison import compare
     from ttrl.evaluation.evaluate import evaluate
     from ttrl.launch.tune import tune
-    from ttrl.loop.plan import plan
+    from ttrl.loop.run_plan import plan
     from ttrl.loop.start import train
     from ttrl.records import Sample, TaskResult, TokenizedResult
     from ttrl.registries import Logger, Objective, TaskFamily

@@ -119,7 +119,7 @@ class WorstPlace(Facts, omit_defaults=False):
 
 
 class Difference(Facts):
-    """How far sampler and trainer are apart: see `ttrl.training.drift.compare_tokens`."""
+    """How far sampler and trainer are apart: see `ttrl.training.sampler_drift.compare_tokens`."""
 
     tokens: Count = None
     not_finite: Count = None

@@ -32,19 +32,19 @@ from ttrl.configs import GRPOConfig
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.instruments.gradient_noise import step_noise
 from ttrl.training.batches import check_pack, replayed, updates
-from ttrl.training.canary import CANARY_LENGTH, write_canary
 from ttrl.training.checkpoints import canary_of, save_checkpoint
-from ttrl.training.drift import compare_tokens
 from ttrl.training.faults import memory_advice
-from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks, recipe_main, run_recipe
 from ttrl.training.prepass import Prepass
 from ttrl.training.references import check_reference
 from ttrl.training.resident import Residence, Trained, follow_requests, load_trained
+from ttrl.training.sampler_drift import compare_tokens
 from ttrl.training.step import GradientStep, step_metrics
+from ttrl.training.step_noise import GradientPieces
 from ttrl.training.timing import Profiler, Stopwatch
 from ttrl.training.train_log import TrainLog, TrainProgress
+from ttrl.training.trainer_canary import CANARY_LENGTH, write_canary
 
 logger = logging.getLogger("ttrl.grpo_recipe")
 

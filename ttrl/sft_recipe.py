@@ -39,7 +39,6 @@ from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.counts import token_counts, work_counts
 from ttrl.training.faults import Finite, memory_advice
-from ttrl.training.metrics import Sums
 from ttrl.training.models.architecture import read_config
 from ttrl.training.models.weights import check_head
 from ttrl.training.parallel.distributed import Ranks, derived_generator, recipe_main, run_recipe
@@ -47,6 +46,7 @@ from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.step import TOKENS
+from ttrl.training.step_metrics import Sums
 from ttrl.training.stepper import Stepper
 from ttrl.training.timing import Profiler, Stopwatch
 from ttrl.training.train_log import TrainLog, TrainProgress

@@ -308,7 +308,7 @@ def test_a_fault_of_the_endpoint_itself_costs_the_sample(monkeypatch):
     async def agent(session):
         await said(session, "a")
         with monkeypatch.context() as patch, contextlib.suppress(aiohttp.ClientError):
-            patch.setattr("ttrl.agents.chat_completions.answer", lambda *given: 1 / 0)
+            patch.setattr("ttrl.agents.chat_endpoint.answer", lambda *given: 1 / 0)
             await post(session, messages=ASK)
         return 1.0
 

@@ -11,7 +11,7 @@ import pytest
 from ttrl import cli
 from ttrl.cli import doctor
 from ttrl.cli.doctor import CheckResult
-from ttrl.system.memory import number_in
+from ttrl.system.memory_limit import number_in
 from ttrl.system.nvidia import Gpus
 from ttrl.tiny_model import make_tiny_model
 

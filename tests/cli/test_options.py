@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from ttrl import TrainConfig, plan, replay
-from ttrl.cli import evaluate, recipe_script, runs
-from ttrl.cli import plan as plan_command
+from ttrl.cli import eval_command as evaluate
+from ttrl.cli import plan_command as plan_command
+from ttrl.cli import recipe_script, runs
 from ttrl.cli.commands import main
 from ttrl.configs import GRPOConfig, SFTConfig
-from ttrl.configs.reference import settings_of
+from ttrl.configs.settings_reference import settings_of
 from ttrl.errors import ConfigError
 from ttrl.evaluation.evaluate import EvalConfig
 from ttrl.evaluation.evaluate import evaluate as evaluate_in_python
-from ttrl.plans.lengths import Assumptions
+from ttrl.plans.expected_lengths import Assumptions
 
 EVAL = {field.name for field in fields(EvalConfig)}
 REPLAY, PLAN = set(inspect.signature(replay).parameters), set(inspect.signature(plan).parameters)

@@ -129,7 +129,7 @@ def test_what_is_finished_names_no_secret(sweep, tmp_path, monkeypatch):
     path = sweep(seeds=[0, 1], arguments=["-k", "sesame"])
     (tmp_path / "recipe.py").write_text("")
     monkeypatch.setattr(
-        "ttrl.report.comparison.compare_runs",
+        "ttrl.report.compared_runs.compare_runs",
         lambda *_, **__: (_ for _ in ()).throw(UserError("no runs")),
     )
     assert cli.main(["sweep", str(path)]) == 2

@@ -209,7 +209,7 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     import ray
     from ttrl.cluster.broadcast import Broadcast, Staged
-    from ttrl.cluster.connection import actor_class, connect
+    from ttrl.cluster.ray_connection import actor_class, connect
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     class There:

@@ -28,7 +28,7 @@ from ttrl.tiny_model import make_tiny_model
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1200)]
-SERVER, ENGINE, TRAINER = "ttrl.vllm_worker.serve", "VLLM::EngineCore", "ttrl.grpo_recipe"
+SERVER, ENGINE, TRAINER = "ttrl.vllm_worker.api_server", "VLLM::EngineCore", "ttrl.grpo_recipe"
 SCRIPT = textwrap.dedent(
     """
     import sys, time

@@ -125,7 +125,7 @@ def test_a_replica_whose_server_does_not_start_tries_again(
 
 
 def test_the_last_line_of_rays_errors_is_the_cause() -> None:
-    from ttrl.cluster.connection import last_line
+    from ttrl.cluster.ray_connection import last_line
 
     words = (
         "The actor died because of an error raised in its creation task, ray::Bad.__init__()\n  "

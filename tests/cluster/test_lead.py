@@ -297,7 +297,7 @@ def test_the_next_driver_joins_a_lead_or_says_how_it_ended(
 
 def test_errors_travel_as_words() -> None:
     pytest.importorskip("ray")
-    from ttrl.cluster import connection
+    from ttrl.cluster import ray_connection as connection
 
     died = connection.from_words(connection.as_words(ServerDiedError("it is gone")))
     assert type(died) is ServerDiedError and str(died) == "it is gone"

@@ -30,7 +30,7 @@ SCRIPT = textwrap.dedent(
     from support import bad_server
     from ttrl import Task, TrainConfig
     import ray
-    from ttrl.cluster.connection import actor_class, connect
+    from ttrl.cluster.ray_connection import actor_class, connect
     from ttrl.cluster.trainers import ClusterTrainer
     from ttrl.cluster.workers import start_workers
     from ttrl.errors import UserError
@@ -150,7 +150,7 @@ ray.init(address=sys.argv[1], logging_level="WARNING")
 
 @ray.remote
 def names():
-    from ttrl.configs.objective import ObjectiveConfig
+    from ttrl.configs.objective_settings import ObjectiveConfig
     from ttrl.evaluation.families import TaskSpec
     from ttrl.training.objective.objective import objective_from
 

@@ -344,7 +344,7 @@ def test_weights_go_through_memory_on_a_cpu_where_nobody_needs_files(settings, w
     resolved = config.resolved(cuda=False)
     assert resolved.weight_sync == way and resolved.hands_over == (way == "memory")
     assert (resolved.files_because is None) == (way == "memory" or "weight_sync" in settings)
-    # There the choice is `ttrl.plans.choices`'.
+    # There the choice is `ttrl.plans.open_choices`'.
     assert config.resolved(cuda=True).weight_sync == "reload"
     some_take_it = {"cache", "joined_servers"} & settings.keys()
     asked = dataclasses.replace(config, weight_sync="memory").resolved(cuda=False)

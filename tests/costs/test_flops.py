@@ -31,7 +31,7 @@ from ttrl.data.packing.masks import dense_mask, subtree_ends
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.errors import ModelFolderError
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.policy.activations import checkpoint_layers
+from ttrl.training.policy.activation_memory import checkpoint_layers
 from ttrl.training.policy.lora import apply_lora
 
 SHAPE = {

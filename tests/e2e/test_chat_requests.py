@@ -23,7 +23,7 @@ from ttrl import Task, get_task_results
 from ttrl.data.chat.content import reads_parts
 from ttrl.data.chat.rendering import server_messages
 from ttrl.data.chat.templates import tokenize_chat
-from ttrl.plans.lengths import prompt_ids
+from ttrl.plans.expected_lengths import prompt_ids
 from ttrl.server.vllm import VLLMServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

@@ -15,7 +15,7 @@ from support.compared_runs import make_run
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.records import Sample, TokenizedResult
-from ttrl.report.comparison import compare_runs
+from ttrl.report.compared_runs import compare_runs
 from ttrl.report.page import write_report
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]

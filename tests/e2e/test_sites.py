@@ -76,7 +76,7 @@ def test_a_server_at_another_site(
             with one_at_a_time:
                 if not killed.is_set():
                     for child in psutil.Process(process.pid).children(recursive=True):
-                        if "ttrl.vllm_worker.serve" in child.cmdline():
+                        if "ttrl.vllm_worker.api_server" in child.cmdline():
                             child.kill()
                             killed.set()
                             return

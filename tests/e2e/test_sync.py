@@ -26,11 +26,11 @@ from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
 from ttrl.tiny_model import make_tiny_model
-from ttrl.training.canary import compute_canary
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
 from ttrl.training.policy.loading import load_policy
+from ttrl.training.trainer_canary import compute_canary
 from ttrl.weights import sync
 from ttrl.weights.canary import Canary, check_canary
 from ttrl.weights.policy_server import PolicyServer

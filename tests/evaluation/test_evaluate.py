@@ -15,9 +15,9 @@ from support.chat_server import ChatHandler, threaded
 from ttrl import Task, cli, compare, evaluate
 from ttrl.errors import ConfigError, ServerError, UserError
 from ttrl.evaluation.comparison import compare_seeds
+from ttrl.evaluation.eval_results import EvalResult, SetResult
 from ttrl.evaluation.evaluate import EvalConfig, _digest, checked_sets
 from ttrl.evaluation.families import TaskSpec
-from ttrl.evaluation.results import EvalResult, SetResult
 from ttrl.intervals import difference_over_seeds, wilson
 from ttrl.records import Sample, TaskResult
 from ttrl.registries import FAMILIES, load

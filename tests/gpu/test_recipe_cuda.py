@@ -332,8 +332,8 @@ def test_the_certificate_of_this_gpu():
 
 
 def test_the_plan_knows_the_gpu(record_property):
-    from ttrl.plans.gpus import SHEETS
-    from ttrl.plans.machine import gpus_here, this_machine
+    from ttrl.plans.gpu_sheets import SHEETS
+    from ttrl.plans.plan_machine import gpus_here, this_machine
     from ttrl.training.timing import matmul_peak
 
     machine = this_machine(

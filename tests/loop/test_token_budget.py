@@ -9,7 +9,7 @@ import pytest
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
 from ttrl.facts import RolloutsFacts, Staleness
-from ttrl.loop import sampling
+from ttrl.loop import sampling_phase as sampling
 from ttrl.loop.carried import carried_groups, staleness
 from ttrl.loop.phases import Phases
 from ttrl.records import Sample, TaskResult

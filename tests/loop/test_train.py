@@ -23,8 +23,8 @@ from ttrl.facts import FLOPS_PARTS, MetricsRow, PhaseSeconds
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.progress_line import seconds_left
-from ttrl.plans.machine import Machine
-from ttrl.report.words import summary
+from ttrl.plans.plan_machine import Machine
+from ttrl.report.phrases import summary
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_run
 from ttrl.system.files import digest, read_jsonl

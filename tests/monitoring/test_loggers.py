@@ -13,7 +13,7 @@ from support.facts import row_of, rows_of
 from support.recorders import Recorder
 
 from ttrl import TrainConfig
-from ttrl.configs.loggers import logger_problems, normalised
+from ttrl.configs.logger_settings import logger_problems, normalised
 from ttrl.errors import ConfigError
 from ttrl.monitoring.loggers import Loggers, flattened, make_loggers
 from ttrl.run_folder.metrics import forget_rows

@@ -19,17 +19,18 @@ from ttrl.cli import main
 from ttrl.cli.settings import read_planned
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
-from ttrl.loop.plan import plan
-from ttrl.plans import lengths, planner
-from ttrl.plans import machine as plan_machine
+from ttrl.loop.run_plan import plan
+from ttrl.plans import expected_lengths as lengths
+from ttrl.plans import plan_machine as plan_machine
+from ttrl.plans import planner
 from ttrl.plans.disk import _others_at_most
-from ttrl.plans.lengths import Assumptions, assumed_lengths, lognormal
-from ttrl.plans.machine import Machine
+from ttrl.plans.expected_lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.measured import measured_in_run
 from ttrl.plans.plan import Plan
+from ttrl.plans.plan_machine import Machine
 from ttrl.plans.planner import make_plan, read_model_config, write_plan
 from ttrl.plans.warnings import warnings_of
-from ttrl.report.plan import outcomes, plan_table
+from ttrl.report.plan_table import outcomes, plan_table
 from ttrl.run_folder.folder import RunFolder
 from ttrl.text import gib, si_spaced
 from ttrl.training.counts import work_counts
@@ -243,7 +244,7 @@ def test_memory_is_planned_for_completions_as_long_as_they_may_be(big):
 
 def test_large_iterations_are_planned_from_a_part(big, monkeypatch):
     few = plan(config_of(big, tasks_per_iteration=64))
-    monkeypatch.setattr("ttrl.plans.lengths._MOST_TOKENS", 50_000)
+    monkeypatch.setattr("ttrl.plans.expected_lengths._MOST_TOKENS", 50_000)
     part = plan(config_of(big, tasks_per_iteration=64))
     assert part.work.samples == few.work.samples == 256
     assert part.work.row_tokens == pytest.approx(few.work.row_tokens, rel=0.15)

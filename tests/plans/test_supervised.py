@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from ttrl import TrainConfig
-from ttrl.plans.choices import IGNORE_VARIABLE
+from ttrl.plans.open_choices import IGNORE_VARIABLE
 from ttrl.plans.supervised import ArmsPlan, Hardware, fit_supervised, sft_settings, start_settings
 
 MODELS = json.loads(

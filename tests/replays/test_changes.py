@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ttrl import Sample, TaskResult
 from ttrl.data.advantages import group_advantages
 from ttrl.replays.changes import ReplayComparison, RewardComparison
-from ttrl.replays.text import changes_text, one_line
+from ttrl.replays.changes_text import changes_text, one_line
 
 rewards = st.one_of(st.none(), st.sampled_from([0.0, 0.25, 0.5, 1.0, -3.0]))
 groups = st.lists(

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from support.facts import rows_of
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
-from ttrl.data.pictures.page import packed_row_html
+from ttrl.data.pictures.rows_page import packed_row_html
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import RunFolderError, StorageError
 from ttrl.records import Sample, TaskResult, TokenizedResult

@@ -23,7 +23,7 @@ from ttrl.records import Sample
 from ttrl.rollouts.client.attempts import room_left
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import choice_of_sample
-from ttrl.rollouts.graders.wire import choice_from_json, choice_to_json
+from ttrl.rollouts.graders.worker_wire import choice_from_json, choice_to_json
 from ttrl.rollouts.sample_logs import sample_text
 from ttrl.rollouts.task_results import TaskResults, get_task_results
 from ttrl.tasks.task import RolloutLimits, Task

@@ -120,7 +120,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         logprobs = [-1.0 - weight - old / 10] * count
         self.answer(200, {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": logprobs}}], "usage": usage})
 
-http.server.ThreadingHTTPServer.allow_reuse_port = True  # as ttrl.vllm_worker.serve has it
+http.server.ThreadingHTTPServer.allow_reuse_port = True  # as ttrl.vllm_worker.api_server has it
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 

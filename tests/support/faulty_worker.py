@@ -12,7 +12,8 @@ from unittest import mock
 
 from torch import Tensor
 
-from ttrl.vllm_worker import WeightSync, weights
+from ttrl.vllm_worker import WeightSync
+from ttrl.vllm_worker import served_weights as weights
 
 
 class FaultyWeightSync(WeightSync):

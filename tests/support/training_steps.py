@@ -17,13 +17,13 @@ from ttrl.configs import TrainingConfig
 from ttrl.costs.flops import forward_flops
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.batches import updates
-from ttrl.training.canary import canary_tokens, compute_canary, half_precision
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.optimizer.optimizer import begin_step, clip_and_step, make_optimizer
 from ttrl.training.optimizer.state import load_state, state_tensors
 from ttrl.training.parallel.distributed import Ranks, grid
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted
+from ttrl.training.trainer_canary import canary_tokens, compute_canary, half_precision
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 

@@ -22,8 +22,9 @@ from transformers import AutoTokenizer
 from ttrl import Task, TrainConfig
 from ttrl.errors import ServerDiedError, ServerError
 from ttrl.loop import iterations as iterations_module
-from ttrl.loop import phases, sampling
-from ttrl.loop import sampling as finished_groups
+from ttrl.loop import phases
+from ttrl.loop import sampling_phase as finished_groups
+from ttrl.loop import sampling_phase as sampling
 from ttrl.loop import train as train_module
 from ttrl.report.page import FILE_NAME, leave_report
 from ttrl.rollouts.request import SamplingRequest

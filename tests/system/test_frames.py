@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ttrl.errors import UserError
-from ttrl.evaluation.results import EvalResult, SetResult
+from ttrl.evaluation.eval_results import EvalResult, SetResult
 from ttrl.loop.train import RunResult
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults

@@ -16,7 +16,7 @@ from ttrl.training.batches import updates
 from ttrl.training.kernels import attention, logprobs
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import Ranks
-from ttrl.training.policy import activations
+from ttrl.training.policy import activation_memory as activations
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.prepass import Prepass
 from ttrl.training.step import GradientStep

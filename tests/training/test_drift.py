@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from ttrl.configs import GRPOConfig
-from ttrl.training.drift import LOGPROBS_FILE, TOLERANCES, WORST, compare_tokens
 from ttrl.training.parallel.distributed import Ranks
+from ttrl.training.sampler_drift import LOGPROBS_FILE, TOLERANCES, WORST, compare_tokens
 
 HERE = Ranks(0, 1, torch.device("cpu"))
 

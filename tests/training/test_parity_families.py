@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from ttrl.configs import TrainingConfig
-from ttrl.training.canary import compute_canary
 from ttrl.training.models.architecture import architecture, read_config
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.models.rope import frequencies
 from ttrl.training.models.weights import iter_weights
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.loading import load_policy
+from ttrl.training.trainer_canary import compute_canary
 
 check_parity = check_parity
 

@@ -22,8 +22,8 @@ from ttrl.errors import DivergedError, PackError, TrainerMemoryError
 from ttrl.training.batches import Update, check_pack, updates
 from ttrl.training.counts import row_flops, token_counts, work_counts
 from ttrl.training.faults import Finite, Skipped, advice, memory_advice, savings, somewhere
-from ttrl.training.metrics import Range, effective_sample_size
 from ttrl.training.parallel.distributed import Ranks, ranks
+from ttrl.training.step_metrics import Range, effective_sample_size
 from ttrl.training.timing import Profiler, Stopwatch, largest_product, matmul_peak, memory_peaks
 from ttrl.training.train_log import TrainProgress
 

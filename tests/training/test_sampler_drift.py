@@ -15,9 +15,9 @@ from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_
 from ttrl.errors import ConfigError
 from ttrl.system.files import read_jsonl
 from ttrl.training import prepass
-from ttrl.training.drift import LOGPROBS_FILE
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.resident import Residence
+from ttrl.training.sampler_drift import LOGPROBS_FILE
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 HERE = Ranks(0, 1, torch.device("cpu"))

@@ -22,7 +22,7 @@ from ttrl.training.optimizer.optimizer import (
     make_optimizer,
 )
 from ttrl.training.parallel.distributed import ranks
-from ttrl.training.policy.activations import PRODUCTS
+from ttrl.training.policy.activation_memory import PRODUCTS
 from ttrl.training.policy.loading import load_policy
 
 

@@ -1,9 +1,9 @@
 """Packages that live in a Python of their own, since they pin what ttrl cannot have: asked there
 which tasks they have.
 
-The worker (`ttrl.agents.worker`) is run by path and imports the package, not ttrl. `{"do": "list",
-…}` has it write a JSON line for each task; `{"do": "play", …}` plays one, as the program of an
-`agent_task`.
+The worker (`ttrl.agents.agent_worker`) is run by path and imports the package, not ttrl. `{"do":
+"list", …}` has it write a JSON line for each task; `{"do": "play", …}` plays one, as the program of
+an `agent_task`.
 """
 
 import functools
@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ttrl.agents.task import TASK_VARIABLE
+from ttrl.agents.agent_task import TASK_VARIABLE
 from ttrl.errors import TaskError, UserError
 from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.text import harmless

@@ -2,17 +2,17 @@
 endpoint of ours.
 
 Its packages pin what ttrl may not be able to have, so it may live in a Python of its own:
-`python=`, or TTRL_INSPECT_AI_PYTHON. A sample is a process of it (`ttrl.agents.worker`). Models
-that a task asks beside (graders) are the policy, as inspect has it where no role is given, so
-training refuses these tasks.
+`python=`, or TTRL_INSPECT_AI_PYTHON. A sample is a process of it (`ttrl.agents.agent_worker`).
+Models that a task asks beside (graders) are the policy, as inspect has it where no role is given,
+so training refuses these tasks.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from ttrl.agents.agent_task import agent_task
 from ttrl.agents.elsewhere import list_rows, playing, worker_program
-from ttrl.agents.task import agent_task
 from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import RolloutLimits, Task, question
 

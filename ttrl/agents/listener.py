@@ -16,7 +16,7 @@ from typing import Self
 
 from aiohttp import web
 
-from ttrl.agents.parameters import refusal
+from ttrl.agents.request_parameters import refusal
 from ttrl.agents.session import APIS, Session
 from ttrl.errors import GraderError, RequestError, RolloutLimitError, TtrlError, UserError
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrl.agents.task import end, turns
+from ttrl.agents.agent_task import end, turns
 from ttrl.agents.tools import Tools, cut
 from ttrl.errors import RolloutError, TaskError, TtrlError, describe
 from ttrl.system.processes import ChildProcess

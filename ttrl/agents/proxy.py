@@ -21,13 +21,13 @@ from pathlib import Path
 from aiohttp import web
 
 from ttrl.agents.listener import Listener
-from ttrl.agents.parameters import read_json
+from ttrl.agents.request_parameters import read_json
 from ttrl.agents.session import Session
 from ttrl.errors import TaskError, TtrlError, UserError
 from ttrl.facts import RolloutsFacts
 from ttrl.records import Endpoint, Sample
-from ttrl.rollouts.answers import sample_group
 from ttrl.rollouts.group import Group
+from ttrl.rollouts.group_samples import sample_group
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.sampling import Job, Sampling

@@ -13,7 +13,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ttrl.agents.parameters import MODEL, Asked, events, tools_of
+from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
 from ttrl.messages import Message, Tool
 from ttrl.text import short

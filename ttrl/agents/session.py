@@ -19,8 +19,8 @@ from typing import Any
 
 from aiohttp import web
 
-from ttrl.agents import chat_completions, completions, responses
-from ttrl.agents.parameters import MODEL, Asked, check_parameters, least_tokens, read_json
+from ttrl.agents import chat_endpoint, completions_endpoint, responses
+from ttrl.agents.request_parameters import MODEL, Asked, check_parameters, least_tokens, read_json
 from ttrl.errors import RolloutError, RolloutLimitError, ServerError, TtrlError
 from ttrl.messages import Message
 from ttrl.records import Endpoint
@@ -29,8 +29,8 @@ from ttrl.tasks.task import Chat, Grade
 from ttrl.text import short
 
 APIS: dict[str, Any] = {
-    "/chat/completions": chat_completions,
-    "/completions": completions,
+    "/chat/completions": chat_endpoint,
+    "/completions": completions_endpoint,
     "/responses": responses,
 }
 

@@ -3,16 +3,16 @@ itself behind an endpoint of ours.
 
 verifiers pins an openai and an mcp that ttrl cannot have, so it has a Python of its own, with the
 tasksets installed beside it: `python=`, or the environment variable TTRL_VERIFIERS_PYTHON. A sample
-is a process of it (`ttrl.agents.worker`), which starts the harness, its tools, scores the trace,
-and posts the reward; what is asked of the model on the way is the rollout.
+is a process of it (`ttrl.agents.agent_worker`), which starts the harness, its tools, scores the
+trace, and posts the reward; what is asked of the model on the way is the rollout.
 """
 
 import random
 from collections.abc import Sequence
 from typing import Any
 
+from ttrl.agents.agent_task import agent_task
 from ttrl.agents.elsewhere import list_rows, playing, worker_program
-from ttrl.agents.task import agent_task
 from ttrl.errors import TaskError
 from ttrl.messages import Message
 from ttrl.tasks.datasets import check_count, check_name

@@ -6,7 +6,7 @@ others that are named.
     RUN/RL-0/           a run, for each seed
     RUN/SFT-0/          supervised training, on as many FLOPs as RL-0 took
     RUN/NAME-0/         a further arm: the run with other settings
-    RUN/compare.html    the report (`ttrl.report.comparison`), written again after each seed
+    RUN/compare.html    the report (`ttrl.report.compared_runs`), written again after each seed
 
 Each of them is a run folder, so the same call goes on wherever it was interrupted. An iteration of
 a supervised run is a piece of it, at whose end the held-out tasks are asked. The pieces of SFT end
@@ -33,13 +33,13 @@ from ttrl.cli.settings import with_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
+from ttrl.evaluation.eval_results import read_result
 from ttrl.evaluation.evaluate import EvalConfig, checked_sets, evaluate
-from ttrl.evaluation.results import read_result
 from ttrl.facts import MetricsRow, RolloutStats, TrainFacts, TrainFigures, ValidateFacts, number
 from ttrl.launch.tune import SFT_RECIPE, tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
-from ttrl.plans.choices import choose
+from ttrl.plans.open_choices import choose
 from ttrl.plans.open_settings import as_begun
 from ttrl.plans.supervised import (
     ArmsPlan,
@@ -50,7 +50,7 @@ from ttrl.plans.supervised import (
     shape_of,
     start_settings,
 )
-from ttrl.report.comparison import RunComparison, compare_runs, spent
+from ttrl.report.compared_runs import RunComparison, compare_runs, spent
 from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.metrics import metrics_row
 from ttrl.run_folder.reader import held_out_text, read_mapping, read_run

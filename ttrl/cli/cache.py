@@ -36,28 +36,28 @@ def add_cache(parser: argparse.ArgumentParser) -> None:
 
 
 def run_stats(arguments: argparse.Namespace) -> int:
-    from ttrl.rollouts.cache import tools
+    from ttrl.rollouts.cache import maintenance
 
-    say(tools.stats(arguments.url).as_table())
+    say(maintenance.stats(arguments.url).as_table())
     return 0
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    from ttrl.rollouts.cache import tools
+    from ttrl.rollouts.cache import maintenance
 
-    print(f"{tools.export(arguments.url, arguments.file):,} samples in {arguments.file}")
+    print(f"{maintenance.export(arguments.url, arguments.file):,} samples in {arguments.file}")
     return 0
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
-    from ttrl.rollouts.cache import tools
+    from ttrl.rollouts.cache import maintenance
 
     if arguments.older_than is None:
         older_than = None
     else:
         older_than = _age(arguments.older_than)
     print(
-        tools.prune(
+        maintenance.prune(
             arguments.url,
             older_than=older_than,
             damaged_only=arguments.damaged,

@@ -17,7 +17,18 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 
-from ttrl.cli import cache, config, evaluate, machine, models, plan, proxy, runs, sweep, tasks
+from ttrl.cli import (
+    cache,
+    config,
+    eval_command,
+    machine_commands,
+    models,
+    plan_command,
+    proxy_command,
+    runs,
+    sweep,
+    tasks_command,
+)
 from ttrl.errors import TtrlError
 from ttrl.system.console import speak_in_lines, tracebacks_wanted
 from ttrl.text import harmless
@@ -28,10 +39,13 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         runs.add_train,
         "train a model: with a script, a recipe by its name, or a file of settings",
     ),
-    "doctor": (machine.add_doctor, "say whether this machine can run ttrl, and what to do if not"),
+    "doctor": (
+        machine_commands.add_doctor,
+        "say whether this machine can run ttrl, and what to do if not",
+    ),
     "report": (runs.add_report, "write a run's report.html again and print where it is"),
     "view": (runs.add_view, "look at the packed rows that an iteration was trained on"),
-    "plan": (plan.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
+    "plan": (plan_command.add_plan, "say what a run will take: memory, disk, FLOPs, time, money"),
     "config": (config.add_config, "say what a setting means: ttrl config max_tokens"),
     "replay": (
         runs.add_replay,
@@ -42,22 +56,25 @@ SUBCOMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], str]] = 
         "study an optimizer step of a run: its noise, AdamW's vector, what it does to the entropy",
     ),
     "eval": (
-        evaluate.add_eval,
+        eval_command.add_eval,
         "ask a model the tasks of one or more families: accuracy with intervals, pass@k, tokens, "
         "cost",
     ),
     "models": (models.add_models, "list and get the models that need no hub"),
     "chat": (models.add_chat, "talk to a model, such as a checkpoint before and after training"),
     "compare": (
-        evaluate.add_compare,
+        eval_command.add_compare,
         "compare runs at equal iterations, FLOPs, tokens or seconds, or two evaluations, task by "
         "task",
     ),
     "sweep": (sweep.add_sweep, "run a grid of settings and seeds, and compare what came of them"),
-    "serve": (machine.add_serve, "start a server that a run on another host joins"),
-    "proxy": (proxy.add_proxy, "collect what agents ask a model, as rollouts to train on"),
+    "serve": (machine_commands.add_serve, "start a server that a run on another host joins"),
+    "proxy": (proxy_command.add_proxy, "collect what agents ask a model, as rollouts to train on"),
     "cache": (cache.add_cache, "look into a cache of completions, export it, clear it"),
-    "tasks": (tasks.add_tasks, "make puzzles, start a task of your own, try it before training"),
+    "tasks": (
+        tasks_command.add_tasks,
+        "make puzzles, start a task of your own, try it before training",
+    ),
 }
 """By name: what adds the arguments, and the line in `ttrl --help`."""
 

@@ -26,8 +26,8 @@ def run_config(arguments: argparse.Namespace) -> int:
     """Print the meaning of a setting, in every class that has it."""
     from ttrl.configs import GRPOConfig, SFTConfig
     from ttrl.configs.recipe import OTHER_NAMES
-    from ttrl.configs.reference import as_markdown, settings_of
     from ttrl.configs.run import TrainConfig
+    from ttrl.configs.settings_reference import as_markdown, settings_of
     from ttrl.evaluation.evaluate import EvalConfig
 
     classes: list[tuple[str, type]] = [

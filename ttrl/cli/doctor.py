@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ttrl.system.memory import memory_bytes, number_in
+from ttrl.system.memory_limit import memory_bytes, number_in
 from ttrl.system.nvidia import Gpus, find_gpus, gpu_problem
 
 TESTED_VERSIONS = Path(__file__).parent.with_name("tested_versions.txt")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ttrl.cli.plan import PlanOptions
+from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.settings import settings_in, with_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, TaskError, TtrlError, UserError

@@ -119,7 +119,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     """Write report.html again, and say on standard error what it says."""
     print(f"ttrl report: reading {arguments.run}", file=sys.stderr, flush=True)
     from ttrl.report.page import write_report
-    from ttrl.report.words import report_text
+    from ttrl.report.phrases import report_text
 
     print(write_report(arguments.run))
     print(

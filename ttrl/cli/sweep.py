@@ -176,7 +176,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
             failed.append(name)
     there = [runs / name for name in commands if name in finished]
     if len(there) > 1:
-        from ttrl.report.comparison import compare_runs
+        from ttrl.report.compared_runs import compare_runs
 
         comparison = compare_runs(there, by=sweep.by)  # type: ignore[arg-type]  # the file's check allows no other
         say(comparison.table())

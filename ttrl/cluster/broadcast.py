@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import ray
 
 from ttrl.server.model_folder import weight_files
-from ttrl.system.memory import memory_bytes
+from ttrl.system.memory_limit import memory_bytes
 from ttrl.text import gib
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ import ray
 from ray import cloudpickle
 
 from ttrl.cluster import AUTHENTICATION
-from ttrl.cluster.connection import (
+from ttrl.cluster.ray_connection import (
     ASK_SECONDS,
     NAMESPACE,
     START_SECONDS,

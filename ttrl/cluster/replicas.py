@@ -18,7 +18,14 @@ from typing import Any
 import ray
 
 from ttrl.cluster.broadcast import Broadcast, Sent, Staged
-from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, has_gpus, last_line
+from ttrl.cluster.ray_connection import (
+    Words,
+    as_words,
+    begin_actor,
+    from_words,
+    has_gpus,
+    last_line,
+)
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError

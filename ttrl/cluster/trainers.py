@@ -17,7 +17,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ttrl.cluster.connection import (
+from ttrl.cluster.ray_connection import (
     ASK_SECONDS,
     START_SECONDS,
     Words,

@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from ttrl.cluster.connection import (
+from ttrl.cluster.ray_connection import (
     ASK_SECONDS,
     START_SECONDS,
     Words,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from ttrl.configs.reference import UNIONS, explained
+from ttrl.configs.settings_reference import UNIONS, explained
 from ttrl.errors import ConfigError, UserError
 from ttrl.system.console import errors_in_lines
 

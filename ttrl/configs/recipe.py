@@ -10,7 +10,7 @@ from typing import Any, Literal
 import yaml
 
 from ttrl.configs.base import Config, absent_folder, required, settings
-from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.families.values import has_experts
 from ttrl.registries import OBJECTIVES
 
@@ -456,7 +456,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """The sampler's: log-probabilities are those of the distribution that it drew from."""
     drift_tolerance: float | None = None
     """How far sampler and trainer may be apart at a token, in nats, before it counts as outside;
-    None: by the dtype (`ttrl.training.drift`)."""
+    None: by the dtype (`ttrl.training.sampler_drift`)."""
     drift_rows: Literal["all", "first_update"] = "all"
     """With several optimizer steps: compare sampler and trainer on all rows, which takes a forward
     pass of its own, or on those of the first step, which takes none. What is trained is the same.

@@ -9,9 +9,9 @@ import yaml
 
 from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
-from ttrl.configs.loggers import logger_problems
+from ttrl.configs.logger_settings import logger_problems
 from ttrl.configs.machines import auto_dtype, joined_problems, server_keys
-from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
 from ttrl.configs.vllm_arguments import (
     LORA_RANKS,
@@ -705,7 +705,7 @@ class TrainConfig(Config):
 
     @property
     def resolved_weight_sync(self) -> Literal["reload", "restart", "sleep", "memory"]:
-        """What `weight_sync` means where nothing was chosen (`ttrl.plans.choices`)."""
+        """What `weight_sync` means where nothing was chosen (`ttrl.plans.open_choices`)."""
         if self.weight_sync != "auto":
             return self.weight_sync
         if self.device == "cpu" and self.files_because is None:

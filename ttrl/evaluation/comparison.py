@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ttrl.errors import UserError
-from ttrl.evaluation.results import aligned, read_result
+from ttrl.evaluation.eval_results import aligned, read_result
 from ttrl.intervals import Difference, difference_over_seeds, pooled
 from ttrl.text import flat, percent
 

@@ -23,8 +23,8 @@ from typing import Any
 from ttrl.configs.base import Config, settings
 from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, UserError, complaints
+from ttrl.evaluation.eval_results import EvalResult, SetResult, read_result
 from ttrl.evaluation.families import GENERATED_BY_DEFAULT, TaskSpec
-from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.registries import FAMILIES
 from ttrl.rollouts.cache.completions import Cache

@@ -201,7 +201,7 @@ def unsplit(found: Noise, nested: NestedNoise, shares: Sequence[float], split: f
 
 def step_noise(seen: Mapping[str, Any]) -> StepNoise:
     """Return what a line of train.jsonl says of the noise, from what
-    `ttrl.training.gradient_noise` saw of the step: prompts (1/a, their number where all have as
+    `ttrl.training.step_noise` saw of the step: prompts (1/a, their number where all have as
     many samples), samples, pieces, seconds; noise n and signal |G|², over all parameters and by
     layers, where there are two pieces; nested, as seen by the sketch, where prompts have several
     samples.

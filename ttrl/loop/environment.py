@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from ttrl.plans.machine import devices_here
+from ttrl.plans.plan_machine import devices_here
 from ttrl.version import __version__
 
 _PACKAGES = (

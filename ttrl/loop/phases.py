@@ -48,9 +48,9 @@ from ttrl.loop.carried import (
     num_tokens,
     staleness,
 )
-from ttrl.loop.pack import pack
+from ttrl.loop.pack_phase import pack
 from ttrl.loop.rollout_facts import sampled_reads
-from ttrl.loop.sampling import Sampler, Workers
+from ttrl.loop.sampling_phase import Sampler, Workers
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.planner import write_plan
@@ -418,7 +418,9 @@ class Phases:
     # Training
 
     def pack(self, number: int) -> None:
-        """Turn groups into advantages, token sequences and packed tensors: see `ttrl.loop.pack`."""
+        """Turn groups into advantages, token sequences and packed tensors: see
+        `ttrl.loop.pack_phase`.
+        """
         iteration = self.folder.iteration(number)
         sampled = self._sampled.pop(number, None)
         if iteration.is_done("pack"):

@@ -26,10 +26,10 @@ from ttrl.loop.iterations import Iterations
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.loggers import make_loggers
 from ttrl.monitoring.summary import overfits, summary_lines
-from ttrl.plans.choices import choose, refuse
 from ttrl.plans.disk import check_disk
-from ttrl.plans.machine import gpus_here, host_here
+from ttrl.plans.open_choices import choose, refuse
 from ttrl.plans.open_settings import as_begun
+from ttrl.plans.plan_machine import gpus_here, host_here
 from ttrl.plans.planner import check_trainable, read_model_config
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS

@@ -1,13 +1,13 @@
 """Whether sampler and trainer are the same model: every iteration's difference of their
 log-probabilities, held to limits.
 
-The recipe measures it before its first step (`ttrl.training.drift`). Only tokens of the policy that
-training starts from are judged: those of older policies differ because the policy has moved since,
-which is what importance ratios are for. Where it sampled none (one step off policy), tokens of the
-policy that sampled are judged under its own weights, in some of the rows. Where a limit is
-exceeded, the likely causes are checked (`ttrl.monitoring.drift_causes`), everything is written to
-drift.json in the iteration's folder, and the run ends with DriftError, or warns and goes on
-(`TrainConfig.drift`).
+The recipe measures it before its first step (`ttrl.training.sampler_drift`). Only tokens of the
+policy that training starts from are judged: those of older policies differ because the policy has
+moved since, which is what importance ratios are for. Where it sampled none (one step off policy),
+tokens of the policy that sampled are judged under its own weights, in some of the rows. Where a
+limit is exceeded, the likely causes are checked (`ttrl.monitoring.drift_causes`), everything is
+written to drift.json in the iteration's folder, and the run ends with DriftError, or warns and goes
+on (`TrainConfig.drift`).
 """
 
 from collections.abc import Callable, Mapping

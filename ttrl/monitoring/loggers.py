@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrl.configs.base import without_secrets
-from ttrl.configs.loggers import normalised
+from ttrl.configs.logger_settings import normalised
 from ttrl.errors import ConfigError
 from ttrl.facts import MetricsRow
 from ttrl.registries import LOGGERS

@@ -7,7 +7,7 @@ from typing import Any
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.plans.memory import argument
+from ttrl.plans.memory_plan import argument
 
 LADDER = (
     "optimizer",

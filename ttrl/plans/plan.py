@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.facts import parse
-from ttrl.plans.counts import PlannedFlops, Work
-from ttrl.plans.machine import Machine
+from ttrl.plans.iteration_work import PlannedFlops, Work
 from ttrl.plans.measured import PLAN_FILE
-from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.memory_plan import PlannedMemory
+from ttrl.plans.plan_machine import Machine
 from ttrl.plans.seconds import PlannedSeconds, assumed
 from ttrl.system.files import write_json
 from ttrl.text import counted, duration, gib, si_spaced

@@ -3,8 +3,8 @@ with it.
 
 Counted exactly, for prompts and completions of the given or assumed lengths: samples, tokens,
 packed rows, optimizer steps, FLOPs. Estimated: memory (`ttrl.costs.memory`, within some 10% on
-CPU), disk, seconds. Seconds are rough unless they were measured, in a probe (`ttrl.loop.plan`) or
-in the run itself.
+CPU), disk, seconds. Seconds are rough unless they were measured, in a probe (`ttrl.loop.run_plan`)
+or in the run itself.
 """
 
 import contextlib
@@ -31,10 +31,8 @@ from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.facts import MetricsRow
 from ttrl.families.values import has_experts, model_settings
-from ttrl.plans.choices import choose
-from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
-from ttrl.plans.lengths import (
+from ttrl.plans.expected_lengths import (
     Assumptions,
     IterationLengths,
     assumed_lengths,
@@ -42,11 +40,13 @@ from ttrl.plans.lengths import (
     run_lengths,
     task_lengths,
 )
-from ttrl.plans.machine import Machine, gpu_named, gpus_here, host_here, this_machine
+from ttrl.plans.iteration_work import Work, flops_of, pack, work_of
 from ttrl.plans.measured import PLAN_FILE, Seconds, measured_in_run, signal_share
-from ttrl.plans.memory import argument, memory_of
+from ttrl.plans.memory_plan import argument, memory_of
+from ttrl.plans.open_choices import choose
 from ttrl.plans.open_settings import Choices, value_of
 from ttrl.plans.plan import Plan
+from ttrl.plans.plan_machine import Machine, gpu_named, gpus_here, host_here, this_machine
 from ttrl.plans.seconds import rough_seconds, seconds_of
 from ttrl.plans.warnings import warnings_of
 from ttrl.ready_models import READY_MODELS, ready_model
@@ -114,8 +114,8 @@ def make_plan(
     """Plan a run of `config`, without running anything but a matrix product.
 
     probed: the findings of a probe. tokenizer: the model's, to count prompts with; None: it is
-    loaded where there are tasks. gpu: a name or size as for `ttrl.plans.gpus.sheets_named`. The
-    other arguments are those of `ttrl.plan`.
+    loaded where there are tasks. gpu: a name or size as for `ttrl.plans.gpu_sheets.sheets_named`.
+    The other arguments are those of `ttrl.plan`.
 
     Raises ConfigError, ModelFolderError, UserError.
     """

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
-from ttrl.plans.counts import PlannedFlops, Work
-from ttrl.plans.machine import Machine
+from ttrl.plans.iteration_work import PlannedFlops, Work
 from ttrl.plans.measured import Seconds
-from ttrl.plans.memory import PARKED, SLEEPING, PlannedMemory, argument, parks
+from ttrl.plans.memory_plan import PARKED, SLEEPING, PlannedMemory, argument, parks
+from ttrl.plans.plan_machine import Machine
 from ttrl.text import si_spaced
 
 # On CPU: measured with models of 1 and 30 million parameters on two cores. On CUDA: on an H100 0.24

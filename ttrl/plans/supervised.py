@@ -1,7 +1,7 @@
 """Choose how supervised training before or next to a run uses its machine, and say whether it fits.
 
 It takes over the run's device, dtype and GPUs. The planner sees it as a run without servers. So
-`ttrl.plans.choices` decides about processes and memory settings here as well, with the same
+`ttrl.plans.open_choices` decides about processes and memory settings here as well, with the same
 figures. On a CPU nothing is chosen, and memory is estimated.
 """
 
@@ -16,9 +16,9 @@ from ttrl.configs import GRPOConfig, SFTConfig
 from ttrl.configs.run import SET_BY_THE_LOOP, TrainConfig
 from ttrl.costs.memory import IMPORTS, Workload, training_memory
 from ttrl.errors import complaints
-from ttrl.plans.choices import choose, refused
-from ttrl.plans.machine import gpus_here, host_here
+from ttrl.plans.open_choices import choose, refused
 from ttrl.plans.open_settings import Choices
+from ttrl.plans.plan_machine import gpus_here, host_here
 from ttrl.plans.planner import read_model_config
 from ttrl.ready_models import ready_model
 from ttrl.run_folder.folder import RunFolder

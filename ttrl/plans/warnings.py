@@ -6,9 +6,9 @@ from typing import Any
 from ttrl.configs import GRPOConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.families.values import has_experts, model_settings
-from ttrl.plans.counts import Work
-from ttrl.plans.machine import Machine
-from ttrl.plans.memory import PlannedMemory
+from ttrl.plans.iteration_work import Work
+from ttrl.plans.memory_plan import PlannedMemory
+from ttrl.plans.plan_machine import Machine
 from ttrl.plans.seconds import PlannedSeconds
 from ttrl.text import gib
 

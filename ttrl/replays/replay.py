@@ -27,9 +27,9 @@ from ttrl.facts import RolloutsFacts
 from ttrl.loop.carried import groups_of, task_key
 from ttrl.records import TaskResult
 from ttrl.replays.changes import Changes, ReplayComparison, TaskChange
+from ttrl.replays.changes_text import changes_text
 from ttrl.replays.graders import Regrader, ReplayGrader
-from ttrl.replays.grading import grade
-from ttrl.replays.text import changes_text
+from ttrl.replays.regrading import grade
 from ttrl.rollouts.graders.grading import Graders
 from ttrl.run_folder.folder import RunFolder, check_run_folder
 from ttrl.run_folder.lease import LEASE_FILES

@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from ttrl.facts import Pick, held_out, metric, number, ratio
 from ttrl.monitoring.drift import limits
-from ttrl.report import words
+from ttrl.report import phrases
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
 from ttrl.run_folder.reader import (
     PHASES,
@@ -130,7 +130,7 @@ def learning(run: RunData) -> list[Figure]:
         Series("reward", run.column(metric("reward")), 2, dashed=True),
     ]
     of_others = "Tasks that are never trained on."
-    if words.is_overfit(run):
+    if phrases.is_overfit(run):
         caption = "The very tasks that are trained on (--overfit)."
     else:
         caption = of_others
@@ -150,7 +150,7 @@ def learning(run: RunData) -> list[Figure]:
     if some:
         before += f" Not every sample has {name}: the mean is over those that do"
         before += f", {some} in the newest iteration."
-    if words.is_overfit(run):
+    if phrases.is_overfit(run):
         title = "Trained tasks, asked again"
     else:
         title = "Held out"
@@ -186,7 +186,7 @@ def time(run: RunData) -> list[Figure]:
     ]
     busy = [
         Series("of the peak, while training", run.column(lambda row: row.train.peak_share)),
-        Series("over the whole iteration", words.utilisation(run), 2),
+        Series("over the whole iteration", phrases.utilisation(run), 2),
         Series("of the server, while sampling", run.column(lambda row: row.server.peak_share), 3),
     ]
     uses = {
@@ -229,7 +229,7 @@ def time(run: RunData) -> list[Figure]:
             run,
             "Dead time",
             "Share of an iteration in which nothing was sampled and nothing was trained.",
-            [Series("dead time", words.dead_shares(run), 4)],
+            [Series("dead time", phrases.dead_shares(run), 4)],
             percent=True,
             y_range=(0.0, 1.0),
         ),
@@ -302,7 +302,7 @@ def sampling(run: RunData) -> list[Figure]:
         Series("cut off at the limit", run.column(lambda row: row.rollouts.truncated), 4),
         Series("stopped early", run.column(lambda row: row.rollouts.stopped_early), 5),
         Series("repeated in their group", run.column(lambda row: row.rollouts.repeated), 1),
-        Series("failed", words.failed_shares(run), 2),
+        Series("failed", phrases.failed_shares(run), 2),
     ]
     last_turn = [
         Series(
@@ -497,7 +497,7 @@ def _gradient_noise(run: RunData) -> list[Figure]:
         )
     parts = (
         "Share of the noise that comes from drawing few samples of each prompt; the rest comes "
-        "from drawing few prompts. " + words.allocation(run)
+        "from drawing few prompts. " + phrases.allocation(run)
     )
     from_samples = [Series("from samples", run.column(lambda row: row.gradient_noise.from_samples))]
     return [

@@ -28,9 +28,9 @@ from ttrl.configs.base import without_secrets
 from ttrl.errors import StorageError, TtrlError, describe
 from ttrl.facts import MetricsRow
 from ttrl.monitoring.drift_report import read_newest_report
-from ttrl.report import figures, words
+from ttrl.report import figures, phrases
 from ttrl.report.conversations import held_out_pages, shown_findings, template, training_pages
-from ttrl.report.plan import NEAR, plan_table
+from ttrl.report.plan_table import NEAR, plan_table
 from ttrl.report.samples import spread, token_text_of
 from ttrl.run_folder.reader import RunData, model_name, read_run
 from ttrl.system.files import write_text
@@ -74,9 +74,9 @@ def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> 
         css=css(),
         name=run.folder.absolute().name,
         model=model_name(run),
-        summary=words.summary(run),
-        tiles=words.tiles(run),
-        course=words.course_lines(run),
+        summary=phrases.summary(run),
+        tiles=phrases.tiles(run),
+        course=phrases.course_lines(run),
         drift=read_newest_report(run.folder),
         findings=shown_findings(run),
         learning=figures.learning(run),
@@ -140,7 +140,7 @@ def _packed_row(run: RunData) -> PackedRow | None:
         return None
     from ttrl.data.packing.packed import PackedTensors
     from ttrl.data.packing.packed_file import load_packed
-    from ttrl.data.pictures.page import packed_row_html
+    from ttrl.data.pictures.rows_page import packed_row_html
 
     path = run.iteration_folder(there[-1]) / "packed.safetensors"
     try:
@@ -203,7 +203,7 @@ def _table(run: RunData) -> Table:
             f"{len(shown)} of {count} iterations: some of the older ones, the newest {newest}."
         )
     iterations = [run.iterations[place] for place in shown]
-    return Table(iterations, words.table_columns(run, shown), left_out)
+    return Table(iterations, phrases.table_columns(run, shown), left_out)
 
 
 def _settings(run: RunData) -> list[tuple[str, str]]:

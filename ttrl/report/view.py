@@ -34,7 +34,7 @@ class PackView:
         Raises PackError for so many rows that browsers could not open it, StorageError when it
         cannot be written.
         """
-        from ttrl.data.pictures.page import packed_rows_html
+        from ttrl.data.pictures.rows_page import packed_rows_html
 
         if path is None:
             path = self.path.with_suffix(".html")
@@ -63,7 +63,7 @@ class PackView:
         return Path(path)
 
     def text(self, width: int) -> str:
-        from ttrl.data.pictures.text import packed_rows_text
+        from ttrl.data.pictures.rows_text import packed_rows_text
 
         return packed_rows_text(self.packed, self.rows, self.token_text, self.title, width=width)
 

@@ -5,8 +5,8 @@ A failure is data, not an end: a failed request, a bad completion, a grader or a
 raises costs what it concerns and nothing else. It is kept with its reason (`Sample.error`), counted
 (`TaskResults.stats`) and logged in one line at the end.
 
-The way of a task is in `ttrl.rollouts.answers`; admission, balance and retries in `servers`; what
-is sent in `client.attempts`.
+The way of a task is in `ttrl.rollouts.group_samples`; admission, balance and retries in `servers`;
+what is sent in `client.attempts`.
 """
 
 import asyncio
@@ -26,9 +26,9 @@ from typing import Any
 
 from ttrl.errors import TaskError
 from ttrl.records import TaskResult
-from ttrl.rollouts.answers import sample_group
 from ttrl.rollouts.client.assembly import OnChunk
 from ttrl.rollouts.group import Group
+from ttrl.rollouts.group_samples import sample_group
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
 from ttrl.rollouts.request import CacheLike, Client, SamplingRequest, Transform

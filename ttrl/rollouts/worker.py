@@ -18,8 +18,8 @@ import numpy as np
 
 from ttrl.errors import TokenizationError, describe
 from ttrl.records import Prepared, TaskResult, TokenizedResult
-from ttrl.rollouts.answers import sample_group
 from ttrl.rollouts.group import Group
+from ttrl.rollouts.group_samples import sample_group
 from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskUsage
 from ttrl.rollouts.sampling import Job, Sampling

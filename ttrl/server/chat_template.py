@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ttrl.data.chat.sandbox import compile_problem
+from ttrl.data.chat.template_sandbox import compile_problem
 from ttrl.errors import ModelFolderError, UserError
 from ttrl.server.model_folder import local_folder, small_file
 from ttrl.system.files import atomic_folder

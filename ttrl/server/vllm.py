@@ -1,7 +1,7 @@
 """Start one vLLM server: a process of its own with a random key on every path, on 127.0.0.1 unless
 told otherwise.
 
-It never outlives us: vLLM's API server (`python -m ttrl.vllm_worker.serve`) runs below a guard
+It never outlives us: vLLM's API server (`python -m ttrl.vllm_worker.api_server`) runs below a guard
 (`ttrl.system.processes`). Nothing here imports vLLM or torch. Where training needs something else
 than vLLM's defaults, it is set here, and may be overridden by `extra_args`:
 
@@ -410,7 +410,7 @@ class VLLMServer(ServerConnection):
             middleware = list(middleware)
         if self.adapters_from is not None:
             middleware.append("ttrl.server.sites.FetchAdapters")
-        command = [sys.executable, "-m", "ttrl.vllm_worker.serve"]
+        command = [sys.executable, "-m", "ttrl.vllm_worker.api_server"]
         for name, value in arguments.items():
             command += _flag(name, value)
         # Added last, so that it is the outermost: no other middleware sees a request without the
@@ -457,7 +457,7 @@ class VLLMServer(ServerConnection):
         given one is in use.
 
         It is bound here until `stop()`, which only processes of this user may share
-        (`ttrl.vllm_worker.serve`): nobody else can listen there before vLLM does, or after its
+        (`ttrl.vllm_worker.api_server`): nobody else can listen there before vLLM does, or after its
         death, and be sent the key.
         """
         if self._held is not None and self.port is not None:

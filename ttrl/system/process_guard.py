@@ -17,8 +17,8 @@ something could stay behind:
 
 Commands run below this file as a script (`ttrl.system.processes.ChildProcess`). It needs only the
 standard library and starts in some 20 ms. Workers for graders are forks, and so are their guards
-(`ttrl.rollouts.graders.worker`). Processes are signalled by pid *and* start time through a pidfd,
-never by name. Linux only.
+(`ttrl.rollouts.graders.grader_worker`). Processes are signalled by pid *and* start time through a
+pidfd, never by name. Linux only.
 """
 
 import contextlib

@@ -2,8 +2,8 @@
 
 Config, tokenizer and chat template are copied from the folder that training started from. Weights
 are safetensors in shards, fp32 unless asked otherwise, and canary.json says what they must compute
-(`ttrl.training.canary`). The first process gathers and writes one shard at a time; the others send
-it their parts, tensor by tensor, and receive nothing.
+(`ttrl.training.trainer_canary`). The first process gathers and writes one shard at a time; the
+others send it their parts, tensor by tensor, and receive nothing.
 """
 
 import functools
@@ -25,7 +25,6 @@ from ttrl.data.packing.packed_file import read_tensor
 from ttrl.errors import StorageError
 from ttrl.records import ADAPTER_FOLDER, CANARY_FILE
 from ttrl.system.files import atomic_folder, json_text, model_files
-from ttrl.training.canary import compute_canary
 from ttrl.training.models.architecture import uses_transformers
 from ttrl.training.models.layouts import EMBEDDINGS, HEAD, layout_of_class
 from ttrl.training.models.weights import (
@@ -44,6 +43,7 @@ from ttrl.training.parallel.weight_memory import Held, WeightMemory
 from ttrl.training.policy.adapters import base_folder, gather_adapter, merged_weight
 from ttrl.training.policy.lora import adapted, is_adapter
 from ttrl.training.policy.policy import Policy
+from ttrl.training.trainer_canary import compute_canary
 
 MAX_SHARD_BYTES = 5 * 10**9
 _HASHING_THREADS = 4

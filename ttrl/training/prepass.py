@@ -32,7 +32,6 @@ from ttrl.data.packing.pack import PackedTensors
 from ttrl.facts import ComparedTokens
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.counts import forward_work
-from ttrl.training.drift import compare_tokens
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import token_keys
 from ttrl.training.objective.objective import StepObjective
@@ -48,6 +47,7 @@ from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions, Policy
 from ttrl.training.policy.value_head import ValueHead
 from ttrl.training.references import reference_facts
+from ttrl.training.sampler_drift import compare_tokens
 
 logger = logging.getLogger("ttrl.training")
 

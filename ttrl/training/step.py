@@ -21,16 +21,16 @@ from ttrl.configs import GRPOConfig
 from ttrl.training.batches import Update, policy_inputs
 from ttrl.training.counts import PARTS, token_counts, work_counts
 from ttrl.training.faults import Finite
-from ttrl.training.gradient_noise import GradientPieces
 from ttrl.training.gradient_parts import GradientParts
 from ttrl.training.kernels.logprobs import ReferenceHead
-from ttrl.training.metrics import Range, Sums, effective_sample_size
-from ttrl.training.models.routing import LayerRouting, routing_metrics
+from ttrl.training.models.expert_routing import LayerRouting, routing_metrics
 from ttrl.training.objective.divergences import ESTIMATORS
 from ttrl.training.objective.objective import StepObjective
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 from ttrl.training.policy.value_head import ValueHead, value_loss
+from ttrl.training.step_metrics import Range, Sums, effective_sample_size
+from ttrl.training.step_noise import GradientPieces
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 

@@ -4,10 +4,10 @@ shared prompts.
 
 import os
 
-from ttrl.vllm_worker.weights import WeightSync
+from ttrl.vllm_worker.served_weights import WeightSync
 
 OWN_MODEL_VARIABLE = "TTRL_SERVES_OWN_MODEL"
-"""Set by `ttrl.vllm_worker.serve` for a model whose modelling file is ours."""
+"""Set by `ttrl.vllm_worker.api_server` for a model whose modelling file is ours."""
 if os.environ.get(OWN_MODEL_VARIABLE):  # workers import this before they make a model
     from ttrl.vllm_worker.own_models import serve_own_models
 

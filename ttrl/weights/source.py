@@ -3,7 +3,7 @@
     trainer   every rank writes its part of the weights into one memory, and hashes it
               (`ttrl.training.parallel.weight_memory`)
     loop      tells servers the path of the memory, and keeps its digests (`Handover`)
-    worker    maps the memory, and loads its share (`ttrl.vllm_worker.weights`)
+    worker    maps the memory, and loads its share (`ttrl.vllm_worker.served_weights`)
 
 Servers of this run on the trainer's machine, in the same container, take weights from memory.
 Others are given files. A cluster of many servers brings the files to each machine's memory

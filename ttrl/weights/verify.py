@@ -7,9 +7,9 @@
   This finds any other difference, the prefix cache included.
 
 The limits: only the canary verifies quantised layers, adapters and experts. Packed copies of large
-models on CPUs are probed (`ttrl.vllm_worker.weights.EXACT_FLOPS`): this finds a changed weight if
-it is off by more than rounding, in fp32 about a hundredth of a typical weight, in bf16 about a
-fifth. In a prefix cache, only the canary's own keys and values are checked.
+models on CPUs are probed (`ttrl.vllm_worker.served_weights.EXACT_FLOPS`): this finds a changed
+weight if it is off by more than rounding, in fp32 about a hundredth of a typical weight, in bf16
+about a fifth. In a prefix cache, only the canary's own keys and values are checked.
 
 A server just started may have every weight of the trainer, bit for bit, and other
 log-probabilities. That is a warning, then and after later reloads: it is rounding beyond the

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
-from ttrl.data.pictures.page import packed_row_html
 from ttrl.data.pictures.plot import plot_packed_tensors
+from ttrl.data.pictures.rows_page import packed_row_html
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 
@@ -174,7 +174,7 @@ def boxes(axis) -> list[tuple[float, float, float, float]]:
 
 def test_a_row_is_drawn_without_loading_matplotlib():
     code = (
-        "import sys, ttrl.data.pictures.plot, ttrl.data.pictures.page; sys.exit('matplotlib' in "
+        "import sys, ttrl.data.pictures.plot, ttrl.data.pictures.rows_page; sys.exit('matplotlib' in "
         "sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

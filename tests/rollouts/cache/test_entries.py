@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttrl.errors import UserError
-from ttrl.rollouts.cache import tools
+from ttrl.rollouts.cache import maintenance as tools
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.cache.entries import (
     MOST_BYTES,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
-from ttrl.rollouts.cache import tools
+from ttrl.rollouts.cache import maintenance as tools
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.wire import Answer
 from ttrl.system.object_store import Store

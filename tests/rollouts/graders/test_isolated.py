@@ -25,7 +25,8 @@ from openai.types.chat.chat_completion import Choice
 from ttrl.errors import GraderError, UserError
 from ttrl.records import Sample
 from ttrl.rollouts.client.choices import choice_of_sample
-from ttrl.rollouts.graders import isolated, wire
+from ttrl.rollouts.graders import isolated
+from ttrl.rollouts.graders import worker_wire as wire
 from ttrl.rollouts.graders.grading import MAX_ERROR_LENGTH, Graders
 from ttrl.tasks import Grade, Task
 

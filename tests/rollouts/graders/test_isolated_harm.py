@@ -16,7 +16,8 @@ import time
 import pytest
 
 from ttrl.errors import GraderError
-from ttrl.rollouts.graders import processes, wire
+from ttrl.rollouts.graders import worker_processes as processes
+from ttrl.rollouts.graders import worker_wire as wire
 from ttrl.system import process_guard
 
 WHERE = "task 't', sample 2"

@@ -12,7 +12,7 @@ from ttrl.configs import GRPOConfig
 from ttrl.errors import UserError
 from ttrl.training.kernels import attention
 from ttrl.training.kernels.attention import attention_plan, compiled_flex, dense_attend, flex_attend
-from ttrl.training.policy.activations import checkpoint_layers
+from ttrl.training.policy.activation_memory import checkpoint_layers
 
 
 class Counting:

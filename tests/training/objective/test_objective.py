@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.training.objective import losses
 from ttrl.training.objective.divergences import k1_divergence, k2_divergence
 from ttrl.training.objective.objective import objective_from

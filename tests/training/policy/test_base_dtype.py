@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from ttrl.errors import ConfigError
 from ttrl.server.model_folder import stored_dtype
-from ttrl.training.canary import compute_canary, half_precision
 from ttrl.training.checkpoints import save_checkpoint
 from ttrl.training.merge import merge
 from ttrl.training.policy.adapters import base_folder
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.lora import adapted, is_adapter
+from ttrl.training.trainer_canary import compute_canary, half_precision
 
 pytestmark = pytest.mark.usefixtures("short_canaries")
 

@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from ttrl.data.chat.content import reads_parts, server_content
-from ttrl.data.chat.sandbox import TemplateSizeError, allowance, render
+from ttrl.data.chat.template_sandbox import TemplateSizeError, allowance, render
 from ttrl.errors import ModelFolderError, TemplateRefusalError, TokenizationError
 from ttrl.messages import (
     Message,

@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 
 from ttrl.errors import GraderError
 from ttrl.rollouts.graders.pickling import pickled
-from ttrl.rollouts.graders.processes import LOAD_SECONDS, End, Keeper, Worker
-from ttrl.rollouts.graders.wire import choice_to_json
+from ttrl.rollouts.graders.worker_processes import LOAD_SECONDS, End, Keeper, Worker
+from ttrl.rollouts.graders.worker_wire import choice_to_json
 from ttrl.tasks.task import Grade, Grader
 
 if TYPE_CHECKING:

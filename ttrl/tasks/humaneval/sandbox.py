@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttrl.errors import GraderError, TaskError
-from ttrl.system.memory import memory_bytes
+from ttrl.system.memory_limit import memory_bytes
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")

@@ -2,7 +2,7 @@
 function takes linear time.
 """
 
-from ttrl.tasks.numerals.reader import last_number
-from ttrl.tasks.numerals.tokens import ascii_digits, has_digit
+from ttrl.tasks.numerals.number_reader import last_number
+from ttrl.tasks.numerals.number_tokens import ascii_digits, has_digit
 
 __all__ = ["ascii_digits", "has_digit", "last_number"]

@@ -37,8 +37,8 @@ from ttrl.training.kernels.branching import (
 )
 from ttrl.training.kernels.doubles import KeepDoubles
 from ttrl.training.kernels.widening import Linear, TiedLinear, widened
+from ttrl.training.models.expert_routing import Routing
 from ttrl.training.models.layouts import Layout, whole_model
-from ttrl.training.models.routing import Routing
 
 ATTENTION = "ttrl"
 """The name of `attend_packed` in transformers."""

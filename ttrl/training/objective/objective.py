@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.errors import UserError
 from ttrl.registries import OBJECTIVES, load
 from ttrl.training.objective.divergences import ESTIMATORS

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ttrl.errors import StorageError
-from ttrl.system.memory import memory_bytes
+from ttrl.system.memory_limit import memory_bytes
 from ttrl.training.parallel.distributed import Ranks
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ttrl.errors import StorageError
-from ttrl.system.memory import memory_bytes
+from ttrl.system.memory_limit import memory_bytes
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.sharding import local_part
 

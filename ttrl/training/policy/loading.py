@@ -16,7 +16,7 @@ from ttrl.training.models.weights import iter_weights
 from ttrl.training.parallel.distributed import Ranks, derived_generator
 from ttrl.training.parallel.host_memory import HostMemory
 from ttrl.training.parallel.sharding import materialise, shard
-from ttrl.training.policy.activations import checkpoint_layers, offload_activations
+from ttrl.training.policy.activation_memory import checkpoint_layers, offload_activations
 from ttrl.training.policy.adapters import base_folder, fill_policy
 from ttrl.training.policy.lora import adapted, apply_lora, check_parts, hold_base
 from ttrl.training.policy.policy import Policy, fill_parameters

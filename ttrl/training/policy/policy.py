@@ -126,7 +126,7 @@ class Policy(nn.Module):
         that predict them.
 
         experts_BTLK: the sampler's experts of each layer, -1 where unknown
-            (`ttrl.training.models.routing`).
+            (`ttrl.training.models.expert_routing`).
         """
         lower = self.compute_dtype not in (torch.float32, torch.float64)
         # Its cache would keep a copy of every trained weight until the pass ends, although each is

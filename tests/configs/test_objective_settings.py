@@ -5,7 +5,7 @@ starts.
 import pytest
 
 from ttrl.configs import GRPOConfig
-from ttrl.configs.objective import ObjectiveConfig
+from ttrl.configs.objective_settings import ObjectiveConfig
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError
 

@@ -15,12 +15,12 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.instruments.gradient_noise import Alike, step_noise, within_of_two
 from ttrl.system.files import read_jsonl
 from ttrl.training.batches import updates
-from ttrl.training.gradient_noise import GradientPieces, _alike, _within
 from ttrl.training.objective.objective import objective_from
 from ttrl.training.parallel.distributed import ranks
 from ttrl.training.policy.loading import load_policy
 from ttrl.training.policy.policy import HeadOptions
 from ttrl.training.step import GradientStep
+from ttrl.training.step_noise import GradientPieces, _alike, _within
 from ttrl.training.timing import Stopwatch
 from ttrl.training.train_log import TrainProgress
 
@@ -96,7 +96,7 @@ def test_the_sketch_divides_the_gradients_of_linear_layers_between_the_decoders_
     gradients.
     """
     width = 32
-    monkeypatch.setattr("ttrl.training.gradient_noise.SKETCH", width)
+    monkeypatch.setattr("ttrl.training.step_noise.SKETCH", width)
     config = config_of(model_folder())
     policy = load_policy(config, ALONE)
     assert policy.decoder.tok_embeddings.embedding_dim == width

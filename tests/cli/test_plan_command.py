@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from ttrl import cli
-from ttrl.cli.plan import PlanOptions
+from ttrl.cli.plan_command import PlanOptions
 from ttrl.cli.try_tasks import write_template
 from ttrl.costs.parameters import decoder_parameters
-from ttrl.plans.machine import Machine
+from ttrl.plans.plan_machine import Machine
 from ttrl.plans.planner import check_trainable, published_config, read_model_config
 
 HERE = Machine("a machine", False, 16e9, 50e9, 20e9, "measured")

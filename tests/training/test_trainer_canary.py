@@ -8,15 +8,15 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from ttrl.training import canary
-from ttrl.training.canary import (
+from ttrl.training import trainer_canary as canary
+from ttrl.training.policy.policy import HeadOptions
+from ttrl.training.trainer_canary import (
     CANARY_LENGTH,
     GREEDY_LENGTH,
     canary_tokens,
     compute_canary,
     half_precision,
 )
-from ttrl.training.policy.policy import HeadOptions
 
 CPU = torch.device("cpu")
 

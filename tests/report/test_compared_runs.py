@@ -11,7 +11,7 @@ from support.compared_runs import TASKS, make_run
 from ttrl import cli
 from ttrl.errors import UserError
 from ttrl.intervals import difference_over_seeds, paired_difference
-from ttrl.report.comparison import compare_runs, spent
+from ttrl.report.compared_runs import compare_runs, spent
 from ttrl.run_folder.reader import read_run
 
 

@@ -301,7 +301,7 @@ def test_everything_else_works_as_for_transformers(source, tokenizer_of):
 
 LARGEST = """
 import resource
-from ttrl.data.chat import sandbox
+from ttrl.data.chat import template_sandbox as sandbox
 
 def most():
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.e2e  # vLLM is imported
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (7, 3), (300, 512), (5, 70_001)])
 def test_ranks(rows, columns):
-    from ttrl.vllm_worker.serve import count_at_least
+    from ttrl.vllm_worker.api_server import count_at_least
 
     # With ties.
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).round(decimals=1)
@@ -33,7 +33,7 @@ def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
     from vllm.v1.engine import utils
     from vllm.v1.sample import sampler
 
-    from ttrl.vllm_worker import serve
+    from ttrl.vllm_worker import api_server as serve
 
     monkeypatch.setattr(serve, "_apply_adapters_by_products", lambda: None)
     monkeypatch.setattr(serve, "compute_in_float32", lambda: None)
@@ -53,7 +53,7 @@ def test_this_vllm_uses_what_starts_it_sooner(monkeypatch):
 
 
 def test_it_listens_at_the_port_that_is_held_for_it(monkeypatch):
-    from ttrl.vllm_worker.serve import share_port
+    from ttrl.vllm_worker.api_server import share_port
 
     monkeypatch.setattr(socket.socket, "bind", socket.socket.bind)
     with socket.socket() as held:
@@ -67,7 +67,7 @@ def test_it_listens_at_the_port_that_is_held_for_it(monkeypatch):
 
 
 def test_a_port_does_not_stay_with_a_forked_process():
-    from ttrl.vllm_worker.serve import close_listening_sockets
+    from ttrl.vllm_worker.api_server import close_listening_sockets
 
     gate, opened = os.pipe()
     with (
@@ -101,7 +101,7 @@ def test_adapters_by_products(slots, dtype):
     """As vLLM's own operations, but for tokens without an adapter: nothing is added to them."""
     from vllm.lora.ops.torch_ops import lora_ops
 
-    from ttrl.vllm_worker import serve
+    from ttrl.vllm_worker import api_server as serve
 
     assert lora_ops.bgmv_expand.__module__ == lora_ops.__name__  # theirs, in this process
     generator = torch.Generator().manual_seed(0)
@@ -136,7 +136,7 @@ def test_this_vllm_applies_adapters_by_products(monkeypatch):
     from vllm.lora.ops.torch_ops import lora_ops
     from vllm.lora.punica_wrapper import punica_cpu
 
-    from ttrl.vllm_worker import serve
+    from ttrl.vllm_worker import api_server as serve
 
     for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
         for module in (lora_ops, punica_cpu):
@@ -211,7 +211,7 @@ def test_models_that_also_see_pictures_are_imported_without_torchvision(monkeypa
 
     from transformers.utils.import_utils import is_torchvision_available
 
-    from ttrl.vllm_worker import serve
+    from ttrl.vllm_worker import api_server as serve
 
     if is_torchvision_available():
         pytest.skip("torchvision is installed")
@@ -236,7 +236,7 @@ def test_queries_with_a_dimension_of_heads_are_turned_as_flat_ones(monkeypatch):
     from vllm.model_executor.layers.rotary_embedding import get_rope
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
-    from ttrl.vllm_worker import serve
+    from ttrl.vllm_worker import api_server as serve
 
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
     serve._rotate_every_head()

@@ -20,7 +20,7 @@ from ttrl.data.packing.pack import (
     PackedTensors,
     packed_tensors_from_tokenized_results,
 )
-from ttrl.plans.lengths import IterationLengths, made_up_samples
+from ttrl.plans.expected_lengths import IterationLengths, made_up_samples
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.plans.lengths import Assumptions
+from ttrl.plans.expected_lengths import Assumptions
 from ttrl.plans.plan import Plan
 from ttrl.plans.planner import make_plan
 from ttrl.system.console import mistakes_in_lines
@@ -62,7 +62,7 @@ def plan(
     made = make_plan(config, tasks, validation_tasks, assumptions=assumptions, **options)
     if not probe:
         return made
-    from ttrl.loop.probe import probe as run_probe
+    from ttrl.loop.plan_probe import probe as run_probe
 
     probed = run_probe(
         made, config, assumptions or Assumptions(), list(tasks), list(validation_tasks)

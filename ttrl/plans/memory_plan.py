@@ -28,8 +28,8 @@ from ttrl.costs.server import (
     token_cache_bytes,
 )
 from ttrl.errors import UserError
-from ttrl.plans.counts import Work
-from ttrl.plans.machine import Machine
+from ttrl.plans.iteration_work import Work
+from ttrl.plans.plan_machine import Machine
 from ttrl.server.cpu import cpu_batch, cpu_cache_bytes
 
 PARKED = "trainer's weights and moments"

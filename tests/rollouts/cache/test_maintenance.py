@@ -15,7 +15,7 @@ import pytest
 
 from ttrl import cli
 from ttrl.errors import UserError
-from ttrl.rollouts.cache import tools
+from ttrl.rollouts.cache import maintenance as tools
 from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
 from ttrl.rollouts.client.wire import Answer
 

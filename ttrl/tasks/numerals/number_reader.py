@@ -11,7 +11,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from fractions import Fraction
 
-from ttrl.tasks.numerals.tokens import AT_A_NUMBER, Token, is_digit, simplified, tokens
+from ttrl.tasks.numerals.number_tokens import AT_A_NUMBER, Token, is_digit, simplified, tokens
 
 _BEFORE = 600
 _AFTER = 120

@@ -17,10 +17,10 @@ from ttrl.costs.memory import Workload, left_parked, training_memory
 from ttrl.costs.server import beyond_budget, left_asleep, server_memory, token_cache_bytes
 from ttrl.errors import ConfigError
 from ttrl.loop.train import _chosen
-from ttrl.plans.choices import IGNORE_VARIABLE, choose, refuse
-from ttrl.plans.machine import gpu_named
-from ttrl.plans.memory import host_needs, serving_of, shares_memory
+from ttrl.plans.memory_plan import host_needs, serving_of, shares_memory
+from ttrl.plans.open_choices import IGNORE_VARIABLE, choose, refuse
 from ttrl.plans.open_settings import CHOSEN, as_begun, value_of
+from ttrl.plans.plan_machine import gpu_named
 from ttrl.system.console import Console
 
 ROOT = Path(__file__).parents[2]

@@ -1,5 +1,5 @@
-"""Our side of the processes that run graders (`ttrl.rollouts.graders.worker` is theirs): start
-them, send orders, hear answers.
+"""Our side of the processes that run graders (`ttrl.rollouts.graders.grader_worker` is theirs):
+start them, send orders, hear answers.
 
 All of it happens on the event loop, in callbacks of the sockets; there are no threads. A worker has
 one grade at a time.
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ttrl.rollouts.graders.wire import MAX_ANSWER, pack, unpack
+from ttrl.rollouts.graders.worker_wire import MAX_ANSWER, pack, unpack
 from ttrl.system.process_guard import DUMPABLE, SCOPES, landlock_version, prctl
 from ttrl.system.processes import ChildProcess, without_secrets
 
@@ -31,7 +31,8 @@ _KEPT_GRADERS = 64  # in each worker: tasks often have a grader each
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from ttrl.rollouts.graders.worker import main; main(int(sys.argv[2]), float(sys.argv[3]))"
+    "from ttrl.rollouts.graders.grader_worker import main; "
+    "main(int(sys.argv[2]), float(sys.argv[3]))"
 )
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ttrl.system.memory import memory_bytes
+from ttrl.system.memory_limit import memory_bytes
 
 KB = 1024
 

@@ -12,9 +12,9 @@ from ttrl import TrainConfig
 from ttrl.cli import main
 from ttrl.errors import UserError
 from ttrl.loop.environment import describe_environment
-from ttrl.loop.plan import plan
-from ttrl.plans.gpus import SHEETS, sheet_of
-from ttrl.plans.machine import devices_here, gpu_named, gpus_here, this_machine
+from ttrl.loop.run_plan import plan
+from ttrl.plans.gpu_sheets import SHEETS, sheet_of
+from ttrl.plans.plan_machine import devices_here, gpu_named, gpus_here, this_machine
 from ttrl.system.gpus import Gpu, in_child
 
 GIB = 2**30

@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from ttrl.agents.parameters import MODEL, Asked, events, tools_of
+from ttrl.agents.request_parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
 from ttrl.messages import Message, messages_without_nulls, part_that_is_no_text
 from ttrl.text import short

@@ -9,8 +9,8 @@ from typing import Any
 
 from aiohttp import web
 
-from ttrl.agents.chat_completions import finish_reason
-from ttrl.agents.parameters import MODEL, Asked, events
+from ttrl.agents.chat_endpoint import finish_reason
+from ttrl.agents.request_parameters import MODEL, Asked, events
 from ttrl.errors import UserError
 from ttrl.messages import Message
 from ttrl.records import PROMPT

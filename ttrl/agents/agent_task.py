@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ttrl.agents.listener import Listener
-from ttrl.agents.parameters import MODEL
+from ttrl.agents.request_parameters import MODEL
 from ttrl.agents.session import Session
 from ttrl.errors import RolloutError, TaskError
 from ttrl.records import Endpoint

@@ -201,7 +201,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _compare_runs(arguments: argparse.Namespace) -> int:
-    from ttrl.report.comparison import compare_runs
+    from ttrl.report.compared_runs import compare_runs
 
     if arguments.json:
         raise UserError("--json is for evaluations; runs have a table, and a page (--html)")

@@ -4,10 +4,10 @@ import pytest
 
 from ttrl.errors import TtrlError, UserError
 from ttrl.facts import MetricsRow, TrainFigures
-from ttrl.loop import probe as probe_module
-from ttrl.loop.plan import plan
-from ttrl.loop.probe import ProcessMemory, _kind, _scaled
-from ttrl.plans.lengths import Assumptions
+from ttrl.loop import plan_probe as probe_module
+from ttrl.loop.plan_probe import ProcessMemory, _kind, _scaled
+from ttrl.loop.run_plan import plan
+from ttrl.plans.expected_lengths import Assumptions
 from ttrl.plans.measured import Seconds
 
 

@@ -22,7 +22,7 @@ from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
 from ttrl.facts import MetricsRow
 from ttrl.loop.train import train_checked
-from ttrl.plans.lengths import Assumptions, completion_mean, run_lengths
+from ttrl.plans.expected_lengths import Assumptions, completion_mean, run_lengths
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.plans.plan import Plan
 from ttrl.plans.planner import Probed, iteration_folders

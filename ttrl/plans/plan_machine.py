@@ -10,9 +10,9 @@ import psutil
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.plans.gpus import sheet_of, sheets_named
+from ttrl.plans.gpu_sheets import sheet_of, sheets_named
 from ttrl.system.gpus import Gpu, in_child, visible_gpus
-from ttrl.system.memory import memory_bytes
+from ttrl.system.memory_limit import memory_bytes
 from ttrl.system.processor import best_product, cpu_name
 
 _SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
@@ -20,7 +20,7 @@ _ROUNDS = 8  # at least: other programs may be running too
 _OPERATIONS = 2e9  # of one product
 _MEASURE = """
 import json, sys
-from ttrl.plans.machine import matmul_speed
+from ttrl.plans.plan_machine import matmul_speed
 product, dtype = json.loads(sys.argv[1])
 print(matmul_speed(tuple(product), "cuda", dtype, None))
 """

@@ -62,8 +62,8 @@ class PlanOptions:
         run: Path | None = None,
     ) -> "Plan":
         """Plan a run. Raises what `ttrl.plan` raises."""
-        from ttrl.loop.plan import plan  # loads PyTorch
-        from ttrl.plans.lengths import Assumptions
+        from ttrl.loop.run_plan import plan  # loads PyTorch
+        from ttrl.plans.expected_lengths import Assumptions
 
         return plan(
             config,

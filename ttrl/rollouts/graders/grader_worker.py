@@ -1,5 +1,5 @@
 """The processes that run graders: a keeper, and the workers that it forks. Started by
-`ttrl.rollouts.graders.processes`.
+`ttrl.rollouts.graders.worker_processes`.
 
     ttrl ── guard ── keeper (never runs a grader) ── guard ── worker (one grade at a time) ── …
 
@@ -31,7 +31,7 @@ from typing import Any
 
 from ttrl.errors import GraderError, describe
 from ttrl.rollouts.graders.grading import CallOutcome, own_traceback
-from ttrl.rollouts.graders.wire import MAX_ANSWER, choice_from_json, pack, unpack
+from ttrl.rollouts.graders.worker_wire import MAX_ANSWER, choice_from_json, pack, unpack
 from ttrl.system import process_guard
 from ttrl.tasks.task import Grade
 

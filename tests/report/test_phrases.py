@@ -3,7 +3,7 @@
 import json
 
 from ttrl.cli import main
-from ttrl.report.words import report_text
+from ttrl.report.phrases import report_text
 
 
 def write_run(folder, rows):
@@ -70,7 +70,7 @@ def test_a_folder_that_is_no_run_is_an_error_in_a_line(tmp_path, capsys):
 def test_what_a_run_says_writes_no_escapes_to_the_terminal(tmp_path, capsys, monkeypatch):
     """Names in it are those of whoever wrote the run folder."""
     write_run(tmp_path / "run", rows(0))
-    monkeypatch.setattr("ttrl.report.words.report_text", lambda *_: "look \x1b]0;title\x07here")
+    monkeypatch.setattr("ttrl.report.phrases.report_text", lambda *_: "look \x1b]0;title\x07here")
     assert main(["report", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().err
     assert "here" in said and "\x1b" not in said and "\x07" not in said

@@ -22,10 +22,10 @@ from ttrl.data.packing.pack import (
     packed_tensors_from_tokenized_results,
     unpack,
 )
-from ttrl.data.pictures import page as row_html
-from ttrl.data.pictures.page import packed_rows_html
+from ttrl.data.pictures import rows_page as row_html
+from ttrl.data.pictures.rows_page import packed_rows_html
+from ttrl.data.pictures.rows_text import packed_rows_text
 from ttrl.data.pictures.segments import figures_of, figures_of_pack, segments_of, visible
-from ttrl.data.pictures.text import packed_rows_text
 from ttrl.errors import PackError
 from ttrl.records import TokenizedResult
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ttrl.errors import PackError, UserError
 from ttrl.training.batches import replayed
-from ttrl.training.models.routing import routing_metrics
+from ttrl.training.models.expert_routing import routing_metrics
 
 MIXTURES = (
     *(
