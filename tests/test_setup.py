@@ -662,8 +662,8 @@ def needed_by(path: Path) -> set[str]:
     return found - set(sys.stdlib_module_names)
 
 
-@pytest.mark.long(but=["docs/machines.md"])
-@pytest.mark.parametrize("page", ["README.md", "docs/machines.md"])
+@pytest.mark.long(but=["docs/how-to/install.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/how-to/install.md"])
 def test_what_a_gpu_user_is_told_to_install_is_all_that_the_recipes_need(
     install: ModuleType, page: str
 ) -> None:

@@ -198,7 +198,7 @@ NAMED_IN = (
     "tests/**/*.py",
     "tools/*.py",
     "recipes/*.py",
-    "docs/*.md",
+    "docs/**/*.md",
     "README.md",
     "*.toml",
     "Makefile",

@@ -234,7 +234,8 @@ class TrainConfig(Config):
     """Which GPUs train and which serve: "colocated", the same ones, in turn; "split", the trainer
     has the first `nproc_per_node` and the servers the others. "auto": split where
     `off_policy_steps` has both work at the same time and there are several GPUs, else colocated. On
-    CPUs this does nothing. What else is left out is chosen to fit the GPUs: see docs/machines.md.
+    CPUs this does nothing. What else is left out is chosen to fit the GPUs: see
+    docs/reference/what_fits.md.
     """
     nproc_per_node: int | None = None
     """Trainer processes on this machine, one per GPU; more than one shards the model over them.
@@ -306,7 +307,7 @@ class TrainConfig(Config):
     cluster: str | None = None
     """A Ray cluster that the run runs on: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and,
     with `nnodes` above 1, the trainer start on machines of it; it outlives the program that began
-    it (docs/several_machines.md). None: without Ray.
+    it (docs/how-to/several_machines.md). None: without Ray.
     """
     sampling_workers: int | None = None
     """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of
@@ -352,7 +353,8 @@ class TrainConfig(Config):
     """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or
     a mapping with arguments, such as {"name": "wandb", "project": "sorting", "mode": "offline"} or,
     with torchtune's names for its own loggers, {"_component_":
-    "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md.
+    "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See
+    docs/how-to/watch.md.
     """
 
     gone: ClassVar[Mapping[str, str]] = {
@@ -622,7 +624,7 @@ class TrainConfig(Config):
         if self.cluster is None:
             found.append(
                 f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` "
-                "(docs/several_machines.md)"
+                "(docs/how-to/several_machines.md)"
             )
         if self.trainer != "resident":
             found.append(

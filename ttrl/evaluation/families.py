@@ -1,8 +1,8 @@
 """The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`,
 `reasoning_gym:chain_sum@train`.
 
-Each family is a function of `ttrl.tasks` (see docs/tasks.md), or of an adapter in `ttrl.agents` to
-a package that has many; nothing of it is imported before it is asked for.
+Each family is a function of `ttrl.tasks` (see docs/reference/tasks.md), or of an adapter in
+`ttrl.agents` to a package that has many; nothing of it is imported before it is asked for.
 """
 
 import dataclasses
