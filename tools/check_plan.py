@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def cell(made: Choices, prefix: str = "") -> str:
 
 
 def tables() -> str:
-    """The tables of docs/reference/what_fits.md, in Markdown."""
+    """Return the tables of docs/reference/what_fits.md, in Markdown."""
     kinds: list[tuple[str, dict[str, Any], tuple[tuple[str, dict[str, Any]], ...]]] = [
         ("All weights trained", {}, (("", WHOLE),)),
         (
@@ -129,7 +130,7 @@ def tables() -> str:
     for title, settings, ways in kinds:
         machines = [one for one in MACHINES if not settings or one[0] > 1]
         lines += [
-            f"{title}:",
+            textwrap.fill(f"{title}:", 100, break_on_hyphens=False),
             "",
             "| | " + " | ".join(f"{n} × {size} GB" for n, size in machines) + " |",
         ]
@@ -152,7 +153,7 @@ def tables() -> str:
 
 
 def page_with_tables(page: str) -> str:
-    """docs/reference/what_fits.md with its tables made anew."""
+    """Return docs/reference/what_fits.md with new tables."""
     return re.sub(
         r"(<!-- tables -->\n).*(<!-- end -->)",
         lambda found: found[1] + tables() + found[2],
