@@ -6,7 +6,7 @@ Microseconds of CPU per request of `ttrl.rollouts.scheduling.servers` alone: the
 once or when they are told to, in a random order, and say what their KV caches hold. "room": every
 server has some, "full": none has, and requests wait. Without HTTP, JSON and graders. The third
 column is what one look at /metrics costs, of which there is one per server and second: reading it,
-and the forecast that follows.
+and adapting to it.
 """
 
 import argparse

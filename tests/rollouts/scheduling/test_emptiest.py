@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ttrl.rollouts.scheduling import server_state
 from ttrl.rollouts.scheduling.capacity import Load, Metrics, ServerRoom
 from ttrl.rollouts.scheduling.emptiest import Emptiest
-from ttrl.rollouts.scheduling.lengths import Lengths
+from ttrl.rollouts.scheduling.lengths import KnownLengths, Lengths
 from ttrl.rollouts.scheduling.server_state import Server
 
 
@@ -34,8 +34,8 @@ def asked_one_by_one(
     found = []
     for place, server in enumerate(servers):
         room = copy.copy(server.room)
-        room._usages, room.loads = list(room._usages), set(room.loads)
-        if server.is_open(now) and room.admits(load, now):
+        room.loads = set(room.loads)
+        if server.is_open(now) and room.admits(load, index._known):
             found.append((room.share(index._known), place))
     if not found:
         return None
@@ -61,7 +61,7 @@ def test_the_choice_is_that_of_asking_all(seed: int, count: int, mixed: bool) ->
         what = generator.random()
         if what < 0.5:
             n = generator.choice([1, 4, 16]) if mixed else 4
-            load = Load(generator.randint(0, 3000), n, generator.choice([None, 100, 400]))
+            load = Load(1000, n, 400)  # a refusal counts for as many samples
             last, slack = (server, 0.1) if generator.random() < 0.3 else (None, 0.0)
             known, best = index._known, asked_one_by_one(index, servers, load, now, last, slack)
             chosen = index.choose(load, now, last, slack)
@@ -98,27 +98,16 @@ def test_the_choice_is_that_of_asking_all(seed: int, count: int, mixed: bool) ->
             index.changed(server)
 
 
-def test_a_pause_that_a_server_asked_for_ends_without_a_sign() -> None:
-    lengths = Lengths()
-    servers = [Server(Nobody(), lengths, lambda server: None) for _ in range(2)]  # type: ignore[arg-type]
-    index, load = Emptiest(servers, lengths), Load(10, 1, 10)
-    servers[0].held_until = 5.0
-    assert index.choose(load, 1.0) is servers[1]
-    servers[1].up = False
-    assert index.choose(load, 4.9) is None
-    assert index.choose(load, 5.0) is servers[0]
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_a_request_asks_few_of_many_servers(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of servers that are asked, not the time, which tests never assert."""
     asked = 0
     admits = ServerRoom.admits
 
-    def counted(self: ServerRoom, load: Load, now: float) -> bool:
+    def counted(self: ServerRoom, load: Load, known: KnownLengths) -> bool:
         nonlocal asked
         asked += 1
-        return admits(self, load, now)
+        return admits(self, load, known)
 
     monkeypatch.setattr(ServerRoom, "admits", counted)
     monkeypatch.setattr(server_state, "POLL_PAUSE", server_state.POLL_PAUSE)  # which it changes

@@ -91,7 +91,7 @@ def send(pool: Servers, *, max_retries: int = 4, **kwargs: Any) -> Awaitable[lis
 def at_rest(pool: Servers) -> bool:
     """No lease is left, nothing is counted as in flight, nobody waits."""
     return (
-        all(not server.leases and server.room.expected() == 0 for server in pool.servers)
+        all(not server.leases and server.room.samples == 0 for server in pool.servers)
         and pool._in_flight == 0
         and not [waiter for _, waiter in pool._queue if not waiter.lease.done()]
     )

@@ -1,22 +1,17 @@
-"""How much one server takes at a time: by the KV cache where it says how large that is (vLLM's
-/metrics), else by trial.
+"""Decides how many requests one server takes at a time.
 
-vLLM starts a request as soon as its prompt fits; when the growing completions then fill the cache,
-it throws the newest out and computes them again later (a preemption). Sent everything at once it
-therefore computes much twice; sent too little it idles. The forecast here is what the requests in
-flight will occupy at each later moment, from the survival curve of lengths (`Lengths`) and from the
-tokens that each has by now; a request is admitted while the highest point of that curve stays below
-the cache's size. The forecast is set right by what the server says of itself: usage now,
-preemptions, requests that wait.
+vLLM starts a request as soon as its prompt fits. Growing completions then fill the KV cache, and it
+preempts the newest requests and computes them again later. A server with too few requests idles.
+So a server gets as many samples as fit by their mean length, times a factor. The factor falls while
+the server preempts, and rises while its cache has space. A server without a KV cache in its
+/metrics gets a number of requests found by trial, as TCP does.
 """
 
 import math
 import re
 from dataclasses import dataclass
 
-import numpy as np
-
-from ttrl.rollouts.scheduling.lengths import Array, KnownLengths, Lengths
+from ttrl.rollouts.scheduling.lengths import KnownLengths, Lengths
 
 _LINE = re.compile(
     r"^vllm:(cache_config_info|num_requests_running|num_requests_waiting|kv_cache_usage_perc|num_preemptions_total|"
@@ -82,25 +77,23 @@ def read_metrics(text: str) -> Metrics | None:
 
 
 FIRST_LIMIT = 512
-"""Requests in flight to a server that says nothing of its capacity."""
+"""Requests in flight to a server without a known capacity."""
 _MOST_LIMIT = 8192
-_FULL = 0.95
-"""Of the KV cache, what the forecast may fill."""
-_LEAST_FULL = 0.6
-_MOST_FULL = 1.5
-_MANY_PREEMPTIONS = 0.5
-"""Of a round, as a share of the samples that run."""
-FORECAST_PAUSE = 0.25
-"""Seconds for which a forecast is good, unless told otherwise; in between, what finishes is
-replaced one for one.
-"""
+_LEAST_FACTOR = 0.5
+_MOST_FACTOR = 4.0
+_CUT = 0.9
+"""The factor's change after a poll with many preemptions."""
+_RAISE = 1.1
+"""The factor's largest change after a round with space in the cache."""
+_MANY_PREEMPTIONS = 0.05
+"""Preemptions between two polls, as a share of the running samples."""
+_SPACE = 0.9
+"""The share of the cache below which it has space."""
 _LEAST_QUEUE = 16
-"""Samples that wait at the server, so that its batch never lacks one: vLLM runs at most
-max_num_seqs, and does not say how many that is."""
+"""Samples waiting at the server, so that its batch never lacks one: vLLM runs at most max_num_seqs
+at a time and does not report this limit.
+"""
 _FIRST_QUEUE = 256
-_BUCKETS = 64
-_MOMENTS = 32
-_PARTS = 4
 
 
 class Load:
@@ -109,7 +102,7 @@ class Load:
     __slots__ = ("began", "chars", "max_tokens", "n")
 
     def __init__(self, chars: int, n: int, max_tokens: int | None) -> None:
-        """chars: of its prompt; how many tokens that is may be known later only."""
+        """Size a request of `n` samples by the characters of its prompt."""
         self.chars = chars
         self.n = n
         self.max_tokens = max_tokens
@@ -118,8 +111,9 @@ class Load:
 
 
 class ServerRoom:
-    """What is in flight to one server, and whether more may be. Times are seconds of any clock that
-    goes forward.
+    """Count the requests in flight to one server, and decide whether it takes another.
+
+    Times are seconds of any clock that goes forward.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -130,39 +124,31 @@ class ServerRoom:
         self._max_tokens: int | None = None
         self._chars = 0
         self.limit = float(FIRST_LIMIT)
-        """Requests; infinite for a server whose KV cache is known, as long as it refuses nothing.
-        """
-        self.full = _FULL
-        self.forecast_pause = FORECAST_PAUSE
+        """Requests; infinite for a server with a known KV cache, as long as it refuses nothing."""
+        self.factor = 1.0
+        """Expected tokens of all samples in flight, as a share of the KV cache."""
+        self._changed_at = 0.0
+        """The factor's last change, on the clock of tokens."""
         self._last_refusal = -math.inf
         self._successes = 0
         self._known_good = 0.0
-        self._free = 0.0
-        """Samples that may still be sent, by the last forecast."""
-        self._forecast_at = -math.inf
-        # A clock of tokens: how many a completion that runs all the time has got. Its rate is that
+        # A clock of tokens: the length of a completion which runs all the time. Its rate is that
         # of the last poll.
-        self._tokens = self._rate = 0.0
-        self._polled_at = self._generated = 0.0
+        self._tokens = 0.0
+        self._rate = 0.0
+        self._polled_at = 0.0
+        self._generated = 0.0
         self._waiting = 0.0
         self._finished = 0
         self._queue = float(_FIRST_QUEUE)
-        self._foreign = 0.0
-        """Tokens in the cache beyond those of the forecast: of other users."""
         self._over = 0.0
-        """Samples in flight that are over while others of their request are not, as of the last
-        poll.
+        """Samples in flight as of the last poll which are done, while others of their request are
+        not.
         """
         self._held_back = False
-        # Of the round that runs, see `_adapt`.
-        self._round_began = self._preempted = 0.0
-        self._usages: list[float] = []
-        self._was_held_back = self._was_cut = False
 
     def tokens_in_flight(self, now: float) -> float:
-        """Estimate how many completion tokens the requests in flight have got by now; 0 where the
-        server says nothing of that.
-        """
+        """Estimate the completion tokens of the requests in flight; 0 without metrics."""
         if self.metrics is None or not self.samples:
             return 0.0
         clock = self._clock(now)
@@ -174,8 +160,8 @@ class ServerRoom:
         return tokens * min(1.0, (self.metrics.running + over / 2) / self.samples)
 
     def generated(self, now: float) -> float:
-        """Estimate how many completion tokens the server has made since its metrics were first
-        seen, those of others included.
+        """Estimate the completion tokens of the server since its first metrics, those of other
+        clients included.
         """
         if self.metrics is None:
             running = 0.0
@@ -185,13 +171,26 @@ class ServerRoom:
 
     # Admission
 
-    def expected(self, known: KnownLengths | None = None) -> float:
-        """Return how many tokens the requests in flight will have when they are done, by what is
-        known of lengths (now).
+    def expected(self, known: KnownLengths) -> float:
+        """Return the tokens in the cache when the requests in flight are done.
+
+        Samples that ended before others of their request need no cache.
         """
-        if not self.loads:
-            return 0.0
-        return (known or self.lengths.known()).expected(self._chars, self.samples, self._max_tokens)
+        samples = self.samples - max(self._over, 0.0)
+        return self._tokens_of(known, self._chars, samples, self._max_tokens)
+
+    def _tokens_of(
+        self, known: KnownLengths, chars: float, samples: float, max_tokens: int | None
+    ) -> float:
+        """Return the tokens of prompts and whole completions, with their unused parts of blocks.
+
+        Half of a sample's last block is empty, and half of a block of its prompt is its own.
+        """
+        if self.metrics is None:
+            block = 0.0
+        else:
+            block = self.metrics.block_size
+        return known.expected(chars, samples, max_tokens) + samples * block
 
     def share(self, known: KnownLengths) -> float:
         """Return how full it is, for comparison with other servers."""
@@ -199,29 +198,24 @@ class ServerRoom:
             return len(self.loads) / self.limit
         return self.expected(known) / self.metrics.capacity
 
-    def admits(self, load: Load, now: float) -> bool:
+    def admits(self, load: Load, known: KnownLengths) -> bool:
         """Return whether `load` may be sent. One is always in flight, however large."""
         if not self.loads:
             return True
-        if len(self.loads) >= self.limit:
-            self._held_back = True
-            return False
-        if self.metrics is None:
-            return True
-        if self._free < load.n and now >= self._forecast_at + self.forecast_pause:
-            self._forecast(now, load)
-        if self._free >= load.n and self._waiting < self._queue:
+        if self._takes(load, known):
             return True
         self._held_back = True
         return False
 
-    def refusal(self, load: Load) -> tuple[float, float]:
-        """Return what is known of a server that has just not admitted `load`: from how many samples
-        on it refuses any request, and until when, where nothing changes before."""
-        # Whatever their size.
-        if self.metrics is None or len(self.loads) >= self.limit or self._free >= load.n:
-            return 1, math.inf
-        return load.n, self._forecast_at + self.forecast_pause
+    def _takes(self, load: Load, known: KnownLengths) -> bool:
+        if len(self.loads) >= self.limit:
+            return False
+        if self.metrics is None:
+            return True
+        if self._waiting >= self._queue:
+            return False
+        more = self._tokens_of(known, load.chars, load.n, load.max_tokens)
+        return self.expected(known) + more <= self.factor * self.metrics.capacity
 
     def add(self, load: Load, now: float) -> None:
         """Count `load`, which is sent."""
@@ -230,7 +224,6 @@ class ServerRoom:
         self.samples += load.n
         self._max_tokens = load.max_tokens
         self._chars += load.chars
-        self._free -= load.n
         self._waiting += load.n
 
     def remove(self, load: Load) -> None:
@@ -239,16 +232,13 @@ class ServerRoom:
         self._over *= 1.0 - load.n / self.samples
         self.samples -= load.n
         self._chars -= load.chars
-        self._free += load.n
         self._waiting -= load.n
         self._finished += load.n
 
     # What the server shows
 
     def succeeded(self) -> None:
-        """Notice an answer: after as many as may be in flight, one more may; sooner below what was
-        good before.
-        """
+        """Raise the limit by one after as many answers; faster below the last good limit."""
         if self.limit < self._known_good:
             self.limit += 1
             return
@@ -269,12 +259,11 @@ class ServerRoom:
             self.limit = float(max(1, min(self.limit, in_flight) // 2))
 
     def update(self, metrics: Metrics, now: float) -> None:
-        """Take in what the server says of itself."""
+        """Take the server's metrics into account."""
         before = self.metrics
         self.metrics = metrics
         seconds = now - self._polled_at
-        moment = self._clock(now)
-        self._tokens = moment
+        self._tokens = self._clock(now)
         self._polled_at = now
         if before is None:
             if self.limit >= FIRST_LIMIT:
@@ -284,159 +273,36 @@ class ServerRoom:
             running = (metrics.running + before.running) / 2
             if running >= 1:
                 rate = (metrics.generated - before.generated) / running / seconds
-                # The interval that is over counts with its own rate, not with the one that it was
-                # reckoned with.
+                # The past interval counts with its own rate, not with the one assumed for it.
                 self._tokens += (rate - self._rate) * seconds
                 self._rate = rate
-            self._adapt(metrics, max(metrics.preemptions - before.preemptions, 0.0))
+            self._adapt(metrics, metrics.preemptions - before.preemptions)
         self._waiting = metrics.waiting
         self._over = self.samples - metrics.running - metrics.waiting
         if metrics.waiting:
             self._queue = max(_LEAST_QUEUE, metrics.running / 4, self._finished)
-        else:  # no sign of a limit on what it runs at once: find out
+        else:  # no sign of a limit on the running samples: find out
             self._queue = max(_FIRST_QUEUE, metrics.running)
         self._finished = 0
         self._held_back = False
-        self._free = -math.inf
-        self._forecast_at = -math.inf
 
     def _adapt(self, metrics: Metrics, preemptions: float) -> None:
-        """Correct how much of the cache the forecast may fill: once per round, the time in which a
-        completion is made.
+        """Cut the factor while the server preempts, raise it while its cache has space.
 
-        Within a round nothing can be learned of it: what was admitted grows until its end. Some
-        preemptions are a good price for a cache that is full; they also spread completions of equal
-        length, which otherwise begin and end together.
+        A cut takes effect when enough requests have ended, a raise when the new ones have grown.
+        Until then, no other follows.
         """
-        self._preempted += preemptions
-        self._usages.append(metrics.usage)
-        self._was_held_back |= self._held_back and metrics.waiting == 0
-        usage = sum(self._usages) / len(self._usages)
-        is_over = self._tokens - self._round_began >= self.lengths.completion(self._max_tokens)
-        if self._preempted > _MANY_PREEMPTIONS * max(metrics.running, 1.0):
-            if not self._was_cut or is_over:
-                self.full = max(_LEAST_FULL, min(self.full, _FULL) * 0.9)
-                self._was_cut = True
-                self._begin_round()
-        elif is_over:
-            if self.full < _FULL:
-                self.full = min(_FULL, self.full * 1.05)
-            elif usage > 0.9:
-                self.full = max(_FULL, self.full * 0.95)
-            elif self._was_held_back and usage < 0.85:
-                self.full = min(_MOST_FULL, self.full * min(0.9 / max(usage, 0.1), 1.05))
-            self._was_cut = False
-            self._begin_round()
-
-    def _begin_round(self) -> None:
-        self._round_began = self._tokens
-        self._preempted = 0.0
-        self._was_held_back = False
-        self._usages.clear()
-
-    # The forecast
+        known = self.lengths.known()
+        mean = known.expected(0.0, 1, self._max_tokens)
+        has_grown = self._tokens - self._changed_at >= mean
+        if preemptions > _MANY_PREEMPTIONS * metrics.running:
+            if self.expected(known) <= self.factor * metrics.capacity:
+                self.factor = max(_LEAST_FACTOR, self.factor * _CUT)
+                self._changed_at = self._tokens
+        elif has_grown and self._held_back and not metrics.waiting and metrics.usage < _SPACE:
+            raised = self.factor * min(_RAISE, _SPACE / max(metrics.usage, 0.1))
+            self.factor = min(_MOST_FACTOR, raised)
+            self._changed_at = self._tokens
 
     def _clock(self, now: float) -> float:
         return self._tokens + self._rate * max(0.0, now - self._polled_at)
-
-    def _forecast(self, now: float, load: Load) -> None:
-        """Set `_free`: how many more samples such as those of `load` keep the highest point of the
-        forecast within the cache.
-        """
-        assert self.metrics is not None
-        self._forecast_at = now
-        count = len(self.loads)
-        clock = self._clock(now)
-        metrics = self.metrics
-        most = max((other.max_tokens or 0 for other in (load, *self.loads)), default=0) or None
-        ages = np.maximum(
-            clock - np.fromiter((other.began for other in self.loads), np.float64, count), 0.0
-        )
-        if most is not None:
-            ages = np.minimum(ages, 0.95 * most)
-        n = np.fromiter((other.n for other in self.loads), np.float64, count)
-        survival = self.lengths.survival(*self._in_flight(ages, n), most)
-        # Of n samples one at least is still there, else the request would be over; of the others as
-        # many as the server says.
-        others = (n - 1.0) * np.exp(survival.log(ages))
-        alive = 1.0 + np.minimum(
-            n - 1.0, others * max(self.samples - count - self._over, 0.0) / max(others.sum(), 1e-9)
-        )
-        age, weight, requests = _buckets(ages, alive)
-        horizon = float(most or 2 * survival.longest)
-        moments = np.concatenate(
-            [[0.0], np.geomspace(min(4.0, horizon / 2), horizon, _MOMENTS - 1)]
-        )
-        later = age[:, None] + moments
-        left = np.exp(survival.log(later) - survival.log(age)[:, None])
-        new = np.exp(survival.log(moments))
-        if most is not None:
-            left = left * (later <= most)
-            new = new * (moments <= most)
-        shared, own = self._prompt_blocks(self._chars / max(count, 1))
-        samples = weight[:, None] * left
-        tokens = (samples * (later + own) + shared * np.minimum(samples, requests[:, None])).sum(
-            axis=0
-        )
-        self._correct(tokens[0])
-        room = self.full * metrics.capacity - tokens - max(self._foreign, 0.0)
-        shared, own = self._prompt_blocks(load.chars)
-        self._free = float(np.min(room / (new * (moments + own) + shared / load.n)))
-
-    def _prompt_blocks(self, chars: float) -> tuple[float, float]:
-        """Return (tokens that the samples of a request share, tokens that each has besides its
-        completion).
-
-        Only full blocks are shared; and of each sample's last block half is empty, on the average.
-        """
-        assert self.metrics is not None
-        tokens = self.lengths.prompt(chars)
-        block = self.metrics.block_size
-        shared = tokens // block * block
-        return shared, tokens - shared + block / 2
-
-    def _in_flight(self, ages: Array, n: Array) -> tuple[Array, Array, Array]:
-        """Return what requests in flight say of lengths, for `Lengths.survival`.
-
-        Of a request with n > 1 one sample at least goes on. How many of all the others are over is
-        known as well: as many as do not run at the server. When they ended is not: anywhere up to
-        now.
-        """
-        assert self.metrics is not None
-        others = n - 1.0
-        over = min(max(self._over, 0.0), others.sum())
-        if not over:
-            return ages, np.zeros_like(ages), np.ones_like(ages)
-        weight = others * ages
-        ended = np.minimum(others, over * weight / max(weight.sum(), 1e-9))
-        parts = (np.arange(_PARTS) + 0.5) / _PARTS
-        tokens = np.concatenate([ages, np.outer(parts, ages).ravel()])
-        zeros = np.zeros(_PARTS * len(ages))
-        return (
-            tokens,
-            np.concatenate([np.zeros_like(ages), np.tile(ended / _PARTS, _PARTS)]),
-            np.concatenate([n - ended, zeros]),
-        )
-
-    def _correct(self, tokens_now: float) -> None:
-        """Compare the forecast for this moment with what the server says; only right after it said
-        it.
-        """
-        assert self.metrics is not None
-        metrics = self.metrics
-        if self._forecast_at - self._polled_at < 0.1 and metrics.waiting <= 0.1 * metrics.running:
-            self._foreign += 0.5 * (metrics.usage * metrics.capacity - tokens_now - self._foreign)
-
-
-def _buckets(ages: Array, alive: Array) -> tuple[Array, Array, Array]:
-    """Return (mean age, samples, requests) of requests of about the same age, for each bucket that
-    is not empty.
-    """
-    number = (ages * ((_BUCKETS - 1) / ages.max(initial=1.0))).astype(int)
-    requests = np.bincount(number, minlength=_BUCKETS)
-    weight = np.bincount(number, alive, _BUCKETS)
-    some = requests > 0
-    samples: Array = weight[some].astype(np.float64)
-    age: Array = np.bincount(number, alive * ages, _BUCKETS)[some] / samples
-    counts: Array = requests[some].astype(np.float64)
-    return age, samples, counts

@@ -1,11 +1,9 @@
-"""Finds the emptiest server that has room for a request, in a time that does not grow with the
-number of servers.
+"""Finds the emptiest server with room for a request, in a time independent of their number.
 
-Servers stand in heaps by how full they are. One that had no room for a request of n samples stands
-in a heap of its own kind, and is asked again only for smaller requests, when something of it has
-changed, or when its forecast is due. What all of them are compared by, the lengths of prompts and
-completions, is renewed once in as many changes as there are servers, four times over. The choice is
-the one that asking all of them would give, by these lengths: the tests compare it with that.
+Servers stand in heaps by how full they are. A server without room for a request of n samples goes
+to a heap of its own kind. It is asked again for fewer samples, after a change, or by new lengths.
+The lengths of prompts and completions, by which all servers are compared, are renewed once in four
+changes per server. By these lengths, the choice equals that of asking all servers.
 """
 
 import heapq
@@ -34,10 +32,6 @@ class Emptiest:
         """
         self._heaps: dict[float, list[tuple[float, int, int]]] = {}
         """(how full, place, stamp) by samples refused."""
-        self._due: list[tuple[float, int, int]] = []
-        """(seconds on the loop's clock, place, stamp) of servers that may have room again then,
-        without having changed.
-        """
         self._changes = 0
         self._renew()
 
@@ -54,30 +48,26 @@ class Emptiest:
         `preferred`, where that has room and is fuller by no more than `slack`. None where none has
         room.
         """
-        while self._due and self._due[0][0] <= now:
-            _, place, stamp = heapq.heappop(self._due)
-            if stamp == self._stamps[place]:
-                self._put(place, math.inf)
         while (found := self._top(load.n)) is not None:
             share, place, stamp = found
             server = self._servers[place]
             if not server.is_open(now):
-                self._put(place, 0, server.held_until)
+                self._put(place, 0)
             # It refused some: it is fuller than it was.
             elif (really := self._share(place)) != share:
                 heapq.heapreplace(self._heaps[self._refused[place]], (really, place, stamp))
-            elif server.room.admits(load, now):
+            elif server.room.admits(load, self._known):
                 if preferred is not None and self._may_keep(preferred, load, now, share + slack):
                     return preferred
                 return server
             else:
-                self._put(place, *server.room.refusal(load))
+                self._put(place, load.n)
         return None
 
     def _may_keep(self, server: Server, load: Load, now: float, most: float) -> bool:
         return (
             server.is_open(now)
-            and server.room.admits(load, now)
+            and server.room.admits(load, self._known)
             and self._share(self._place[server]) <= most
         )
 
@@ -96,14 +86,10 @@ class Emptiest:
                 best = heap[0]
         return best
 
-    def _put(self, place: int, refused: float, due: float = math.inf) -> None:
-        """Put a server into the heap of those that refused so many samples, until it changes or
-        until `due`.
-        """
+    def _put(self, place: int, refused: float) -> None:
+        """Put a server into the heap of those that refused so many samples, until it changes."""
         self._stamps[place] += 1
         self._refused[place] = refused
-        if due < math.inf:
-            heapq.heappush(self._due, (due, place, self._stamps[place]))
         self._changes += 1
         if self._changes > _CHANGES * len(self._servers):
             self._renew()
@@ -114,17 +100,14 @@ class Emptiest:
             )
 
     def _renew(self) -> None:
-        """Compare all servers by what is known of lengths now, and forget entries that are no
-        longer true.
-        """
-        self._changes, self._known = 0, self._lengths.known()
-        self._heaps = {}
-        for place, refused in enumerate(self._refused):
-            if refused:
-                self._heaps.setdefault(refused, []).append(
-                    (self._share(place), place, self._stamps[place])
-                )
-        for heap in self._heaps.values():
-            heapq.heapify(heap)
-        self._due = [entry for entry in self._due if entry[2] == self._stamps[entry[1]]]
-        heapq.heapify(self._due)
+        """Compare all servers by the newest lengths, and ask again those without room."""
+        self._changes = 0
+        self._known = self._lengths.known()
+        self._refused = [math.inf if refused else 0 for refused in self._refused]
+        heap = [
+            (self._share(place), place, self._stamps[place])
+            for place, refused in enumerate(self._refused)
+            if refused
+        ]
+        heapq.heapify(heap)
+        self._heaps = {math.inf: heap}

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ttrl.errors import RequestError, UserError
 from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.scheduling.capacity import FORECAST_PAUSE, Load
+from ttrl.rollouts.scheduling.capacity import Load
 from ttrl.rollouts.scheduling.emptiest import Emptiest
 from ttrl.rollouts.scheduling.lengths import Lengths
 from ttrl.rollouts.scheduling.open_files import OpenFiles
@@ -51,10 +51,6 @@ _AFFINITY_SLACK = 0.1
 this share of its room.
 """
 _AFFINITIES = 100_000
-_FORECAST_SECONDS = 0.002
-"""From one forecast of a server to its next, for each server: it takes a tenth of that, so that
-many leave time for requests.
-"""
 _START_SECONDS = 2.0
 _BROKEN_OFF = re.compile(rb'"finish_reason"\s*:\s*"(abort|error)"')
 """In the JSON of a choice; within a string its quotation marks would have backslashes before them.
@@ -130,8 +126,6 @@ class Servers:
         if self._most is not None:
             for server in self.servers:
                 server.room.limit = max(server.room.limit, math.ceil(self._most / len(transports)))
-        for server in self.servers:
-            server.room.forecast_pause = max(FORECAST_PAUSE, _FORECAST_SECONDS * len(self.servers))
         self._emptiest = Emptiest(self.servers, self.lengths)
         self._down: set[Server] = set()
         self._queue: list[tuple[tuple[int, int], _Waiter]] = []
@@ -274,8 +268,7 @@ class Servers:
             answer.completion_tokens for answer in got if answer.completion_tokens is not None
         ]
         if got:
-            window = min(max(2 * self._samples, 256), 16384)
-            self.lengths.observe(size.prompt, got[0].prompt_tokens, completions, window=window)
+            self.lengths.observe(size.prompt, got[0].prompt_tokens, completions)
 
     # Admission
 
