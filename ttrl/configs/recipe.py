@@ -227,7 +227,7 @@ class TrainingConfig(Config):
     the model's files (7B in bf16: 20 minutes).
     """
 
-    # Adapters: what is trained while the model itself stays frozen. The formulas:
+    # Adapters: trained while the model itself stays frozen. The formulas:
     # `ttrl.training.policy.lora`.
 
     lora_rank: int | None = None
@@ -266,7 +266,7 @@ class TrainingConfig(Config):
     merges it later.
     """
 
-    # What is watched
+    # Monitoring
 
     max_skipped_steps: int = 2
     """The most optimizer steps in a row to skip for a loss or gradient that is NaN or infinite; one

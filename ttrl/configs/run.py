@@ -252,8 +252,7 @@ class TrainConfig(Config):
     another machine.
     """
 
-    # Servers. None of these changes what is trained, so all of them may change when a run is
-    # continued.
+    # Servers. None of these changes the training, so a continued run may change all of them.
 
     servers: int | None = None
     """The number of vLLM servers to start on this machine. Several share its GPUs (each gets
@@ -317,7 +316,7 @@ class TrainConfig(Config):
     continues it.
     """
 
-    # What is kept, and who is told. None of these changes what is trained either.
+    # Storage and reports. None of these changes the training either.
     keep_checkpoints: int = 3
     """The number of newest checkpoints and states to keep, in addition to the best and the last. At
     least 3, so that either of the last two iterations can be trained again from its inputs.
