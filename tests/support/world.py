@@ -345,7 +345,7 @@ class World:
         self.recipes.append(config)
         assert Path(config["packed"]).is_file()
         assert (Path(config["model"]) / "config.json").is_file()
-        assert config["state"] is None or Path(config["state"], "state.txt").is_file()
+        assert config["state"] is None or any(Path(config["state"]).iterdir())
         output = Path(config["output_dir"])
         if config["save"] or not config["hand_over"]:  # as the recipe
             self.fake_files(output, number)
