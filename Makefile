@@ -81,7 +81,7 @@ types: install
 lint: install
 	$(RUN) -m ruff check
 	$(RUN) -m ruff format --check
-	$(RUN) tools/check_imports.py
+	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(RUN) tools/check_style.py
 
 audit: $(VENV)/audit/bin/pip-audit

@@ -9,27 +9,21 @@ grid of the right shape earns up to 0.2. The settings are for one GPU with 80 GB
 run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.arc_agi import get_arc_agi_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 if __name__ == "__main__":
     arguments = script_arguments(__doc__, run="runs/arc_agi", iterations=100, model=MODEL, data="")
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=32,
         samples_per_task=16,
         max_tokens=2048,
         seq_len=16384,
         advantages="mean",
         training={"lr": 1e-5, "lora_rank": 32, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     options = {"path": arguments.data, "partial_credit": 0.2, "max_cells": 1200}

@@ -26,9 +26,9 @@ positions that it has not seen.
 
 from statistics import fmean
 
-from ttrl import TrainConfig
 from ttrl.cli.recipe_script import (
     mistakes_together,
+    recipe_config,
     run_recipe,
     script_arguments,
     supervised_start,
@@ -70,10 +70,9 @@ if __name__ == "__main__":
         else arguments.model or arguments.run / "warm_start"
     )
     style, legal_reward = ("P", 0.1) if rookworld else ("plain", 0.05)
-    config = TrainConfig(
-        run=str(arguments.run),
+    config = recipe_config(
+        arguments,
         model=str(model),
-        iterations=arguments.iterations,
         tasks_per_iteration=64,
         samples_per_task=8,
         max_tokens=512,
@@ -82,9 +81,6 @@ if __name__ == "__main__":
         advantage_std_floor=0.05,
         advantage_clip=2.0,
         training={"lr": 1e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="best",
     )
     with mistakes_together(arguments, config):

@@ -9,27 +9,21 @@ small models see no reward for a long time. The settings are for one GPU with 80
 been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.tasks.countdown import get_countdown_tasks
 
 if __name__ == "__main__":
     arguments = script_arguments(
         __doc__, run="runs/countdown", iterations=100, model="Qwen/Qwen2.5-3B-Instruct"
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=64,
         samples_per_task=8,
         max_tokens=1024,
         seq_len=8192,
         advantages="mean",
         training={"lr": 1e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     tasks = get_countdown_tasks("train", n=8192, seed=arguments.seed, valid_reward=0.1)

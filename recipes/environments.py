@@ -10,8 +10,7 @@ docs/how-to/environments.md says what each name needs. The default is sums of re
 settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.evaluation.families import TaskSpec
 
 TASKS = "reasoning_gym:chain_sum"
@@ -30,19 +29,14 @@ if __name__ == "__main__":
         model="Qwen/Qwen2.5-3B-Instruct",
         options=add_options,
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=32,
         samples_per_task=8,
         max_tokens=1024,
         seq_len=8192,
         advantages="mean",
         training={"lr": 1e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
     )
     names = arguments.tasks.split(",")
     tasks = [

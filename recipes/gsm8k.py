@@ -29,8 +29,7 @@ held-out problems 0.030 were right before, 0.055 after 16 iterations, 0.035 afte
 chance.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks, gsm8k_examples
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -58,10 +57,8 @@ if __name__ == "__main__":
     arguments = script_arguments(
         __doc__, run="runs/gsm8k", iterations=64, model=MODEL, data="openai/gsm8k", presets=PRESETS
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=32,
         samples_per_task=8,
         max_tokens=1024,
@@ -70,9 +67,6 @@ if __name__ == "__main__":
         aggregation="constant",
         constant_length=1024,
         training={"lr": 2e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     asked = {"style": "plain", "few_shot": 3} if arguments.preset == "small" else {"style": "r1"}

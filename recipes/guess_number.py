@@ -19,8 +19,8 @@ command continues where it was.
 import functools
 import random
 
-from ttrl import Task, TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
+from ttrl import Task
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
 
 STEPS = 80
 BATCH = 32
@@ -95,15 +95,13 @@ if __name__ == "__main__":
             seq_len=256,
             rows_per_microbatch=16,
         )
-    config = TrainConfig(
-        run=str(arguments.run),
+    config = recipe_config(
+        arguments,
         model=str(start),
-        iterations=arguments.iterations,
         tasks_per_iteration=32,
         samples_per_task=16,
         max_tokens=3,
         seq_len=512,
-        seed=arguments.seed,
         training={
             "lr": 3e-4,
             "warmup_steps": 4,
@@ -111,8 +109,6 @@ if __name__ == "__main__":
             "rows_per_microbatch": 8,
             "num_output_chunks": 1,
         },
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="won",
     )
     print(run_recipe(arguments, config, tasks(512, "train"), tasks(128, "validation"), "games won"))

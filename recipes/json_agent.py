@@ -12,8 +12,8 @@ command continues where it left off.
 
 from openai import AsyncOpenAI
 
-from ttrl import TrainConfig, agent_task
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl import agent_task
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.tasks.structured_output import get_structured_output_tasks, read_object
 
 TRIES = 3
@@ -52,18 +52,13 @@ if __name__ == "__main__":
     arguments = script_arguments(
         __doc__, run="runs/json_agent", iterations=12, model="smollm2-135m"
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=8,
         samples_per_task=8,
         max_tokens=48,
         seq_len=1024,
-        seed=arguments.seed,
         training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
         stop_at=0.9,
     )

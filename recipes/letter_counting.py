@@ -24,8 +24,7 @@ give a number, and to count hardly: of its samples 0.03 were right in the beginn
 end, of 64 greedy held-out answers 0.156 and 0.281 (0.186 to 0.401). Chance is 0.25.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
 from ttrl.tasks.letter_counting import get_letter_counting_tasks, letter_counting_examples
 
 STEPS = 600
@@ -67,15 +66,11 @@ if __name__ == "__main__":
             model = supervised_start(
                 model, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed
             )
-    config = TrainConfig(
-        run=str(arguments.run),
+    config = recipe_config(
+        arguments,
         model=str(model),
-        iterations=arguments.iterations,
         samples_per_task=8,
-        seed=arguments.seed,
         training=training,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
         **sizes,
     )

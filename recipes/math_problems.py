@@ -10,8 +10,7 @@ in ten of the train file is held out; the test file is kept for the end: `ttrl e
 --tasks math,aime`. The settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.math import get_math_tasks
 
 MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
@@ -25,19 +24,14 @@ if __name__ == "__main__":
         model=MODEL,
         data=DATA,
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=64,
         samples_per_task=8,
         max_tokens=2048,
         seq_len=8192,
         advantages="mean",
         training={"lr": 1e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     with mistakes_together(arguments, config):

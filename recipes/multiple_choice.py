@@ -8,8 +8,7 @@ MMLU and ARC are mostly used for evaluation (`ttrl eval`); this trains on the tr
 The settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.multiple_choice import get_arc_tasks
 
 if __name__ == "__main__":
@@ -20,19 +19,14 @@ if __name__ == "__main__":
         model="Qwen/Qwen2.5-1.5B-Instruct",
         data="allenai/ai2_arc",
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=64,
         samples_per_task=8,
         max_tokens=512,
         seq_len=8192,
         advantages="mean",
         training={"lr": 1e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
     )
     with mistakes_together(arguments, config):
         tasks = get_arc_tasks("train", seed=arguments.seed, path=arguments.data, style="reasoning")

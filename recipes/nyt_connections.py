@@ -9,8 +9,7 @@ docs/reference/families.md lists the formats. Reward: the share of groups that a
 The settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.nyt_connections import get_nyt_connections_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
@@ -23,19 +22,14 @@ if __name__ == "__main__":
         model=MODEL,
         data="",
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=32,
         samples_per_task=16,
         max_tokens=2048,
         seq_len=16384,
         advantages="mean",
         training={"lr": 1e-5, "lora_rank": 32, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     with mistakes_together(arguments, config):

@@ -11,9 +11,8 @@ a family is for a model before it is trained. The settings are for one GPU with 
 been run.
 """
 
-from ttrl import TrainConfig
 from ttrl.agents.reasoning_gym import get_reasoning_gym_tasks
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.tasks.task import in_levels
 
 FAMILIES = "chain_sum,basic_arithmetic,letter_counting,number_sorting,word_sorting,spell_backward"
@@ -40,19 +39,14 @@ if __name__ == "__main__":
         model="Qwen/Qwen2.5-3B-Instruct",
         options=add_options,
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=64,
         samples_per_task=8,
         max_tokens=1024,
         seq_len=8192,
         advantages="mean",
         training={"lr": 1e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     families = arguments.families.split(",")

@@ -24,9 +24,8 @@ of SFT and questions of an iteration are ours. 420 iterations are one pass over 
 have not been run. Ctrl-C whenever you like; the same command continues.
 """
 
-from ttrl import TrainConfig
 from ttrl.cli.arms import Supervised, arm_options, run_arms
-from ttrl.cli.recipe_script import mistakes_together, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, script_arguments
 from ttrl.tasks.gsm8k import get_gsm8k_tasks, gsm8k_examples
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 from ttrl.tiny_model import make_tiny_model
@@ -57,16 +56,12 @@ if __name__ == "__main__":
             make_tiny_model(model, seed=seed)
         sizes = {"tasks_per_iteration": 32, "max_tokens": 12, "seq_len": 512}
         training |= {"lr": 3e-4, "rows_per_microbatch": 8, "num_output_chunks": 1}
-    config = TrainConfig(
-        run=str(arguments.run),
+    config = recipe_config(
+        arguments,
         model=str(model),
-        iterations=arguments.iterations,
         samples_per_task=16,
         advantages="mean",
         training=training,
-        seed=seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
         **sizes,
     )

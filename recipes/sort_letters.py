@@ -9,8 +9,7 @@ given any answers: vLLM samples, the grader rewards and the GRPO recipe trains, 
 letters. Interrupt it whenever you like: the same command continues where it left off.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments, supervised_start
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments, supervised_start
 from ttrl.tasks.sort_letters import get_sort_letters_tasks, sort_letters_examples
 
 STEPS = 160
@@ -25,23 +24,19 @@ if __name__ == "__main__":
         start = supervised_start(
             start, examples, steps=STEPS, batch_size=BATCH, seed=arguments.seed
         )
-    config = TrainConfig(
-        run=str(arguments.run),
+    config = recipe_config(
+        arguments,
         model=str(start),
-        iterations=arguments.iterations,
         tasks_per_iteration=32,
         samples_per_task=16,
         max_tokens=12,
         seq_len=512,
-        seed=arguments.seed,
         training={
             "lr": 1e-4,
             "updates_per_iteration": 4,
             "rows_per_microbatch": 8,
             "num_output_chunks": 1,
         },
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
         stop_at=0.92,
     )

@@ -7,27 +7,21 @@ A good first run with a real model: replies are short, and every right letter ea
 settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.tasks.spelling import get_spelling_tasks
 
 if __name__ == "__main__":
     arguments = script_arguments(
         __doc__, run="runs/spelling", iterations=40, model="Qwen/Qwen2.5-0.5B-Instruct"
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=64,
         samples_per_task=8,
         max_tokens=64,
         seq_len=2048,
         advantages="mean",
         training={"lr": 2e-6, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
     )
     tasks = get_spelling_tasks("train", n=4096, seed=arguments.seed, partial_credit=0.5)

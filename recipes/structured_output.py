@@ -10,26 +10,20 @@ wanted: an object with just these keys, numbers as numbers. Interrupt it wheneve
     command continues where it left off.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.tasks.structured_output import get_structured_output_tasks
 
 if __name__ == "__main__":
     arguments = script_arguments(
         __doc__, run="runs/structured_output", iterations=16, model="smollm2-135m"
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=8,
         samples_per_task=8,
         max_tokens=48,
         seq_len=1024,
-        seed=arguments.seed,
         training={"lr": 2e-5, "updates_per_iteration": 2, "drift_rows": "first_update"},
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="exact",
         stop_at=0.9,
     )

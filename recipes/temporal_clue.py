@@ -12,8 +12,7 @@ The data is a file or folder of puzzles: the published ones, or generated ones:
 Reward: the share of right answers. Settings for eight GPUs with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import mistakes_together, run_recipe, script_arguments
+from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments
 from ttrl.tasks.temporal_clue import get_temporal_clue_tasks
 
 MODEL = "Qwen/Qwen2.5-14B-Instruct"
@@ -26,19 +25,14 @@ if __name__ == "__main__":
         model=MODEL,
         data="",
     )
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=32,
         samples_per_task=50,
         max_tokens=4096,
         seq_len=16384,
         advantages="mean",
         training={"lr": 6e-6, "updates_per_iteration": 4},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="accuracy",
     )
     with mistakes_together(arguments, config):

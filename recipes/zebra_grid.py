@@ -8,27 +8,21 @@ Puzzles with 2 to 6 houses and attributes are generated here, about 100 per CPU 
 share of right cells. The settings are for one GPU with 80 GB; they have not been run.
 """
 
-from ttrl import TrainConfig
-from ttrl.cli.recipe_script import run_recipe, script_arguments
+from ttrl.cli.recipe_script import recipe_config, run_recipe, script_arguments
 from ttrl.tasks.zebra_grid import get_zebra_grid_tasks
 
 MODEL = "Qwen/Qwen2.5-7B-Instruct"
 
 if __name__ == "__main__":
     arguments = script_arguments(__doc__, run="runs/zebra_grid", iterations=100, model=MODEL)
-    config = TrainConfig(
-        run=str(arguments.run),
-        model=arguments.model,
-        iterations=arguments.iterations,
+    config = recipe_config(
+        arguments,
         tasks_per_iteration=32,
         samples_per_task=16,
         max_tokens=2048,
         seq_len=16384,
         advantages="mean",
         training={"lr": 1e-5, "lora_rank": 32, "updates_per_iteration": 1},
-        seed=arguments.seed,
-        weight_sync=arguments.weight_sync,
-        nproc_per_node=arguments.nproc_per_node,
         validation_metric="solved",
     )
     few = arguments.tiny or arguments.check

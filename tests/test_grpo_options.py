@@ -91,7 +91,7 @@ class Trials:
         }
         # Adam's first step would show hardly more than signs.
         values |= {"optimizer": "sgd", "lr": 0.1, "max_grad_norm": None}
-        grpo_recipe.train(GRPOConfig.parse({**values, **settings}, "test"), HERE)
+        grpo_recipe.train_iteration(GRPOConfig.parse({**values, **settings}, "test"), HERE)
         return out
 
     def logprobs(self, model, packed):
@@ -331,8 +331,6 @@ def test_flops_by_part_are_those_that_pytorch_counts(settings, passes, trials, m
 
     Long for what adds a pass: only these count a reference, a prepass or recomputation.
     """
-    # Of oneDNN's products it counts nothing.
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     counted = []
     canary_of = grpo_recipe.canary_of
     monkeypatch.setattr(

@@ -81,7 +81,7 @@ def train(inputs, name="out", **settings):
         "max_grad_norm": None,
         "rows_per_microbatch": 1,
     }
-    grpo_recipe.train(GRPOConfig.parse({**values, **settings}, "test"), HERE)
+    grpo_recipe.train_iteration(GRPOConfig.parse({**values, **settings}, "test"), HERE)
     return inputs["folder"] / name
 
 

@@ -98,6 +98,34 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(ROOT / "recipes" / f"{name}.py"), run_name="__main__")
 
 
+Trained = list[tuple[TrainConfig, list[Task], list[Task]]]
+"""By run: its config, its tasks and the held-out ones."""
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """Record what recipes would train. Each run has two iterations without any progress."""
+    seen: Trained = []
+
+    def train(
+        config: TrainConfig, *, tasks: list[Task], validation_tasks: list[Task]
+    ) -> types.SimpleNamespace:
+        seen.append((config, tasks, validation_tasks))
+        rewarded = config.validation_metric == "reward"
+        metrics = {"answered": 1.0} if rewarded else {config.validation_metric: 0.25}
+        rows = [
+            {"iteration": number, "validation_reward": 0.25, "validation": metrics}
+            for number in range(2)
+        ]
+        return types.SimpleNamespace(
+            metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint"
+        )
+
+    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
+    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
+    return seen
+
+
 SLOW = ("countdown", "reasoning_puzzles", "zebra_grid")  # to make their tasks
 SOME = [pytest.param(name, marks=[pytest.mark.long] * (name in SLOW)) for name in RECIPES]
 
@@ -126,10 +154,8 @@ def test_tasks_and_settings(
         (tmp_path / "data").mkdir()
         DATA[name](tmp_path / "data")
         arguments += ["--data", str(tmp_path / "data")]
-    has_model = (
-        re.search("model=(arguments.model|MODEL)", (ROOT / "recipes" / f"{name}.py").read_text())
-        is not None
-    )
+    text = (ROOT / "recipes" / f"{name}.py").read_text()
+    has_model = re.search(r'\bmodel=(MODEL|"\w)', text) is not None
     if has_model:
         arguments += ["--model", "tiny"]  # the recipe's own one cannot be reached everywhere
     run(name, monkeypatch, *arguments)
@@ -179,30 +205,15 @@ def test_it_fits_the_machine_that_it_names(
 
 @pytest.mark.parametrize("name", ["multiple_choice", "spelling"])
 def test_a_try_out_trains_and_says_what_came_of_it(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trained: Trained,
 ) -> None:
     """Of a random model's rewards, all 0, nothing is trained: here every reply has another one.
     Held-out tasks keep theirs.
     """
-    seen = []
-
-    def train(config, *, tasks, validation_tasks):
-        seen.extend((config, tasks, validation_tasks))
-        metrics = (
-            {config.validation_metric: 0.25}
-            if config.validation_metric != "reward"
-            else {"answered": 1.0}
-        )
-        rows = [
-            {"iteration": number, "validation_reward": 0.25, "validation": metrics}
-            for number in range(2)
-        ]
-        return types.SimpleNamespace(
-            metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint"
-        )
-
-    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
-    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
     arguments = ["--tiny", "--run", str(tmp_path / "run")]
     if name in DATA:
         DATA[name](tmp_path)
@@ -213,7 +224,7 @@ def test_a_try_out_trains_and_says_what_came_of_it(
     def choice(content: str) -> types.SimpleNamespace:
         return types.SimpleNamespace(message=types.SimpleNamespace(content=content))
 
-    config, tasks, validation_tasks = seen
+    ((config, tasks, validation_tasks),) = trained
     assert (
         config.model == str(tmp_path / "run" / "tiny_model")
         and len(tasks) == len(validation_tasks) == 2
@@ -330,24 +341,17 @@ def test_experiments_of_the_report_have_no_names_yet(
 
 
 def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trained: Trained,
 ) -> None:
     """So does a tiny model's warm start: legal moves of other positions tell it nothing about
     these.
     """
     pytest.importorskip("chess")
     chess_moves(tmp_path)
-    seen = []
-
-    def train(config, *, tasks, validation_tasks):
-        seen.extend((config, tasks, validation_tasks))
-        return types.SimpleNamespace(
-            metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)]
-        )
-
-    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     monkeypatch.setattr("ttrl.cli.recipe_script.tune", lambda *given, **named: None)
-    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
     arguments = [
         "--run",
         str(tmp_path / "run"),
@@ -367,7 +371,7 @@ def test_overfit_takes_the_same_tasks_for_training_and_for_greedy_validation(
         "--set",
         "tasks_per_iteration=5",
     )
-    config, tasks, validation_tasks = seen
+    ((config, tasks, validation_tasks),) = trained
     assert len(tasks) == 5 == config.tasks_per_iteration and tasks == validation_tasks
     assert (config.validation_temperature, config.validation_samples, config.stop_at) == (
         0.0,
@@ -465,28 +469,27 @@ def test_a_setting_that_an_option_contradicts_is_refused(
 @pytest.mark.long(but=["letter_counting"])
 @pytest.mark.parametrize("name", ["letter_counting", "countdown"])
 def test_a_model_that_is_set_is_the_recipes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Trained,
 ) -> None:
     """As with --model, also where the recipe would make one of its own, and settings follow it.
 
     Long for a second recipe: it only shows that the first is no exception.
     """
-    configs: list[TrainConfig] = []
-
-    def train(config, *, tasks, validation_tasks):
-        configs.append(config)
-        return types.SimpleNamespace(
-            metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)]
-        )
-
-    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     for given in (["--model", "tiny"], ["--set", "model=tiny"]):
         run(name, monkeypatch, "--run", str(tmp_path), *given)
-    assert configs[0] == configs[1]
-    assert configs[0].model == "tiny"
+    (one, _, _), (other, _, _) = trained
+    assert one == other
+    assert one.model == "tiny"
 
 
-def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_of_puzzles(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trained: Trained,
+) -> None:
     """Overfitting on the first tasks, and trying out on the shortest, mix levels and know none."""
 
     def puzzles(name, split, n, seed, *, level):
@@ -495,18 +498,7 @@ def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             for k in range(n)
         ]
 
-    seen: list[tuple[TrainConfig, list[int]]] = []
-
-    def train(config, *, tasks, validation_tasks):
-        checked(config, tasks, validation_tasks, model=False)
-        seen.append((config, [task.level for task in tasks]))
-        return types.SimpleNamespace(
-            metrics=[{"iteration": n, "validation": {"exact": n / 2}} for n in range(2)]
-        )
-
     monkeypatch.setattr("ttrl.agents.reasoning_gym.get_reasoning_gym_tasks", puzzles)
-    monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
-    monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)
     arguments = [
         "--run",
         str(tmp_path),
@@ -519,7 +511,10 @@ def test_levels_of_puzzles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     levels_up = ["--set", "level_up_at=0.5", "curriculum=true"]
     for more in (levels_up, ["--overfit", "2060"], ["--tiny", *levels_up]):
         run("reasoning_puzzles", monkeypatch, *arguments, *more)
-    (whole, levels), (overfit, none), (_, tiny) = seen
+    for config, tasks, held_out in trained:
+        checked(config, tasks, held_out, model=False)
+    (whole, *_), (overfit, *_), _ = trained
+    levels, none, tiny = ([task.level for task in tasks] for _, tasks, _ in trained)
     assert (whole.curriculum, whole.level_up_at, levels.count(0), levels.count(1)) == (
         True,
         0.5,

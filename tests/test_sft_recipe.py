@@ -207,7 +207,7 @@ def test_tools_reach_the_template(model, tmp_path):
 
 def train(model, tmp_path, **settings):
     lines = [json.dumps(conversation(f"{n}?", str(n) * (n + 1))) for n in range(6)]
-    sft_recipe.train(
+    sft_recipe.train_on_examples(
         config(model, tmp_path, lines, steps=2, batch_size=4, seq_len=40, device="cpu", **settings),
         Ranks(0, 1, torch.device("cpu")),
     )
@@ -245,7 +245,7 @@ def trained(model, tmp_path, name, **settings):
     (tmp_path / name).mkdir()
     lines = [json.dumps(conversation(f"{n}?", str(n) * (3 * n + 1))) for n in range(6)]
     values = {"batch_size": 4, "seq_len": 40, "device": "cpu", "lr": 1e-2, **settings}
-    sft_recipe.train(
+    sft_recipe.train_on_examples(
         config(model, tmp_path / name, lines, **values), Ranks(0, 1, torch.device("cpu"))
     )
     return read_jsonl(tmp_path / name / "train.jsonl"), load_file(
@@ -290,6 +290,6 @@ def test_an_end_must_be_given_and_be_within_reach(model, tmp_path):
     with pytest.raises(
         ConfigError, match=r"less than half of one step of 64 conversations .*lower batch_size"
     ):
-        sft_recipe.train(
+        sft_recipe.train_on_examples(
             config(model, tmp_path, lines, steps=None, flops=1.0), Ranks(0, 1, torch.device("cpu"))
         )

@@ -155,7 +155,7 @@ def warm_start(folder: Path, seed: int, threads: int) -> Path:
             values | {"num_output_chunks": 1, "num_threads": threads, "device": "cpu"}, "warm start"
         )
         with ranks(config) as here:
-            sft_recipe.train(config, here)
+            sft_recipe.train_on_examples(config, here)
     return folder / "checkpoint"
 
 
@@ -332,7 +332,7 @@ def run(name: str, seed: int, iterations: int, work: Path, threads: int) -> dict
         values |= {"iteration": iteration, "seed": seed, "num_threads": threads, "device": "cpu"}
         config = GRPOConfig.parse(TRAINING | values, name)
         with ranks(config) as here:
-            grpo_recipe.train(config, here)
+            grpo_recipe.train_iteration(config, here)
         steps = read_jsonl(folder / "train.jsonl")
         model = folder / "checkpoint"
         state = str(folder / "state")

@@ -21,12 +21,10 @@ step is forward, backward and a fused AdamW step over one row of each. The varia
 Variants and the model's largest matrix products alternate. The fastest and the median seconds over
 all rounds are printed; with one thread on a CPU they are the process's CPU seconds, which other
 processes disturb less. Ratios are between the fastest. The floor is the exact FLOPs of the shared
-prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype: by torch.mm, and on the
-CPU in fp32 also by oneDNN, which the recipe's projections use
-(ttrl/training/kernels/cpu_products.py) and torch.mm does not. Useful tokens are the trained ones.
-The first round of "ours" is warm-up and does not count; the padded and dense variants, which take
-far longer, run only in the last `--slow-rounds` rounds. The small model takes about three minutes,
-the large one about ten.
+prompts (ttrl/costs/flops.py) at the fastest such product in the same dtype. Useful tokens are the
+trained ones. The first round of "ours" is warm-up and does not count; the padded and dense
+variants, which take far longer, run only in the last `--slow-rounds` rounds. The small model takes
+about three minutes, the large one about ten.
 """
 
 import argparse
@@ -48,7 +46,7 @@ from ttrl.costs.flops import forward_flops
 from ttrl.costs.parameters import model_shape
 from ttrl.data.packing.pack import PackedTensors, packed_tensors_from_tokenized_results
 from ttrl.records import TokenizedResult
-from ttrl.training.kernels import attention, cpu_products
+from ttrl.training.kernels import attention
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.models.decoder import build_decoder
 from ttrl.training.policy.policy import HeadOptions, Policy
@@ -232,10 +230,8 @@ def timed(run: Callable[[], object], device: str) -> float:
     return clock() - start
 
 
-def peak_products(
-    tokens: int, name: str, dtype: torch.dtype, device: str
-) -> dict[str, Callable[[], float]]:
-    """By library: what measures FLOP/s of the model's largest products, forward and of both
+def peak_product(tokens: int, name: str, dtype: torch.dtype, device: str) -> Callable[[], float]:
+    """Return what measures the FLOP/s of the model's largest products, forward and of both
     gradients; the fastest of them.
     """
     _, width, _, _, feed_forward, _ = MODELS[name]
@@ -243,19 +239,8 @@ def peak_products(
     w = torch.randn(feed_forward, width, device=device, dtype=dtype)
     y = torch.randn(tokens, feed_forward, device=device, dtype=dtype)
     flops = 2 * tokens * width * feed_forward
-    products: dict[str, tuple[Callable[[], Tensor], ...]] = {
-        "mm": (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
-    }
-    if cpu_products.fast(x):
-        products["oneDNN"] = (
-            lambda: cpu_products.product(x, w),
-            lambda: cpu_products.product(y, w.T),
-        )
-
-    def measured(ways: tuple[Callable[[], Tensor], ...]) -> Callable[[], float]:
-        return lambda: max(flops / timed(way, device) for way in ways)
-
-    return {library: measured(ways) for library, ways in products.items()}
+    ways = (lambda: x @ w.T, lambda: y @ w, lambda: y.T @ x)
+    return lambda: max(flops / timed(way, device) for way in ways)
 
 
 @dataclass
@@ -290,11 +275,7 @@ def bench(
         way: torch.bfloat16 if way.endswith("bf16") or device == "cuda" else torch.float32
         for way in ways
     }
-    products = {
-        (dtype, library): measure
-        for dtype in set(dtypes.values())
-        for library, measure in peak_products(tokens, name, dtype, device).items()
-    }
+    products = {dtype: peak_product(tokens, name, dtype, device) for dtype in set(dtypes.values())}
     peaks = dict.fromkeys(products, 0.0)
     found = {way: Measured() for way in ways}
     for number in range(rounds + 1):
@@ -312,8 +293,8 @@ def bench(
                 optimizer.zero_grad()
 
             seconds = timed(step, device)
-            for kind, measure in products.items():
-                peaks[kind] = max(peaks[kind], measure())
+            for dtype, measure in products.items():
+                peaks[dtype] = max(peaks[dtype], measure())
             if slow or number or rounds == 0:
                 found[way].seconds.append(seconds)
             if device == "cuda":
@@ -333,24 +314,20 @@ def _print(
     trained: int,
     flops: int,
     dtypes: dict[str, torch.dtype],
-    peaks: dict[tuple[torch.dtype, str], float],
+    peaks: dict[torch.dtype, float],
     found: dict[str, Measured],
 ) -> None:
     print(f"\n{title}, {trained} trained, {flops / 1e9:.1f} GFLOP")
     print(
         "  "
-        + ", ".join(
-            f"{str(dtype)[6:]} {library} {peak / 1e9:.0f} GFLOP/s"
-            for (dtype, library), peak in peaks.items()
-        )
+        + ", ".join(f"{str(dtype)[6:]} {peak / 1e9:.0f} GFLOP/s" for dtype, peak in peaks.items())
     )
     memory = any(result.memory for result in found.values())
     columns = [
         "useful tokens/s",
         "padded/way",
         "dense/way",
-        "floor: mm",
-        "oneDNN",
+        "floor",
         *(["peak GB"] if memory else []),
     ]
     print(
@@ -364,9 +341,7 @@ def _print(
         for other in ("padded", "dense"):
             known = other in found and found[other].seconds
             values.append(f"{found[other].fastest / result.fastest:.2f}x" if known else "-")
-        for library in ("mm", "oneDNN"):
-            peak = peaks.get((dtypes[way], library))
-            values.append(f"{100 * flops / peak / result.fastest:.1f}%" if peak else "-")
+        values.append(f"{100 * flops / peaks[dtypes[way]] / result.fastest:.1f}%")
         values += [f"{result.memory / 1e9:.1f}"] if memory else []
         seconds = f"  {way:10} {result.fastest:8.3f} {statistics.median(result.seconds):8.3f}"
         print(seconds + "".join(f"  {value:>10}" for value in values), flush=True)

@@ -269,9 +269,9 @@ def _loss(
     sampled = torch.tensor(sample.logprobs[sample.prompt_length :], dtype=torch.float64)
     old = torch.where(sampled.isnan(), new.detach(), sampled)
     advantage = float(torch.tensor(sample.advantage, dtype=torch.float32))
-    below, above = config.clip_bounds
-    low = 1 - below
-    high = 1 + above
+    settings = config.policy_settings()
+    low = 1 - settings["clip_low"]
+    high = 1 + settings["clip_high"]
     ratio = torch.exp((new - old).mean()) if config.objective == "gspo" else torch.exp(new - old)
     loss = -torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage).expand(len(new))
     if config.kl_coefficient:

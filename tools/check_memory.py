@@ -3,10 +3,10 @@ settings, measured and estimated.
 
     python tools/check_memory.py [--moments] [--default-heap] [NAME ...]
 
-Each line is the real recipe (`ttrl.grpo_recipe.train`) in a fresh process with one thread, on a
-random model and made-up groups of 8 samples; with 2 processes (FSDP2 over gloo), it is the first of
-them. The measured figure is the highest resident memory, minus what the process held once
-everything was imported.
+Each line is the real recipe (`ttrl.grpo_recipe.train_iteration`) in a fresh process with one
+thread, on a random model and made-up groups of 8 samples; with 2 processes (FSDP2 over gloo), it
+is the first of them. The measured figure is the highest resident memory, minus what the process
+held once everything was imported.
 
     MB         of the whole recipe, highest of all moments
     ratio      estimated / measured
@@ -299,7 +299,7 @@ def child(settings: dict[str, Any], result: Path) -> None:
         gc.collect()
         forget_peak()
         moments.base = resident("VmRSS")
-        grpo_recipe.train(config, here)
+        grpo_recipe.train_iteration(config, here)
         if here.is_first:
             result.write_text(json.dumps({"base": moments.base, "moments": moments.peaks}))
 
@@ -415,7 +415,7 @@ def in_this_process(case: Case, own: Path, moments: Moments, device: Device) -> 
         moments.base = resident("VmRSS")
     config = GRPOConfig.parse(settings, "check")
     with ranks(config) as here:
-        grpo_recipe.train(config, here)
+        grpo_recipe.train_iteration(config, here)
     if device == "cuda":
         reserved = torch.cuda.memory_reserved()
         free, total = torch.cuda.mem_get_info()

@@ -123,7 +123,7 @@ class Batches:
         seen = step_of.accumulate(step, objective_from(own)).pieces
         if pieces is not None:
             pieces.close()
-        return None if seen is None else step_noise(seen)
+        return None if seen is None else step_noise(seen).to_json()
 
     def scatter(
         self, batches: Sequence[list[TaskResult]]

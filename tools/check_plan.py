@@ -24,8 +24,9 @@ from ttrl.configs.run import TrainConfig
 from ttrl.loop.probe import ProcessMemory
 from ttrl.plans.choices import choose
 from ttrl.plans.open_settings import Choices, value_of
+from ttrl.plans.plan import Plan
 from ttrl.report.plan import PlanOutcome, outcomes
-from ttrl.system.files import read_jsonl
+from ttrl.run_folder.folder import RunFolder
 from ttrl.text import gib
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
@@ -48,26 +49,23 @@ def recipe(run: Path, *arguments: str) -> None:
 
 def compare(run: Path, peaks: dict[str, float]) -> list[PlanOutcome]:
     """What a run folder says of its plan, and what was seen of its processes."""
-    plan = json.loads((run / "plan.json").read_text(encoding="utf-8"))
-    rows = read_jsonl(run / "metrics.jsonl")
+    plan = Plan.load(run)
+    rows = RunFolder(run).metrics()
     lines = outcomes(plan, rows)
     for kind, peak in peaks.items():
         lines.append(
-            PlanOutcome(f"{kind}'s memory, all", plan["memory"][kind], peak, gib, "estimated")
+            PlanOutcome(f"{kind}'s memory, all", getattr(plan.memory, kind), peak, gib, "estimated")
         )
-        if kind in plan["measured_memory"]:
-            lines.append(
-                PlanOutcome(
-                    f"{kind}'s memory, probe", plan["measured_memory"][kind], peak, gib, "probe"
-                )
-            )
-    start = sum(part["seconds"] for part in plan["seconds"]["start"].values())
+        if kind in plan.measured_memory:
+            probed = plan.measured_memory[kind]
+            lines.append(PlanOutcome(f"{kind}'s memory, probe", probed, peak, gib, "probe"))
+    start = sum(part.seconds for part in plan.seconds.start.values())
     return [
         *lines,
         PlanOutcome(
             "seconds: start",
             start,
-            rows[0]["seconds"]["prepare"],
+            rows[0].seconds.prepare or 0.0,
             lambda value: f"{value:.1f} s",
             "probe",
         ),

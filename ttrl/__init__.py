@@ -47,6 +47,9 @@ _HOME = {
     "compare": "ttrl.evaluation.comparison",
     "TrainConfig": "ttrl.configs.run",
     "GRPOConfig": "ttrl.configs.recipe",
+    "Objective": "ttrl.registries",
+    "TaskFamily": "ttrl.registries",
+    "Logger": "ttrl.registries",
 }
 
 __all__ = ["__version__", *_HOME]
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from ttrl.loop.plan import plan
     from ttrl.loop.start import train
     from ttrl.records import Sample, TaskResult, TokenizedResult
+    from ttrl.registries import Logger, Objective, TaskFamily
     from ttrl.replays.replay import replay
     from ttrl.rollouts.cache.completions import Cache
     from ttrl.rollouts.client.stream import consume_chat_completion_stream

@@ -49,7 +49,7 @@ from ttrl.training.train_log import TrainLog, TrainProgress
 logger = logging.getLogger("ttrl.grpo_recipe")
 
 
-def train(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
+def train_iteration(config: GRPOConfig, here: Ranks, residence: Residence | None = None) -> None:
     """Train one iteration. `residence`: what this process kept of the iteration before, and keeps
     for the next one.
     """
@@ -151,18 +151,17 @@ def take_steps(
             | taken
         )
         if result.pieces is not None:
-            row["gradient_noise"] = step_noise(result.pieces)
+            row["gradient_noise"] = step_noise(result.pieces).to_json()
         row |= (
             {"kl_coefficient": now.kl_coefficient}
             if config.kl_coefficient or config.watch_kl
             else {}
         )
         if number == 0:
-            row["sampler_trainer"] = (
-                drift
-                if prepass.own_weights is None
-                else drift | {"own_weights": prepass.own_weights}
-            )
+            assert drift is not None
+            row["sampler_trainer"] = drift.to_json()
+            if prepass.own_weights is not None:
+                row["sampler_trainer"]["own_weights"] = prepass.own_weights.to_json()
         log.line(row, result.sums["flops"])
     profiler.close()
     if pieces is not None:
@@ -210,8 +209,8 @@ def make_canary(config: GRPOConfig, here: Ranks, residence: Residence | None) ->
 def run(raw: DictConfig) -> int:
     """Run the recipe on one config, or on all configs that appear in a folder."""
     if raw.get("follow") is None:
-        return run_recipe(GRPOConfig, train, raw)
-    return follow_requests(train, raw)
+        return run_recipe(GRPOConfig, train_iteration, raw)
+    return follow_requests(train_iteration, raw)
 
 
 main = recipe_main(parse(run))

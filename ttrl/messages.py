@@ -16,9 +16,16 @@ Arrow added. To keep one, write the arguments as JSON text, as the API does.
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from ttrl.text import short
+
+Message: TypeAlias = dict[str, Any]
+"""A chat message as the OpenAI API has it: "role", "content", "tool_calls" and whatever else a chat
+template reads.
+"""
+Tool: TypeAlias = dict[str, Any]
+"""A tool as the OpenAI API has it: {"type": "function", "function": …}."""
 
 TEXT_FIELDS = {
     "text": "text",
@@ -66,7 +73,7 @@ def messages_without_nulls(messages: Sequence[Any]) -> list[Any]:
     return cleaned
 
 
-def request_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def request_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages as a server takes them: without nulls, arguments of tool calls as JSON text.
     Raises TypeError or ValueError for arguments without a JSON text."""
     made = messages_without_nulls(messages)
@@ -129,7 +136,7 @@ def text_of(content: Any) -> str:
     return "\n".join(texts_of(content))
 
 
-def with_text_added(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+def with_text_added(message: Mapping[str, Any], text: str) -> Message:
     """Return a message whose content ends with another text: a part of its own after parts."""
     content = message.get("content")
     if isinstance(content, list):

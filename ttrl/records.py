@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ttrl.messages import Message, Tool
+
 CANARY_FILE = "canary.json"
 """In a checkpoint: log-probabilities of a fixed text, which a server must reproduce
 (`ttrl.server.canary`).
@@ -65,15 +67,15 @@ class Turn:
     turns before it. Of what was sent, only what is new is kept, as conversations repeat themselves.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     """The messages sent beyond the conversation of `follows`; all of them where that is None."""
     follows: int | None = None
     """The turn whose messages and reply were sent again before `messages`, from 0; -1: the task's
     messages.
     """
-    reply: dict[str, Any] = field(default_factory=dict)
+    reply: Message = field(default_factory=dict)
     """The assistant's message as it is sent back to the server: content, tool calls, reasoning."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     """The tools that were sent with this request by the rollout."""
     prompt_token_ids: list[int] | None = None
     """The server's own ids of the prompt, beyond the tokens of `continues`; all of them where that
@@ -108,7 +110,7 @@ class Sample:
     task_id: str
     sample: int
     """Its number within the task, from 0."""
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     """The prompt as chat messages."""
     text: str = ""
     """What the model answered (the message's content)."""
@@ -210,7 +212,7 @@ class Sample:
             ]
         return cls(**values)
 
-    def sent(self, turn: int) -> list[dict[str, Any]]:
+    def sent(self, turn: int) -> list[Message]:
         """Return all messages that were sent for a turn, from 0 (or from the last, -1), without its
         reply.
         """
@@ -225,7 +227,7 @@ class Sample:
         return [message for part in reversed(parts) for message in part]
 
     @property
-    def conversation(self) -> list[dict[str, Any]]:
+    def conversation(self) -> list[Message]:
         """Return what was said, in order: the messages and the answer; with turns, each one's new
         messages and its reply (where a turn starts over, all of its messages)."""
         if self.turns is None:
@@ -242,7 +244,7 @@ class TaskResult:
     """The samples of one task, in order of their numbers, failed ones included."""
 
     task_id: str
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     samples: list[Sample]
     prepared: "Prepared | None" = field(default=None, repr=False, compare=False)
     """What was made of just these samples in a process near the servers; None where nobody did. It

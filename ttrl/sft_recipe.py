@@ -54,7 +54,7 @@ from ttrl.training.train_log import TrainLog, TrainProgress
 logger = logging.getLogger("ttrl.sft_recipe")
 
 
-def train(config: SFTConfig, here: Ranks) -> None:
+def train_on_examples(config: SFTConfig, here: Ranks) -> None:
     examples, pad_id = read_examples(config)
     with memory_advice(config, config.seq_len):
         policy = load_policy(config, here)
@@ -267,7 +267,7 @@ def batches(examples: list[TokenizedResult], config: SFTConfig) -> Iterator[list
 
 
 def run(raw: DictConfig) -> int:
-    return run_recipe(SFTConfig, train, raw)
+    return run_recipe(SFTConfig, train_on_examples, raw)
 
 
 main = recipe_main(parse(run))

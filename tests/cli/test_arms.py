@@ -15,12 +15,14 @@ import pytest
 import torch
 import yaml
 from support.chat_server import ChatHandler, threaded
+from support.facts import mark
 
 from ttrl import TrainConfig, evaluate, sft_recipe
 from ttrl.cli import arms
 from ttrl.cli.arms import HeldOut, Supervised, run_arms, supervised_first, supervised_run
 from ttrl.configs import SFTConfig
 from ttrl.errors import ConfigError, RunFolderError, UserError
+from ttrl.facts import TrainFacts
 from ttrl.plans.supervised import Hardware
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
@@ -81,7 +83,7 @@ def world(address, answers, monkeypatch):
             )
         )
         config = SFTConfig.parse(yaml.safe_load(yaml.safe_dump(config)), "test")
-        sft_recipe.train(config, Ranks(0, 1, torch.device("cpu")))
+        sft_recipe.train_on_examples(config, Ranks(0, 1, torch.device("cpu")))
 
     def ask_there(model, tasks, *, dtype=None, max_model_len=None, server_args=None, **settings):
         done.append(("ask", Path(model).name, *tasks))
@@ -105,7 +107,7 @@ def world(address, answers, monkeypatch):
                 "num_failed": 0,
             }
             facts = {"seconds": 1.0, "stats": stats, "sampling": "greedy", "intervals": {}}
-            folder.iteration(number).mark("validate", [said.name], facts)
+            mark(folder.iteration(number), "validate", [said.name], facts)
             parts = EACH if number else {"validation": EACH["validation"]}
             total += sum(parts.values())
             row = {
@@ -178,7 +180,7 @@ def run(arguments, model):
 def test_sft_takes_as_many_flops_as_rl(world, model, tmp_path):
     said = run(given(tmp_path, arm=[["more", "samples_per_task=32"]]), model)
     folder = RunFolder(tmp_path / "run" / "SFT-1")
-    steps = [folder.iteration(number).marker("train")["steps"] for number in (1, 2)]
+    steps = [folder.iteration(number).marker(TrainFacts).steps for number in (1, 2)]
     half = max(step["flops"] for part in steps for step in part) / 2
     first, second = (sum(step["flops"] for step in part) for part in steps)
     # After iterations 1 and 2.

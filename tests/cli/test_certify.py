@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from support.facts import rows_of
 
 from ttrl.cli import certify, main
 from ttrl.errors import UserError
@@ -108,8 +109,12 @@ def test_a_crash_of_the_process_that_tries_is_a_failed_case(tmp_path, monkeypatc
     )
 
 
+def judge(rows, name, began):
+    return certify.judge(rows_of(rows), name, began)
+
+
 def test_a_run_that_learns_and_one_that_does_not():
-    learned, synced = certify.judge([row(0, 0.5), row(1, 0.6), row(2, 0.75)], "run", 0.0)
+    learned, synced = judge([row(0, 0.5), row(1, 0.6), row(2, 0.75)], "run", 0.0)
     assert (
         learned["passed"]
         and "held out 0.50 → 0.60 → 0.75; 2 iterations, 4 s (sample 2, train 1, sync 0)"
@@ -120,17 +125,15 @@ def test_a_run_that_learns_and_one_that_does_not():
         and "3 policies (reload), every weight compared; canary differs by 1.0e-05"
         in synced["found"]
     )
-    assert [one["passed"] for one in certify.judge([row(0, 0.5), row(1, 0.6)], "run", 0.0)] == [
+    assert [one["passed"] for one in judge([row(0, 0.5), row(1, 0.6)], "run", 0.0)] == [
         False,
         True,
     ]
     assert [
-        one["passed"]
-        for one in certify.judge([row(0, 0.5), row(1, 0.7, weights_unchecked=1)], "run", 0.0)
+        one["passed"] for one in judge([row(0, 0.5), row(1, 0.7, weights_unchecked=1)], "run", 0.0)
     ] == [True, False]
     assert [
-        one["passed"]
-        for one in certify.judge([{"iteration": 0, "seconds": {"total": 1.0}}], "run", 0.0)
+        one["passed"] for one in judge([{"iteration": 0, "seconds": {"total": 1.0}}], "run", 0.0)
     ] == [False, False]
 
 

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from support.packages import install_from_the_page
 from support.ray_cluster import RayCluster, cluster_of
 
 from ttrl import TrainConfig
@@ -141,6 +142,40 @@ def check_that_nothing_is_lost(cluster: RayCluster, folder: Path) -> None:
     assert none == "" and len(two.split(",")) == 2
     assert found.pop("trainer") == " the run folder must lie where all machines see it"
     assert found == {"same": True, "killed": 1, "once": True, "lead_grades": False}
+
+
+NAMES = """
+import json, sys, ray
+ray.init(address=sys.argv[1], logging_level="WARNING")
+
+@ray.remote
+def names():
+    from ttrl.configs.objective import ObjectiveConfig
+    from ttrl.evaluation.families import TaskSpec
+    from ttrl.training.objective.objective import objective_from
+
+    loss = objective_from(ObjectiveConfig(objective="one_sided")).policy_loss
+    return [loss.function.func.__module__, TaskSpec.parse("vowels").tasks(1)[0].id[:7]]
+
+place = {"env_vars": {"PYTHONPATH": sys.argv[2]}}
+print(json.dumps(ray.get(names.options(runtime_env=place).remote())))
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_worker_finds_names_of_another_package(cluster: RayCluster, tmp_path: Path) -> None:
+    """Only this loads entries of another package in a worker of Ray."""
+    install_from_the_page(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", NAMES, cluster.address, str(tmp_path)],
+        env=cluster.environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["ttrl_vowels.losses", "vowels/"]
 
 
 def test_how_many_workers_a_run_has() -> None:

@@ -13,12 +13,12 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 
 from ttrl.configs import GRPOConfig
-from ttrl.costs.activations import Computation, bytes_of_layers
-from ttrl.costs.families import knows
+from ttrl.costs.activations import Computation, layer_bytes
 from ttrl.costs.flops import forward_flops, forward_only_flops, pass_flops, recomputed_flops
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import adapted_shapes, adapter_parameters, decoder_parameters, is_known
 from ttrl.costs.server import Serving, server_memory, state_cache_bytes, token_cache_bytes
+from ttrl.families.table import OWN_DECODERS
 from ttrl.training.models.layouts import layout_of_class
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.policy.lora import apply_lora, is_adapter
@@ -134,7 +134,7 @@ def test_checkpoints_hold_what_is_counted(name):
     )
 
 
-DESCRIBED = [name for name in MODELS if knows(tiny_config(name).model_type)]
+DESCRIBED = [name for name in MODELS if tiny_config(name).model_type not in OWN_DECODERS]
 
 
 # Published sizes, in billions: in all, and active for a token
@@ -352,8 +352,6 @@ def test_flops_are_those_that_pytorch_counts(name, monkeypatch):
     products with its four streams, 2% of a tiny one.
     """
     T, config = 70, tiny_config(name)
-    # Of oneDNN's products it counts nothing.
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     how = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = transformers.AutoModelForCausalLM.from_config(config, **how).eval()
     for function, ours in BY_TOKEN.items():
@@ -447,9 +445,7 @@ def test_activations_are_what_autograd_keeps(name, changes):
     """Each layer, and all together, which the errors of single parts leave nearer."""
     config = tiny_config(name, **changes)
     real = saved_per_token(config, 256)
-    counted = [
-        one.kept for one in bytes_of_layers(decoder_parameters(config.to_dict()), Computation())
-    ]
+    counted = [one.kept for one in layer_bytes(decoder_parameters(config.to_dict()), Computation())]
     assert counted == pytest.approx(real, rel=0.2)
 
 

@@ -185,7 +185,7 @@ def test_groups_without_signal_are_counted_by_reason():
         assert made.values == [
             pytest.approx([-1.0, 1.0] if kind in ("std", "leave_one_out", "batch") else [-0.5, 0.5])
         ]
-        assert made.groups == counts | {
+        assert made.groups.to_json() == counts | {
             "total": 7,
             "kept": 1,
             "no_signal": 6,
@@ -196,9 +196,9 @@ def test_groups_without_signal_are_counted_by_reason():
 
 def test_where_every_reward_is_zero_every_group_is_wrong():
     made = advantages_of([group("a", [0.0, 0.0]), group("b", [0.0] * 4)], AdvantageConfig())
-    assert made.kept == [] and made.groups["all_wrong"] == made.groups["no_signal"] == 2
+    assert made.kept == [] and made.groups.all_wrong == made.groups.no_signal == 2
     made = advantages_of([], AdvantageConfig(kind="batch", surprise_bonus=0.5))
-    assert (made.kept, made.values, made.groups["no_signal_share"]) == ([], [], 0.0)
+    assert (made.kept, made.values, made.groups.no_signal_share) == ([], [], 0.0)
 
 
 def test_a_reward_for_form_alone_makes_no_group_right():
@@ -215,13 +215,13 @@ def test_a_reward_for_form_alone_makes_no_group_right():
         for sample in result.samples:
             sample.metrics = {"exact": float(sample.reward == 1.0)}
     counts = advantages_of(results[:2] + results[3:], AdvantageConfig()).groups
-    assert (counts["all_right"], counts["all_wrong"], counts["other_equal"], counts["kept"]) == (
+    assert (counts.all_right, counts.all_wrong, counts.other_equal, counts.kept) == (
         0,
         2,
         0,
         1,
     )
-    assert advantages_of(results, AdvantageConfig()).groups["all_right"] == 1
+    assert advantages_of(results, AdvantageConfig()).groups.all_right == 1
 
 
 def test_the_chess_log_formula(caplog):
@@ -234,10 +234,10 @@ def test_the_chess_log_formula(caplog):
         np.clip((np.array(r) - np.mean(r)) / max(np.std(r), 0.05), -2, 2).tolist() for r in lists
     ]
     assert made.values == [pytest.approx(values) for values in expected]
-    assert (made.groups["low_std"], made.facts["clipped"]) == (1, 1)
-    assert made.facts["mean_abs"] == pytest.approx(np.abs(np.concatenate(expected)).mean())
-    assert made.facts["lowest"] == pytest.approx(np.concatenate(expected).min())
-    assert made.facts["highest"] == pytest.approx(np.concatenate(expected).max())
+    assert (made.groups.low_std, made.figures.clipped) == (1, 1)
+    assert made.figures.mean_abs == pytest.approx(np.abs(np.concatenate(expected)).mean())
+    assert made.figures.lowest == pytest.approx(np.concatenate(expected).min())
+    assert made.figures.highest == pytest.approx(np.concatenate(expected).max())
     assert (
         "1 of 3 groups with a signal have rewards with a standard deviation below the floor of 0.05"
     ) in caplog.text
@@ -250,7 +250,7 @@ def test_a_batch_with_a_low_deviation_counts_all_of_its_groups(caplog):
         AdvantageConfig(kind="batch", std_floor=0.05),
     )
     assert made.values == [pytest.approx([-0.2, 0.2])] * 2
-    assert made.groups["low_std"] == 2
+    assert made.groups.low_std == 2
     assert "2 of 2" in caplog.text
     # Groups without signal are left out of the deviation: 0.02 twice, and no zeros
     made = advantages_of(
@@ -262,7 +262,7 @@ def test_a_batch_with_a_low_deviation_counts_all_of_its_groups(caplog):
 def test_mean_and_leave_one_out_know_no_floor(caplog):
     for kind in ("mean", "leave_one_out"):
         made = advantages_of([group("a", [0.5, 0.52])], AdvantageConfig(kind=kind, std_floor=0.05))
-        assert made.groups["low_std"] == 0
+        assert made.groups.low_std == 0
         assert made.values == [pytest.approx(by_definition([0.5, 0.52], kind).tolist())]
     assert not caplog.text
 
@@ -281,17 +281,18 @@ def test_rewards_are_shaped_first():
     assert [result.task_id for result in made.kept] == ["mixed", "right"]
     assert made.values == [[-0.625, 0.625], [-0.25, 0.25]]
     assert {
-        name: made.groups[name] for name in ("all_right", "all_wrong", "other_equal", "too_few")
+        name: getattr(made.groups, name)
+        for name in ("all_right", "all_wrong", "other_equal", "too_few")
     } == {
         "all_right": 1,
         "all_wrong": 1,
         "other_equal": 0,
         "too_few": 0,
     }
-    assert made.facts["shaped_reward"] == pytest.approx((0.25 + 1.5 + 1.0 + 1.5 + 1.25 + 1.25) / 8)
-    assert made.facts["surprise"] == pytest.approx((1 + 3 + 1 + 3 + 2 + 2 + 1) / 7)
-    assert made.facts["surprise_unknown"] == 1
-    assert not advantages_of(results, AdvantageConfig()).facts.keys() & {
+    assert made.figures.shaped_reward == pytest.approx((0.25 + 1.5 + 1.0 + 1.5 + 1.25 + 1.25) / 8)
+    assert made.figures.surprise == pytest.approx((1 + 3 + 1 + 3 + 2 + 2 + 1) / 7)
+    assert made.figures.surprise_unknown == 1
+    assert not advantages_of(results, AdvantageConfig()).figures.to_json().keys() & {
         "shaped_reward",
         "surprise",
         "surprise_unknown",

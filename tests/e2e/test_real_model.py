@@ -15,6 +15,7 @@ from pathlib import Path
 import check_parity
 import pytest
 import torch
+from support.facts import rows_of
 from support.killed_run import kill_all, wait_for
 from support.readme import first_task
 from support.tiny_models import sample
@@ -347,7 +348,7 @@ def test_grpo_killed_after_its_first_training_continues(started, server, checkpo
             "unchanged" not in trained and 0 < trained["grad_norm"] < 1000 and trained["lr"] == 1e-5
         )
     assert rows[2]["sync"]["mode"] == "reload" and rows[2]["sync"]["fell_back"] is None
-    said = {finding.key for finding in findings(rows, settings)}
+    said = {finding.key for finding in findings(rows_of(rows), settings)}
     assert not said & {
         "drift",
         "weights_unchanged",

@@ -83,7 +83,7 @@ def test_two_ranks_leave_the_same_files_and_the_death_of_one_is_noticed(
     trainer.start(configs[0])
     for number, config in enumerate(configs, 1):
         output = Path(config["output_dir"])
-        assert trainer.train(number, config) == output / "checkpoint"
+        assert trainer.make_checkpoint(number, config) == output / "checkpoint"
         assert "2 optimizer steps" in (output / "train.log").read_text()
     other = tmp_path / "other"
     other.mkdir()

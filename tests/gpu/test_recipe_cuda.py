@@ -132,9 +132,9 @@ def chain(model_folder, tmp_path):
             config = GRPOConfig.parse(values, "test")
             if residence is None:
                 with ranks(config) as here:
-                    grpo_recipe.train(config, here)
+                    grpo_recipe.train_iteration(config, here)
             else:
-                grpo_recipe.train(config, residence._here, residence)
+                grpo_recipe.train_iteration(config, residence._here, residence)
             (output / "grpo.yaml").write_text(yaml.safe_dump(values))
             folders.append(output)
             start = {"model": str(output / "checkpoint"), "state": str(output / "state")}
@@ -316,7 +316,7 @@ def test_supervised_steps_are_those_of_the_cpu(tmp_path):
             {**values, "device": device, "lr": 0.01, "eps": 1e-3, "seq_len": 128}, "test"
         )
         with ranks(config) as here:
-            sft_recipe.train(config, here)
+            sft_recipe.train_on_examples(config, here)
         found.append(moved([tmp_path / device], start))
     assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-3
 

@@ -7,16 +7,16 @@ import math
 import numpy as np
 import pytest
 
+from ttrl.facts import NestedNoise, Step, read_facts
+from ttrl.instruments import gradient_noise as instrument
 from ttrl.instruments.gradient_noise import (
-    Nested,
     Noise,
-    best_allocation,
     nested_noise,
     noise_of_pieces,
-    recent_noise,
-    step_noise,
     unsplit,
 )
+from ttrl.run_folder import recent_noise as averaging
+from ttrl.run_folder.recent_noise import best_allocation
 
 COVARIANCE = np.diag(np.linspace(0.5, 2.0, 12))
 AWAY = np.linspace(-0.4, 0.6, 12)  # of the weights from the best ones
@@ -127,7 +127,7 @@ def test_prompts_that_lie_in_several_pieces_are_accounted_for():
     together = Noise(
         *(np.mean([getattr(one, name) for one in plain]) for name in ("noise", "signal"))
     )
-    nested = Nested(
+    nested = NestedNoise(
         *(
             np.mean([getattr(one, name) for one in found])
             for name in ("signal", "prompts", "samples")
@@ -161,6 +161,14 @@ def seen(draw, prompts=8, samples=4):
 def line(noise):
     """Of train.jsonl."""
     return {"gradient_noise": noise, "row_tokens": 8 * 300 + 32 * 40, "trained_tokens": 32 * 40}
+
+
+def step_noise(seen):
+    return instrument.step_noise(seen).to_json()
+
+
+def recent_noise(lines):
+    return averaging.recent_noise([read_facts(Step, line) for line in lines]).to_json()
 
 
 def test_a_line_of_training_and_the_average_of_the_last_ones():

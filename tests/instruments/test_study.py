@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
+from support.facts import rows_of
 from support.tiny_models import random_samples
 from support.training_steps import ALONE
 
@@ -52,7 +53,7 @@ def train(folder, number, model, state=None, **settings):
     values |= {"state": None if state is None else str(state), "device": "cpu", "lr": 1e-3}
     values |= {"iteration": number, **settings}
     (iteration / "grpo.yaml").write_text(yaml.safe_dump(values))
-    grpo_recipe.train(GRPOConfig.parse(values, "test"), ALONE)
+    grpo_recipe.train_iteration(GRPOConfig.parse(values, "test"), ALONE)
     return iteration / "checkpoint"
 
 
@@ -511,7 +512,7 @@ def test_the_noise_of_a_run_is_drawn(tmp_path):
     rows = [
         {"iteration": n, "gradient_noise": noise | ({"high": 60.0} if n else {})} for n in range(3)
     ]
-    assert draw_noise(rows, tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
+    assert draw_noise(rows_of(rows), tmp_path / "noise.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_tokens_are_drawn_whatever_a_model_wrote(tmp_path):

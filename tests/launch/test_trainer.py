@@ -120,7 +120,10 @@ def test_iterations_leave_their_files(made, form):
     trainer = made(form)
     for number in (1, 2):
         config = made.config(number, lr=1e-5, state=None)
-        assert trainer.train(number, config) == made.run / f"iterations/{number:04d}/checkpoint"
+        assert (
+            trainer.make_checkpoint(number, config)
+            == made.run / f"iterations/{number:04d}/checkpoint"
+        )
         folder = made.run / f"iterations/{number:04d}"
         assert yaml.safe_load((folder / "grpo.yaml").read_text()) == config
         assert (folder / "train.log").exists()
@@ -140,7 +143,7 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
     hold.parent.mkdir(exist_ok=True)
     hold.touch()
     wait = f"while os.path.exists({str(hold)!r}): time.sleep(0.01)"
-    checkpoint = trainer.train(1, made.config(1, handover=SAID, do_beside=wait))
+    checkpoint = trainer.make_checkpoint(1, made.config(1, handover=SAID, do_beside=wait))
     assert trainer.handover(1) == Handover(**SAID) and trainer.handover(0) is None
     trainer.check()
     assert not checkpoint.exists()
@@ -148,13 +151,15 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
     trainer.wait_until_saved()
     assert checkpoint.exists()
     trainer.wait_until_saved()
-    trainer.train(2, made.config(2))
+    trainer.make_checkpoint(2, made.config(2))
     # There was no memory for them.
     assert trainer.handover(1) is None and trainer.handover(2) is None
     trainer.wait_until_saved()
-    trainer.train(3, made.config(3, handover=SAID | {"compared": {"mean": 0.1}}, save=False))
+    trainer.make_checkpoint(
+        3, made.config(3, handover=SAID | {"compared": {"mean": 0.1}}, save=False)
+    )
     assert trainer.holding == 3 and trainer.compared == {"mean": 0.1}
-    trainer.train(4, made.config(4, handover=SAID))
+    trainer.make_checkpoint(4, made.config(4, handover=SAID))
     assert trainer.holding is None and trainer.wait_until_saved()
     trainer.stop()
     assert trainer.handover(4) is None
@@ -162,13 +167,13 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
 
 def test_a_death_before_what_was_handed_over_is_written(made):
     trainer = made()
-    trainer.train(1, made.config(1, handover=SAID, do_beside="os.kill(os.getpid(), 9)"))
+    trainer.make_checkpoint(1, made.config(1, handover=SAID, do_beside="os.kill(os.getpid(), 9)"))
     with pytest.raises(TrainerDiedError):
         trainer.wait_until_saved()
     assert trainer.handover(1) is None
-    trainer.train(1, made.config(1, handover=SAID))
+    trainer.make_checkpoint(1, made.config(1, handover=SAID))
     trainer.wait_until_saved()
-    trainer.train(2, made.config(2, handover=SAID, do_beside="os.kill(os.getpid(), 9)"))
+    trainer.make_checkpoint(2, made.config(2, handover=SAID, do_beside="os.kill(os.getpid(), 9)"))
     with pytest.raises(TrainerDiedError):  # somebody else looks first
         while True:
             trainer.check()
@@ -183,7 +188,7 @@ def test_it_can_be_started_before_it_is_needed(made):
     trainer.check()
     (start,) = (made.run / "trainer").glob("*/start.yaml")
     assert yaml.safe_load(start.read_text())["packed"] == ""
-    trainer.train(1, made.config(1))
+    trainer.make_checkpoint(1, made.config(1))
     assert pid_of(made, 1) == int((made.run / "waits").read_text())
     once = made("once")
     once.start(made.config(2))
@@ -208,24 +213,24 @@ def death_of(trainer):
 
 def test_the_death_of_one_that_waits_is_noticed_and_another_takes_its_place(made):
     trainer = made()
-    trainer.train(1, made.config(1))
+    trainer.make_checkpoint(1, made.config(1))
     os.kill(pid_of(made, 1), signal.SIGKILL)
     message = death_of(trainer)
     assert "(killed by signal 9, perhaps for want of memory)" in message
     assert f"The end of its log, {made.run / 'logs/trainer.log'}:\nstarted" in message
     trainer.check()
-    trainer.train(2, made.config(2))
+    trainer.make_checkpoint(2, made.config(2))
     assert pid_of(made, 1) != pid_of(made, 2)
 
 
 def test_a_death_that_nobody_noticed_comes_to_light_with_the_next_iteration(made):
     trainer = made()
-    trainer.train(1, made.config(1))
+    trainer.make_checkpoint(1, made.config(1))
     os.kill(pid_of(made, 1), signal.SIGKILL)
     wait_until(lambda: not is_alive(pid_of(made, 1)))
     with pytest.raises(TrainerError, match="killed by signal 9"):
-        trainer.train(2, made.config(2))
-    trainer.train(2, made.config(2))
+        trainer.make_checkpoint(2, made.config(2))
+    trainer.make_checkpoint(2, made.config(2))
 
 
 @pytest.mark.long(but=["exception-once", "exception-resident", "signal-once", "signal-resident"])
@@ -252,18 +257,18 @@ def test_faults_end_it_with_their_own_message(made, form, code, error, text):
     """Long for exits and full disks: only these have no exception to tell of."""
     trainer = made(form)
     with pytest.raises(error, match=text):
-        trainer.train(1, made.config(1, do=code))
+        trainer.make_checkpoint(1, made.config(1, do=code))
     trainer.check()
     if "exit(3)" in code:  # the others have left nothing behind either
-        trainer.train(1, made.config(1))  # by another process
+        trainer.make_checkpoint(1, made.config(1))  # by another process
 
 
 def test_errors_of_an_earlier_attempt_in_the_same_log_are_not_this_one(made):
     trainer = made()
     with pytest.raises(StorageError):
-        trainer.train(1, made.config(1, do="print('StorageError: full'); sys.exit(1)"))
+        trainer.make_checkpoint(1, made.config(1, do="print('StorageError: full'); sys.exit(1)"))
     with pytest.raises(TrainerError, match=r"another$") as caught:
-        trainer.train(1, made.config(1, do="print('another'); sys.exit(1)"))
+        trainer.make_checkpoint(1, made.config(1, do="print('another'); sys.exit(1)"))
     assert "StorageError" not in str(caught.value)
     assert (made.run / "iterations/0001/train.log").read_text() == "StorageError: full\nanother\n"
 
@@ -275,7 +280,7 @@ def test_what_torchrun_has_to_say_is_shown_too(made):
         "9\\n'); os._exit(1)"
     )
     with pytest.raises(TrainerError) as caught:
-        made().train(1, made.config(1, do=do))
+        made().make_checkpoint(1, made.config(1, do=do))
     logs = [made.run / "iterations/0001/train.log", made.run / "logs/trainer.log"]
     assert str(caught.value).endswith(f"The end of its log, {logs[0]}:\nrank 0 was here")
     assert f"The end of {logs[1]}:\nstarted\nrank 1 was killed by signal 9\n" in str(caught.value)
@@ -284,15 +289,15 @@ def test_what_torchrun_has_to_say_is_shown_too(made):
 def test_an_end_without_an_answer_is_no_success(made):
     trainer = made()
     with pytest.raises(TrainerError, match="ended by itself in the middle of an iteration"):
-        trainer.train(1, made.config(1, do="os._exit(0)"))
-    trainer.train(1, made.config(1))
+        trainer.make_checkpoint(1, made.config(1, do="os._exit(0)"))
+    trainer.make_checkpoint(1, made.config(1))
 
 
 def test_an_answer_without_a_checkpoint_is_no_success(made):
     trainer = made()
     with pytest.raises(TrainerError, match="left no checkpoint in"):
-        trainer.train(1, made.config(1, do="config['output_dir'] += '/elsewhere'"))
-    trainer.train(1, made.config(1))
+        trainer.make_checkpoint(1, made.config(1, do="config['output_dir'] += '/elsewhere'"))
+    trainer.make_checkpoint(1, made.config(1))
 
 
 def test_one_that_cannot_even_start(made):
@@ -300,7 +305,7 @@ def test_one_that_cannot_even_start(made):
     with pytest.raises(
         TrainerError, match=r"(?s)exit code 1.*logs/trainer\.log:.*ConfigError: no such device"
     ):
-        trainer.train(
+        trainer.make_checkpoint(
             1,
             made.config(
                 1, do_at_start="print('ConfigError: no such device', flush=True); sys.exit(1)"
@@ -317,16 +322,16 @@ def test_its_process_sees_its_own_gpus_alone(made, form, monkeypatch):
             "import os, pathlib; pathlib.Path(config['output_dir'], "
             "'gpus').write_text(os.environ['CUDA_VISIBLE_DEVICES'])"
         )
-        trainer.train(number, made.config(number, do=say))
+        trainer.make_checkpoint(number, made.config(number, do=say))
         assert (made.run / f"iterations/000{number}/gpus").read_text() == expected
         trainer.stop()
 
 
 def test_settings_of_the_process_itself_need_another_process(made):
     trainer = made()
-    trainer.train(1, made.config(1, lr=1.0))
-    trainer.train(2, made.config(2, lr=2.0))
-    trainer.train(3, made.config(3, lr=2.0, num_threads=2))
+    trainer.make_checkpoint(1, made.config(1, lr=1.0))
+    trainer.make_checkpoint(2, made.config(2, lr=2.0))
+    trainer.make_checkpoint(3, made.config(3, lr=2.0, num_threads=2))
     assert pid_of(made, 1) == pid_of(made, 2) != pid_of(made, 3)
     assert not is_alive(pid_of(made, 1))
 
@@ -346,19 +351,21 @@ def test_it_can_be_stopped_in_the_middle_of_an_iteration(made, monkeypatch):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(1, made.config(1, do=f"open({str(mark)!r}, 'w').close(); time.sleep(600)"))
+        trainer.make_checkpoint(
+            1, made.config(1, do=f"open({str(mark)!r}, 'w').close(); time.sleep(600)")
+        )
     pid = int((made.run / "waits").read_text())
     with monkeypatch.context() as patch:
         patch.setattr(RequestFolder, "put", full)
         trainer.stop()
     assert not is_alive(pid)
-    trainer.train(1, made.config(1))
+    trainer.make_checkpoint(1, made.config(1))
 
 
 def test_it_ends_when_its_folder_is_gone(made):
     """What another host's rank sees when the run goes on without it."""
     trainer = made()
-    trainer.train(1, made.config(1))
+    trainer.make_checkpoint(1, made.config(1))
     for path in (made.run / "trainer").rglob("*"):
         if path.is_file():
             path.unlink()
@@ -373,10 +380,10 @@ def test_the_progress_of_the_iteration_before_is_not_shown_again(made):
     write += (
         "[int(os.environ[name]) for name in ('ONEDNN_PRIMITIVE_CACHE_CAPACITY', 'GOMP_SPINCOUNT')]"
     )
-    trainer.train(1, made.config(1, do=write))
+    trainer.make_checkpoint(1, made.config(1, do=write))
     (progress,) = (made.run / "trainer").glob("*/progress")
     assert progress.read_text() == "3 3"
-    trainer.train(2, made.config(2))
+    trainer.make_checkpoint(2, made.config(2))
     assert not progress.exists()
 
 

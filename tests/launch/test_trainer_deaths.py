@@ -21,7 +21,7 @@ def dying(world, when: dict[int, list[str]]) -> list[str]:
     base = world.trainer()
 
     class Dying(base):
-        def train(self, number, recipe_config):
+        def make_checkpoint(self, number, recipe_config):
             left = when.get(number, [])
             how = left.pop(0) if left else "well"
             happened.append(f"{number} {how}")
@@ -32,7 +32,7 @@ def dying(world, when: dict[int, list[str]]) -> list[str]:
             if how == "at work":
                 (Path(recipe_config["output_dir"]) / f"{TEMPORARY_PREFIX}x-checkpoint").mkdir()
                 raise TrainerDiedError("the trainer failed (killed by signal 9)")
-            return super().train(number, recipe_config)
+            return super().make_checkpoint(number, recipe_config)
 
     world.trainer_class = Dying
     return happened
@@ -69,9 +69,9 @@ def test_one_that_dies_while_it_waits_ends_nothing(world):
         def start(self, recipe_config):
             world.hold = lambda prompt: len(deaths) == 0
 
-        def train(self, number, recipe_config):
+        def make_checkpoint(self, number, recipe_config):
             world.hold = lambda prompt: len(deaths) == number
-            return super().train(number, recipe_config)
+            return super().make_checkpoint(number, recipe_config)
 
         def check(self):
             if world.hold(""):

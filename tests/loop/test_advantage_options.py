@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ttrl.data.packing.packed import PackedTensors
+from ttrl.facts import PackFacts
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 
@@ -172,9 +173,9 @@ def test_all_right_groups_get_a_signal_from_surprise_alone(world):
 def test_low_deviations_are_counted_and_warned_of(graded, caplog):
     with caplog.at_level(logging.WARNING, "ttrl.data.advantages"):
         graded.train(iterations=1, tasks_per_iteration=6, validation=[], advantage_std_floor=5.0)
-    marker = RunFolder(graded.run).iteration(1).marker("pack")
-    assert marker["groups"]["low_std"] == marker["groups"]["kept"] > 0
-    assert graded.rows()[1]["groups"]["low_std"] == marker["groups"]["low_std"]
+    marker = RunFolder(graded.run).iteration(1).marker(PackFacts)
+    assert marker.groups.low_std == marker.groups.kept > 0
+    assert graded.rows()[1]["groups"]["low_std"] == marker.groups.low_std
     assert len(re.findall("below the floor of 5", caplog.text)) == 1
 
 

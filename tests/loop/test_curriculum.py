@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ttrl import Task, TrainConfig
 from ttrl.errors import ConfigError, TaskError
+from ttrl.facts import RolloutsFacts, read_facts
 from ttrl.loop.checks import checked
 from ttrl.loop.task_stream import Curriculum, TaskStream
 from ttrl.records import Sample, TaskResult
@@ -34,11 +35,13 @@ class Markers:
     def iteration(self, number):
         found = self.found.get(number)
         return SimpleNamespace(
-            marker=lambda phase: None if found is None else {"curriculum": json.loads(found)}
+            marker=lambda kind: (
+                None if found is None else read_facts(kind, {"curriculum": json.loads(found)})
+            )
         )
 
     def mark(self, number, measured):
-        self.found[number] = json.dumps(measured)
+        self.found[number] = json.dumps(measured.to_json())
 
 
 CONFIG = TrainConfig(run="r", model="m", iterations=1, curriculum=True)
@@ -247,11 +250,11 @@ def test_the_score_is_the_validation_metric_where_training_has_it():
         run="r", model="m", iterations=1, tasks_per_iteration=4, validation_metric="exact"
     )
     made = Curriculum(config, Markers(), given)
-    right = made.measured(1, [group(task, (0.2, 0.2), exact=1.0) for task in given[:4]])
+    right = made.measured(1, [group(task, (0.2, 0.2), exact=1.0) for task in given[:4]]).to_json()
     assert (right["level"], right["solved"], right["hopeless"]) == (1, 4, 0)
-    wrong = made.measured(1, [group(task, (0.9, 0.9), exact=0.0) for task in given[:4]])
+    wrong = made.measured(1, [group(task, (0.9, 0.9), exact=0.0) for task in given[:4]]).to_json()
     assert (wrong["level"], wrong["solved"], wrong["hopeless"]) == (0, 0, 4)
-    without = made.measured(1, [group(task, (0.9, 0.9)) for task in given[:4]])
+    without = made.measured(1, [group(task, (0.9, 0.9)) for task in given[:4]]).to_json()
     assert (without["level"], without["hopeless"]) == (1, 4)
 
 
@@ -261,7 +264,7 @@ def test_other_tasks_at_a_level_begin_anew():
     other = in_levels(tasks(5, "new"), tasks(4, "hard"))
     made = Curriculum(CONFIG, folder, other)
     assert {task.id for task in made.choose(4, 5, ())} == {task.id for task in other[:5]}
-    none_graded = made.measured(4, [group(task, ()) for task in other[:4]])
+    none_graded = made.measured(4, [group(task, ()) for task in other[:4]]).to_json()
     assert (none_graded["level_score"], none_graded["unseen"], none_graded["between"]) == (
         None,
         9,
@@ -317,7 +320,7 @@ def asked(world, number):
 
 
 def measured(world, number):
-    return RunFolder(world.run).iteration(number).marker("rollouts")["curriculum"]
+    return RunFolder(world.run).iteration(number).marker(RolloutsFacts).curriculum.to_json()
 
 
 def test_a_run_skips_what_it_need_not_see(mixed, capsys):

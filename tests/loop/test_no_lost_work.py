@@ -228,11 +228,13 @@ def test_a_changed_setting_is_taken_where_it_is_allowed(world):
     with pytest.raises(RunFolderError, match=r"\+ training\.lr: 0\.5"):
         world.train(**(RUN | {"iterations": 3}), training={"lr": 0.5})
     changed = world.config(**(RUN | {"iterations": 3}), training={"lr": 0.5})
-    train_module.train(changed, world.tasks(6), world.tasks(2, "held-out"), allow_changes=["lr"])
+    train_module.train_checked(
+        changed, world.tasks(6), world.tasks(2, "held-out"), allow_changes=["lr"]
+    )
     assert world.recipes[-1]["lr"] == 0.5
     (line,) = history(world.run)
-    assert line["iteration"] == 3
-    assert line["changes"] == {"iterations": [2, 3], "training.lr": ["not set", 0.5]}
+    assert line.iteration == 3
+    assert line.changes == {"iterations": [2, 3], "training.lr": ["not set", 0.5]}
 
 
 def test_a_start_that_was_refused_binds_nobody(world, monkeypatch):

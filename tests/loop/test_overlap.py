@@ -10,6 +10,7 @@ import threading
 import pytest
 
 from ttrl.errors import ConfigError, ServerError
+from ttrl.facts import Step
 from ttrl.loop.jobs import Jobs
 from ttrl.loop.phases import Phases
 from ttrl.loop.timeline import Timeline
@@ -118,7 +119,7 @@ def test_stop_at_ends_rollouts_that_were_begun_and_a_higher_one_goes_on_with_the
     result = world.train(stop_at=0.9, **run)
     assert [row["iteration"] for row in world.rows()] == [0, 1]
     assert result.checkpoint == world.run / "iterations/0001/checkpoint"
-    assert RunFolder(world.run).iteration(2).marker("rollouts") is None
+    assert not RunFolder(world.run).iteration(2).is_done("rollouts")
     assert world.events[-1] == "stop" and "train 2" not in world.events
     assert not [
         thread
@@ -338,9 +339,9 @@ def test_time_that_is_neither_sampling_nor_training(monkeypatch):
     timeline = Timeline()
     # 11 to 19.
     timeline.add_training(
-        10.0, 20.0, [{"seconds_by_part": {"forward": 3.0, "backward": 3.0}}, {"seconds": 2.0}]
+        10.0, 20.0, [Step(seconds_by_part={"forward": 3.0, "backward": 3.0}), Step(seconds=2.0)]
     )
-    timeline.add_training(30.0, 40.0, [{"seconds_by_part": {"forward": 10.0, "checkpoint": 5.0}}])
+    timeline.add_training(30.0, 40.0, [Step(seconds_by_part={"forward": 10.0, "checkpoint": 5.0})])
     assert timeline.at(15.0) == {"train"} and timeline.at(20.0) == set()
     assert timeline.busy(0.0, 50.0) == 18.0
     assert timeline.busy(12.0, 35.0) == 12.0

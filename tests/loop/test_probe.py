@@ -3,6 +3,7 @@
 import pytest
 
 from ttrl.errors import TtrlError, UserError
+from ttrl.facts import MetricsRow, TrainFigures
 from ttrl.loop import probe as probe_module
 from ttrl.loop.plan import plan
 from ttrl.loop.probe import ProcessMemory, _kind, _scaled
@@ -85,7 +86,8 @@ def test_what_grows_with_tasks_is_scaled():
         name: Seconds(value, "probe")
         for name, value in dict(sample=2.0, train=3.0, sync=0.5, iteration=5.0).items()
     }
-    rows = [{"train": {"seconds_by_part": {"checkpoint": 1.0}}}, {}]
+    train = TrainFigures(seconds_by_part={"checkpoint": 1.0})
+    rows = [MetricsRow(iteration=1, train=train), MetricsRow(iteration=2)]
     scaled = {name: value.seconds for name, value in _scaled(seconds, rows, 4.0, 2.0).items()}
     assert scaled == {
         "sample": 8.0,

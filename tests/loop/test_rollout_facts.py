@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from ttrl.loop.rollout_facts import rollout_facts, sampled_reads
+from ttrl.loop.rollout_facts import rollout_figures, sampled_reads
 from ttrl.records import Sample, TaskResult, Turn
 
 
@@ -35,13 +35,13 @@ def test_counts_and_shares():
             ("abc", None, "stop", "GraderError: no number"),
         ),
     ]
-    facts = rollout_facts(groups)
+    facts = rollout_figures(groups).to_json()
     assert (
         facts["truncated"] == 1 / 12 and facts["empty"] == 1 / 12 and facts["grader_failures"] == 1
     )
     assert (
         facts["stopped_early"] is None
-        and rollout_facts(groups, stops_early=True)["stopped_early"] == 0
+        and rollout_figures(groups, stops_early=True).to_json()["stopped_early"] == 0
     )
     assert facts["truncated_reward"] == 0 and facts["ended_reward"] == 5 / 10
     assert facts["repeated"] == 6 / 11  # 11 graded samples, 5 different ones within their groups
@@ -63,7 +63,7 @@ def test_the_correlation_is_that_of_what_is_left_without_the_groups_means():
         rewards += [reward - means[0] for reward, _ in members]
         lengths += [length - means[1] for _, length in members]
     expected = numpy.corrcoef(rewards, lengths)[0, 1]
-    assert rollout_facts(groups)["length_correlation"] == pytest.approx(expected)
+    assert rollout_figures(groups).to_json()["length_correlation"] == pytest.approx(expected)
 
 
 def test_without_anything_to_compare_there_is_no_number():
@@ -72,16 +72,16 @@ def test_without_anything_to_compare_there_is_no_number():
         [group("a", ("x", 1.0))],
         [group("a", ("x", None, None, "ServerError: gone"))],
     ):
-        facts = rollout_facts(groups)
+        facts = rollout_figures(groups).to_json()
         assert (
             facts["repeated"] is None
             and facts["stuck_groups"] is None
             and facts["length_correlation"] is None
         )
     assert (
-        rollout_facts([])["truncated"] is None
-        and rollout_facts([])["ended_reward"] is None
-        and rollout_facts([])["max_length"] is None
+        rollout_figures([]).to_json()["truncated"] is None
+        and rollout_figures([]).to_json()["ended_reward"] is None
+        and rollout_figures([]).to_json()["max_length"] is None
     )
 
 
@@ -90,7 +90,7 @@ def test_texts_stand_in_where_a_server_gives_no_ids():
         Sample(task_id="t", sample=n, messages=[], text=text, reward=0.0, finish_reason="stop")
         for n, text in enumerate("aab")
     ]
-    facts = rollout_facts([TaskResult(task_id="t", messages=[], samples=samples)])
+    facts = rollout_figures([TaskResult(task_id="t", messages=[], samples=samples)]).to_json()
     assert facts["repeated"] == 1 / 3 and facts["mean_length"] == 1
 
 

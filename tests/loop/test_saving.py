@@ -10,6 +10,7 @@ import pytest
 from support.world import version_of
 
 from ttrl.errors import ConfigError, DriftError, RunFolderError, StorageError, TrainerDiedError
+from ttrl.facts import TrainFacts
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import read_jsonl
 
@@ -37,7 +38,7 @@ def beside(world):
             super().__init__(*arguments)
             self.asked = self.holding = self.at = None
 
-        def train(self, number, recipe_config):
+        def make_checkpoint(self, number, recipe_config):
             kept, output = recipe_config["kept"], Path(recipe_config["output_dir"])
             assert kept is None or kept == self.holding, (kept, self.holding)
             if not recipe_config["packed"] and kept is not None:
@@ -57,7 +58,7 @@ def beside(world):
                 if not recipe_config["save"]:
                     world.fake_tune(recipe_config, output / "grpo.yaml")
             else:
-                super().train(number, recipe_config)
+                super().make_checkpoint(number, recipe_config)
             return output / "checkpoint"
 
         def handover(self, number):
@@ -114,7 +115,7 @@ def test_the_same_run(world, beside, steps, tmp_path):
             events.index(f"serve {number}"),
         )
         assert begun < served < events.index(f"train {number}")
-        assert "save_seconds" in RunFolder(early).iteration(number).marker("train")
+        assert RunFolder(early).iteration(number).marker(TrainFacts).save_seconds is not None
     world.trainer_class, world.run = world.trainer(), tmp_path / "another"
     world.events.clear()
     world.train(off_policy_steps=steps)
@@ -171,12 +172,12 @@ def test_what_was_not_written_is_trained_again_and_what_was_sampled_from_it_stay
     with pytest.raises(StorageError):
         world.train(weight_sync="memory", validation=[])
     iteration = RunFolder(world.run).iteration
-    assert iteration(2).marker("train") is None and [row["iteration"] for row in world.rows()] == [
+    assert not iteration(2).is_done("train") and [row["iteration"] for row in world.rows()] == [
         0,
         1,
     ]
     sampled = len(world.requests)
-    had_sampled = iteration(3).marker("rollouts") is not None  # a matter of time
+    had_sampled = iteration(3).is_done("rollouts")  # a matter of time
     world.train(weight_sync="memory", validation=[])
     assert world.count()["compute 2 from 1"] == 2 and world.count()["train 2"] == 1
     assert [row["iteration"] for row in world.rows()] == [0, 1, 2, 3]
@@ -217,10 +218,10 @@ def test_only_every_nth_policy_is_written_and_the_last(world, beside, steps):
     )
     assert computed(world) == [f"compute {n} from {n - 1}" for n in range(1, 8)]
     assert written(world) == [3, 6, 7]
-    marker = RunFolder(world.run).iteration(4).marker("train")
+    marker = RunFolder(world.run).iteration(4).marker(TrainFacts)
     assert (
-        marker["trained"]
-        and not marker["saved"]
+        marker.trained
+        and marker.saved is False
         and "checkpoint" not in str(RunFolder(world.run).iteration(4).files("train"))
     )
     assert [recipe["kept"] for recipe in world.recipes] == [None, 1, 2, None, 4, 5, None]
@@ -385,7 +386,7 @@ def test_the_last_policy_is_written_wherever_the_run_ends(world, beside):
         and result.checkpoint == world.run / "iterations/0002/checkpoint" == result.best_checkpoint
     )
     folder = RunFolder(world.run)
-    assert folder.iteration(2).marker("save") is not None and folder.written_until(2) == [2, 0]
+    assert folder.iteration(2).is_done("save") and folder.written_until(2) == [2, 0]
     assert "state/state.txt" in folder.iteration(2).files("train")
     world.events.clear()
     assert world.train(**settings).checkpoint == result.checkpoint and not computed(world)
@@ -478,6 +479,6 @@ def test_drift_is_found_before_the_policy_samples(world, beside, every):
     with pytest.raises(DriftError):
         world.train(weight_sync="memory", save_every=every)
     assert "compute 2 from 1" in world.events and "serve 2" not in world.events
-    assert RunFolder(world.run).iteration(2).marker("train") is not None, (
+    assert RunFolder(world.run).iteration(2).is_done("train"), (
         "what it trained is kept, to be looked at"
     )

@@ -4,6 +4,7 @@ runs go on as they would.
 
 import pytest
 
+from ttrl.facts import RolloutsFacts
 from ttrl.loop.phases import Phases
 from ttrl.loop.task_stream import further_tasks
 from ttrl.records import Sample, TaskResult
@@ -57,7 +58,7 @@ def test_further_tasks_until_there_are_enough(rare):
         assert len(ids) == 2 + row["extra_tasks"] == row["groups"]["total"]
         assert row["groups"]["kept"] == with_signal(ids)
         assert row["groups"]["kept"] >= 2 or row["extra_tasks"] == 6
-        assert RunFolder(rare.run).iteration(number).marker("rollouts")["tasks_taken"] == len(
+        assert RunFolder(rare.run).iteration(number).marker(RolloutsFacts).tasks_taken == len(
             sampled
         )
         assert row["samples"] == 4 * len(ids) and row["tokens_per_second"] > 0
@@ -90,7 +91,7 @@ def test_nothing_more_is_sampled_where_there_is_enough(world):
 def test_without_it_no_marker_speaks_of_it(world):
     world.train(iterations=1)
     assert "extra_tasks" not in world.rows()[1]
-    assert "extra_tasks" not in RunFolder(world.run).iteration(1).marker("rollouts")
+    assert RunFolder(world.run).iteration(1).marker(RolloutsFacts).extra_tasks is None
 
 
 @pytest.mark.long(but=["5"])

@@ -8,6 +8,7 @@ import pytest
 
 from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
+from ttrl.facts import RolloutsFacts, Staleness
 from ttrl.loop import sampling
 from ttrl.loop.carried import carried_groups, continues, place_of, staleness, task_key
 from ttrl.loop.phases import Phases
@@ -138,7 +139,7 @@ def check_run(world, sampler, iterations, n=4):
         (number, group) for number in range(1, iterations + 1) for group in groups_of(world, number)
     ]
     left = groups_of(world, iterations, "unfinished")
-    taken = RunFolder(world.run).iteration(iterations).marker("rollouts")["tasks_taken"]
+    taken = RunFolder(world.run).iteration(iterations).marker(RolloutsFacts).tasks_taken
     dropped = sum(row.get("dropped_groups", 0) for row in world.rows())
     assert len(finished) + len(left) + dropped == taken
     if not dropped:
@@ -178,7 +179,7 @@ def test_unfinished_groups_go_on_and_no_task_is_skipped_or_repeated(world, sampl
         assert row["new_completion_tokens"] <= 60 * rounds
         assert row["unfinished"]["groups"] == len(groups_of(world, row["iteration"], "unfinished"))
         expected = staleness(groups_of(world, row["iteration"]), row["iteration"] - 1)
-        assert row["staleness"] == expected
+        assert row["staleness"] == expected.to_json()
     assert max(row["staleness"]["max"] for row in world.rows()[1:]) >= 1
 
 
@@ -307,10 +308,10 @@ def group(*token_ids, task_id="t/0", **changes):
 
 
 def test_staleness():
-    assert staleness([], 3) == {"mean": 0.0, "max": 0}
+    assert staleness([], 3) == Staleness(mean=0.0, max=0)
     old, none = group([1, 1, 1], weights_version=1), group([], None, weights_version=0)
     mixed = group([1, 1], weights_version=3, token_versions=[2, 3])
-    assert staleness([old, none, mixed], 3) == {"mean": (3 * 2 + 1) / 5, "max": 2}
+    assert staleness([old, none, mixed], 3) == Staleness(mean=(3 * 2 + 1) / 5, max=2)
 
 
 def test_the_same_task_twice_each_result_finds_its_own_place():

@@ -19,13 +19,13 @@ from ttrl.errors import (
     RunFolderError,
     TaskError,
 )
+from ttrl.facts import FLOPS_PARTS, MetricsRow, PhaseSeconds
 from ttrl.loop import train as train_module
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.progress_line import seconds_left
 from ttrl.plans.machine import Machine
 from ttrl.report.words import summary
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.metrics import FLOPS_PARTS
 from ttrl.run_folder.reader import read_run
 from ttrl.system.files import digest, read_jsonl
 
@@ -349,10 +349,13 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
         True,
         False,
     ]
-    rows = [{"iteration": number, "seconds": {"total": float(number)}} for number in range(9)]
+    rows = [
+        MetricsRow(iteration=number, seconds=PhaseSeconds(total=float(number)))
+        for number in range(9)
+    ]
     assert seconds_left(rows, world.config(iterations=10)) == 2 * (4 + 5 + 6 + 7 + 8) / 5
     # Sampled beside a long validation, nothing trained.
-    beside = [{"iteration": 1, "seconds": {"sample": 60.0, "total": 0.01}}]
+    beside = [MetricsRow(iteration=1, seconds=PhaseSeconds(sample=60.0, total=0.01))]
     assert seconds_left(beside, world.config(iterations=3)) == 2 * 60.0
     assert (
         seconds_left(rows, world.config(iterations=8)) is None
@@ -361,7 +364,7 @@ def test_each_iteration_says_how_long_the_rest_will_take(world, capfd):
 
 
 def test_quiet_says_nothing(world, capfd):
-    train_module.train(
+    train_module.train_checked(
         world.config(iterations=1), world.tasks(4), world.tasks(1, "held-out"), quiet=True
     )
     captured = capfd.readouterr()

@@ -57,7 +57,7 @@ def test_another_number_of_tasks_goes_on_where_the_stream_of_tasks_was(world, st
     run = {"off_policy_steps": steps, "iterations": 2}
     world.train(world.tasks(24), **run)
     more = world.config(**run | {"iterations": 4, "tasks_per_iteration": 5})
-    train_module.train(
+    train_module.train_checked(
         more, world.tasks(24), world.tasks(2, "held-out"), allow_changes=["tasks_per_iteration"]
     )
     stream = [
@@ -104,7 +104,7 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
             broken = (name, number) == (phase, iteration)
             if broken and moment == "before":
                 raise BoomError
-            was_done = self.folder.iteration(number).marker(name) is not None
+            was_done = self.folder.iteration(number).is_done(name)
             original(self, number)
             if not was_done:
                 done.append((name, number))
@@ -121,10 +121,10 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
 
             original_mark = IterationFolder.mark
 
-            def mark(self, name, *what):
-                if (name, self.number) == (phase, iteration):
+            def mark(self, facts, *what):
+                if (facts.phase, self.number) == (phase, iteration):
                     raise BoomError
-                return original_mark(self, name, *what)
+                return original_mark(self, facts, *what)
 
             patch.setattr(IterationFolder, "mark", mark)
         with pytest.raises(BoomError):
@@ -156,7 +156,7 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
 
 def counting(name, original, done):
     def run(self, number):
-        was_done = self.folder.iteration(number).marker(name) is not None
+        was_done = self.folder.iteration(number).is_done(name)
         original(self, number)
         if not was_done:
             done.append((name, number))

@@ -10,19 +10,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.configs.run import LIMIT_NAMES
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import DriftError, ServerError
+from ttrl.facts import ComparedTokens, Difference, SamplerTrainer, Sync, read_facts
+from ttrl.monitoring import drift as instrument
 from ttrl.monitoring.drift import (
     DEFAULT_LIMITS,
     ENOUGH_TOKENS,
     Judged,
     check_drift,
-    exceeded,
-    judged_figures,
     limits_of,
 )
 from ttrl.monitoring.drift_causes import Evidence, WorstToken, likely_causes, worst_tokens
@@ -30,6 +31,19 @@ from ttrl.records import Sample, TaskResult
 from ttrl.run_folder.folder import DRIFT_FILE as FILE_NAME
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import write_jsonl
+
+
+def difference(figures):
+    return read_facts(Difference, figures)
+
+
+def exceeded(figures, limits):
+    return instrument.exceeded(difference(figures), limits)
+
+
+def judged_figures(figures, version, training):
+    return instrument.judged_figures(read_facts(SamplerTrainer, figures or {}), version, training)
+
 
 GOOD = {
     "tokens": 4000,
@@ -92,24 +106,28 @@ def test_limits_follow_dtype_and_device_and_can_be_changed():
 
 
 def test_policy_lag_is_no_drift():
-    drift = GOOD | BAD | {"by_version": {"2": GOOD | BAD, "3": GOOD}}
+    found = GOOD | BAD | {"by_version": {"2": GOOD | BAD, "3": GOOD}}
     # The policy that training starts from.
-    assert judged_figures(drift, 3, {}) == Judged(3, GOOD, drift)
-    assert [judged_figures(figures, 4, {}) for figures in (drift, GOOD, None)] == [None] * 3
+    assert judged_figures(found, 3, {}) == Judged(
+        3, difference(GOOD), read_facts(SamplerTrainer, found)
+    )
+    assert [judged_figures(figures, 4, {}) for figures in (found, GOOD, None)] == [None] * 3
     own = BAD | {"version": 2, "tokens": 50}
     # … or the one that sampled, as it was.
-    assert judged_figures(drift | {"own_weights": own}, 4, {}) == Judged(2, own, own)
-    assert judged_figures(drift | {"own_weights": own}, 3, {}).version == 3
-    assert judged_figures(drift | {"own_weights": own | {"tokens": 0}}, 4, {}) is None
+    assert judged_figures(found | {"own_weights": own}, 4, {}) == Judged(
+        2, read_facts(ComparedTokens, own), read_facts(ComparedTokens, own)
+    )
+    assert judged_figures(found | {"own_weights": own}, 3, {}).version == 3
+    assert judged_figures(found | {"own_weights": own | {"tokens": 0}}, 4, {}) is None
 
 
 def test_a_base_in_four_bits_is_judged_from_its_first_checkpoint_on():
-    drift = {"by_version": {"0": BAD, "1": BAD}}
-    assert judged_figures(drift, 0, {"lora_base_dtype": "nf4"}) is None
+    found = {"by_version": {"0": BAD, "1": BAD}}
+    assert judged_figures(found, 0, {"lora_base_dtype": "nf4"}) is None
     assert (
-        judged_figures(drift, 1, {"lora_base_dtype": "nf4"}).figures
-        == judged_figures(drift, 0, {}).figures
-        == BAD
+        judged_figures(found, 1, {"lora_base_dtype": "nf4"}).figures
+        == judged_figures(found, 0, {}).figures
+        == difference(BAD)
     )
     old = {"own_weights": BAD | {"version": 0, "tokens": 50}}
     assert (
@@ -134,8 +152,11 @@ def run(tmp_path, tiny_model):
         path = folder.iteration(number).path / "checkpoint"
         path.parent.mkdir(parents=True)
         path.symlink_to(tiny_model)
-        folder.iteration(number).mark(
-            "train" if number else "prepare", [], {"seconds": 1.0, "trained": True}
+        mark(
+            folder.iteration(number),
+            "train" if number else "prepare",
+            [],
+            {"seconds": 1.0, "trained": True},
         )
     iteration = folder.iteration(2)
     groups = []
@@ -164,13 +185,14 @@ def run(tmp_path, tiny_model):
         [sample.to_json() for group in groups for sample in group.samples],
     )
     sync = {"mode": "reload", "canary_max_difference": 2e-6, "fell_back": None}
-    iteration.mark("rollouts", ["rollouts.jsonl"], {"seconds": 1.0, "sync": sync})
+    mark(iteration, "rollouts", ["rollouts.jsonl"], {"seconds": 1.0, "sync": sync})
     tokenize = TaskResultTokenizer(tokenizer)
     packed = packed_tensors_from_tokenized_results(
         [one for g in groups for one in tokenize(g, [-1.0, 1.0])], seq_len=64, pad_id=0
     )
     packed.save(iteration.path / "packed.safetensors")
-    iteration.mark(
+    mark(
+        iteration,
         "pack",
         ["packed.safetensors"],
         {"seconds": 1.0, "tokenization": dataclasses.asdict(tokenize.counts)},
@@ -179,12 +201,13 @@ def run(tmp_path, tiny_model):
 
     def trained(figures, worst=()):
         drift = figures | {"worst": list(worst), "by_version": {"1": figures}}
-        iteration.mark(
+        mark(
+            iteration,
             "train",
             [],
             {"seconds": 1.0, "trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]},
         )
-        return drift
+        return read_facts(SamplerTrainer, drift)
 
     said: list[str] = []
     return SimpleNamespace(
@@ -258,11 +281,17 @@ def test_an_older_policy_is_judged_by_what_its_own_weights_compute(run):
         (path / file).write_bytes((run.path / file).read_bytes())
     run.trained(GOOD)
     # Of policy 2.
-    run.folder.iteration(2).mark(
-        "validate", [], {"sync": {"mode": "reload", "canary_max_difference": 0.5}}
+    mark(
+        run.folder.iteration(2),
+        "validate",
+        [],
+        {"sync": Sync(mode="reload", canary_max_difference=0.5)},
     )
-    run.folder.iteration(1).mark(
-        "validate", [], {"sync": {"mode": "reload", "canary_max_difference": 2e-6}}
+    mark(
+        run.folder.iteration(1),
+        "validate",
+        [],
+        {"sync": Sync(mode="reload", canary_max_difference=2e-6)},
     )
 
     def trained(own):
@@ -276,8 +305,11 @@ def test_an_older_policy_is_judged_by_what_its_own_weights_compute(run):
             }
         )
         run.folder.iteration(3).unmark("train")
-        run.folder.iteration(3).mark(
-            "train", [], {"trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]}
+        mark(
+            run.folder.iteration(3),
+            "train",
+            [],
+            {"trained": True, "steps": [{"sampler_trainer": drift, "lr": 1.0}]},
         )
 
     trained(GOOD)
@@ -366,7 +398,7 @@ def test_the_same_token_after_the_same_tokens_is_named_once(run):
 
 
 def verdicts(**changes):
-    evidence = Evidence(**({"config": config(), "version": 1, "drift": {}} | changes))
+    evidence = Evidence(**({"config": config(), "version": 1, "drift": SamplerTrainer()} | changes))
     causes = likely_causes(evidence)
     order = [cause.verdict for cause in causes]
     assert order == sorted(order, key=("found", "could not be checked", "ruled out").index)
@@ -421,7 +453,7 @@ FOUND = [
     ("chat", {"tokenization": {"unaligned": 4}}, "4 tokens could not be aligned"),
     (
         "stale",
-        {"sync": {"mode": "reload", "canary_max_difference": 0.4}},
+        {"sync": Sync(mode="reload", canary_max_difference=0.4)},
         "differed by at most 0.4 nats, more than 0.001",
     ),
     (
@@ -485,9 +517,9 @@ def test_a_sound_run_has_no_cause(tmp_path):
         model=checkpoint(tmp_path / "m"),
         shape={"vocab_size": 8, "rope_parameters": {"rope_type": "default"}},
         generation={"top_k": 20, "repetition_penalty": 1.0},
-        sync={"mode": "reload", "canary_max_difference": 1e-6},
+        sync=Sync(mode="reload", canary_max_difference=1e-6),
         tokens=(token(True),),
-        drift={"by_position": [1e-6, 1e-6, 1e-6, 2e-6]},
+        drift=SamplerTrainer(by_position=[1e-6, 1e-6, 1e-6, 2e-6]),
     )
     assert {cause.verdict for cause in found.values()} == {"ruled out"}, [
         c.line() for c in found.values()

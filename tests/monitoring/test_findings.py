@@ -6,10 +6,10 @@ import random
 from typing import Any
 
 import pytest
+from support.facts import rows_of
 
 from ttrl.monitoring.finding import trend
-from ttrl.monitoring.findings import findings
-from ttrl.run_folder.reader import number
+from ttrl.monitoring.findings import findings as judge
 
 
 def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:
@@ -73,6 +73,10 @@ def healthy(count: int = 20, seed: int = 0) -> list[dict[str, Any]]:
 
 
 CONFIG = {"validation_metric": "exact", "dtype": "fp32", "device": "cpu", "tasks_per_iteration": 32}
+
+
+def findings(rows, config=None):
+    return judge(rows_of(rows), config)
 
 
 def keys(rows, config=CONFIG):
@@ -378,11 +382,3 @@ def test_a_line_through_points_is_that_of_least_squares():
     )
     assert trend(points[:3]) is None and trend([(1, 1.0)] * 9) is None
     assert trend([(x, 2.0 * x) for x in range(5)]).t == math.inf
-
-
-def test_numbers_are_read_at_dotted_paths():
-    assert (
-        number({"a": {"b": 2}}, "a.b") == 2.0
-        and number({"a": None}, "a.b") is None
-        and number({"a": True}, "a") is None
-    )

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+from support.facts import row_of, rows_of
 from support.recorders import Recorder
 
 from ttrl import TrainConfig
@@ -18,21 +19,23 @@ from ttrl.monitoring.loggers import Loggers, flattened, make_loggers
 from ttrl.run_folder.metrics import forget_rows
 from ttrl.system.console import Console
 
-ROWS = [
-    {"iteration": 0, "validation_reward": 0.5, "seconds": {"validate": 1.5, "total": 2}},
-    {
-        "iteration": 1,
-        "trained": True,
-        "reward": 0.25,
-        "train": {"entropy": 0.1, "kl": None, "note": "x", "lr": float("nan")},
-        "sampler_trainer": {
-            "mean": 1e-6,
-            "by_version": {"0": {"mean": 1e-6}},
-            "by_position": [1.0],
+ROWS = rows_of(
+    [
+        {"iteration": 0, "validation_reward": 0.5, "seconds": {"validate": 1.5, "total": 2}},
+        {
+            "iteration": 1,
+            "trained": True,
+            "reward": 0.25,
+            "train": {"entropy": 0.1, "kl": None, "note": "x", "lr": float("nan")},
+            "sampler_trainer": {
+                "mean": 1e-6,
+                "by_version": {"0": {"mean": 1e-6}},
+                "by_position": [1.0],
+            },
         },
-    },
-    {"iteration": 2, "reward": 0.75},
-]
+        {"iteration": 2, "reward": 0.75},
+    ]
+)
 
 
 @pytest.fixture
@@ -61,7 +64,9 @@ def test_rows_become_numbers_by_flat_names():
         "seconds/validate": 1.5,
         "seconds/total": 2.0,
     }
-    assert flattened({"validation": {"level/3": 0.5, "5": 1.0, "x": 2.0}}) == {
+    assert flattened(
+        row_of({"iteration": 1, "validation": {"level/3": 0.5, "5": 1.0, "x": 2.0}})
+    ) == {
         "validation/level/3": 0.5,
         "validation/5": 1.0,
         "validation/x": 2.0,
@@ -101,7 +106,7 @@ def test_a_logger_that_is_added_later_gets_the_rows_from_the_start(tmp_path, rec
     assert [line.split(":")[0] for line in lines] == ["iteration 0", "iteration 1", "iteration 2"]
     assert (
         lines[1]
-        == "iteration 1: trained=1 reward=0.25 train/entropy=0.1 sampler_trainer/mean=1e-06"
+        == "iteration 1: reward=0.25 trained=1 train/entropy=0.1 sampler_trainer/mean=1e-06"
     )
 
 

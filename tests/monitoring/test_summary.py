@@ -2,11 +2,13 @@
 
 import numpy
 import pytest
+from support.facts import rows_of
 
+from ttrl.facts import held_out, metric
 from ttrl.monitoring.summary import Course, course, overfits, summary_lines
 
 
-def rows_of(values, **more):
+def rows_with(values, **more):
     return [
         {"iteration": k, "validation": {"exact": value}, "reward": value / 2, **more}
         for k, value in enumerate(values)
@@ -14,14 +16,15 @@ def rows_of(values, **more):
 
 
 def test_start_end_best_worst_and_steps_by_hand():
-    found = course(rows_of([0.5, 0.4, 0.4, 0.7, 0.9, 0.8]), "validation.exact")
+    found = course(rows_of(rows_with([0.5, 0.4, 0.4, 0.7, 0.9, 0.8])), held_out("exact"))
     assert found.steps == (2, 2, 1)
     assert (
         found.line()
         == "start 0.5 (0), end 0.8 (5), best 0.9 (4), worst 0.4 (1); up 2, down 2, flat 1"
     )
     assert found.moving(10) is None
-    assert course(rows_of([0.5]), "reward") is None and course([], "reward") is None
+    assert course(rows_of(rows_with([0.5])), metric("reward")) is None
+    assert course([], metric("reward")) is None
 
 
 def test_moving_averages_and_slopes_are_those_of_numpy():
@@ -40,7 +43,7 @@ def test_moving_averages_and_slopes_are_those_of_numpy():
 
 
 def test_means_ranges_and_reward_per_second():
-    rows = rows_of([0.2, 0.4, 0.6], samples=100, seconds={"total": 5.0}, grading_seconds=0.25)
+    rows = rows_with([0.2, 0.4, 0.6], samples=100, seconds={"total": 5.0}, grading_seconds=0.25)
     for k, row in enumerate(rows[1:]):
         row["pack"] = {"advantages": {"lowest": -1.0 - k, "highest": 2.0}}
         row["train"] = {
@@ -49,6 +52,7 @@ def test_means_ranges_and_reward_per_second():
             "grad_norm": 1.0 + k,
             "kl_coefficient": 0.005 * k,
         }
+    rows = rows_of(rows)
     *_, last = summary_lines(rows, {"validation_metric": "exact"})
     assert last == (
         "advantages -2 to 2; KL 0.01, its share 25%, gradient norm 1.5, β 0.0025 (means); 4 "
@@ -67,7 +71,7 @@ def test_overfit_mode_is_told_by_the_tasks_and_said():
         {"tasks": same, "validation_tasks": {**same, "digest": "b"}}
     ) and not overfits({})
     first, second, *_ = summary_lines(
-        rows_of([0.2, 0.4]), {"validation_metric": "exact"}, overfits=True
+        rows_of(rows_with([0.2, 0.4])), {"validation_metric": "exact"}, overfits=True
     )
     assert first.startswith("overfit mode: ") and second.startswith(
         "exact on the tasks that it is trained on: start"

@@ -11,14 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.facts import rows_of
 from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from ttrl import Task, TrainConfig, train
 from ttrl.cli import main
 from ttrl.cli.settings import read_planned
-from ttrl.configs import GRPOConfig
-from ttrl.costs.flops import adapter_numbers
-from ttrl.costs.parameters import decoder_parameters
 from ttrl.data.packing.pack import PackedTensors
 from ttrl.errors import ConfigError, ModelFolderError, UserError
 from ttrl.loop.plan import plan
@@ -28,10 +26,11 @@ from ttrl.plans.disk import _others_at_most
 from ttrl.plans.lengths import Assumptions, assumed_lengths, lognormal
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import measured_in_run
+from ttrl.plans.plan import Plan
 from ttrl.plans.planner import make_plan, read_model_config, write_plan
 from ttrl.plans.warnings import warnings_of
 from ttrl.report.plan import outcomes, plan_table
-from ttrl.system.files import read_jsonl
+from ttrl.run_folder.folder import RunFolder
 from ttrl.text import gib, si_spaced
 from ttrl.training.counts import work_counts
 from ttrl.training.timing import matmul_peak
@@ -329,15 +328,9 @@ def test_what_adapters_cost_a_cpu_besides(big, monkeypatch):
     )
     in_no_time = plan(config_of(big, training={"lora_rank": 8})).seconds.phases["train"].seconds
     expected = (
-        adapters.work.row_tokens * 4 * 28 * sum(4 * a + 4 * b for a, b in ends) / (0.6 * 20e9)
+        adapters.work.row_tokens * 4 * 28 * sum(6 * a + 10 * b for a, b in ends) / (0.6 * 20e9)
     )
     assert adapters.seconds.phases["train"].seconds - in_no_time == pytest.approx(expected)
-    model = decoder_parameters(QWEN)
-    for apart in ({"dtype": "bf16"}, {"lora_kind": "dora"}, {"lora_dropout": 0.1}):
-        recipe = GRPOConfig(model="m", packed="p", output_dir="o", lora_rank=8, **apart)
-        assert adapter_numbers(model, recipe, cuda=False) == 28 * sum(
-            6 * a + 10 * b for a, b in ends
-        )
 
 
 # Memory, disk, seconds, money
@@ -504,13 +497,15 @@ def seconds_row(number, **seconds):
 
 
 def test_what_a_run_measured_is_taken():
-    rows = [
-        seconds_row(0, prepare=20.0, validate=1.0),
-        seconds_row(1, sample=2.0, train=9.0, validate=1.0),
-        seconds_row(2, sample=2.0, train=3.0, validate=1.0),
-        seconds_row(3, sample=4.0, train=5.0, validate=1.0),
-        seconds_row(4, sample=0.0, train=4.0, validate=1.0),
-    ]
+    rows = rows_of(
+        [
+            seconds_row(0, prepare=20.0, validate=1.0),
+            seconds_row(1, sample=2.0, train=9.0, validate=1.0),
+            seconds_row(2, sample=2.0, train=3.0, validate=1.0),
+            seconds_row(3, sample=4.0, train=5.0, validate=1.0),
+            seconds_row(4, sample=0.0, train=4.0, validate=1.0),
+        ]
+    )
     measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
     assert measured == {
         "sample": 3.0,
@@ -527,9 +522,9 @@ def test_what_a_run_measured_is_taken():
 
 def test_iterations_in_which_nothing_was_trained_say_nothing_of_training():
     rows = [seconds_row(n, sample=2.0, train=0.0) | {"trained": False} for n in (1, 2, 3, 4)]
-    assert measured_in_run(rows).keys() == {"sample", "other"}
+    assert measured_in_run(rows_of(rows)).keys() == {"sample", "other"}
     rows[2] = seconds_row(3, sample=4.0, train=5.0) | {"trained": True}
-    measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
+    measured = {name: value.seconds for name, value in measured_in_run(rows_of(rows)).items()}
     assert measured == {"sample": 4.0, "train": 5.0, "other": 0.5, "iteration": 9.5}
 
 
@@ -596,7 +591,7 @@ def test_phases_that_overlap_take_less_than_their_sum():
         {"iteration": n, "seconds": {"sample": 2.0, "validate": 2.0, "total": 3.0}}
         for n in range(4)
     ]
-    measured = {name: value.seconds for name, value in measured_in_run(rows).items()}
+    measured = {name: value.seconds for name, value in measured_in_run(rows_of(rows)).items()}
     assert measured["iteration"] == 3.0 and measured["other"] == 0.0
 
 
@@ -747,9 +742,8 @@ def test_a_disk_without_room(big, monkeypatch):
 def test_a_run_leaves_its_plan_and_its_report_compares(world):
     world.writes_reports = True
     world.train(iterations=2)
-    written = json.loads((world.run / "plan.json").read_text())
-    rows = read_jsonl(world.run / "metrics.jsonl")
-    lines = {line.name: line for line in outcomes(written, rows)}
+    rows = RunFolder(world.run).metrics()
+    lines = {line.name: line for line in outcomes(Plan.load(world.run), rows)}
     assert lines["samples of an iteration"].real == lines["samples of an iteration"].planned == 8
     assert lines["samples of an iteration"].is_near and lines["prompt tokens"].is_near
     assert lines["seconds: an iteration"].source == "rough"

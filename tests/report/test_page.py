@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 
 import pytest
 from safetensors.torch import save_file
+from support.facts import rows_of
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.pictures.page import packed_row_html
@@ -702,5 +703,5 @@ def test_a_report_reads_nothing_again_that_did_not_change(tmp_path: Path) -> Non
 
 def test_rows_that_the_caller_has_are_not_read_again(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", [0.5, 0.6])
-    write_report(folder, [metrics_row(0, 0.25), metrics_row(1, 0.75)])
+    write_report(folder, rows_of([metrics_row(0, 0.25), metrics_row(1, 0.75)]))
     assert "from 25% to 75%" in (folder / "report.html").read_text(encoding="utf-8")

@@ -95,12 +95,12 @@ def test_what_changed_is_remembered_with_the_iteration_from_which_it_holds(tmp_p
     folder.remember_config(now, allow=["lr"])
     folder.remember_config(now)
     (line,) = history(tmp_path)
-    assert (line["iteration"], line["changes"]) == (
+    assert (line.iteration, line.changes) == (
         4,
         {"iterations": [3, 9], "training.lr": [1e-4, 1.0]},
     )
     folder.remember_config(now | {"iterations": 10})
-    assert [entry["changes"] for entry in history(tmp_path)][1:] == [{"iterations": [9, 10]}]
+    assert [entry.changes for entry in history(tmp_path)][1:] == [{"iterations": [9, 10]}]
 
 
 def test_killed_between_history_and_config(tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_the_report_tells_what_was_changed(tmp_path):
         json.dumps({"iteration": 0, "seconds": {"total": 1.0}}) + "\n"
     )
     folder.remember_config(BEFORE | {"iterations": 7})
-    assert read_run(tmp_path).config_history[0]["changes"] == {"iterations": [3, 7]}
+    assert read_run(tmp_path).config_history[0].changes == {"iterations": [3, 7]}
     page = write_report(tmp_path).read_text()
     assert "from iteration 1" in page and "config_history.jsonl" in page
     (tmp_path / "config_history.jsonl").write_text("{\n{\n")

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.facts import mark
 
 from ttrl.errors import RunFolderError
-from ttrl.run_folder.folder import RunFolder
+from ttrl.facts import MetricsRow, PackFacts, TrainFacts
+from ttrl.run_folder.folder import RunFolder, TaskList
 from ttrl.system import files
 from ttrl.system.files import digest
 from ttrl.system.request_folder import RequestFolder
@@ -25,7 +27,7 @@ def trained(folder, number, yes=True):
         for name in ("checkpoint", "state") if number else ("checkpoint",):
             (one.path / name).mkdir(parents=True)
             (one.path / name / "weights").write_text(str(number))
-    one.mark("train" if number else "prepare", [], {"seconds": 1.0, "trained": yes})
+    mark(one, "train" if number else "prepare", [], {"seconds": 1.0, "trained": yes})
 
 
 # Markers
@@ -34,14 +36,12 @@ def trained(folder, number, yes=True):
 def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     one = RunFolder(tmp_path).iteration(7)
     assert one.path == tmp_path / "iterations/0007"
-    assert one.marker("train") is None
+    assert not one.is_done("train")
     (one.path / "checkpoint/deep").mkdir(parents=True)
     for name in ("checkpoint/a", "checkpoint/deep/b", "train.jsonl"):
         (one.path / name).write_text(name)
-    assert one.mark("train", ["checkpoint", "train.jsonl", "absent"], {"seconds": 2.0}) == {
-        "seconds": 2.0
-    }
-    assert one.marker("train") == {"seconds": 2.0}
+    mark(one, "train", ["checkpoint", "train.jsonl", "absent"], {"seconds": 2.0})
+    assert one.marker(TrainFacts) == TrainFacts(seconds=2.0)
     content = json.loads((one.path / "done/train.json").read_text())
     expected = {
         name: digest(one.path / name)
@@ -53,10 +53,10 @@ def test_a_marker_says_what_was_said_and_what_was_written(tmp_path):
     with pytest.raises(
         RunFolderError, match=r"train\.json is there already: another process .*same command again"
     ):
-        one.mark("train", ["checkpoint"], {}, known)
+        mark(one, "train", ["checkpoint"], {}, known)
     assert one.files("train") == expected
     one.unmark("train")
-    one.mark("train", ["checkpoint"], {}, known)
+    mark(one, "train", ["checkpoint"], {}, known)
     assert one.files("train") == {
         "checkpoint/a": "known from its writing",
         "checkpoint/deep/b": expected["checkpoint/deep/b"],
@@ -68,7 +68,7 @@ def test_files_that_changed_after_their_marker(tmp_path):
     one.path.mkdir(parents=True)
     one.verify("pack")  # not done: nothing to verify
     (one.path / "packed").write_text("right")
-    one.mark("pack", ["packed"], {})
+    mark(one, "pack", ["packed"], {})
     one.verify("pack")
     (one.path / "packed").write_text("wrong")
     with pytest.raises(
@@ -92,7 +92,7 @@ def test_a_damaged_marker(tmp_path, content):
     with pytest.raises(
         RunFolderError, match=r"pack\.json is damaged .*; remove it to run the phase again"
     ):
-        one.marker("pack")
+        one.marker(PackFacts)
 
 
 def test_a_network_disk_that_is_stale_for_a_moment(tmp_path, monkeypatch):
@@ -121,17 +121,17 @@ def test_a_network_disk_that_is_stale_for_a_moment(tmp_path, monkeypatch):
         assert not fails
         return result
 
-    stale(lambda: one.mark("pack", [], {"rows": 3}))
-    assert stale(lambda: one.marker("pack")) == {"rows": 3}
-    assert stale(folder.metrics) == [{"iteration": 0}]
+    stale(lambda: mark(one, "pack", [], {"rows": 3}))
+    assert stale(lambda: one.marker(PackFacts)) == PackFacts(rows=3)
+    assert stale(folder.metrics) == [MetricsRow(iteration=0)]
     assert stale(lambda: digest(tmp_path / "metrics.jsonl")) == digest(tmp_path / "metrics.jsonl")
     assert stale(lambda: requests.next_request(1)) == requests.request(1)
     fails.extend([errno.ESTALE] * 9)  # for good
     with pytest.raises(OSError, match="Stale"):
-        one.marker("pack")
+        one.marker(PackFacts)
     fails.clear()
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    assert one.marker("train") is None and RunFolder(tmp_path / "no").metrics() == []
+    assert not one.is_done("train") and RunFolder(tmp_path / "no").metrics() == []
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV])
@@ -146,10 +146,10 @@ def test_disks_without_links_and_folders_on_another_disk(tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "link", refusing)
     folder = RunFolder(tmp_path)
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {"rows": 3})
+        mark(folder.iteration(1), "pack", [], {"rows": 3})
         with pytest.raises(RunFolderError, match="is there already"):
-            folder.iteration(1).mark("pack", [], {})
-    assert folder.iteration(1).marker("pack") == {"rows": 3}
+            mark(folder.iteration(1), "pack", [], {})
+    assert folder.iteration(1).marker(PackFacts) == PackFacts(rows=3)
 
 
 # The config
@@ -246,11 +246,11 @@ def test_a_damaged_config(tmp_path, content):
 
 def test_other_tasks(tmp_path):
     folder = RunFolder(tmp_path)
-    tasks = {"tasks": {"count": 3, "digest": "a"}, "validation_tasks": {"count": 0, "digest": "b"}}
+    tasks = {"tasks": TaskList(3, "a"), "validation_tasks": TaskList(0, "b")}
     for _ in range(2):
         folder.remember_tasks(tasks)
     with pytest.raises(RunFolderError, match=r"\(tasks: 3 before, 4 now; ids"):
-        folder.remember_tasks(tasks | {"tasks": {"count": 4, "digest": "c"}})
+        folder.remember_tasks(tasks | {"tasks": TaskList(4, "c")})
     (tmp_path / "tasks.json").write_text("{")
     with pytest.raises(RunFolderError, match=r"tasks\.json is damaged"):
         folder.remember_tasks(tasks)
@@ -289,7 +289,7 @@ def test_metrics_are_in_order_whatever_was_appended_when(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in rows) + '{"iterat'
     )
-    assert RunFolder(tmp_path).metrics() == [
+    assert RunFolder(tmp_path).metrics_json() == [
         {"iteration": 0, "x": 1},
         {"iteration": 1, "x": 1},
         {"iteration": 2, "x": 5},

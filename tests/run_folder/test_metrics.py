@@ -1,7 +1,9 @@
 """The line of metrics.jsonl: what it makes of the steps of an iteration."""
 
 import pytest
+from support.facts import mark
 
+from ttrl.facts import RolloutFigures
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.run_folder.metrics import metrics_row
 
@@ -12,8 +14,8 @@ def row_of(tmp_path):
 
     def make(steps):
         iteration = IterationFolder(tmp_path, 1)
-        iteration.mark("train", [], {"seconds": 1.0, "trained": True, "steps": steps})
-        return metrics_row(iteration)["train"]
+        mark(iteration, "train", [], {"seconds": 1.0, "trained": True, "steps": steps})
+        return metrics_row(iteration).to_json()["train"]
 
     return make
 
@@ -70,8 +72,8 @@ def test_the_noise_of_the_gradient_is_averaged_over_the_last_steps_of_several_it
     for number in range(1, 8):
         iteration = IterationFolder(tmp_path / f"{number:04d}", number)
         steps = [noisy(3 * number + place) for place in range(3)]
-        iteration.mark("train", [], {"seconds": 1.0, "trained": True, "steps": steps})
-    found = metrics_row(iteration)["gradient_noise"]
+        mark(iteration, "train", [], {"seconds": 1.0, "trained": True, "steps": steps})
+    found = metrics_row(iteration).to_json()["gradient_noise"]
     last = [noisy(number)["gradient_noise"] for number in range(24 - 16, 24)]
     assert found["steps"] == 16 and found["noise"] == pytest.approx(
         sum(one["noise"] for one in last) / 16
@@ -89,7 +91,7 @@ def weights(folder, number, phase, text, **facts):
     path = iteration.path / "checkpoint" / "model.safetensors"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    iteration.mark(phase, ["checkpoint"], {"seconds": 1.0, **facts})
+    mark(iteration, phase, ["checkpoint"], {"seconds": 1.0, **facts})
     return iteration
 
 
@@ -98,12 +100,15 @@ def test_weights_that_training_left_as_they_were_are_named(tmp_path):
     weights(tmp_path, 0, "prepare", "start")
     same = weights(tmp_path, 1, "train", "start", **trained)
     skipped = IterationFolder(tmp_path / "0002", 2)
-    skipped.mark("train", [], {"seconds": 1.0, "trained": False})
+    mark(skipped, "train", [], {"seconds": 1.0, "trained": False})
     other = weights(tmp_path, 3, "train", "other", **trained)
     again = weights(tmp_path, 4, "train", "other", **trained)
-    assert metrics_row(same)["train"]["unchanged"] is True  # as the starting model
-    assert "unchanged" not in metrics_row(other)["train"] and "train" not in metrics_row(skipped)
-    assert metrics_row(again)["train"]["unchanged"] is True
+    assert metrics_row(same).to_json()["train"]["unchanged"] is True  # as the starting model
+    assert (
+        "unchanged" not in metrics_row(other).to_json()["train"]
+        and "train" not in metrics_row(skipped).to_json()
+    )
+    assert metrics_row(again).to_json()["train"]["unchanged"] is True
 
 
 def test_the_worst_tokens_stay_in_train_jsonl(tmp_path):
@@ -111,7 +116,7 @@ def test_the_worst_tokens_stay_in_train_jsonl(tmp_path):
     iteration = weights(
         tmp_path, 1, "train", "x", trained=True, steps=[step(1, sampler_trainer=compared)]
     )
-    assert metrics_row(iteration)["sampler_trainer"] == {
+    assert metrics_row(iteration).to_json()["sampler_trainer"] == {
         "mean": 1e-6,
         "by_version": {"0": {"mean": 1e-6}},
     }
@@ -125,9 +130,9 @@ def test_what_the_rollouts_say_stands_by_itself(tmp_path):
         "rollouts": {"truncated": 0.5},
         "rows": 3,
     }
-    iteration.mark("pack", [], {"seconds": 1.0, **facts})
-    row = metrics_row(iteration)
-    assert row["rollouts"] == {"truncated": 0.5} and row["pack"] == {
+    mark(iteration, "pack", [], {"seconds": 1.0, **facts})
+    row = metrics_row(iteration).to_json()
+    assert row["rollouts"] == RolloutFigures(truncated=0.5).to_json() and row["pack"] == {
         "advantages": {"clipped": 0},
         "rows": 3,
     }
@@ -155,9 +160,10 @@ def test_the_servers_speed_counts_what_they_held_out_meanwhile(
             "finish_reasons": {},
         }
         flops = {"prefill": 1.0, "decode": 2.0, "per_second": per_second}
-        folder.mark(phase, [], {"seconds": 4.0, "flops": flops, "stats": stats})
-    assert metrics_row(iteration)["server"] == {"flops_per_second": speed}
-    iteration.mark(
+        mark(folder, phase, [], {"seconds": 4.0, "flops": flops, "stats": stats})
+    assert metrics_row(iteration).to_json()["server"] == {"flops_per_second": speed}
+    mark(
+        iteration,
         "train",
         [],
         {
@@ -166,5 +172,5 @@ def test_the_servers_speed_counts_what_they_held_out_meanwhile(
             "steps": [{"matmul_peak": 70.0, "lr": 1e-5, "global_step": 1}],
         },
     )
-    row = metrics_row(iteration)
+    row = metrics_row(iteration).to_json()
     assert row["server"].get("peak_share") == pytest.approx(speed / 70), row

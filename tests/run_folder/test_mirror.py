@@ -10,13 +10,16 @@ import threading
 import time
 from uuid import uuid4
 
+import msgspec
 import pytest
+from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError, UserError
 from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lock import LOCK_FILES, describe_process
+from ttrl.run_folder.lease import LEASE_FILES
 from ttrl.run_folder.mirror import Mirror, mirrored, with_local_run
+from ttrl.run_folder.owner import describe_process
 from ttrl.run_folder.pruning import prune
 from ttrl.system import mirror_store
 from ttrl.system.files import append_jsonl, digest, write_json
@@ -72,13 +75,13 @@ class Machine:
         self.config = TrainConfig(run=str(path), model="m", iterations=20, mirror=address)
 
     def __enter__(self):
-        self._lock = self.folder.locked()
-        self._lock.__enter__()
+        self._lease = self.folder.locked()
+        self._lease.__enter__()
         self._mirror = mirrored(self.config, self.folder, store_class=QuickStore)
         try:
             return self._mirror.__enter__()
         except BaseException:
-            self._lock.__exit__(None, None, None)
+            self._lease.__exit__(None, None, None)
             raise
 
     def taking_over(self):
@@ -86,7 +89,7 @@ class Machine:
 
     def __exit__(self, *error):
         self._mirror.__exit__(*error)
-        self._lock.__exit__(None, None, None)
+        self._lease.__exit__(None, None, None)
 
     def phase(self, number, name, *files, **facts):
         """Writes files such as "checkpoint/weights", then the marker."""
@@ -94,7 +97,7 @@ class Machine:
         for file in files:
             (one.path / file).parent.mkdir(parents=True, exist_ok=True)
             (one.path / file).write_text(f"{file} of {number} by {self.folder.path.name}")
-        one.mark(name, sorted({file.split("/")[0] for file in files}), facts)
+        mark(one, name, sorted({file.split("/")[0] for file in files}), facts)
 
     def iteration(self, number):
         """All of an iteration, as the loop does it, with the pruning after it."""
@@ -132,7 +135,7 @@ class Machine:
             for path in self.folder.path.rglob("*")
             if path.is_file()
         )
-        return {str(path) for path in found if path.parts[0] not in LOCK_FILES}
+        return {str(path) for path in found if path.parts[0] not in LEASE_FILES}
 
 
 def test_the_mirror_is_the_run_folder(tmp_path, any_address):
@@ -304,10 +307,10 @@ def test_a_policy_that_is_not_there_as_a_whole_is_trained_again(tmp_path, any_ad
         folder = second.folder
         assert folder.policy_version(9) == 4
         assert [
-            folder.iteration(5).marker(name) is None
+            not folder.iteration(5).is_done(name)
             for name in ("rollouts", "pack", "train", "validate")
         ] == [0, 0, 1, 1]
-        assert folder.metrics()[-1]["iteration"] == 4
+        assert folder.metrics()[-1].iteration == 4
         assert "iterations/0005/done/train.json" not in set(store.keys())
         second.phase(5, "train", "checkpoint/weights", "state/moments", trained=True)
     with pytest.raises(RunFolderError, match="went different ways"), first:
@@ -341,7 +344,7 @@ def test_what_is_needed_at_once_is_stored_before_its_phase_is_finished(
         adapter.mkdir(parents=True)
         (adapter / "weights").write_bytes(b"123")
         assert mirror.publish(adapter) == found and store.read(key) == b"123"
-        store.write("owner.json", json.dumps(describe_process() | ELSEWHERE).encode())
+        store.write("owner.json", json.dumps(elsewhere()).encode())
         with pytest.raises(OSError, match="another process has taken the run over"):
             mirror.publish(adapter)
 
@@ -369,8 +372,8 @@ def test_what_is_published_while_it_is_followed_is_stored_once(tmp_path, address
             "state/moments",
             trained=True,
         )
-        read, fails = mirror.claim.other, ["once"]
-        mirror.claim.other = lambda: (
+        read, fails = mirror.lease.other, ["once"]
+        mirror.lease.other = lambda: (
             read() if not fails else (_ for _ in ()).throw(OSError(fails.pop()))
         )
         found = mirror.publish(machine.folder.iteration(1).path / "checkpoint" / "adapter")
@@ -437,10 +440,10 @@ def test_two_that_start_at_once(tmp_path, any_address, before):
             with pytest.raises(RunFolderError, match="in use by another process"), first:
                 pass
             second.iteration(2 * earlier)
-            assert second.folder.lock.epoch == 1 + earlier
+            assert second.folder.lease.epoch == 1 + earlier
     # Each owner's number is above those before, wherever it runs.
     with Machine(tmp_path / "third", any_address) as mirror:
-        assert mirror.claim.epoch == 3
+        assert mirror.lease.epoch == 3
         markers = sorted(
             (tmp_path / "third").rglob("done/*.json"),
             key=lambda path: json.loads(path.read_text())["finished"],
@@ -475,7 +478,7 @@ def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
     """
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
     with machine as mirror:
-        machine.folder.lock.lift(4)
+        machine.folder.lease.lift(4)
         machine.iteration(0)
         key, late = "iterations/0001/done/rollouts.json", b'{"epoch": 3, "facts": {}, "files": {}}'
         store.write(key, late)
@@ -485,8 +488,8 @@ def test_what_an_earlier_owner_left_late_gives_way(tmp_path, address, before):
     for other in (late.replace(b"3", b"4"), late.replace(b"3", b"5")):
         store.write(key, other)
         mirror._remote.discard(key)
-        mirror.claim.read()
-        mirror.claim.sign()
+        mirror.lease.read()
+        mirror.lease.sign()
         assert not mirror._try_pass() and store.read(key) == other
         assert re.search(
             r"has another iterations/0001/done/rollouts.json \(of epoch [45], and here of 4\)",
@@ -514,12 +517,15 @@ def test_a_machine_of_the_same_name_is_another(tmp_path, address, monkeypatch):
         pass
 
 
-ELSEWHERE = {"host": "another", "boot": "another", "pid_namespace": "", "pid": 1, "token": "t"}
+def elsewhere():
+    """An owner on another machine, as owner.json names it."""
+    changes = {"host": "another", "boot": "another", "pid_namespace": "", "pid": 1, "token": "t"}
+    return msgspec.to_builtins(describe_process()) | changes
 
 
 def test_an_owner_on_another_machine(tmp_path, address):
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
-    owner = describe_process() | ELSEWHERE
+    owner = elsewhere()
     store.write("owner.json", json.dumps(owner).encode())
     with pytest.raises(RunFolderError, match=r"pid 1 on another.*no sign of life"), machine:
         pass
@@ -550,9 +556,9 @@ def test_an_owner_on_another_machine(tmp_path, address):
 def test_who_was_taken_over_uploads_nothing_more(tmp_path, address, caplog):
     store, machine = MirrorStore(address), Machine(tmp_path / "here", address)
     with machine as mirror:
-        store.write("owner.json", json.dumps(describe_process() | ELSEWHERE).encode())
+        store.write("owner.json", json.dumps(elsewhere()).encode())
         deadline = time.monotonic() + 60
-        while mirror.claim.lost_to is None and time.monotonic() < deadline:
+        while mirror.lease.lost_to is None and time.monotonic() < deadline:
             time.sleep(0.01)
         with pytest.raises(
             RunFolderError,
@@ -571,11 +577,10 @@ def test_who_slept_through_all_that_another_did_uploads_nothing(tmp_path, addres
     first.run(0, 0)
     store = QuickStore(address)
     slept = Mirror(store, first.folder, first.config)
-    slept.claim.read()
-    slept.claim.sign()
-    store.write(
-        "owner.json", json.dumps(describe_process() | ELSEWHERE | {"released": True}).encode()
-    )
+    slept.lease.owner = describe_process()
+    slept.lease.read()
+    slept.lease.sign()
+    store.write("owner.json", json.dumps(elsewhere() | {"released": True}).encode())
     with second:
         second.iteration(1)
     before = store.keys()
@@ -643,7 +648,7 @@ def test_links_are_stored_as_what_they_point_to(tmp_path, any_address):
         folder = machine.folder.iteration(0).path / "checkpoint"
         folder.mkdir(parents=True)
         (folder / "weights").symlink_to(tmp_path / "model")
-        machine.folder.iteration(0).mark("prepare", ["checkpoint"], {})
+        mark(machine.folder.iteration(0), "prepare", ["checkpoint"], {})
     assert MirrorStore(any_address).read("iterations/0000/checkpoint/weights") == b"weights"
 
 

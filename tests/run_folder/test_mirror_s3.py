@@ -7,6 +7,7 @@ from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.errors import StorageError
@@ -32,7 +33,7 @@ def make_run(folder, size):
             path = folder.iteration(number).path / name / "weights"
             path.parent.mkdir(parents=True)
             path.write_bytes(bytes([number]) * size)
-        folder.iteration(number).mark(phase, names, {"trained": True})
+        mark(folder.iteration(number), phase, names, {"trained": True})
 
 
 def test_a_run_goes_there_and_comes_back(bucket, tmp_path):

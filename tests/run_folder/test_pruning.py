@@ -4,10 +4,12 @@ import json
 import random
 
 import pytest
+from support.facts import mark
 
 from ttrl import TrainConfig
 from ttrl.configs.run import ConfigError
 from ttrl.errors import StorageError
+from ttrl.facts import MetricsRow
 from ttrl.plans.disk import DiskNeeds, disk_needs, judge_disk
 from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.pruning import best_policies, kept_of, most_kept, prune
@@ -29,13 +31,14 @@ def folder_of(path, trained):
                 (one.path / name / "weights").write_bytes(
                     b"x" * (1000 if name == "checkpoint" else 3000)
                 )
-        one.mark("train" if number else "prepare", [], {"trained": yes})
+        mark(one, "train" if number else "prepare", [], {"trained": yes})
     return folder
 
 
 def rows(*rewards):
     return [
-        {"iteration": number, "validation_reward": reward} for number, reward in enumerate(rewards)
+        MetricsRow(iteration=number, validation_reward=reward)
+        for number, reward in enumerate(rewards)
     ]
 
 
@@ -81,16 +84,16 @@ def test_the_best_are_policies_not_iterations(tmp_path):
 def test_policies_that_were_not_written(tmp_path):
     """They are neither counted nor kept, and the policy before them is no stand-in for them."""
     folder, every_third = RunFolder(tmp_path), config(tmp_path, save_every=3, weight_sync="memory")
-    folder.iteration(0).mark("prepare", [], {})
+    mark(folder.iteration(0), "prepare", [], {})
     for number in range(1, 9):
-        folder.iteration(number).mark("train", [], {"trained": True, "saved": number % 3 == 0})
+        mark(folder.iteration(number), "train", [], {"trained": True, "saved": number % 3 == 0})
     assert folder.written_until(8) == [6, 3, 0] and (
         folder.written_version(8),
         folder.policy_version(8),
     ) == (6, 8)
     rewards = rows(0.1, 0.2, 0.3, 0.4, 0.9, 0.5, 0.3, 0.2, 0.8)
     assert best_policies(folder, rewards, every_third) == [3]
-    folder.iteration(8).mark("save", [], {})  # written after all
+    mark(folder.iteration(8), "save", [], {})  # written after all
     assert folder.written_until(8) == [8, 6, 3, 0] and best_policies(
         folder, rewards, every_third
     ) == [8]
@@ -99,16 +102,16 @@ def test_policies_that_were_not_written(tmp_path):
 
 def test_a_policy_that_is_written_while_another_thread_prunes(tmp_path, monkeypatch):
     """That thread has just seen that it is not."""
-    folder, look = RunFolder(tmp_path), IterationFolder.marker
-    folder.iteration(1).mark("train", [], {"trained": True, "saved": False})
+    folder, look = RunFolder(tmp_path), IterationFolder.is_done
+    mark(folder.iteration(1), "train", [], {"trained": True, "saved": False})
 
     def look_too_early(self, phase):
         seen = look(self, phase)
-        if phase == "save" and seen is None:
-            folder.iteration(1).mark("save", [], {})
+        if phase == "save" and not seen:
+            mark(folder.iteration(1), "save", [], {})
         return seen
 
-    monkeypatch.setattr(IterationFolder, "marker", look_too_early)
+    monkeypatch.setattr(IterationFolder, "is_done", look_too_early)
     assert folder.written_until(1) == [0] and folder.written_until(1) == [1, 0]
 
 
@@ -129,7 +132,7 @@ def test_no_rules_take_what_is_needed(tmp_path, seed):
         one = folder.iteration(number)
         for name in ("checkpoint", "state") if yes else ():
             (one.path / name).mkdir(parents=True)
-        one.mark("train", [], {"trained": yes})
+        mark(one, "train", [], {"trained": yes})
         scores.append(chance.random())
         for name, most in zip(("checkpoint", "state"), most_kept(settings, number), strict=True):
             assert (

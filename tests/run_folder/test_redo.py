@@ -26,7 +26,7 @@ OFF_POLICY = {
 
 
 def train(world, redo=None, **changes):
-    return train_module.train(
+    return train_module.train_checked(
         world.config(**changes), world.tasks(8), world.tasks(2, "held-out"), redo=redo
     )
 
@@ -157,7 +157,7 @@ def test_what_cannot_be_done_again_is_kept(world, monkeypatch):
         RunFolderError, match=r"iteration 2 cannot be done again: .*0001/state is no longer there"
     ):
         train(world, redo=2)
-    assert RunFolder(world.run).iteration(2).marker("train") is not None
+    assert RunFolder(world.run).iteration(2).is_done("train")
     for wrong in (0, -1, "2", True, 2.0):
         with pytest.raises(UserError, match=f"redo is {wrong!r}"):
             train(world, redo=wrong)

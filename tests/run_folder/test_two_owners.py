@@ -18,6 +18,7 @@ import threading
 from pathlib import Path
 from uuid import uuid4
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,10 +29,12 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from msgspec.structs import replace
 
 from ttrl import TrainConfig
 from ttrl.errors import TtrlError
-from ttrl.run_folder import lock
+from ttrl.facts import PhaseFacts
+from ttrl.run_folder import lease
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.mirror import Mirror, mirrored
 from ttrl.system import files
@@ -41,6 +44,10 @@ SCHEDULES = int(os.environ.get("TTRL_TESTS_SCHEDULES", "12"))
 PHASES = [(0, "prepare"), (1, "rollouts"), (1, "pack"), (1, "validate")]
 NEVER = 1e6
 """Seconds between heartbeats: the worst case, none is ever seen."""
+KINDS = {
+    phase: msgspec.defstruct("By", [("by", str)], bases=(PhaseFacts,), namespace={"phase": phase})
+    for _, phase in PHASES
+}
 
 
 class Killed(BaseException):
@@ -127,9 +134,9 @@ class Disk(RuleBasedStateMachine):
         self.seen, self.tokens = {}, [None]
         self.started = 0
         self.patch.setattr(fcntl, "flock", lambda *_: None)
-        describe = lock.describe_process
-        self.patch.setattr(lock, "describe_process", lambda: describe() | {"boot": uuid4().hex})
-        self.patch.setattr(lock.Claim, "_pulse_moves", lambda claim: False)
+        describe = lease.describe_process
+        self.patch.setattr(lease, "describe_process", lambda: replace(describe(), boot=uuid4().hex))
+        self.patch.setattr(lease.Lease, "_pulse_moves", lambda lease: False)
         self.patch.setattr(files, "_PAUSES", (0.0,) * 4, raising=False)
         self.prepare()
 
@@ -151,8 +158,8 @@ class Disk(RuleBasedStateMachine):
     def do(self, folder, name, uploaded):
         self.leads.append(name)
         for number, phase in PHASES:
-            if folder.iteration(number).marker(phase) is None:
-                folder.iteration(number).mark(phase, [], {"by": name})
+            if not folder.iteration(number).is_done(phase):
+                folder.iteration(number).mark(KINDS[phase](by=name))
             uploaded()
 
     def markers(self):

@@ -82,7 +82,7 @@ class GradersBench:
     @property
     def keeper(self) -> int:
         """The pid of the process that starts the others."""
-        return self.graders._processes._keeper._process.pid
+        return self.graders._processes._keeper._child.pid
 
     def close(self) -> None:
         self.graders.__exit__(None, None, None)

@@ -4,6 +4,8 @@ The run has three iterations of two tasks with four answers each. The answers ar
 and "yes" earned 1.
 """
 
+from support.facts import mark
+
 from ttrl import Sample
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.loop.phases import Phases
@@ -32,7 +34,7 @@ class Run:
         checkpoint.mkdir(parents=True)
         for path in world.model.iterdir():
             (checkpoint / path.name).symlink_to(path)
-        self.start.mark("prepare", ["checkpoint"], {"seconds": 0.0})
+        mark(self.start, "prepare", ["checkpoint"], {"seconds": 0.0})
         for number in (1, 2, 3):
             self.write(number, [self.sample(number, task, k) for task in (0, 1) for k in range(4)])
 
@@ -64,7 +66,7 @@ class Run:
         iteration = self.folder.iteration(number)
         write_jsonl(iteration.path / "rollouts.jsonl", [sample.to_json() for sample in samples])
         iteration.unmark("rollouts")
-        iteration.mark("rollouts", ["rollouts.jsonl"], {"seconds": 0.0, "stats": {}})
+        mark(iteration, "rollouts", ["rollouts.jsonl"], {"seconds": 0.0, "stats": {}})
 
     def change(self, number, place, **changes):
         """Another row `place` in an iteration's rollouts."""
@@ -79,7 +81,7 @@ class Run:
         work = Phases(self.config, self.folder, self.world.model, server=server, console=console)
         for number in numbers:
             work.pack(number)
-            work.train(number)
+            work.train_policy(number)
         self.world.recipes.clear()
         self.world.events.clear()
 

@@ -144,7 +144,7 @@ def turns(job: dict[str, Any], here: Ranks) -> dict[str, Any]:
         mock.patch.object(resident, "unpark", unparking),
         mock.patch.object(Stepper, "lives_on_cpu", False),
     ):
-        serve(grpo_recipe.train, _config(GRPOConfig, job, packed="", output_dir=""), here)
+        serve(grpo_recipe.train_iteration, _config(GRPOConfig, job, packed="", output_dir=""), here)
     return {"phases": phases}
 
 

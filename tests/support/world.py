@@ -302,7 +302,7 @@ class World:
     ) -> Any:
         tasks = self.tasks(6) if tasks is None else tasks
         validation = self.tasks(2, "held-out") if validation is None else validation
-        return train_module.train(self.config(**changes), tasks, validation)
+        return train_module.train_checked(self.config(**changes), tasks, validation)
 
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run / "metrics.jsonl").read_text().splitlines()]
@@ -387,7 +387,7 @@ class World:
             def start(self, recipe_config: dict[str, Any]) -> None:
                 assert (Path(recipe_config["model"]) / "config.json").is_file()
 
-            def train(self, number: int, recipe_config: dict[str, Any]) -> Path:
+            def make_checkpoint(self, number: int, recipe_config: dict[str, Any]) -> Path:
                 assert recipe_config["kept"] is None, "this one holds nothing"
                 output = Path(recipe_config["output_dir"])
                 if recipe_config["packed"]:

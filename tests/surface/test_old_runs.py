@@ -1,6 +1,6 @@
 """Runs of earlier trees still resume, replay, report and view.
 
-Each archive of `runs/` holds a run folder, its model and the CPU that made it: two iterations of a
+Each archive of `old_runs/` holds a run folder, its model and the CPU that made it: two iterations of a
 tiny model, with a real server and a real trainer. The tasks below made them.
 """
 
@@ -19,7 +19,8 @@ from ttrl.cli import main
 from ttrl.loop import train as train_module
 from ttrl.system.files import digest
 
-ARCHIVES = sorted(Path(__file__).parent.glob("runs/*.tar.xz"))
+ARCHIVES = sorted(Path(__file__).parent.glob("old_runs/*.tar.xz"))
+assert ARCHIVES
 
 
 def grader(choice: Any) -> tuple[float, dict[str, float]]:
@@ -73,7 +74,7 @@ def test_it_resumes(run: Path, world: World) -> None:
     """Server and trainer are stand-ins; what was done before is not done again."""
     values = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     config = TrainConfig.parse(values | {"iterations": 3}, "config.yaml")
-    train_module.train(config, tasks("task", 6), tasks("held-out", 2))
+    train_module.train_checked(config, tasks("task", 6), tasks("held-out", 2))
     assert world.count()["train 3"] == 1
     assert not {"train 1", "train 2"} & set(world.events)
     rows = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

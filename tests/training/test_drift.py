@@ -70,7 +70,7 @@ def compare(case, **changes):
         tuple(case.labels.shape),
         config(case.folder, **changes),
         HERE,
-    )
+    ).to_json()
 
 
 def test_figures_equal_numpy_for_all_tokens_and_for_each_version(case):
@@ -106,7 +106,9 @@ def test_one_token_does_not_decide_about_the_effective_sample_size_of_most(tmp_p
     step = fake_step(
         torch.ones(1, 2000, dtype=torch.int64), torch.zeros(1, 2000, dtype=torch.int32), [0]
     )
-    result = compare_tokens([step], trainer, sampler[0], (1, 2000), config(tmp_path), HERE)
+    result = compare_tokens(
+        [step], trainer, sampler[0], (1, 2000), config(tmp_path), HERE
+    ).to_json()
     assert (
         result["ess"] < 0.5
         and result["by_version"]["0"]["ess_of_most"] == result["ess_of_most"] > 0.9999

@@ -52,7 +52,7 @@ def chain_in(folder, model_folder):
             "packed": str(folder / f"packed{number % ITERATIONS}.safetensors"),
         }
         files |= {"output_dir": str(output), "state": state and str(state), "iteration": number + 1}
-        grpo_recipe.train(config(**files | settings), HERE, residence)
+        grpo_recipe.train_iteration(config(**files | settings), HERE, residence)
         return output
 
     def config(**settings):
@@ -314,7 +314,7 @@ def test_the_canary_of_the_starting_model_is_made_before_it_is_trained(
         config = chain.config(
             model=str(checkpoint), packed="", output_dir=str(checkpoint.parent), **settings
         )
-        grpo_recipe.train(config, HERE, residence)
+        grpo_recipe.train_iteration(config, HERE, residence)
         return json.loads((checkpoint / "canary.json").read_text())
 
     canary = made(None)

@@ -63,7 +63,7 @@ def trials(model_folder, tmp_path):
         values |= {"updates_per_iteration": 2, "rows_per_microbatch": 1}
         if "lora_rank" in settings:
             values["lora_base"] = str(model_folder())
-        grpo_recipe.train(GRPOConfig.parse(values | settings, "test"), HERE, residence)
+        grpo_recipe.train_iteration(GRPOConfig.parse(values | settings, "test"), HERE, residence)
         return tmp_path / name
 
     return train

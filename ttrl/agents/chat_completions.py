@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ttrl.agents.parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
-from ttrl.messages import messages_without_nulls, part_that_is_no_text
+from ttrl.messages import Message, messages_without_nulls, part_that_is_no_text
 from ttrl.text import short
 
 FREE = frozenset({"messages", "max_completion_tokens"})
@@ -42,7 +42,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     return Asked(messages_without_nulls(given), tools_of(body), body.get("stop"), limits)
 
 
-def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:
+def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Response:
     """Return a completion, or the stream of one, as the API has it."""
     reason = finish_reason(choice)
     if body.get("logprobs") and choice.logprobs is not None:

@@ -12,6 +12,7 @@ from aiohttp import web
 from ttrl.agents.chat_completions import finish_reason
 from ttrl.agents.parameters import MODEL, Asked, events
 from ttrl.errors import UserError
+from ttrl.messages import Message
 from ttrl.records import PROMPT
 from ttrl.text import short
 
@@ -46,7 +47,7 @@ def read(body: Mapping[str, Any]) -> Asked:
     )
 
 
-def answer(body: Mapping[str, Any], message: dict[str, Any], choice: Any) -> web.Response:
+def answer(body: Mapping[str, Any], message: Message, choice: Any) -> web.Response:
     """Return a completion, or the stream of one, as the API has it."""
     head = {
         "id": f"cmpl-{secrets.token_hex(12)}",

@@ -10,15 +10,15 @@ import functools
 import json
 import os
 import re
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ttrl.agents.task import TASK_VARIABLE
-from ttrl.errors import TaskError
-from ttrl.rollouts.graders.processes import hidden
+from ttrl.errors import TaskError, UserError
+from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.text import harmless
 
 _SECONDS = 600.0
@@ -58,16 +58,25 @@ def list_rows(program: Sequence[str], order: Mapping[str, Any], name: str) -> li
 
 @functools.lru_cache(8)
 def _listed(program: tuple[str, ...], order: str, name: str) -> str:
-    own = {variable: value for variable, value in os.environ.items() if not hidden(variable)}
-    try:
-        done = subprocess.run(
-            [*program, order], env=own, capture_output=True, text=True, timeout=_SECONDS
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise TaskError(f"{name}: {error}") from None
-    if not done.returncode:
-        return done.stdout
-    said = " ".join(_LAST_ERROR.split(done.stderr)[-1].split())[:600]
+    with tempfile.TemporaryDirectory(prefix="ttrl-list-") as folder:
+        rows = Path(folder, "rows")
+        log = Path(folder, "log")
+        with open(os.devnull, "rb") as nothing, open(rows, "wb") as listed:
+            pipes = (nothing.fileno(), listed.fileno())
+            try:
+                with ChildProcess([*program, order], log, without_secrets(), pipes=pipes) as child:
+                    status = child.wait(_SECONDS)
+            except TimeoutError:
+                raise TaskError(
+                    f"{name}: listing its tasks took longer than {_SECONDS:g} s; does the package "
+                    "wait for something, such as a download?"
+                ) from None
+            except (UserError, OSError) as error:
+                raise TaskError(f"{name}: {error}") from None
+        if not status:
+            return rows.read_text(encoding="utf-8")
+        errors = log.read_text(encoding="utf-8", errors="replace")
+    said = " ".join(_LAST_ERROR.split(errors)[-1].split())[:600]
     package = name.partition(":")[0]
     if said.startswith("ModuleNotFoundError") and f"'{package}" in said:
         said += f"; name a Python that has it in {variable(package)}"

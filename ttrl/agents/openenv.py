@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import functools
 import json
-import os
 import socket
 import tempfile
 import time
@@ -29,8 +28,7 @@ import aiohttp
 from ttrl.agents.gym import Game, NoAction, seeds, show, tagged_or_last_line
 from ttrl.agents.tools import Tools, cut
 from ttrl.errors import RolloutError, RolloutLimitError, TaskError, TtrlError, describe
-from ttrl.rollouts.graders.processes import hidden
-from ttrl.system.processes import ChildProcess
+from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.tasks.datasets import check_count
 from ttrl.tasks.task import Chat, RolloutLimits, Task, question
 from ttrl.text import is_number, short
@@ -362,11 +360,10 @@ def _started(command: tuple[str, ...]) -> str:
             f"OpenEnv server {' '.join(command)!r}: write {{port}} where its port stands"
         )
     folder = tempfile.TemporaryDirectory(prefix="ttrl-openenv-")
-    own = {name: value for name, value in os.environ.items() if not hidden(name)}
     child = ChildProcess(
         [part.replace("{port}", str(port)) for part in command],
         Path(folder.name, "server.log"),
-        own,
+        without_secrets(),
     )
     _running.append((child, folder))
     try:

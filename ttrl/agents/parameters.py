@@ -10,6 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ttrl.errors import UserError
+from ttrl.messages import Message, Tool
 from ttrl.text import short
 
 MODEL = "policy"
@@ -42,8 +43,8 @@ NEUTRAL: dict[str, Any] = {
 class Asked:
     """What a request of any of the APIs asks the policy."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Message]
+    tools: list[Tool] | None = None
     stop: Any = None
     max_tokens: list[Any] = field(default_factory=list)
     """The limits that were given, as they were given."""
@@ -110,7 +111,7 @@ def least_tokens(given: Collection[Any], own: Mapping[str, Any]) -> int | None:
     return min([*given, *limits[:1]]) if given else None
 
 
-def tools_of(body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def tools_of(body: Mapping[str, Any]) -> list[Tool] | None:
     """Return the tools that the model is to know of; None for none."""
     if body.get("tool_choice") != "none":
         return body.get("tools") or None

@@ -24,6 +24,7 @@ from ttrl.agents.listener import Listener
 from ttrl.agents.parameters import read_json
 from ttrl.agents.session import Session
 from ttrl.errors import TaskError, TtrlError, UserError
+from ttrl.facts import RolloutsFacts
 from ttrl.records import Endpoint, Sample
 from ttrl.rollouts.group import Group
 from ttrl.rollouts.ledger import Ledger
@@ -157,8 +158,8 @@ def collect(folder: RunFolder) -> int | None:
     """
     known = 0
     number = 1
-    while (marker := folder.iteration(number).marker("rollouts")) is not None:
-        known = marker["sessions"]
+    while (marker := folder.iteration(number).marker(RolloutsFacts)) is not None:
+        known = marker.sessions or 0
         number = number + 1
     rows = read_jsonl(folder.path / SESSIONS_FILE)
     if len(rows) == known:
@@ -175,5 +176,5 @@ def collect(folder: RunFolder) -> int | None:
         for row in results.to_jsonl_rows()
     ]
     write_text(iteration.path / "rollouts.jsonl", "".join(lines))
-    iteration.mark("rollouts", ["rollouts.jsonl"], {"sessions": len(rows)})
+    iteration.mark(RolloutsFacts(sessions=len(rows)), ["rollouts.jsonl"])
     return number

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from ttrl.agents.parameters import MODEL, Asked, events, tools_of
 from ttrl.errors import UserError
+from ttrl.messages import Message, Tool
 from ttrl.text import short
 
 # fmt: off
@@ -32,7 +33,7 @@ NEUTRAL: dict[str, Any] = {
 _TEXT = ("input_text", "output_text", "text", "refusal")
 
 
-def read(body: Mapping[str, Any], earlier: Mapping[str, list[dict[str, Any]]]) -> Asked:
+def read(body: Mapping[str, Any], earlier: Mapping[str, list[Message]]) -> Asked:
     """Return what is asked. earlier: the conversations of the session's responses, by their ids.
     Raises UserError.
     """
@@ -56,9 +57,9 @@ def read(body: Mapping[str, Any], earlier: Mapping[str, list[dict[str, Any]]]) -
     return Asked(messages, tools or None, body.get("stop"), [] if limit is None else [limit])
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    reply: dict[str, Any] | None = None  # the assistant's message that the next item may belong to
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[Message]:
+    messages: list[Message] = []
+    reply: Message | None = None  # the assistant's message that the next item may belong to
     for number, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
@@ -115,7 +116,7 @@ def _text(content: Any, number: int) -> str:
     return "".join(texts)
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+def _tool(tool: Mapping[str, Any]) -> Tool:
     """Return a function as chat completions have it."""
     if tool.get("type") != "function":
         raise UserError(
@@ -134,7 +135,7 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer(
-    body: Mapping[str, Any], message: dict[str, Any], choice: Any, response_id: str
+    body: Mapping[str, Any], message: Message, choice: Any, response_id: str
 ) -> tuple[dict[str, Any], web.Response]:
     """Return a response as the API has it, and what answers the request: it, or a stream of it."""
     output = _items(message)

@@ -22,6 +22,7 @@ from aiohttp import web
 from ttrl.agents import chat_completions, completions, responses
 from ttrl.agents.parameters import MODEL, Asked, check_parameters, least_tokens, read_json
 from ttrl.errors import RolloutError, RolloutLimitError, ServerError, TtrlError
+from ttrl.messages import Message
 from ttrl.records import Endpoint
 from ttrl.rollouts.client.transport import Transport, transport_for
 from ttrl.tasks.task import Chat, Grade
@@ -81,7 +82,7 @@ class Session:
         self._names = list(dict.fromkeys([MODEL, *names]))
         self._beside = {name: transport_for(server) for name, server in (beside or {}).items()}
         self._place = f"task {chat.task_id!r}, sample {chat.sample}"
-        self._responses: dict[str, list[dict[str, Any]]] = {}
+        self._responses: dict[str, list[Message]] = {}
         """Conversations by the ids of their last response, without instructions."""
         self._answered: dict[str, dict[str, Any]] = {}
         """Responses by their ids."""
@@ -168,7 +169,7 @@ class Session:
             await asyncio.shield(self.written)
         return web.json_response({"reward": self.reward.reward})
 
-    async def _ask(self, asked: Asked) -> tuple[dict[str, Any], Any]:
+    async def _ask(self, asked: Asked) -> tuple[Message, Any]:
         """Return the policy's message and choice."""
         chat = self._chat.copy(asked.messages)
         limit = least_tokens(asked.max_tokens, self._chat.params)

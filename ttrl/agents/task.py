@@ -19,8 +19,7 @@ from ttrl.agents.session import Session
 from ttrl.errors import RolloutError, TaskError
 from ttrl.records import Endpoint
 from ttrl.rollouts.client.transport import transport_for
-from ttrl.rollouts.graders.processes import hidden
-from ttrl.system.processes import ChildProcess
+from ttrl.system.processes import ChildProcess, without_secrets
 from ttrl.tasks.task import Chat, Grade, Grader, GraderOutput, RolloutLimits, Task, question
 from ttrl.text import short
 
@@ -201,11 +200,10 @@ async def _run_command(
         if posts_reward:
             given |= {"reward_url": session.reward_url, "reward_key": session.reward_key}
         task.write_text(json.dumps(given))
-        own = {name: value for name, value in os.environ.items() if not hidden(name)}
         child = ChildProcess(
             command,
             Path(folder, "agent.log"),
-            {**own, **session.environment, TASK_VARIABLE: str(task)},
+            {**without_secrets(), **session.environment, TASK_VARIABLE: str(task)},
         )
         starting = asyncio.create_task(asyncio.to_thread(child.start))
         try:

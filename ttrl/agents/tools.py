@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Union
 
 from ttrl.errors import RolloutError, TaskError
+from ttrl.messages import Message, Tool
 from ttrl.tasks.task import Chat, Choice
 
 _SIMPLE = {
@@ -45,12 +46,12 @@ class Tools:
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
-        self.descriptions: list[dict[str, Any]] = []
+        self.descriptions: list[Tool] = []
         self.calls = self.failures = 0
         for function in functions:
             self.add(function, describe_tool(function))
 
-    def add(self, function: Callable[..., Any], description: dict[str, Any]) -> None:
+    def add(self, function: Callable[..., Any], description: Tool) -> None:
         """Let the model call a function that is described in the form of OpenAI's API. Raises
         TaskError.
         """
@@ -60,7 +61,7 @@ class Tools:
         self.functions[name] = function
         self.descriptions.append(description)
 
-    async def answer(self, choice: Choice) -> list[dict[str, Any]]:
+    async def answer(self, choice: Choice) -> list[Message]:
         """Call what the model asks for, in its order; return the messages that answer it, [] where
         it calls nothing.
         """
@@ -118,7 +119,7 @@ def _text(result: object) -> str:
         return str(result)
 
 
-def describe_tool(function: Callable[..., Any]) -> dict[str, Any]:
+def describe_tool(function: Callable[..., Any]) -> Tool:
     """Return the description of a function in the form of OpenAI's API. Raises TaskError."""
     name = function.__name__
     text = inspect.getdoc(function) or ""

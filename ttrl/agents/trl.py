@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from ttrl.agents.tools import Tools
 from ttrl.errors import GraderError, TaskError
-from ttrl.messages import messages_without_nulls, with_text_added
+from ttrl.messages import Message, messages_without_nulls, with_text_added
 from ttrl.tasks.answers import reply_text
 from ttrl.tasks.datasets import load_rows
 from ttrl.tasks.task import Chat, Choice, GraderOutput, RolloutLimits, Task, question
@@ -260,7 +260,7 @@ class TrlGrader:
             else:
                 completion = [{"role": "assistant", "content": completion}]
         ids = list(getattr(choice, "token_ids", None) or ())
-        given: dict[str, Any] = {
+        given: Message = {
             name: [value] for name, value in self.columns.items() if name not in _NOT_COLUMNS
         }
         given |= {"prompts": [self.prompt], "completions": [completion], "completion_ids": [ids]}
@@ -371,7 +371,7 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return messages with what TRL's have: arguments of calls that are read already, and the name
     of the tool that answers.
     """
@@ -390,7 +390,7 @@ def _as_trl(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return told
 
 
-def _read(function: Mapping[str, Any]) -> dict[str, Any]:
+def _read(function: Mapping[str, Any]) -> Message:
     """Return a called function with its arguments as a dict; as they are, where they are no JSON
     object.
     """

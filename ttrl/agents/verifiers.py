@@ -14,6 +14,7 @@ from typing import Any
 from ttrl.agents.elsewhere import list_rows, playing, worker_program
 from ttrl.agents.task import agent_task
 from ttrl.errors import TaskError
+from ttrl.messages import Message
 from ttrl.tasks.datasets import check_count, check_name
 from ttrl.tasks.task import RolloutLimits, Task
 from ttrl.tasks.words import in_validation
@@ -92,7 +93,7 @@ def _is_of(row: dict[str, Any], split: str) -> bool:
     return split == "all" or in_validation(row["key"], 10) == (split == "validation")
 
 
-def _messages(row: dict[str, Any]) -> list[dict[str, Any]]:
+def _messages(row: dict[str, Any]) -> list[Message]:
     """Return what is known of a task's conversation before it begins."""
     if row["prompt"] is not None:
         prompt = row["prompt"]

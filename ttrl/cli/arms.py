@@ -35,6 +35,7 @@ from ttrl.errors import ConfigError, UserError
 from ttrl.evaluation.comparison import compare_seeds
 from ttrl.evaluation.evaluate import EvalConfig, checked_sets, evaluate
 from ttrl.evaluation.results import read_result
+from ttrl.facts import MetricsRow, RolloutStats, TrainFacts, TrainFigures, ValidateFacts, number
 from ttrl.launch.tune import SFT_RECIPE, tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
@@ -52,7 +53,7 @@ from ttrl.plans.supervised import (
 from ttrl.report.comparison import RunComparison, compare_runs, spent
 from ttrl.run_folder.folder import IterationFolder, RunFolder
 from ttrl.run_folder.metrics import metrics_row
-from ttrl.run_folder.reader import held_out_text, number, read_mapping, read_run
+from ttrl.run_folder.reader import held_out_text, read_mapping, read_run
 from ttrl.system.console import Console, clock
 from ttrl.system.files import append_jsonl, read_jsonl, write_jsonl
 from ttrl.system.processes import reap_leftovers
@@ -399,29 +400,25 @@ def supervised_run(
         if processes > 1:
             remembered["nproc_per_node"] = processes
         folder.remember_config(remembered)
-        rows = {row["iteration"]: row for row in folder.metrics()}
-        if asked.metric == "reward":
-            path = "validation_reward"
-        else:
-            path = f"validation.{asked.metric}"
+        rows = {row.iteration: row for row in folder.metrics()}
         checkpoint = Path(settings["model"])
         for place, mark in enumerate([0, *marks]):
             if place not in rows:
                 if place:
-                    left = mark - sum(number(row, f"train.{by}") or 0.0 for row in rows.values())
+                    left = mark - sum(_spent(row.train, by) for row in rows.values())
                     piece = {**settings, by: round(left) if by == "steps" else left}
                     _train_on(folder, place, piece, processes)
                 rows[place] = _finish(folder, place, checkpoint, asked, before, rows.get(place - 1))
             if place:
                 checkpoint = folder.checkpoint(place)
             row = rows[place]
-            value = number(row, path)
+            value = number(row.held_out(asked.metric))
             if value is None:
-                known = ", ".join(["reward", *row["validation"]])
+                known = ", ".join(["reward", *(row.validation or {})])
                 raise UserError(
                     f"{run}: the held-out tasks have no metric {asked.metric!r}; they have {known}"
                 )
-            steps = counted(int(number(row, "train.global_step") or 0), "supervised step")
+            steps = counted(row.train.global_step or 0, "supervised step")
             Console().line(
                 f"{folder.path.name}: after {steps}, held-out {asked.metric} "
                 f"{held_out_text(row, asked.metric)}"
@@ -429,6 +426,12 @@ def supervised_run(
             if stop_at is not None and value >= stop_at:
                 break
     return checkpoint
+
+
+def _spent(train: TrainFigures, by: Literal["steps", "flops"]) -> float:
+    if by == "steps":
+        return train.steps or 0
+    return train.flops or 0.0
 
 
 def _train_on(
@@ -440,7 +443,7 @@ def _train_on(
     """Train the next piece, from model and state of the one before."""
     iteration = folder.iteration(place)
     state = folder.state(place - 1)
-    if iteration.marker("train") is not None:
+    if iteration.is_done("train"):
         return
     config = {**settings, "output_dir": str(iteration.path), "save_state": True}
     if state is not None:
@@ -453,12 +456,12 @@ def _train_on(
         nproc_per_node=processes,
         pbar_desc=f"{folder.path.name}: supervised training, {place}",
     )
-    facts = {
-        "seconds": clock() - began,
-        "trained": True,
-        "steps": read_jsonl(iteration.path / "train.jsonl"),
-    }
-    iteration.mark("train", ["train.jsonl", "checkpoint", "state"], facts)
+    facts = TrainFacts(
+        seconds=clock() - began,
+        trained=True,
+        steps=read_jsonl(iteration.path / "train.jsonl"),
+    )
+    iteration.mark(facts, ["train.jsonl", "checkpoint", "state"])
 
 
 def _finish(
@@ -467,57 +470,66 @@ def _finish(
     checkpoint: Path,
     asked: HeldOut,
     before: IterationFolder | None,
-    row_before: Mapping[str, Any] | None,
-) -> dict[str, Any]:
+    row_before: MetricsRow | None,
+) -> MetricsRow:
     """Ask the held-out tasks; write and return the line of metrics.jsonl."""
     iteration = folder.iteration(place)
     path = iteration.path / "validation.jsonl"
-    if iteration.marker("validate") is None:
+    if not iteration.is_done("validate"):
         if place or before is None:
             known = None
         else:
-            known = before.marker("validate")
+            known = before.marker(ValidateFacts)
         if known is not None and before is not None:
             iteration.path.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(before.path / path.name, path)
-            facts = {name: known[name] for name in ("seconds", "stats", "sampling", "intervals")}
+            facts = ValidateFacts(
+                seconds=known.seconds,
+                stats=known.stats,
+                sampling=known.sampling,
+                intervals=known.intervals,
+            )
         else:
             facts = _ask(folder.checkpoint(place) if place else checkpoint, asked, path)
-        iteration.mark("validate", [path.name], facts)
+        iteration.mark(facts, [path.name])
     row = metrics_row(iteration)
-    flops = row.get("flops", {"total": 0.0})
-    row["flops"] = flops | {
-        "cumulated": flops["total"] + (row_before["flops"]["cumulated"] if row_before else 0.0)
-    }
-    steps = (iteration.marker("train") or {}).get("steps", [])
-    row["completion_tokens"] = sum(step["trained_tokens"] for step in steps)
-    append_jsonl(folder.path / "metrics.jsonl", row)
+    total = row.flops.total or 0.0
+    earlier = 0.0 if row_before is None else row_before.flops.cumulated or 0.0
+    trained = iteration.marker(TrainFacts) or TrainFacts()
+    row = row.replace(
+        flops=row.flops.replace(total=total, cumulated=total + earlier),
+        completion_tokens=sum(step.trained_tokens or 0 for step in trained.taken()),
+    )
+    append_jsonl(folder.path / "metrics.jsonl", row.to_json())
     folder.prune(place, keep=1, best=None)
     return row
 
 
-def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> dict[str, Any]:
+def _ask(checkpoint: Path, asked: HeldOut, path: Path) -> ValidateFacts:
     """Ask a policy the held-out tasks; return what the marker says, as that of a run does."""
     began = clock()
     found = evaluate(
         str(checkpoint), {"held-out": asked.tasks}, samples_file=path, pbar=False, **asked.how
     )["held-out"]
-    stats = {
-        "mean_reward": found.reward.mean,
-        "metrics": {name: one.mean for name, one in found.metrics.items()},
-    }
-    stats |= {"num_graded": found.num_samples - found.num_failed, "num_failed": found.num_failed}
+    stats = RolloutStats(
+        num_tasks=found.num_tasks,
+        num_samples=found.num_samples,
+        num_graded=found.num_samples - found.num_failed,
+        num_failed=found.num_failed,
+        mean_reward=found.reward.mean,
+        metrics={name: one.mean for name, one in found.metrics.items() if one.mean is not None},
+    )
     spans = {
         name: (one.low, one.high)
         for name, one in {"reward": found.reward, **found.metrics}.items()
-        if one.low is not None
+        if one.low is not None and one.high is not None
     }
     temperature = asked.how.get("temperature")
     how = (
         f"{'greedy' if not temperature else f'temperature {temperature:g}'}, {found.num_tasks} "
         "tasks"
     )
-    return {"seconds": clock() - began, "stats": stats, "sampling": how, "intervals": spans}
+    return ValidateFacts(seconds=clock() - began, stats=stats, sampling=how, intervals=spans)
 
 
 def _ask_sets(checkpoint: Path, sets: Sets, how: Mapping[str, Any], path: Path) -> None:

@@ -21,11 +21,12 @@ from typing import Any
 
 from ttrl.cli.doctor import MARKS
 from ttrl.errors import TtrlError, UserError
+from ttrl.facts import MetricsRow, number
 from ttrl.loop.environment import describe_environment
 from ttrl.report.conversations import template
 from ttrl.report.page import css
 from ttrl.system.files import write_json, write_text
-from ttrl.system.native_code import cpu_name
+from ttrl.system.processor import cpu_name
 
 ITERATIONS = 12
 STOP_AT = 0.7
@@ -164,17 +165,20 @@ def _run(folder: Path, processes: int) -> Iterator[Case]:
         yield from judge(rows, name, began)
 
 
-def judge(rows: list[dict[str, Any]], name: str, began: float) -> Iterator[Case]:
+def judge(rows: list[MetricsRow], name: str, began: float) -> Iterator[Case]:
     """Yield whether a run's metrics show that it learned, and that every policy arrived in the
     server.
     """
-    shares = [row["validation"]["exact"] for row in rows if "exact" in row.get("validation", {})]
-    seconds = [row["seconds"]["total"] for row in rows[1:]]
-    of = ", ".join(
-        f"{phase} {sum(row['seconds'].get(phase, 0.0) for row in rows[1:]):.0f}"
-        for phase in ("sample", "train", "sync")
-    )
-    found = f"{len(rows) - 1} iterations, {sum(seconds):.0f} s ({of})"
+    shares = [share for row in rows if (share := number(row.held_out("exact"))) is not None]
+    seconds = [row.seconds for row in rows[1:]]
+    phases = {
+        "sample": sum(one.sample or 0.0 for one in seconds),
+        "train": sum(one.train or 0.0 for one in seconds),
+        "sync": sum(one.sync or 0.0 for one in seconds),
+    }
+    of = ", ".join(f"{phase} {value:.0f}" for phase, value in phases.items())
+    total = sum(one.total or 0.0 for one in seconds)
+    found = f"{len(rows) - 1} iterations, {total:.0f} s ({of})"
     learned = len(shares) > 1 and shares[-1] >= STOP_AT
     yield _case(
         "run",
@@ -183,12 +187,12 @@ def judge(rows: list[dict[str, Any]], name: str, began: float) -> Iterator[Case]
         f"held out {' → '.join(f'{share:.2f}' for share in shares)}; {found}",
         began,
     )
-    syncs = [row["sync"] for row in rows if row.get("sync")]
+    syncs = [row.sync for row in rows if row.sync.mode is not None]
     whole = bool(syncs) and all(
-        sync["weights_compared"] and not sync["weights_unchecked"] for sync in syncs
+        sync.weights_compared and not sync.weights_unchecked for sync in syncs
     )
-    ways = ", ".join(sorted({sync["mode"] for sync in syncs}))
-    worst = max((sync["canary_max_difference"] or 0.0 for sync in syncs), default=float("nan"))
+    ways = ", ".join(sorted({sync.mode or "" for sync in syncs}))
+    worst = max((sync.canary_max_difference or 0.0 for sync in syncs), default=float("nan"))
     compared = (
         f"{len(syncs)} policies ({ways}), every weight compared; canary differs by {worst:.1e} "
         "nats at most"

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ttrl.system import native_code
 from ttrl.system.memory import memory_bytes, number_in
 from ttrl.system.nvidia import Gpus, find_gpus, gpu_problem
 
@@ -371,18 +370,6 @@ def check_compiler() -> list[CheckResult]:
     return [CheckResult("ok", "compiler", f"{compiler} works")]
 
 
-def check_attention() -> list[CheckResult]:
-    """Say which attention kernel trainers use on this CPU; compiles ours."""
-    kernel = native_code.attention_kernel()
-    if kernel.trouble:
-        advice = (
-            "with a C compiler ttrl has a faster one; on Debian and Ubuntu: apt install "
-            "build-essential"
-        )
-        return [CheckResult("note", "attention", f"on CPUs by {kernel}", advice)]
-    return [CheckResult("ok", "attention", f"on CPUs by {kernel}")]
-
-
 def check_cores() -> list[CheckResult]:
     """Count the cores that this process may use: affinity and a container's quota."""
     cores = float(
@@ -417,7 +404,6 @@ def examine(folder: Path) -> list[CheckResult]:
         lambda: check_disk(folder.absolute(), shutil.disk_usage(folder).free / GIGABYTE),
         check_port,
         check_compiler,
-        check_attention,
     ]
     with ThreadPoolExecutor(len(checks)) as pool:
         return [

@@ -39,8 +39,8 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 
 
 def run_list(_: argparse.Namespace) -> int:
+    from ttrl.families.table import COMPOSITES, OWN_DECODERS
     from ttrl.ready_models import READY_MODELS
-    from ttrl.training.models.families import COMPOSITES, FAMILIES
 
     for name, model in READY_MODELS.items():
         print(f"{name:14}{model.about}\n{'':14}{model.licence}; {model.size}")
@@ -52,7 +52,7 @@ def run_list(_: argparse.Namespace) -> int:
         "\nFolders and names on the hub are trained by ttrl's own decoder where their model_type "
         "is one of"
     )
-    print(f"  {', '.join([*FAMILIES, *COMPOSITES])}")
+    print(f"  {', '.join([*OWN_DECODERS, *COMPOSITES])}")
     print(
         "Tested against transformers on CPU, all of them; on one H100, the trainer with ten of "
         "them, and a whole run with a"

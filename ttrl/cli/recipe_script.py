@@ -29,6 +29,7 @@ from ttrl.launch.tune import tune
 from ttrl.loop.checks import checked
 from ttrl.loop.start import train
 from ttrl.messages import text_of
+from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import validation_metric
 from ttrl.run_folder.reader import held_out_text
 from ttrl.server.model_folder import has_chat_template
@@ -150,6 +151,13 @@ def script_arguments(
         arguments.check = True  # such a plan needs no model that the recipe makes first
     print(f"{parser.prog}: making the tasks", file=sys.stderr)
     return arguments
+
+
+def recipe_config(arguments: argparse.Namespace, **settings: Any) -> TrainConfig:
+    """Return the config of a recipe: the options of its command line, and its own settings."""
+    options = ("model", "iterations", "seed", "weight_sync", "nproc_per_node")
+    given = {name: value for name, value in vars(arguments).items() if name in options}
+    return TrainConfig(run=str(arguments.run), **(given | settings))
 
 
 def _contradictions(
@@ -335,7 +343,8 @@ def run_recipe(
         made.save(Path(config.run))  # the run's report holds it against what comes out
         return asked.text(made)
     result = train(config, tasks=tasks, validation_tasks=validation_tasks)
-    rows = [row for row in result.metrics if validation_metric(row, config) is not None]
+    metrics = RunFolder(result.run).metrics()
+    rows = [row for row in metrics if validation_metric(row, config) is not None]
     before, after = (
         (held_out_text(row, config.validation_metric) for row in (rows[0], rows[-1]))
         if rows
@@ -345,7 +354,7 @@ def run_recipe(
         change = f"{before} before, {after} after"
     else:
         change = "not known after"
-    iterations = result.metrics[-1]["iteration"]
+    iterations = metrics[-1].iteration
     if getattr(arguments, "tiny", False):
         tried = "tried out, with chance added to the rewards of training\n"
     else:

@@ -2,7 +2,7 @@
 it and its own machine.
 
 Ray starts it again elsewhere when its machine dies. It then takes the run over, once the owner
-before gives no sign of life (`ttrl.run_folder.lock`): whatever that one still writes belongs to an
+before gives no sign of life (`ttrl.run_folder.lease`): whatever that one still writes belongs to an
 older epoch, and counts for nothing.
 """
 

@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrl.configs.base import without_secrets
+from ttrl.registries import LOGGERS
 
-NEEDS: dict[str, str | None] = {"stdout": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-"""Our own loggers, and the package that each needs besides ttrl's requirements."""
 TORCHTUNE = "torchtune.training.metric_logging."
 _TORCHTUNE_NEEDS: dict[str, str | None] = {
     "StdoutLogger": None, "DiskLogger": None, "TensorBoardLogger": "tensorboard",
     "WandBLogger": "wandb", "CometLogger": "comet_ml",
 }  # fmt: skip
-_ARGUMENTS: dict[str, set[str]] = {"stdout": set(), "tensorboard": {"log_dir"}}
-"""Which arguments an entry may have; "wandb" passes everything on to wandb.init."""
 
 
 def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
@@ -41,15 +38,13 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
         name = names[0]
     else:
         raise ValueError(f"loggers: {entry!r} is neither a name nor a mapping with a name")
-    if name in NEEDS:
-        if name in _ARGUMENTS:
-            unknown = sorted(arguments.keys() - _ARGUMENTS[name])
-        else:
-            unknown = []
+    if name in LOGGERS:
+        allowed = LOGGERS[name].arguments
+        unknown = [] if allowed is None else sorted(arguments.keys() - set(allowed))
         if unknown:
-            allowed = ", ".join(sorted(_ARGUMENTS[name])) or "none"
             raise ValueError(
-                f"loggers: {name} has no argument {unknown[0]!r}; there are: {allowed}"
+                f"loggers: {name} has no argument {unknown[0]!r}; there are: "
+                f"{', '.join(allowed or ()) or 'none'}"
             )
     elif name.startswith(TORCHTUNE):
         if name.removeprefix(TORCHTUNE) not in _TORCHTUNE_NEEDS:
@@ -57,10 +52,11 @@ def normalised(entry: Any) -> tuple[str, dict[str, Any]]:
                 f"loggers: torchtune has no {name!r}; there are: {', '.join(_TORCHTUNE_NEEDS)}"
             )
     elif "." not in name:
-        near = difflib.get_close_matches(name, NEEDS, n=1)
+        known = LOGGERS.names()
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"loggers: there is no {name!r}{hint}; there are {', '.join(NEEDS)}, and dotted "
+            f"loggers: there is no {name!r}{hint}; there are {', '.join(known)}, and dotted "
             "names of classes"
         )
     return name, arguments
@@ -74,7 +70,10 @@ def logger_problems(entry: Any) -> list[str]:
         name, _ = normalised(entry)
     except ValueError as error:
         return [str(error)]
-    package = NEEDS.get(name) or _TORCHTUNE_NEEDS.get(name.removeprefix(TORCHTUNE))
+    if name in LOGGERS:
+        package = LOGGERS[name].needs
+    else:
+        package = _TORCHTUNE_NEEDS.get(name.removeprefix(TORCHTUNE))
     if package is not None and importlib.util.find_spec(package) is None:
         way_out = f"pip install {package}, or 'ttrl[loggers]' for all of them"
         return [f"loggers: {name} needs the package {package}, which is not installed: {way_out}"]

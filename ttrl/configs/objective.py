@@ -1,9 +1,24 @@
 """What the recipe minimises: the part of GRPOConfig that chooses the objective. The formulas:
 `ttrl.training.objective.losses`."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from ttrl.configs.base import Config, settings
+from ttrl.errors import UserError
+from ttrl.registries import OBJECTIVES
+
+_CLIPPING = {"clip_low": 0.2, "clip_high": 0.2}
+"""What null stands for where the objective's entry has no default."""
+_POLICY_SETTINGS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "covariance_share",
+    "covariance_bounds",
+    "kl_cov_coefficient",
+)
+"""Settings that do nothing unless the objective's entry names them."""
 
 
 @settings
@@ -13,10 +28,11 @@ class ObjectiveConfig(Config):
     that (`ttrl.data.advantages`).
     """
 
-    objective: Literal["ppo", "reinforce", "tanh", "gspo", "cispo", "clip_cov", "kl_cov"] = "ppo"
+    objective: str = "ppo"
     """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo:
     clipped ratio of whole samples; cispo: clipped ratio as a constant weight; clip_cov, kl_cov:
-    ratio with the tokens of highest covariance left out or held.
+    ratio with the tokens of highest covariance left out or held. Other packages add more
+    (docs/how-to/register.md).
     """
     clip_low: float | None = None
     """The probability ratio is clipped below at 1 - clip_low …"""
@@ -126,14 +142,14 @@ class ObjectiveConfig(Config):
             or (self.kl_coefficient > 0 and self.kl_in == "reward")
         )
 
-    @property
-    def clip_bounds(self) -> tuple[float, float]:
-        """Return `clip_low` and `clip_high`, or what they are by default."""
-        low, high = (3e-4, 4e-4) if self.objective == "gspo" else (0.2, 0.2)
-        return (
-            low if self.clip_low is None else self.clip_low,
-            high if self.clip_high is None else self.clip_high,
-        )
+    def policy_settings(self) -> dict[str, Any]:
+        """Return the settings of the policy loss, with the objective's defaults for null."""
+        entry = OBJECTIVES[self.objective]
+        defaults = _CLIPPING | dict(entry.defaults)
+        given = {name: getattr(self, name) for name in entry.settings}
+        return {
+            name: defaults.get(name) if value is None else value for name, value in given.items()
+        }
 
     def problems(self) -> list[str]:
         """Return what is wrong with the values, one line each."""
@@ -151,16 +167,8 @@ class ObjectiveConfig(Config):
             + self.within("[0, 1]", "clip_low")
             + self.above_zero("kl_cov_coefficient")
         )
-        if self.dual_clip is not None:
-            if self.objective != "ppo":
-                found.append(
-                    f"dual_clip is {self.dual_clip} with objective {self.objective!r}; it bounds "
-                    "the loss of 'ppo' alone"
-                )
-            if not self.dual_clip > 1:
-                found.append(
-                    f"dual_clip is {self.dual_clip}; it must be above 1, or null for no bound"
-                )
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            found.append(f"dual_clip is {self.dual_clip}; it must be above 1, or null for no bound")
         if not 0 < self.covariance_share <= 1:
             found.append(
                 f"covariance_share is {self.covariance_share}; it must be above 0 and at most 1"
@@ -173,7 +181,21 @@ class ObjectiveConfig(Config):
                 f"covariance_bounds are {list(self.covariance_bounds)}; give the lower and the "
                 "higher one"
             )
-        return found
+        return found + self._objective_problems()
+
+    def _objective_problems(self) -> list[str]:
+        try:
+            entry = OBJECTIVES[self.objective]
+        except UserError as error:
+            return [f"objective is {self.objective!r}; {error}"]
+        unknown = {*entry.settings, *entry.defaults} - {*_POLICY_SETTINGS, "aggregation"}
+        found = [
+            f"objective {self.objective!r}: its entry names the setting {name!r}; it may name "
+            f"{', '.join(_POLICY_SETTINGS)}, and a default of aggregation"
+            for name in sorted(unknown)
+        ]
+        ignored = [name for name in _POLICY_SETTINGS if name not in entry.settings]
+        return found + self._idle(ignored, f"with objective {self.objective!r}")
 
     def _kl_problems(self) -> list[str]:
         found = self.at_least(0, "kl_coefficient", "kl_after_steps") + self.above_zero(
@@ -253,15 +275,7 @@ class ObjectiveConfig(Config):
         """Return a problem for each setting that was changed but has no effect: whoever sets it
         expects something else.
         """
-        here = f"with objective {self.objective!r}"
         looked_at = {
-            ("clip_low", "clip_high"): (
-                self.objective in ("ppo", "gspo", "cispo", "clip_cov"),
-                here,
-            ),
-            ("covariance_share",): (self.objective in ("clip_cov", "kl_cov"), here),
-            ("covariance_bounds",): (self.objective == "clip_cov", here),
-            ("kl_cov_coefficient",): (self.objective == "kl_cov", here),
             ("kl_in",): (self.kl_coefficient > 0, "with kl_coefficient 0"),
             ("entropy_from_step",): (
                 self.entropy_schedule == "linear",
@@ -283,8 +297,16 @@ class ObjectiveConfig(Config):
             ),
         }
         return [
-            f"{name} is {getattr(self, name)!r}, which does nothing {where}"
+            problem
             for names, (used, where) in looked_at.items()
+            if not used
+            for problem in self._idle(names, where)
+        ]
+
+    def _idle(self, names: Iterable[str], where: str) -> list[str]:
+        """Return a problem for each of these settings that was changed, as it does nothing."""
+        return [
+            f"{name} is {getattr(self, name)!r}, which does nothing {where}"
             for name in names
-            if not used and getattr(self, name) != getattr(ObjectiveConfig, name)
+            if getattr(self, name) != getattr(ObjectiveConfig, name)
         ]

@@ -11,6 +11,8 @@ import yaml
 
 from ttrl.configs.base import Config, absent_folder, required, settings
 from ttrl.configs.objective import ObjectiveConfig
+from ttrl.families.values import has_experts
+from ttrl.registries import OBJECTIVES
 
 Decoder = Literal["auto", "torchtune", "transformers"]
 LoRATarget = Literal["q_proj", "k_proj", "v_proj", "output_proj", "w1", "w2", "w3", "output"]
@@ -51,31 +53,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("model_name_or_path", "model_name", "model_path"), "model"),
 }
 """What settings of other libraries are called here."""
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""How models name their experts."""
 _CUDA_ONLY = ("activation_offloading", "cpu_offload", "optimizer_on_cpu")
-_OLDER_NAMES = {
-    **{
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_embd": "hidden_size",
-        "n_inner": "intermediate_size",
-    },
-    **{"n_positions": "max_position_embeddings", "activation_function": "hidden_act"},
-}
-
-
-def model_settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json says of the text part, under the names of today: GPT-2 has older
-    ones.
-    """
-    text = config.get("text_config") or config
-    return {**text, **{name: text[older] for older, name in _OLDER_NAMES.items() if older in text}}
-
-
-def has_experts(config: Mapping[str, Any]) -> bool:
-    """Tell whether a config.json is that of a mixture of experts."""
-    return any(model_settings(config).get(name) for name in _EXPERTS)
 
 
 def read_settings(path: str) -> dict[str, Any] | str:
@@ -593,15 +571,15 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
                 "version in the pack"
             )
         if (
-            self.objective == "kl_cov"
-            and self.off_policy != "none"
+            self.off_policy != "none"
             and self.updates_per_iteration == 1
+            and not self._objective_problems()
+            and OBJECTIVES[self.objective].from_second_update
         ):
             found.append(
-                f"objective 'kl_cov' with off_policy {self.off_policy!r} and "
-                "updates_per_iteration 1; its penalty does nothing, "
-                "as it holds the policy to that which the one update starts from: take 2 or more "
-                "updates"
+                f"objective {self.objective!r} with off_policy {self.off_policy!r} and "
+                "updates_per_iteration 1; it acts where the policy has moved from that which the "
+                "one update starts from: take 2 or more updates"
             )
         return found
 

@@ -11,6 +11,7 @@ from ttrl.configs.base import Config, absent_folder, settings
 from ttrl.configs.data import AdvantageConfig, AdvantageKind, Share, TooLong
 from ttrl.configs.loggers import logger_problems
 from ttrl.configs.machines import auto_dtype, joined_problems, server_keys
+from ttrl.configs.objective import ObjectiveConfig
 from ttrl.configs.recipe import OTHER_NAMES, GRPOConfig, TrainingConfig, read_settings
 from ttrl.configs.vllm_arguments import (
     LORA_RANKS,
@@ -21,6 +22,7 @@ from ttrl.configs.vllm_arguments import (
     takes_adapters,
 )
 from ttrl.errors import ConfigError
+from ttrl.registries import OBJECTIVES
 
 LIMIT_NAMES = ("mean", "p999", "ess", "outside")
 """The keys that `drift_limits` may have."""
@@ -769,9 +771,10 @@ class TrainConfig(Config):
         """What `aggregation` means."""
         if self.aggregation is not None:
             return self.aggregation
-        if self.recipe_settings.get("objective") == "gspo":
-            return "sequence"
-        return "token"
+        objective = self.recipe_settings.get("objective", ObjectiveConfig.objective)
+        default: Literal["token", "sequence", "constant"]
+        default = OBJECTIVES[objective].defaults.get("aggregation", "token")
+        return default
 
     def resolved_trainer_memory(self, device: str) -> Literal["keep", "free"]:
         """Return what `trainer_memory` means on a device, "cpu" or "cuda"."""

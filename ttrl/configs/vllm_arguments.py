@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttrl.configs.recipe import has_experts
+from ttrl.families.table import family_of
+from ttrl.families.values import has_experts
 
 _ENGINE = "engine/arg_utils.py"
 _FRONTEND = ("entrypoints/launchers/cli_args.py", "entrypoints/openai/cli_args.py")
@@ -56,12 +57,14 @@ def sampling_problems(sampling: Mapping[str, Any]) -> list[str]:
 
 def lora_rank_there(model: str | Path, rank: int) -> int:
     """Return what vLLM calls an adapter's rank: three times ours in the family that stores q, k and
-    v as one matrix, of which an adapter is ours side by side. Of a model that is not here yet
-    nothing is known but that.
+    v as one matrix, of which an adapter is ours side by side. A model that is not here yet may be
+    of it.
     """
-    if _model_type(model) in (None, "phi3"):
+    config = _config(model)
+    own = family_of(config).own
+    if not config:
         return 3 * rank
-    return rank
+    return rank * own.fused if own is not None else rank
 
 
 def takes_adapters(model: str | Path, device: str) -> bool:
@@ -69,14 +72,7 @@ def takes_adapters(model: str | Path, device: str) -> bool:
     experts.
     """
     config = _config(model)
-    return config.get("model_type") != "gpt2" and not (device == "cpu" and has_experts(config))
-
-
-def _model_type(model: str | Path) -> str | None:
-    config = _config(model)
-    if config:
-        return str(config.get("model_type"))
-    return None
+    return family_of(config).vllm_adapters and not (device == "cpu" and has_experts(config))
 
 
 def _config(model: str | Path) -> Mapping[str, Any]:

@@ -3,8 +3,8 @@
 Counted from the operations of `ttrl.training.models` and what autograd saves for each: a matrix
 product its input, a norm its input, an elementwise product both factors, the attention its queries,
 keys, values, output and log-sum-exp. The stream between the layers is fp32; under bf16 matrix
-products save a copy of their input in bf16, which they share. On the CPU, SiLU with the product
-after it is one operation, which saves its two inputs.
+products save a copy of their input in bf16, which they share. On the CPU, an RMSNorm is several
+operations, and one that is trained saves its normed input, too.
 
 On the CPU, soft caps, and windows that are shorter than the samples, go through a dense mask: bytes
 that grow with the row's length as well.
@@ -19,10 +19,11 @@ Letters: D width, F feed-forward width, H query heads, K key/value heads, E dime
 tokens of a row.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ttrl.costs.layers import Layer
 from ttrl.costs.parameters import DecoderParameters
+from ttrl.families.layers import Layer
 
 _FP32 = 4
 
@@ -48,6 +49,8 @@ class Computation:
     bf16: bool = False
     cuda: bool = False
     tensor_parallel: int = 1
+    frozen: bool = False
+    """Whether adapters alone are trained, so that norms have no gradient."""
 
     @property
     def bytes(self) -> int:
@@ -58,9 +61,29 @@ class Computation:
 
 
 def layer_bytes(
+    decoder: DecoderParameters, how: Computation, dense_lengths: Sequence[int | None] = ()
+) -> list[LayerBytes]:
+    """Return what each layer keeps. dense_lengths: T of each layer of ttrl's own decoder whose
+    attention goes through a dense mask, else None; empty: none does.
+    """
+    if decoder.own is None:
+        return [described_layer_bytes(one, decoder.shape.width, how) for one in decoder.shape.kinds]
+    lengths = dense_lengths or [None] * decoder.shape.layers
+    return [own_layer_bytes(decoder, how, length) for length in lengths]
+
+
+def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
+    """Return what the layer keeps that keeps most."""
+    return max(layer_bytes(decoder, how), key=lambda one: one.kept)
+
+
+def own_layer_bytes(
     decoder: DecoderParameters, how: Computation, dense_length: int | None = None
 ) -> LayerBytes:
-    """Return what a layer keeps. dense_length: T, where attention goes through a dense mask."""
+    """Return what a layer of ttrl's own decoder keeps. dense_length: T, where attention goes
+    through a dense mask."""
+    own = decoder.own
+    assert own is not None
     width = decoder.shape.width
     size = how.bytes
     parts = how.tensor_parallel
@@ -68,15 +91,17 @@ def layer_bytes(
     keys = decoder.keys / parts
     feed_forward = decoder.shape.feed_forward_width / parts
     heads = decoder.shape.heads / parts
-    gated = decoder.shape.feed_forward_matrices == 3
-    parallel = decoder.parallel
+    gated = own.gated_mlp
+    parallel = own.parallel
 
     inner_inputs = 1 if parallel and size == _FP32 else 2  # of attention and feed-forward layer
     norms = (
-        width * (1 if parallel else 4 if decoder.post_norms else 2)
+        width * (1 if parallel else 4 if own.post_norms else 2)
         + (queries + keys) * decoder.head_norms
     )
-    products = feed_forward * size * (2 if not gated else 3 if decoder.silu and not how.cuda else 4)
+    if own.norm in ("rms", "rms_plus_one") and not (how.cuda or how.frozen):
+        norms *= 2
+    products = feed_forward * size * (4 if gated else 2)
     attention = 2 * queries * size + heads * _FP32
     if dense_length is None:
         # FlexAttention has them once for each query head.
@@ -95,18 +120,6 @@ def layer_bytes(
         products=results,
         backward=between,
     )
-
-
-def bytes_of_layers(decoder: DecoderParameters, how: Computation) -> list[LayerBytes]:
-    """Return what each layer of transformers' own class keeps; nothing for a dense decoder."""
-    return [described_layer_bytes(one, decoder.shape.width, how) for one in decoder.shape.kinds]
-
-
-def largest_layer_bytes(decoder: DecoderParameters, how: Computation) -> LayerBytes:
-    """Return what a layer keeps; where layers differ, the one that keeps most."""
-    return max(
-        bytes_of_layers(decoder, how), key=lambda one: one.kept, default=None
-    ) or layer_bytes(decoder, how)
 
 
 def described_layer_bytes(layer: Layer, width: int, how: Computation) -> LayerBytes:

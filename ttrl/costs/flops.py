@@ -62,17 +62,10 @@ def forward_flops(
 ) -> Flops:
     """Count one forward pass: `tokens` that pass the layers, `pairs` of queries and keys for each
     window of the model, and the positions that are projected to the vocabulary."""
+    products = sum(one.passed + one.scan for one in (*shape.kinds, shape.outside))
+    attention = sum(one.pair * pairs[one.window] for one in shape.kinds if one.pair)
     head = 2 * shape.width * shape.vocabulary * head_positions
-    if shape.kinds:
-        products = sum(one.passed + one.scan for one in (*shape.kinds, shape.outside))
-        attention = sum(one.pair * pairs[one.window] for one in shape.kinds if one.pair)
-        return Flops(2 * products * tokens, 2 * attention, head)
-    attention = sum(count * pairs[window] for window, count in shape.layers_by_window.items())
-    return Flops(
-        layers=2 * shape.layers * shape.layer_weights * tokens,
-        attention=4 * shape.heads * shape.head_dim * attention,
-        head=head,
-    )
+    return Flops(2 * products * tokens, 2 * attention, head)
 
 
 def sampling_flops(shape: ModelShape, reads: Iterable[tuple[int, int, int]]) -> tuple[int, int]:
@@ -123,13 +116,13 @@ def pass_flops(
     matrices of its size cost. The first layer reads embeddings, which are frozen too: nothing goes
     back through what comes before the first trained matrix. Left out: products of an adapter's two
     matrices (DoRA's row lengths, a merged head), made once in a pass however many tokens it has.
-    Where layers differ, the first one counts like any other.
+    In transformers' classes the first layer counts like any other.
     """
     shape = decoder.shape
     forward = forward_flops(shape, tokens, pairs, head_positions)
     if config.lora_rank is None:
         return forward * 3
-    if shape.kinds:
+    if decoder.own is None:
         # Recurrences and attention have two products back for each, like adapters; frozen matrices
         # have one.
         scans = 2 * tokens * sum(one.scan for one in shape.kinds)
@@ -140,7 +133,7 @@ def pass_flops(
     attention = forward.attention
     reached = False
     for window in shape.windows:
-        one_product = 2 * shape.heads * shape.head_dim * pairs[window]
+        one_product = 2 * decoder.queries * pairs[window]
         layer, products, reached = _layer_with_adapters(decoder, config, config.lora_rank, reached)
         layers += tokens * layer
         attention += one_product * products
@@ -178,8 +171,8 @@ def recomputed_flops(
 
     - With `activation_checkpointing` that keeps nothing, one layer in `checkpoint_every`. PyTorch
       stops at the last thing that the backward pass needs: the layer's last product (with w2, or
-      with its adapter) is not made again unless a norm follows. Where layers differ, all of a layer
-      counts.
+      with its adapter) is not made again unless a norm follows. Of transformers' classes all of a
+      layer counts.
     - With `fused_attention` (all ways of ours), the scores, one product of the forward pass' two.
     - So many products of the head as `head_again` says: the logits
       (`ttrl.training.kernels.logprobs`, "recompute"), and one for each part of the gradient that is
@@ -188,54 +181,46 @@ def recomputed_flops(
     shape = decoder.shape
     head = 2 * shape.width * shape.vocabulary * head_positions * head_again
     again = config.activation_checkpointing and config.checkpoint_keeps == "nothing"
-    adapters = _adapter_flops(decoder, config)
     layers = attention = 0
+    recomputed = 0
     for number, one in enumerate(shape.kinds):
-        if one.pair:
-            products = 2 * one.pair * pairs[one.window]
-        else:
-            products = 0
-        attention += products // 2 if fused_attention else 0
+        products = 2 * one.pair * pairs[one.window] if one.pair else 0
+        if fused_attention:
+            attention += products // 2
         if again and number % config.checkpoint_every == 0:
+            recomputed += 1
             attention += products
             layers += tokens * 2 * (one.passed + one.scan)
-    if shape.kinds:
-        layers += tokens * _all_adapters(decoder, config) // config.checkpoint_every if again else 0
-        return Flops(layers, attention, head)
-    for number, window in enumerate(shape.windows):
-        products = 4 * shape.heads * shape.head_dim * pairs[window]
-        attention += products // 2 if fused_attention else 0
-        if again and number % config.checkpoint_every == 0:
-            attention += products
-            layers += tokens * (2 * shape.layer_weights + sum(adapters.values()))
-            if not decoder.post_norms:
-                if "w2" in adapters and config.lora_rank is not None:
-                    last = config.lora_rank
-                else:
-                    last = shape.feed_forward_width
-                layers -= tokens * 2 * shape.width * last
-            if (
-                decoder.parallel
-                and number == 0
-                and adapters
-                and not adapters.keys() & {"w1", "w2", "output_proj"}
-            ):
-                # Nothing of the embeddings' way through the feed-forward half, nor what attention
-                # projects, has a gradient.
-                layers -= tokens * 2 * shape.width * (shape.feed_forward_width + decoder.queries)
+    adapters = tokens * _all_adapters(decoder, config)
+    if decoder.own is None:
+        layers += adapters // config.checkpoint_every if again else 0
+    else:
+        layers += adapters // shape.layers * recomputed
+        layers -= tokens * _not_made_again(decoder, config, recomputed)
     return Flops(layers, attention, head)
 
 
-def _adapter_flops(decoder: DecoderParameters, config: TrainingConfig) -> dict[str, int]:
-    """Return what each adapter of a layer costs a token, forward."""
-    if config.lora_rank is None:
-        return {}
-    shapes = decoder.matrix_shapes
-    return {
-        name: 2 * config.lora_rank * sum(shapes[name])
-        for name in config.lora_targets
-        if name in shapes
-    }
+def _not_made_again(decoder: DecoderParameters, config: TrainingConfig, recomputed: int) -> int:
+    """Return the operations of so many recomputed layers of ttrl's own decoder, for each token,
+    whose results the backward pass does not need.
+    """
+    own = decoder.own
+    shape = decoder.shape
+    assert own is not None
+    adapted = set[str]()
+    if config.lora_rank is not None:
+        adapted = {name for name in decoder.matrix_shapes if name in config.lora_targets}
+    left = 0
+    if not own.post_norms:
+        last = shape.feed_forward_width
+        if "w2" in adapted:
+            last = config.lora_rank or 0
+        left += recomputed * 2 * shape.width * last
+    if own.parallel and recomputed and adapted and not adapted & {"w1", "w2", "output_proj"}:
+        # In the first layer nothing of the embeddings' way through the feed-forward half, nor what
+        # attention projects, has a gradient.
+        left += 2 * shape.width * (shape.feed_forward_width + decoder.queries)
+    return left
 
 
 def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
@@ -244,7 +229,7 @@ def _all_adapters(decoder: DecoderParameters, config: TrainingConfig) -> int:
     return sum(2 * rank * (before + behind) for before, behind in adapted_shapes(decoder, config))
 
 
-def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda: bool) -> int:
+def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig) -> int:
     """Count the numbers that adapters of low rank read and write for a token of a training step:
     their products have so few operations that these take the time. Of what a matrix reads and
     makes, and of their gradients, one by one:
@@ -254,22 +239,8 @@ def adapter_numbers(decoder: DecoderParameters, config: TrainingConfig, *, cuda:
     - backward: the product's gradient is scaled (read, written) and read for A and B each; x is
       read for A's gradient; x's own is written and added to that of the frozen matrix (two read,
       one written).
-
-    On CPUs in fp32 products add to what is there (`ttrl.training.kernels.cpu_products`), but for
-    DoRA and dropout, and nothing is scaled: forward, x is read, and what the frozen matrix makes is
-    read and written; backward, the product's gradient is read for A and B each, x for A's gradient,
-    and x's own is read and written.
     """
-    added = (
-        not cuda
-        and config.dtype == "fp32"
-        and config.lora_kind == "lora"
-        and not config.lora_dropout
-    )
-    of_input, of_output = (4, 4) if added else (6, 10)
-    return sum(
-        of_input * before + of_output * behind for before, behind in adapted_shapes(decoder, config)
-    )
+    return sum(6 * before + 10 * behind for before, behind in adapted_shapes(decoder, config))
 
 
 def _layer_with_adapters(
@@ -300,7 +271,7 @@ def _layer_with_adapters(
     products = (q or k) + q + k + v  # gradients of attention's weights, queries, keys, values
     attended = matrix("output_proj", q or k or v)
     # Two halves that read the same input.
-    if decoder.parallel:
+    if decoder.own is not None and decoder.own.parallel:
         feed_forward_input = reached
     else:
         feed_forward_input = reached or attended

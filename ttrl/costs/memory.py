@@ -34,7 +34,6 @@ from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.costs.activations import (
     Computation,
     LayerBytes,
-    bytes_of_layers,
     largest_layer_bytes,
     layer_bytes,
 )
@@ -281,7 +280,7 @@ class _Training:
         """Whether parameters, gradients and moments are on the device that computes."""
         self.lora = settings.lora_rank is not None
         bf16 = settings.dtype == "bf16"
-        self.how = Computation(bf16, cuda, settings.tensor_parallel)
+        self.how = Computation(bf16, cuda, settings.tensor_parallel, frozen=self.lora)
         held = held_dtype(decoder, settings)
         self.base_size = BYTES[held]
         """Bytes of a number that is not trained, but for matrices in 4 bits."""
@@ -491,7 +490,7 @@ class _Training:
         """Return what each layer keeps, and how many dense masks there are."""
         row_length = self.workload.row_length
         longest = self.workload.longest_sample or row_length
-        found = []
+        lengths: list[int | None] = []
         masks = set()
         for window in self.decoder.shape.windows:
             if window is None or window >= longest:
@@ -499,41 +498,27 @@ class _Training:
             dense = not self.cuda and (self.decoder.soft_cap or window is not None)
             if dense:
                 masks.add(window)
-            found.append(layer_bytes(self.decoder, self.how, row_length if dense else None))
-        return bytes_of_layers(self.decoder, self.how) or found, len(masks)
+            lengths.append(row_length if dense else None)
+        return layer_bytes(self.decoder, self.how, lengths), len(masks)
 
     def _adapter_bytes(self) -> float:
         """Return what a layer's adapters keep for each token besides their inputs; with dropout,
         each has a copy of its input. Where layers differ, it is the mean."""
-        if self.settings.lora_rank is None:
+        settings = self.settings
+        shape = self.decoder.shape
+        if settings.lora_rank is None:
             return 0.0
-        if self.decoder.shape.kinds:
-            rank = self.settings.lora_rank
-            dora = self.settings.lora_kind == "dora"
-            shapes = adapted_shapes(self.decoder, self.settings)
-            copies = sum(before for before, _ in shapes) * bool(self.settings.lora_dropout)
-            return (
-                (sum(rank + after * dora for _, after in shapes) + copies)
-                * self.how.bytes
-                / self.decoder.shape.layers
-            )
-        ends = [
-            ends
-            for name, ends in self.decoder.matrix_shapes.items()
-            if name in self.settings.lora_targets
-        ]
-        numbers = sum(
-            self.settings.lora_rank + (after if self.settings.lora_kind == "dora" else 0)
-            for _, after in ends
-        )
-        kept = float(numbers * self.how.bytes)
-        # What it multiplies with is a mask on CUDA, and numbers on the CPU.
-        if self.settings.lora_dropout:
-            size = self.how.bytes
-            noise = 1 if self.cuda else self.how.bytes
+        size = self.how.bytes
+        shapes = adapted_shapes(self.decoder, settings)
+        dora = settings.lora_kind == "dora"
+        numbers = sum(settings.lora_rank + after * dora for _, after in shapes)
+        copies = sum(before for before, _ in shapes) * bool(settings.lora_dropout)
+        kept = (numbers + copies) * size / shape.layers
+        if copies and self.decoder.own is not None:
+            # What it multiplies with is a mask on CUDA, and numbers on the CPU.
+            kept += copies / shape.layers * (1 if self.cuda else size)
             # Those of the inputs themselves are kept no more.
-            kept += sum(before for before, _ in ends) * (size + noise)
-            kept -= (2 * self.decoder.shape.width + self.decoder.shape.feed_forward_width) * size
+            kept -= (2 * shape.width + shape.feed_forward_width) * size
         return kept
 
     def _chunk(self, gradient: bool = True) -> float:

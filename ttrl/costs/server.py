@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ttrl.costs.memory import CUDA_CONTEXT, NCCL_BUFFERS, Parts
-from ttrl.costs.parameters import DecoderParameters, decoder_parameters
+from ttrl.costs.parameters import decoder_parameters
 from ttrl.costs.storage import BYTES
 
 _FP32 = 4
@@ -91,19 +91,11 @@ def token_cache_bytes(model: Mapping[str, Any], serving: Serving) -> float:
     fewer key/value heads than processes, several hold the same ones. Layers without attention have
     none; latent attention has its latent vector, whole in each process.
     """
-    decoder = decoder_parameters(model)
-    if decoder.shape.kinds:
-        return _described_cache(decoder, serving)
-    copies = max(1.0, serving.tensor_parallel / decoder.shape.key_value_heads)
-    whole = 2 * decoder.shape.layers * decoder.keys * BYTES[serving.dtype]
-    return whole * copies / serving.tensor_parallel
-
-
-def _described_cache(decoder: DecoderParameters, serving: Serving) -> float:
+    shape = decoder_parameters(model).shape
+    copies = max(1.0, serving.tensor_parallel / shape.key_value_heads)
     numbers = 0.0
-    for layer in decoder.shape.kinds:
+    for layer in shape.kinds:
         latent = any(one.name == "kv_b_proj" for one in layer.matrices)
-        copies = max(1.0, serving.tensor_parallel / decoder.shape.key_value_heads)
         numbers += layer.cache if latent else layer.cache * copies / serving.tensor_parallel
     return numbers * BYTES[serving.dtype]
 

@@ -22,6 +22,7 @@ from typing import Any
 from ttrl.configs.data import AdvantageConfig, AdvantageKind
 from ttrl.data.shaping import shaped_rewards
 from ttrl.errors import ConfigError, UserError
+from ttrl.facts import AdvantageFigures, Groups
 from ttrl.records import TaskResult
 
 logger = logging.getLogger(__name__)
@@ -38,15 +39,8 @@ class Advantages:
     """Groups with signal."""
     values: list[list[float]]
     """One advantage per graded sample of each group that was kept."""
-    groups: dict[str, float]
-    """Counts: "total", "kept", the reasons of `_with_signal`, "no_signal" (their sum),
-    "no_signal_share", and "low_std": kept groups whose standard deviation is below the floor."""
-    facts: dict[str, float]
-    """"clipped": samples whose advantage was cut, "mean_abs": mean |advantage|, "lowest" and
-    "highest": its range; where rewards were shaped, "shaped_reward": the mean of it over all graded
-    samples; with a surprise bonus, "surprise": the mean of it, and "surprise_unknown": samples
-    without any known log-probability.
-    """
+    groups: Groups
+    figures: AdvantageFigures
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
@@ -130,23 +124,34 @@ def advantages_of(
             "smaller than those of the others",
             *(low, len(kept), config.std_floor),
         )
-    groups: dict[str, float] = {
-        "total": len(results),
-        "kept": len(kept),
+    groups = Groups(
+        total=len(results),
+        kept=len(kept),
         **counts,
-        "no_signal": without,
-    }
-    groups |= {"no_signal_share": without / len(results) if results else 0.0, "low_std": low}
+        no_signal=without,
+        no_signal_share=without / len(results) if results else 0.0,
+        low_std=low,
+    )
     flat = [value for group in cut for value in group]
     clipped = sum(
         before != after
         for before, after in zip((value for group in uncut for value in group), flat, strict=True)
     )
-    facts = {"clipped": clipped, "mean_abs": math.fsum(map(abs, flat)) / len(flat) if flat else 0.0}
-    facts |= {"lowest": min(flat), "highest": max(flat)} if flat else {}
-    return Advantages(
-        kept=kept, values=cut, groups=groups, facts=facts | _shaping_facts(pairs, config)
+    figures = AdvantageFigures(
+        clipped=clipped,
+        mean_abs=math.fsum(map(abs, flat)) / len(flat) if flat else 0.0,
+        lowest=min(flat, default=None),
+        highest=max(flat, default=None),
+        shaped_reward=_mean_reward(pairs, config),
     )
+    if config.surprise_bonus:
+        surprises = [value for _, group in pairs for value in group]
+        known = [value for value in surprises if value is not None]
+        figures = figures.replace(
+            surprise=math.fsum(known) / len(known) if known else None,
+            surprise_unknown=len(surprises) - len(known),
+        )
+    return Advantages(kept=kept, values=cut, groups=groups, figures=figures)
 
 
 def groups_with_signal(
@@ -230,16 +235,11 @@ def _count_low_std(rewards: Sequence[Sequence[float]], config: AdvantageConfig) 
     return 0  # no other divides by it
 
 
-def _shaping_facts(
+def _mean_reward(
     pairs: Sequence[tuple[list[float], list[float | None]]], config: AdvantageConfig
-) -> dict[str, float]:
+) -> float | None:
+    """Return the mean of shaped rewards; None where they are not shaped."""
     rewards = [reward for group, _ in pairs for reward in group]
-    facts: dict[str, float] = {}
     if rewards and (config.reward_power != 1.0 or config.surprise_bonus):
-        facts["shaped_reward"] = math.fsum(rewards) / len(rewards)
-    if config.surprise_bonus:
-        surprises = [value for _, group in pairs for value in group]
-        known = [value for value in surprises if value is not None]
-        facts |= {"surprise": math.fsum(known) / len(known)} if known else {}
-        facts["surprise_unknown"] = len(surprises) - len(known)
-    return facts
+        return math.fsum(rewards) / len(rewards)
+    return None

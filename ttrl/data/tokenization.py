@@ -31,6 +31,7 @@ import numpy as np
 from ttrl.data.logprob_alignment import align, check_strings
 from ttrl.data.turn_tokens import TokenSequence, TurnTokens, join, turns_by_ids, turns_by_template
 from ttrl.errors import TokenizationError
+from ttrl.messages import Tool
 from ttrl.records import Sample, TaskResult, TokenizedResult
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class TaskResultTokenizer:
         self,
         tokenizer: Any = None,
         *,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[Tool] | None = None,
         stop_tokens: Collection[str] | None = None,
         end_of_turn: bool = True,
         **template_kwargs: Any,

@@ -13,6 +13,7 @@ import numpy as np
 
 from ttrl.data.chat.templates import ChatTokens, tokenize_chat, tokenize_completion
 from ttrl.errors import TokenizationError
+from ttrl.messages import Message, Tool
 from ttrl.records import Sample, Turn
 
 
@@ -212,7 +213,7 @@ def turns_by_template(
     where: str,
     sample: Sample,
     tokenizer: Any,
-    tools: list[dict[str, Any]] | None,
+    tools: list[Tool] | None,
     end_of_turn: bool,
     template_kwargs: Mapping[str, Any],
 ) -> list[TurnTokens]:
@@ -287,9 +288,9 @@ def turns_by_template(
 
 def _tokens(
     tokenizer: Any,
-    messages: list[dict[str, Any]],
-    reply: dict[str, Any],
-    tools: list[dict[str, Any]] | None,
+    messages: list[Message],
+    reply: Message,
+    tools: list[Tool] | None,
     ended: bool,
     template_kwargs: Mapping[str, Any],
 ) -> tuple[ChatTokens, slice]:

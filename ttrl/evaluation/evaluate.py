@@ -24,9 +24,10 @@ from typing import Any
 from ttrl.configs.reference import explained
 from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, UserError, complaints
-from ttrl.evaluation.families import FAMILIES, GENERATED_BY_DEFAULT, TaskSpec
+from ttrl.evaluation.families import GENERATED_BY_DEFAULT, TaskSpec
 from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.ready_models import is_ready, ready_model
+from ttrl.registries import FAMILIES
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.chat_completions import request_kwargs
 from ttrl.rollouts.client.transport import is_local
@@ -435,7 +436,7 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
         sets, found = _named(list(filter(None, (one.strip() for one in asked))), config, n)
         problems += found
     if not problems and not any(one.tasks for one in sets):
-        problems.append(f"no tasks; name some of {', '.join(sorted(FAMILIES))}")
+        problems.append(f"no tasks; name some of {', '.join(sorted(FAMILIES.names()))}")
     for place, one in enumerate(sets):
         if one.name in [other.name for other in sets[:place]]:
             problems.append(f"{one.name} is asked for twice")
@@ -463,7 +464,7 @@ def _named(
     used: set[str] = set()
     for text in asked:
         try:
-            is_family = text.partition(":")[0].replace("-", "_") in FAMILIES
+            is_family = text.partition(":")[0] in FAMILIES
             if not is_family and (text.partition("=")[0].endswith(".py") or ".py:" in text):
                 sets.append(
                     NamedTasks(

@@ -1,12 +1,8 @@
-"""The task families by name, and what one asks for on a command line: `gsm8k`, `mmlu=data/mmlu`,
-`reasoning_gym:chain_sum@train`.
-
-Each family is a function of `ttrl.tasks` (see docs/reference/tasks.md), or of an adapter in
-`ttrl.agents` to a package that has many; nothing of it is imported before it is asked for.
+"""Tasks as one asks for them on a command line: `gsm8k`, `mmlu=data/mmlu`,
+`reasoning_gym:chain_sum@train`. The families: `ttrl.registries.FAMILIES`.
 """
 
 import dataclasses
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -14,80 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.errors import UserError
+from ttrl.registries import FAMILIES, load
 from ttrl.tasks.reference import load_tasks
 from ttrl.tasks.task import Task
 
 GENERATED_BY_DEFAULT = 200
 """Tasks of generated families where nobody says how many."""
-
-
-@dataclass(frozen=True)
-class Family:
-    """One line of the table of families."""
-
-    home: str
-    """module:function below ttrl.tasks, or below ttrl.agents where `example` is set."""
-    score: str
-    """What counts as right: the metric whose mean is called the accuracy, or "reward"."""
-    split: str = "validation"
-    """Where nobody names one."""
-    data: str | None = None
-    """None: generated, no data needed; else the data set on the hub, or "" where there is none that
-    could be taken by default.
-    """
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Given to the function."""
-    example: str = ""
-    """One of the names of which this family has many: NAME in FAMILY:NAME, the function's first
-    argument.
-    """
-
-    @property
-    def function(self) -> Callable[..., list[Task]]:
-        """Import the family's function, `get_..._tasks`."""
-        module, _, name = self.home.partition(":")
-        room = "agents" if self.example else "tasks"
-        function: Callable[..., list[Task]] = getattr(
-            importlib.import_module(f"ttrl.{room}.{module}"), name
-        )
-        return function
-
-
-FAMILIES: dict[str, Family] = {
-    "gsm8k": Family("gsm8k:get_gsm8k_tasks", "exact", "test", "openai/gsm8k"),
-    "math": Family("math:get_math_tasks", "exact", "test", "DigitalLearningGmbH/MATH-lighteval"),
-    "aime": Family("math:get_aime_tasks", "exact", "test", "HuggingFaceH4/aime_2024"),
-    "dapo": Family("math:get_dapo_tasks", "exact", data="BytedTsinghua-SIA/DAPO-Math-17k"),
-    "mmlu": Family("multiple_choice:get_mmlu_tasks", "reward", "test", "cais/mmlu"),
-    "arc_challenge": Family(
-        "multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": True}
-    ),
-    "arc_easy": Family(
-        "multiple_choice:get_arc_tasks", "reward", "test", "allenai/ai2_arc", {"challenge": False}
-    ),
-    "humaneval": Family(
-        "humaneval:get_humaneval_tasks", "reward", "test", "openai/openai_humaneval"
-    ),
-    "arc_agi": Family("arc_agi:get_arc_agi_tasks", "exact", "test", ""),
-    "nyt_connections": Family("nyt_connections:get_nyt_connections_tasks", "exact", "test", ""),
-    "chess": Family("chess_moves:get_chess_tasks", "best", "test", ""),
-    "temporal_clue": Family("temporal_clue:get_temporal_clue_tasks", "accuracy"),
-    "zebra_grid": Family("zebra_grid:get_zebra_grid_tasks", "solved"),
-    "countdown": Family("countdown:get_countdown_tasks", "exact"),
-    "letter_counting": Family("letter_counting:get_letter_counting_tasks", "exact"),
-    "sort_letters": Family("sort_letters:get_sort_letters_tasks", "exact"),
-    "structured_output": Family("structured_output:get_structured_output_tasks", "exact"),
-    "spelling": Family("spelling:get_spelling_tasks", "exact"),
-    "reasoning_gym": Family("reasoning_gym:get_reasoning_gym_tasks", "exact", example="chain_sum"),
-    "inspect_ai": Family("inspect:get_inspect_tasks", "reward", "test", example="package/task"),
-    "openenv": Family("openenv:get_openenv_tasks", "reward", example="http://127.0.0.1:8000"),
-    "textarena": Family("textarena:get_textarena_tasks", "reward", example="TowerOfHanoi-v0"),
-    "verifiers": Family("verifiers:get_verifiers_tasks", "reward", example="gsm8k-v1"),
-}
 _HELD_OUT_TASKS = 64
 _TRAINING_TASKS = 1024
 """Tasks of generated families to train on."""
-_MAY_LOAD = ("temporal_clue", "zebra_grid", "spelling")  # generated, or from a file that is given
 _SPEC = re.compile(r"([A-Za-z0-9_-]+)(?::([^@=\s]+))?(?:@([A-Za-z0-9_-]+))?(?:=(.+))?")
 _GIVEN_ELSEWHERE = ("name", "server", "split", "n", "seed", "path")
 
@@ -109,10 +40,11 @@ class TaskSpec:
         match = _SPEC.fullmatch(text.strip())
         name = match[1].replace("-", "_") if match else ""
         if match is None or name not in FAMILIES:
+            families = ", ".join(sorted(FAMILIES.names()))
             raise UserError(
                 f"no tasks named {text!r}; give FAMILY, FAMILY@SPLIT, FAMILY=PATH (a file, a "
-                "folder, or a data set's name on the "
-                f"hub), or a file of your own, FILE.py; families: {', '.join(sorted(FAMILIES))}"
+                "folder, or a data set's name on the hub), or a file of your own, FILE.py; "
+                f"families: {families}"
             )
         family = FAMILIES[name]
         if family.example and match[2] is None:
@@ -123,15 +55,22 @@ class TaskSpec:
             raise UserError(
                 f"{name} needs data: {name}=PATH, a file, a folder, or a data set's name on the hub"
             )
-        if match[4] is not None and family.data is None and name not in _MAY_LOAD:
+        spec = cls(name, match[3] or family.split, match[4], name=match[2] or "")
+        if match[4] is not None and "path" not in inspect.signature(spec.function).parameters:
             raise UserError(f"{name} is generated, not loaded; leave ={match[4]} out")
-        return cls(name, match[3] or family.split, match[4], name=match[2] or "")
+        return spec
+
+    @property
+    def function(self) -> Callable[..., list[Task]]:
+        """Import the family's function. Raises UserError."""
+        function: Callable[..., list[Task]] = load(FAMILIES[self.family].tasks)
+        return function
 
     def with_option(self, name: str, value: Any) -> "TaskSpec":
         """Add an argument for the family's function. Raises UserError for one that it does not
         have.
         """
-        parameters = inspect.signature(FAMILIES[self.family].function).parameters
+        parameters = inspect.signature(self.function).parameters
         known = [one for one in parameters if one not in _GIVEN_ELSEWHERE]
         takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
         if name in _GIVEN_ELSEWHERE or (name not in known and not takes_any):
@@ -158,22 +97,14 @@ class TaskSpec:
         arguments: dict[str, Any] = {**family.options, **self.options}
         if path is not None:
             arguments["path"] = path
-        made = path is None or (self.family == "spelling")
+        count = n
+        if path is not None and not family.draws:
+            count = None  # more of a split begin with the same ones
+        elif n is None:
+            count = GENERATED_BY_DEFAULT
+        named = (self.name,) if family.example else ()
         try:
-            if family.example:
-                return family.function(
-                    self.name,
-                    self.split,
-                    n if n is not None else GENERATED_BY_DEFAULT,
-                    seed,
-                    **arguments,
-                )
-            if made:
-                return family.function(
-                    self.split, n if n is not None else GENERATED_BY_DEFAULT, seed, **arguments
-                )
-            # More of a split begin with the same ones.
-            return family.function(self.split, None, seed, **arguments)[:n]
+            return self.function(*named, self.split, count, seed, **arguments)[:n]
         except TypeError as error:
             raise UserError(f"{self}: {error}; is an option of the wrong type?") from error
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from matplotlib.figure import Figure
 
 from ttrl.errors import RunFolderError, UnmovedStepError, UserError
+from ttrl.facts import MetricsRow, read_facts
 from ttrl.instruments.study import StudyDtype, study
 from ttrl.instruments.study_report import CHANGES, change_text, how_computed
 from ttrl.system.files import read_jsonl, write_json
@@ -167,32 +168,40 @@ def write_steps(found: Mapping[str, Any], folder: Path) -> list[Path]:
     draw_steps(found, picture)
     metrics = Path(found["run"], "metrics.jsonl")
     if metrics.is_file():
-        noise = [row for row in read_jsonl(metrics) if "scale" in row.get("gradient_noise", {})]
+        rows = [read_facts(MetricsRow, row) for row in read_jsonl(metrics)]
+        noise = [row for row in rows if row.gradient_noise.scale is not None]
     else:
         noise = []
     return [path, picture, *([draw_noise(noise, folder / "noise.png")] if noise else [])]
 
 
-def draw_noise(rows: Sequence[Mapping[str, Any]], path: Path) -> Path:
+def draw_noise(rows: Sequence[MetricsRow], path: Path) -> Path:
     """Draw the gradient noise scale with its interval, and the share of the noise that comes from
     samples. rows: of metrics.jsonl. Returns the path."""
-    x = [row["iteration"] for row in rows]
-    noise = [row["gradient_noise"] for row in rows]
+    x = [row.iteration for row in rows]
+    noise = [row.gradient_noise for row in rows]
     figure = Figure(figsize=(7, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    above.plot(x, [one["scale"] for one in noise], label="noise scale")
-    ends = [(one.get("low", one["scale"]), one.get("high", math.nan)) for one in noise]
-    above.fill_between(
-        x, [low for low, _ in ends], [high for _, high in ends], alpha=0.2, label="95% interval"
-    )
-    above.plot(x, [one["prompts"] for one in noise], "--", label="prompts of a step")
+    scales = [_plotted(one.scale) for one in noise]
+    lows = [_plotted(one.scale if one.low is None else one.low) for one in noise]
+    highs = [_plotted(one.high) for one in noise]
+    above.plot(x, scales, label="noise scale")
+    above.fill_between(x, lows, highs, alpha=0.2, label="95% interval")
+    above.plot(x, [_plotted(one.prompts) for one in noise], "--", label="prompts of a step")
     above.set(yscale="log", ylabel="prompts", title="the batch at which noise equals signal")
     above.legend()
-    below.plot(x, [one.get("from_samples", math.nan) for one in noise])
+    below.plot(x, [_plotted(one.from_samples) for one in noise])
     below.xaxis.get_major_locator().set_params(integer=True)
     below.set(xlabel="iteration", ylabel="share of the noise\nfrom samples", ylim=(0, 1))
     figure.savefig(path, dpi=150)
     return path
+
+
+def _plotted(value: float | None) -> float:
+    """Return what matplotlib draws: nothing for a missing value."""
+    if value is None:
+        return math.nan
+    return value
 
 
 def draw_steps(found: Mapping[str, Any], path: Path) -> None:

@@ -46,7 +46,7 @@ class Trainer:
         trainer = Trainer(config, folder, console)
         trainer.start(recipe_config)                        # returns at once: imports and loading
                                                             cost nobody time
-        checkpoint = trainer.train(1, recipe_config)
+        checkpoint = trainer.make_checkpoint(1, recipe_config)
         trainer.stop()
 
     With `config.trainer` "once", `start` does nothing and each training has a process of its own:
@@ -125,13 +125,13 @@ class Trainer:
 
     def check(self) -> None:
         """Raise TrainerError, ending with the last lines of its log, where the resident process
-        died while nobody asked it for anything; the next `start` or `train` starts another. Does
-        not wait.
+        died while nobody asked it for anything; the next `start` or `make_checkpoint` starts
+        another. Does not wait.
         """
         if self._resident is not None:
             self._check_runs("while nothing was asked of it", self._log)
 
-    def train(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
+    def make_checkpoint(self, number: int, recipe_config: Mapping[str, Any]) -> Path:
         """Train iteration `number`, or, of 0 without a pack, make the canary of the checkpoint that
         is there; return that folder.
 
@@ -193,9 +193,9 @@ class Trainer:
         return checkpoint_of(output)
 
     def wait_until_saved(self) -> bool:
-        """Wait until the files of the last `train` are there; while they are only on their way it
-        returned early, and says so by `handover`. Return False where the process was lost before,
-        and somebody was told. Raises as `train`.
+        """Wait until the files of the last `make_checkpoint` are there; while they are only on
+        their way it returned early, and says so by `handover`. Return False where the process was
+        lost before, and somebody was told. Raises as `make_checkpoint`.
         """
         if not self._is_writing:
             return True

@@ -70,7 +70,7 @@ def check_bits(
         changed = []
     else:
         changed = _changed(before["of"], of)
-    if before is None or (changed and iteration.marker("train") is None):
+    if before is None or (changed and not iteration.is_done("train")):
         write_json(path, {"of": of, "tensors": dict(tensors)})
         return
     names = before["tensors"].keys() | tensors.keys()

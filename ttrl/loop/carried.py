@@ -10,8 +10,9 @@ iterations between it and the policy that samples now.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from ttrl.facts import RolloutsFacts, Staleness, Unfinished
+from ttrl.messages import Message
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults, TaskUsage, is_unfinished
 from ttrl.run_folder.folder import IterationFolder
@@ -21,7 +22,7 @@ from ttrl.tasks.task import Task
 UNFINISHED_FILE = "unfinished.jsonl"
 
 
-def task_key(task_id: str, messages: list[dict[str, Any]]) -> str:
+def task_key(task_id: str, messages: list[Message]) -> str:
     """Return what tells tasks apart: the same id may have other messages."""
     return json.dumps([task_id, messages], sort_keys=True)
 
@@ -50,8 +51,8 @@ def carried_groups(previous: IterationFolder) -> list[TaskResult]:
     """Return what an iteration left unfinished, in its order. Raises RunFolderError where the file
     was changed or is gone.
     """
-    marker = previous.marker("rollouts")
-    if marker is None or "unfinished" not in marker:
+    marker = previous.marker(RolloutsFacts)
+    if marker is None or marker.unfinished is None:
         return []
     return groups_of(previous, UNFINISHED_FILE)
 
@@ -78,7 +79,7 @@ def ready_to_continue(group: TaskResult, version: int) -> TaskResult:
     return group
 
 
-def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
+def staleness(groups: Iterable[TaskResult], version: int) -> Staleness:
     """Return how many iterations older than `version` the policies are that sampled the tokens:
     mean and max.
     """
@@ -92,7 +93,7 @@ def staleness(groups: Iterable[TaskResult], version: int) -> dict[str, float]:
         total += count
         weighted += sum(ages) if sample.token_versions else count * ages[0]
         oldest = max(oldest, max(ages) if count else 0)
-    return {"mean": weighted / total if total else 0.0, "max": oldest}
+    return Staleness(mean=weighted / total if total else 0.0, max=oldest)
 
 
 def kept_groups(
@@ -152,22 +153,14 @@ def place_of(
     return places.pop(0)
 
 
-def budget_facts(
-    groups: Sequence[TaskResult], carried: Sequence[TaskResult], version: int
-) -> dict[str, Any]:
-    """Return what a marker says of an iteration with a token budget: what was new, how old the
-    tokens are, what is left.
-    """
+def left_unfinished(groups: Sequence[TaskResult]) -> Unfinished:
+    """Count what a token budget left."""
     left = [group for group in groups if is_open(group)]
-    return {
-        "new_completion_tokens": sum(map(num_tokens, groups)) - sum(map(num_tokens, carried)),
-        "staleness": staleness([group for group in groups if not is_open(group)], version),
-        "unfinished": {
-            "groups": len(left),
-            "samples": sum(is_unfinished(sample) for group in left for sample in group.samples),
-            "tokens": sum(map(num_tokens, left)),
-        },
-    }
+    return Unfinished(
+        groups=len(left),
+        samples=sum(is_unfinished(sample) for group in left for sample in group.samples),
+        tokens=sum(map(num_tokens, left)),
+    )
 
 
 def usage_of(groups: Mapping[int, TaskResult], carried: Sequence[TaskResult]) -> list[TaskUsage]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, ModelFolderError, TaskError, UserError, complaints
 from ttrl.ready_models import is_ready
+from ttrl.registries import OBJECTIVES
 from ttrl.server.chat_template import read_chat_template
 from ttrl.server.model_folder import check_model
 from ttrl.server.vllm import own_argument_problems
@@ -55,6 +56,8 @@ def checked(
     server = {name: value for name, value in config.server.items() if name != "max_model_len"}
     problems += [f"server: extra_args: {problem}" for problem in own_argument_problems(server)]
     problems += config.local_problems()
+    if not problems:
+        problems += _loss_problems(config)
     if config.chat_template is not None:
         try:
             config = replace(config, chat_template=read_chat_template(config.chat_template))
@@ -86,6 +89,16 @@ def checked(
     if problems or errors:
         raise ConfigError("TrainConfig", problems + [str(error) for error in errors])
     return config, tasks, validation_tasks
+
+
+def _loss_problems(config: TrainConfig) -> list[str]:
+    """Return what is wrong with the policy loss of another package. ttrl's own are right."""
+    recipe = config.recipe_config({})
+    if OBJECTIVES.is_own(recipe.objective):
+        return []
+    from ttrl.training.objective.objective import objective_from  # loads PyTorch
+
+    return complaints(lambda: objective_from(recipe), "training: ")
 
 
 def _task_problems(

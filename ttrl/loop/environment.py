@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 
 from ttrl.plans.machine import devices_here
-from ttrl.system import native_code
 from ttrl.version import __version__
 
 _PACKAGES = (
@@ -61,7 +60,5 @@ def describe_environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "gpus": gpus,
-        # They differ by rounding.
-        "cpu_attention": None if gpus else native_code.attention_kernel().name,
         "packages": {name: version for name in _PACKAGES if (version := _version(name))},
     }

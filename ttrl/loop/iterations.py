@@ -20,12 +20,12 @@ pruning of checkpoints.
 """
 
 import functools
-from typing import Any
 
 from ttrl.errors import DriftError
+from ttrl.facts import Flops, MetricsRow, SamplerTrainer, read_facts
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.jobs import Jobs, PhaseJob
-from ttrl.loop.machine_use import MachineUse
+from ttrl.loop.machine_use import MachineWatch
 from ttrl.loop.phases import Phases
 from ttrl.monitoring.drift import check_drift
 from ttrl.monitoring.findings import findings
@@ -48,14 +48,12 @@ class Iterations:
         self._config = phases.config
         self._folder = phases.folder
         self._console = phases.console
-        self._rows: dict[int, dict[str, Any]] = {
-            row["iteration"]: row for row in self._folder.metrics()
-        }
+        self._rows: dict[int, MetricsRow] = {row.iteration: row for row in self._folder.metrics()}
         # One that dies while nothing is asked of it is noticed here.
         self._jobs = Jobs(phases.check_trainer)
         self._sampled: set[int] = set()
         """Iterations whose rollouts are there."""
-        self._machine = MachineUse()
+        self._machine = MachineWatch()
         self._reached: int | None = None
         """The iteration whose validation reached `stop_at`."""
 
@@ -115,18 +113,18 @@ class Iterations:
         folder = self._folder
         config = self._config
         numbers = range(max(1, number), config.iterations + 1)
-        to_train = next((n for n in numbers if folder.iteration(n).marker("train") is None), None)
+        to_train = next((n for n in numbers if not folder.iteration(n).is_done("train")), None)
         # There it loads for its first request, while no server starts.
         if to_train is not None and not config.shares_gpu:
             self._phases.start_trainer(to_train)
-        if number == 0 and folder.iteration(0).marker("prepare") is None:
+        if number == 0 and not folder.iteration(0).is_done("prepare"):
             return  # `prepare` starts the server, as one of the first things
-        if folder.iteration(number).marker("rollouts") is None and number > 0:
+        if not folder.iteration(number).is_done("rollouts") and number > 0:
             self._phases.server.start(
                 folder.checkpoint(folder.written_version(config.policy_of_rollouts(number)))
             )
         elif (
-            number == 0 or folder.iteration(number).marker("train") is not None
+            number == 0 or folder.iteration(number).is_done("train")
         ) and self._phases.has_to_validate(number):
             self._phases.server.start(folder.checkpoint(folder.written_version(number)))
 
@@ -147,11 +145,10 @@ class Iterations:
             self._jobs.wait(lambda: number - 1 in self._rows)
             if self._reached is not None:
                 return self._jobs.close()
-        self._phases.train(number)
+        self._phases.train_policy(number)
+        compared = None
         if number in self._folder.held:
-            compared = self._phases.trainer.compared
-        else:
-            compared = None
+            compared = read_facts(SamplerTrainer, self._phases.trainer.compared or {})
         try:  # before the policy samples
             check_drift(
                 self._config,
@@ -169,7 +166,7 @@ class Iterations:
         """Begin what the policy after iteration `number` has to do, and do not wait."""
         rollouts = []
         for later in self._config.rollouts_of_policy(number):
-            if later in self._rows or self._folder.iteration(later).marker("rollouts") is not None:
+            if later in self._rows or self._folder.iteration(later).is_done("rollouts"):
                 self._sampled.add(later)
             elif later <= self._config.iterations:
                 rollouts.append(later)
@@ -204,19 +201,20 @@ class Iterations:
         row = metrics_row(self._folder.iteration(number))
         now = clock()
         if number not in self._resumed:  # all of it was done by this process
-            row["seconds"]["total"] = now - self._finished_at
-            row["dead_seconds"] = row["seconds"]["total"] - self._phases.timeline.busy(
-                self._finished_at, now
+            timeline = self._phases.timeline
+            total = now - self._finished_at
+            row = row.replace(
+                seconds=row.seconds.replace(total=total),
+                dead_seconds=total - timeline.busy(self._finished_at, now),
+                machine=self._machine.take(timeline, now),
             )
-            used = self._machine.take(self._phases.timeline, now)
-            if used:
-                row["machine"] = used
-        if "flops" in row:
-            before = self._rows.get(number - 1, {}).get("flops", {})
-            row["flops"]["cumulated"] = before.get("cumulated", 0.0) + row["flops"]["total"]
+        if row.flops.total is not None:
+            before = self._rows[number - 1].flops if number - 1 in self._rows else Flops()
+            cumulated = (before.cumulated or 0.0) + row.flops.total
+            row = row.replace(flops=row.flops.replace(cumulated=cumulated))
         self._finished_at = now
         self._phases.timeline.forget_before(now)
-        append_jsonl(self._folder.path / "metrics.jsonl", row)
+        append_jsonl(self._folder.path / "metrics.jsonl", row.to_json())
         said = findings(list(self._rows.values()), self._config.to_dict())
         self._rows[number] = row
         rows = list(self._rows.values())

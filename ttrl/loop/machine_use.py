@@ -9,13 +9,14 @@ import contextlib
 import math
 import statistics
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import pynvml
 
+from ttrl.facts import GpuUse, MachineUse, PhaseUse
 from ttrl.loop.timeline import Timeline
 from ttrl.system.console import clock
 from ttrl.system.gpus import visible_handles
@@ -35,13 +36,10 @@ class Look:
     """Share of all cores that worked."""
     memory: float
     """Bytes in use."""
-    gpus: tuple[dict[str, float], ...] = ()
-    """Of each GPU "busy" (the share of the time in which any kernel ran), "watts" and "memory" in
-    bytes, where it says so.
-    """
+    gpus: tuple[GpuUse, ...] = ()
 
 
-class MachineUse:
+class MachineWatch:
     """Looks at the machine in a thread of its own."""
 
     def __init__(self) -> None:
@@ -57,26 +55,17 @@ class MachineUse:
         self._over.set()
         self._thread.join(_GIVEN_UP_BY)  # a driver that hangs must not keep a run from ending
 
-    def take(self, timeline: Timeline, until: float) -> dict[str, dict[str, Any]]:
-        """Return the means of all looks up to a moment, by what the run did, and forget them.
-
-        "sample", "train", "both", or "other" for neither; each with "seconds", "cpu", "memory" (the
-        most that was seen), and "gpus" where there are any: "busy", "watts" and "memory" of each,
-        "gpu_busy" their mean, "watts" their sum.
-        """
+    def take(self, timeline: Timeline, until: float) -> MachineUse:
+        """Return the means of all looks up to a moment, by what the run did, and forget them."""
         with self._lock:
             looks = [look for look in self._looks if look.moment <= until]
             self._looks = self._looks[len(looks) :]
         kinds: dict[str, list[Look]] = {}
         for look in looks:
-            kinds.setdefault(
-                "both" if len(at := timeline.at(look.moment)) == 2 else next(iter(at), "other"), []
-            ).append(look)
-        return {
-            kind: _means(kinds[kind])
-            for kind in ("sample", "train", "both", "other")
-            if kind in kinds
-        }
+            at = timeline.at(look.moment)
+            kind = "both" if len(at) == 2 else next(iter(at), "other")
+            kinds.setdefault(kind, []).append(look)
+        return MachineUse(**{kind: _means(some) for kind, some in kinds.items()})
 
     def _watch(self) -> None:
         with visible_handles() as gpus:
@@ -94,41 +83,43 @@ class MachineUse:
                 before = now
 
 
-def _means(looks: Sequence[Look]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "seconds": len(looks) * SECONDS,
-        "cpu": statistics.fmean(look.cpu for look in looks),
-    }
-    found["memory"] = max(look.memory for look in looks)
-    gpus = []
-    for of_one in zip(*(look.gpus for look in looks), strict=True):
-        one = {
-            name: [look[name] for look in of_one if name in look]
-            for name in ("busy", "watts", "memory")
-        }
-        gpus.append(
-            {
-                name: (max if name == "memory" else statistics.fmean)(values)
-                for name, values in one.items()
-                if values
-            }
-        )
-    busy = [gpu["busy"] for gpu in gpus if "busy" in gpu]
-    if busy:
-        found["gpu_busy"] = statistics.fmean(busy)
-    watts = [gpu["watts"] for gpu in gpus if "watts" in gpu]
-    if watts:
-        found["watts"] = math.fsum(watts)
-    return found | ({"gpus": gpus} if gpus else {})
+def _means(looks: Sequence[Look]) -> PhaseUse:
+    gpus = [_gpu_means(of_one) for of_one in zip(*(look.gpus for look in looks), strict=True)]
+    watts = [gpu.watts for gpu in gpus if gpu.watts is not None]
+    return PhaseUse(
+        seconds=len(looks) * SECONDS,
+        cpu=statistics.fmean(look.cpu for look in looks),
+        memory=max(look.memory for look in looks),
+        gpu_busy=_mean(gpu.busy for gpu in gpus),
+        watts=math.fsum(watts) if watts else None,
+        gpus=gpus or None,
+    )
 
 
-def _look_at_gpu(handle: Any) -> dict[str, float]:
+def _gpu_means(looks: Sequence[GpuUse]) -> GpuUse:
+    memory = [look.memory for look in looks if look.memory is not None]
+    return GpuUse(
+        busy=_mean(look.busy for look in looks),
+        watts=_mean(look.watts for look in looks),
+        memory=max(memory, default=None),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are there."""
+    known = [value for value in values if value is not None]
+    if known:
+        return statistics.fmean(known)
+    return None
+
+
+def _look_at_gpu(handle: Any) -> GpuUse:
     """Return what one GPU says of itself; what it does not support is left out."""
-    seen: dict[str, float] = {}
+    busy = watts = memory = None
     with contextlib.suppress(pynvml.NVMLError):
-        seen["busy"] = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+        busy = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
     with contextlib.suppress(pynvml.NVMLError):
-        seen["watts"] = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000  # it counts in milliwatts
+        watts = pynvml.nvmlDeviceGetPowerUsage(handle) / 1000  # it counts in milliwatts
     with contextlib.suppress(pynvml.NVMLError):
-        seen["memory"] = float(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-    return seen
+        memory = float(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+    return GpuUse(busy=busy, watts=watts, memory=memory)

@@ -10,7 +10,8 @@ from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.data.packing.packed_file import TOKENIZER_KEY, tokenizer_digest
 from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.errors import ServerError
-from ttrl.loop.rollout_facts import rollout_facts
+from ttrl.facts import PackFacts
+from ttrl.loop.rollout_facts import rollout_figures
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.console import clock
@@ -33,14 +34,14 @@ def pack(
     began = clock()
     keep_equal = config.recipe_config({}).rewards_tokens
     advantages = advantages_of(groups, config.advantage_config(), tokenizer, keep_equal=keep_equal)
-    rollouts = rollout_facts(groups, stops_early=config.early_stop is not None)
-    facts: dict[str, Any] = {
-        "groups": advantages.groups,
-        "advantages": advantages.facts,
-        "rollouts": rollouts,
-    }
+    facts = PackFacts(
+        groups=advantages.groups,
+        advantages=advantages.figures,
+        rollouts=rollout_figures(groups, stops_early=config.early_stop is not None),
+        rows=0,
+    )
     if not advantages.kept:
-        iteration.mark("pack", [], {"seconds": clock() - began, **facts, "rows": 0})
+        iteration.mark(facts.replace(seconds=clock() - began))
         return
     tokenize = TaskResultTokenizer(tokenizer)
     pairs = zip(advantages.kept, advantages.values, strict=True)
@@ -68,11 +69,13 @@ def pack(
     if made_with is not None:
         packed.metadata[TOKENIZER_KEY] = made_with
     packed.save(iteration.path / "packed.safetensors")
-    facts |= {
-        "rows": packed.num_rows,
-        "row_tokens": packed.num_tokens,
-        "trained_tokens": packed.num_trained,
-    }
-    facts |= {"tokenization": dataclasses.asdict(tokenize.counts)}
-    facts |= {"fill": packed.num_tokens / packed.tokens.numel(), "dropped": packed.dropped}
-    iteration.mark("pack", ["packed.safetensors"], {"seconds": clock() - began, **facts})
+    facts = facts.replace(
+        rows=packed.num_rows,
+        row_tokens=packed.num_tokens,
+        trained_tokens=packed.num_trained,
+        tokenization=dataclasses.asdict(tokenize.counts),
+        fill=packed.num_tokens / packed.tokens.numel(),
+        dropped=packed.dropped,
+        seconds=clock() - began,
+    )
+    iteration.mark(facts, ["packed.safetensors"])

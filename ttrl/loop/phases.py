@@ -20,18 +20,36 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import sampling_flops
 from ttrl.costs.parameters import ModelShape, model_shape
 from ttrl.errors import ServerError, TrainerDiedError
+from ttrl.facts import (
+    PackFacts,
+    PrepareFacts,
+    RolloutsFacts,
+    SampledFlops,
+    SaveFacts,
+    Sync,
+    TrainFacts,
+    ValidateFacts,
+    read_facts,
+)
 from ttrl.intervals import Estimate, estimate_mean, pooled
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
 from ttrl.loop.bits import WEIGHTS_FILE, check_bits
-from ttrl.loop.carried import UNFINISHED_FILE, budget_facts, groups_of, is_open
+from ttrl.loop.carried import (
+    UNFINISHED_FILE,
+    groups_of,
+    is_open,
+    left_unfinished,
+    num_tokens,
+    staleness,
+)
 from ttrl.loop.pack import pack
 from ttrl.loop.rollout_facts import sampled_reads
 from ttrl.loop.sampling import Sampler, SamplingOrder, Workers
@@ -43,6 +61,7 @@ from ttrl.rollouts.early_stop import InferenceEarlyStop
 from ttrl.rollouts.task_results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
+from ttrl.server.transfer import Handover
 from ttrl.system.console import Console, clock
 from ttrl.system.files import (
     atomic_folder,
@@ -57,6 +76,9 @@ from ttrl.tasks.task import Task
 logger = logging.getLogger(__name__)
 
 _POLICY = ("checkpoint", "state")
+BroughtIn: TypeAlias = tuple[float, Sync | None]
+"""The seconds that it took to bring a policy to the servers, and how; (0, None) where another
+phase did it."""
 _AGAIN = "trainer/again"
 """Where an iteration that is trained again writes what is known of it already."""
 
@@ -94,7 +116,7 @@ class Phases:
         self._sampler = Sampler(config, server, console, self.timeline, workers)
         self._tokenizer: Any = None
         self._loading = threading.Lock()
-        self._synced: tuple[int, dict[str, dict[str, Any]]] | None = None
+        self._synced: tuple[int, dict[str, BroughtIn]] | None = None
         """The iteration whose policy is at the server, and what the marker of a phase says of that.
         """
         self._sampled: dict[int, list[TaskResult]] = {}
@@ -102,7 +124,7 @@ class Phases:
 
     def anything_done(self, number: int) -> bool:
         """Return whether an earlier process finished a phase of this iteration."""
-        return any(self.folder.iteration(number).marker(phase) is not None for phase in PHASES)
+        return any(self.folder.iteration(number).is_done(phase) for phase in PHASES)
 
     # Iteration 0
 
@@ -112,7 +134,7 @@ class Phases:
         done and has parked.
         """
         iteration = self.folder.iteration(0)
-        if iteration.marker("prepare") is not None:
+        if iteration.is_done("prepare"):
             return
         began = clock()
         if not self.config.shares_gpu:
@@ -155,8 +177,8 @@ class Phases:
             self.console.line(plan.time_line(may_end_early=self.config.stop_at is not None))
             if plan.does_not_fit is not None:
                 self.console.line(f"note: {plan.does_not_fit}")
-        sync = self.server.serve(iteration.path / "checkpoint")
-        iteration.mark("prepare", ["checkpoint"], {"seconds": clock() - began, "sync": sync})
+        sync = self._bring(iteration.path / "checkpoint")
+        iteration.mark(PrepareFacts(seconds=clock() - began, sync=sync), ["checkpoint"])
 
     def tokenizer(self) -> Any:
         """Return the starting model's tokenizer, loaded once."""
@@ -178,21 +200,21 @@ class Phases:
         if version in self.folder.held and self.trainer.handover(version) is None:
             self.finish_saving()  # the trainer died since
         sync = self._sync(version)
-        self._synced = number, {recorded_by: {"sync_seconds": clock() - began, "sync": sync}}
+        self._synced = number, {recorded_by: (clock() - began, sync)}
 
-    def _sync(self, version: int) -> dict[str, Any] | None:
+    def _sync(self, version: int) -> Sync | None:
         """Bring a policy to the server: out of the trainer's memory, which it has to be brought
         into again where no file has it and the trainer is another one; from files where no server
         can take it from there.
         """
         checkpoint = self.folder.checkpoint(version)
         if self._has_files(version):
-            return self.server.serve(checkpoint, self.trainer.handover(version))
+            return self._bring(checkpoint, self.trainer.handover(version))
         if self.trainer.handover(version) is None:
             self._ask_trainer(version + 1, None)
         start_from = self.folder.checkpoint(self.folder.written_version(version))
         try:
-            return self.server.serve(checkpoint, self.trainer.handover(version), start_from)
+            return self._bring(checkpoint, self.trainer.handover(version), start_from)
         except ServerError as error:
             logger.warning(
                 "the policy of iteration %d is written for the servers, which did not take it: %s",
@@ -200,7 +222,14 @@ class Phases:
                 error,
             )
             self.write(version)
-            return self.server.serve(checkpoint)
+            return self._bring(checkpoint)
+
+    def _bring(
+        self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
+    ) -> Sync | None:
+        """Have the servers compute with a policy: see `PolicyServer.serve`."""
+        said = self.server.serve(checkpoint, handover, start_from)
+        return None if said is None else read_facts(Sync, said)
 
     def _has_files(self, version: int) -> bool:
         """Return whether a policy's checkpoint is there, or being written."""
@@ -209,27 +238,29 @@ class Phases:
             version
         ) == version
 
-    def _serve(self, number: int, phase: str) -> dict[str, Any]:
+    def _serve(self, number: int, phase: str) -> BroughtIn:
         """Bring the policy to the server; return what the phase's marker says of that."""
         if self._synced is None or self._synced[0] != number:
             self.sync(number, phase)
         assert self._synced is not None
-        return self._synced[1].pop(phase, {"sync_seconds": 0.0, "sync": None})
+        return self._synced[1].pop(phase, (0.0, None))
 
     def rollouts(self, number: int) -> None:
         """Sample the iteration's tasks from the policy whose turn it is, and grade them."""
         iteration = self.folder.iteration(number)
-        if iteration.marker("rollouts") is not None:
+        if iteration.is_done("rollouts"):
             return
         sampled_by = self.config.policy_of_rollouts(number)
         version = self.folder.policy_version(sampled_by)
         budget = self.config.tokens_per_iteration
         carried: list[TaskResult] = []
+        dropped = None
+        extra = None
         tasks = self.stream.tasks_of(number)
-        more: dict[str, Any] = {"tasks_taken": self.stream.taken_before(number) + len(tasks)}
+        taken = self.stream.taken_before(number) + len(tasks)
         if budget is not None:
-            carried, tasks, more = self.stream.continued(number, version)
-        synced = self._serve(sampled_by, "rollouts")
+            carried, tasks, taken, dropped = self.stream.continued(number, version)
+        sync_seconds, sync = self._serve(sampled_by, "rollouts")
         began = clock()
         partial = iteration.path / "rollouts.partial.jsonl"
         asked = SamplingOrder(
@@ -249,7 +280,6 @@ class Phases:
         results = self._sampler.sample(tasks, asked)
         if self.config.dynamic_sampling is not None:
             first = len(tasks)
-            taken = more["tasks_taken"]
             asked = dataclasses.replace(asked, what=f"{number}: sampling more")
             while count := further_tasks(
                 results,
@@ -261,10 +291,11 @@ class Phases:
                 tasks = tasks + self.stream.more(number, taken, count, tasks)
                 taken = taken + count
                 results = self._sampler.sample(tasks, asked, known=results)
-            more |= {"tasks_taken": taken, "extra_tasks": len(tasks) - first}
+            extra = len(tasks) - first
         files = ["rollouts.jsonl"]
         finished = TaskResults([group for group in results if not is_open(group)])
-        stats = (results if budget is None else finished).stats.to_json()
+        stats = results.stats
+        facts = RolloutsFacts(tasks_taken=taken, extra_tasks=extra, dropped_groups=dropped)
         write_jsonl(iteration.path / "rollouts.jsonl", finished.to_jsonl_lines())
         if budget is not None:
             write_jsonl(
@@ -272,18 +303,28 @@ class Phases:
                 TaskResults(filter(is_open, results)).to_jsonl_rows(),
             )
             files.append(UNFINISHED_FILE)
-            all_stats = results.stats
-            stats |= {
-                name: getattr(all_stats, name)
-                for name in ("seconds", "tokens_per_second", "grading_seconds")
-            }
-            more |= budget_facts(results, carried, version)
-        more |= {"flops": self._flops(results, began, carried)} | self.stream.measured(
-            number, list(finished)
+            new = sum(map(num_tokens, results)) - sum(map(num_tokens, carried))
+            facts = facts.replace(
+                new_completion_tokens=new,
+                staleness=staleness(finished, version),
+                unfinished=left_unfinished(results),
+            )
+            stats = finished.stats.replace(
+                seconds=stats.seconds,
+                tokens_per_second=stats.tokens_per_second,
+                grading_seconds=stats.grading_seconds,
+            )
+        flops = self._flops(results, began, carried)
+        curriculum = self.stream.measured(number, list(finished))
+        facts = facts.replace(
+            seconds=clock() - began,
+            sync_seconds=sync_seconds,
+            sync=sync,
+            stats=stats,
+            flops=flops,
+            curriculum=curriculum,
         )
-        iteration.mark(
-            "rollouts", files, {"seconds": clock() - began, **synced, "stats": stats} | more
-        )
+        iteration.mark(facts, files)
         self._sampled[number] = list(finished)
         partial.unlink(missing_ok=True)
 
@@ -293,7 +334,7 @@ class Phases:
         return (
             is_due
             and bool(self.validation_tasks)
-            and self.folder.iteration(number).marker("validate") is None
+            and not self.folder.iteration(number).is_done("validate")
         )
 
     def ask_server(self) -> Callable[[str], Any] | None:
@@ -311,7 +352,7 @@ class Phases:
         iteration = self.folder.iteration(number)
         if not self.has_to_validate(number):
             return
-        synced = self._serve(number, "validate")
+        sync_seconds, sync = self._serve(number, "validate")
         began = clock()
         asked = SamplingOrder(
             what=f"{number}: validating",
@@ -321,46 +362,47 @@ class Phases:
         )
         results = self._sampler.sample(self.validation_tasks, asked)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_lines())
-        stats = results.stats.to_json()
+        stats = results.stats
         estimates = _estimates(results, self.config.validation_metric, asked.n)
-        stats["metrics"] |= {
+        passed = {
             name: one.mean
             for name, one in estimates.items()
             if "pass@" in name and one.mean is not None
-        }
-        facts = {
-            "seconds": clock() - began,
-            **synced,
-            "stats": stats,
-            "flops": self._flops(results, began),
         }
         spans = {
             name: (one.low, one.high)
             for name, one in estimates.items()
             if one.low is not None and one.high is not None
         }
-        facts |= {"sampling": _sampled_how(asked, len(results)), "intervals": spans}
-        iteration.mark("validate", ["validation.jsonl"], facts)
+        facts = ValidateFacts(
+            seconds=clock() - began,
+            sync_seconds=sync_seconds,
+            sync=sync,
+            stats=stats.replace(metrics=stats.metrics | passed),
+            flops=self._flops(results, began),
+            sampling=_sampled_how(asked, len(results)),
+            intervals=spans,
+        )
+        iteration.mark(facts, ["validation.jsonl"])
 
     def _flops(
         self, results: TaskResults, began: float, carried: Sequence[TaskResult] = ()
-    ) -> dict[str, float]:
-        """Return what the servers computed for a phase that has just been sampled; "per_second" on
-        one GPU (on CPUs of the whole machine), where it is known, with what they did for other
-        phases meanwhile.
+    ) -> SampledFlops:
+        """Return what the servers computed for a phase that has just been sampled; per second with
+        what they did for other phases meanwhile.
         """
         config = self.config
         reads = sampled_reads(list(results), carried, shared=config.shares_prompts)
         prefill, decode = sampling_flops(self._shape, reads)
-        flops = {"prefill": float(prefill), "decode": float(decode)}
+        flops = SampledFlops(prefill=float(prefill), decode=float(decode))
         if results.stats.seconds is None:
             return flops
-        per_second = self.timeline.served(began, clock(), flops["prefill"] + flops["decode"])
+        per_second = self.timeline.served(began, clock(), flops.prefill + flops.decode)
         if config.device == "cuda":
             gpus = config.servers_in_all * gpus_of_a_server(config.server)
         else:
             gpus = 1
-        return flops | {"per_second": per_second / gpus}
+        return flops.replace(per_second=per_second / gpus)
 
     @functools.cached_property
     def _shape(self) -> ModelShape:
@@ -372,7 +414,7 @@ class Phases:
         """Turn groups into advantages, token sequences and packed tensors: see `ttrl.loop.pack`."""
         iteration = self.folder.iteration(number)
         sampled = self._sampled.pop(number, None)
-        if iteration.marker("pack") is not None:
+        if iteration.is_done("pack"):
             return
         pack(
             iteration,
@@ -391,18 +433,18 @@ class Phases:
             config["model"] = str(self.model)
         self.trainer.start(config)
 
-    def train(self, number: int) -> None:
+    def train_policy(self, number: int) -> None:
         """Run the recipe on the packed rows, from the newest checkpoint and state. Raises
         TrainerError, StorageError.
         """
         iteration = self.folder.iteration(number)
-        if iteration.marker("train") is not None:
+        if iteration.is_done("train"):
             return
         began = clock()
-        pack = iteration.marker("pack")
-        assert pack is not None
-        if not pack["rows"]:
-            iteration.mark("train", [], {"seconds": clock() - began, "trained": False})
+        packed = iteration.marker(PackFacts)
+        assert packed is not None
+        if not packed.rows:
+            iteration.mark(TrainFacts(seconds=clock() - began, trained=False))
             return
         iteration.verify("pack")
         self._rest_server()
@@ -440,16 +482,16 @@ class Phases:
                 wait_for_others()
             self._ask_trainer(number, {})
         steps = read_jsonl(iteration.path / "train.jsonl", key="global_step")
-        self.timeline.add_training(began, trained, steps)
-        facts = {"seconds": trained - began, "trained": True, "steps": steps}
+        facts = TrainFacts(seconds=trained - began, trained=True, steps=steps)
+        self.timeline.add_training(began, trained, facts.taken())
         files = ["train.jsonl", "trainer_logprobs.safetensors", WEIGHTS_FILE]
         if self.trainer.holding == number:
-            facts["saved"] = False
+            facts = facts.replace(saved=False)
         else:
             files = [*_POLICY, *files]
             if self.trainer.handover(number) is not None:
-                facts["save_seconds"] = clock() - trained
-        iteration.mark("train", files, facts, _known_digests(iteration.path))
+                facts = facts.replace(save_seconds=clock() - trained)
+        iteration.mark(facts, files, _known_digests(iteration.path))
         self.folder.held.discard(number)
         self._unsaved = None
         self._deaths = 0
@@ -465,9 +507,8 @@ class Phases:
         iteration = self.folder.iteration(version)
         self._ask_trainer(version + 1, {"packed": "", "output_dir": str(iteration.path)})
         if version not in self.folder.held:  # its training is marked as done
-            iteration.mark(
-                "save", _POLICY, {"seconds": clock() - began}, _known_digests(iteration.path)
-            )
+            facts = SaveFacts(seconds=clock() - began)
+            iteration.mark(facts, _POLICY, _known_digests(iteration.path))
 
     def _ask_trainer(self, number: int, changes: dict[str, Any] | None) -> None:
         """Have the trainer do what the recipe's config of an iteration says, with `changes`; None:
@@ -514,7 +555,7 @@ class Phases:
             for name in _POLICY:
                 remove_folder(iteration.path / name)
                 os.replace(folder / name, iteration.path / name)
-            iteration.mark("save", _POLICY, {}, _known_digests(iteration.path))
+            iteration.mark(SaveFacts(), _POLICY, _known_digests(iteration.path))
 
     def _ask_once(self, number: int, recipe_config: dict[str, Any]) -> None:
         folder = Path(recipe_config["output_dir"])
@@ -523,7 +564,7 @@ class Phases:
         for name in _POLICY:  # half a checkpoint is as large as a whole one, and of no use
             with contextlib.suppress(OSError):
                 remove_leftovers(folder, name)
-        self.trainer.train(number, recipe_config)
+        self.trainer.make_checkpoint(number, recipe_config)
         if recipe_config["packed"] and (handover := self.trainer.handover(number)) is not None:
             check_bits(
                 self.folder.iteration(number),

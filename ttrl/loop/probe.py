@@ -20,11 +20,13 @@ import psutil
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import UserError
-from ttrl.loop.train import train
+from ttrl.facts import MetricsRow
+from ttrl.loop.train import train_checked
 from ttrl.plans.lengths import Assumptions, completion_mean, run_lengths
 from ttrl.plans.measured import Seconds, measured_in_run, signal_share
 from ttrl.plans.plan import Plan
 from ttrl.plans.planner import Probed, iteration_folders
+from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
 
 PROBE_SECONDS = 90.0
@@ -74,7 +76,9 @@ def probe(
             "loggers": [],
             "mirror": None,
         }
-        rows = train(dataclasses.replace(config, **changes), tasks, held_out, quiet=True).metrics
+        probed = dataclasses.replace(config, **changes)
+        train_checked(probed, tasks, held_out, quiet=True)
+        rows = RunFolder(changes["run"]).metrics()
         signal = signal_share(rows)
         found = run_lengths(
             iteration_folders(Path(folder, "run")), assumptions.signal_share or signal or None
@@ -109,7 +113,7 @@ def probe(
 
 def _scaled(
     seconds: Mapping[str, Seconds],
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[MetricsRow],
     scale: float,
     held_out_scale: float,
 ) -> dict[str, Seconds]:
@@ -140,13 +144,10 @@ def _sum(seconds: Mapping[str, Seconds]) -> float:
     )
 
 
-def _saving(rows: Sequence[Mapping[str, Any]]) -> float:
+def _saving(rows: Sequence[MetricsRow]) -> float:
     """Return the seconds of an iteration's training that do not grow with its tasks."""
-    found = [
-        row["train"]["seconds_by_part"]["checkpoint"]
-        for row in rows
-        if "seconds_by_part" in row.get("train", {})
-    ]
+    parts = [row.train.seconds_by_part for row in rows if row.train.seconds_by_part]
+    found = [part.get("checkpoint", 0.0) for part in parts]
     return sum(found) / len(found) if found else 0.0
 
 

@@ -5,38 +5,15 @@ once, while packing.
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any
 
+from ttrl.facts import RolloutFigures
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.client.assembly import STOPPED_EARLY
 
 
-def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) -> dict[str, Any]:
-    """Return counts and shares over the groups of one iteration; shares are None where there is
-    nothing to share.
-
-    stops_early: whether the run has an `early_stop`.
-
-    truncated           share of the completed samples that the length limit ended
-    truncated_reward    mean reward of these, as far as they were graded
-    ended_reward        mean reward of those that ended by themselves
-    stopped_early       share of the completed samples that `early_stop` ended; None in a run
-                        without one
-    empty               share of the completed samples without any text or token
-    grader_failures     samples whose grader failed (of the failed ones)
-    repeated            share of the graded samples whose completion another sample of their group
-                        wrote before
-    repeated_groups     share of the groups (of two or more) whose samples are all the same
-                        completion
-    stuck_groups        the same, of groups whose reward is below the highest of the iteration: no
-                        sample finds a better one
-    commonest           share of the graded samples that wrote the commonest completion of the
-                        iteration
-    commonest_tasks     share of the tasks in which that was written at all
-    length_correlation  of reward and length, within groups (both less their group's mean): what
-    advantages see. None where
-                        neither or only one of them varies
-    mean_length, max_length   tokens of the completed samples (characters where there are no tokens)
+def rollout_figures(groups: Sequence[TaskResult], *, stops_early: bool = False) -> RolloutFigures:
+    """Return counts and shares over the groups of one iteration. stops_early: whether the run has
+    an `early_stop`.
     """
     samples = [sample for group in groups for sample in group.samples]
     completed = [sample for sample in samples if sample.finish_reason is not None]
@@ -59,28 +36,24 @@ def rollout_facts(groups: Sequence[TaskResult], *, stops_early: bool = False) ->
     highest = max((sample.reward or 0.0 for group in compared for sample in group), default=0.0)
     same = [group for group, texts in zip(compared, keys, strict=True) if len(set(texts)) == 1]
     stuck = sum(max(sample.reward or 0.0 for sample in group) < highest for group in same)
-    return {
-        "truncated": _share(
+    return RolloutFigures(
+        truncated=_share(
             sum(sample.finish_reason == "length" for sample in completed), len(completed)
         ),
-        "truncated_reward": math.fsum(rewards[True]) / len(rewards[True])
-        if rewards[True]
-        else None,
-        "ended_reward": math.fsum(rewards[False]) / len(rewards[False]) if rewards[False] else None,
-        "stopped_early": _share(stopped, len(completed)) if stops_early else None,
-        "empty": _share(sum(length == 0 for length in lengths), len(completed)),
-        "grader_failures": sum(
-            (sample.error or "").startswith("GraderError") for sample in samples
-        ),
-        "repeated": _share(graded - distinct, graded),
-        "repeated_groups": _share(len(same), len(keys)),
-        "stuck_groups": _share(stuck, len(keys)),
-        "commonest": _share(times, graded),
-        "commonest_tasks": _share(sum(commonest in group for group in keys), len(keys)),
-        "length_correlation": _within_groups(compared),
-        "mean_length": math.fsum(lengths) / len(lengths) if lengths else None,
-        "max_length": max(lengths, default=None),
-    }
+        truncated_reward=_mean(rewards[True]),
+        ended_reward=_mean(rewards[False]),
+        stopped_early=_share(stopped, len(completed)) if stops_early else None,
+        empty=_share(sum(length == 0 for length in lengths), len(completed)),
+        grader_failures=sum((sample.error or "").startswith("GraderError") for sample in samples),
+        repeated=_share(graded - distinct, graded),
+        repeated_groups=_share(len(same), len(keys)),
+        stuck_groups=_share(stuck, len(keys)),
+        commonest=_share(times, graded),
+        commonest_tasks=_share(sum(commonest in group for group in keys), len(keys)),
+        length_correlation=_within_groups(compared),
+        mean_length=_mean(lengths),
+        max_length=max(lengths, default=None),
+    )
 
 
 def sampled_reads(
@@ -154,6 +127,12 @@ def _length(sample: Sample) -> int:
 def _share(part: int, whole: int) -> float | None:
     if whole:
         return part / whole
+    return None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    if values:
+        return math.fsum(values) / len(values)
     return None
 
 

@@ -63,9 +63,9 @@ def train(
     what = f"{config.iterations} iteration{'s' * (config.iterations != 1)} of {config.model}"
     console.line(f"{config.run}: {what}; loading PyTorch first")
     with console.interruptible(f"the same command continues {config.run}"):
-        from ttrl.loop.train import train
+        from ttrl.loop.train import train_checked
 
-        return train(config, tasks, validation_tasks, **given)
+        return train_checked(config, tasks, validation_tasks, **given)
 
 
 def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) -> "RunResult":
@@ -94,6 +94,6 @@ def _on_cluster(config: TrainConfig, given: dict[str, Any], console: Console) ->
 
 
 def _lead(**given: Any) -> "RunResult":
-    from ttrl.loop.train import train
+    from ttrl.loop.train import train_checked
 
-    return train(**given)
+    return train_checked(**given)

@@ -11,11 +11,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.data.advantages import groups_with_signal, has_signal
+from ttrl.facts import CurriculumFacts, RolloutsFacts, Turn
 from ttrl.loop.carried import carried_groups, is_open, oldest_version, ready_to_continue, task_key
+from ttrl.messages import Message
 from ttrl.records import TaskResult
 from ttrl.run_folder.folder import RunFolder
 from ttrl.tasks.task import Task
@@ -98,29 +100,28 @@ class TaskStream:
             return self.tasks_from(taken, count)
         return self._curriculum.choose(number, count, present)
 
-    def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
+    def measured(self, number: int, finished: Sequence[TaskResult]) -> CurriculumFacts | None:
         """Return what the marker has to say of an iteration's groups, for those that follow."""
         if self._curriculum is None:
-            return {}
-        return {"curriculum": self._curriculum.measured(number, finished)}
+            return None
+        return self._curriculum.measured(number, finished)
 
     def taken_before(self, number: int) -> int:
         """Return how many tasks earlier iterations took, by the marker of the last of them:
         `tasks_per_iteration` may have been another one then. Equal parts, where it does not tell.
         """
-        marker = self._folder.iteration(number - 1).marker("rollouts") or {}
-        taken: int = marker.get("tasks_taken", (number - 1) * self._config.tasks_per_iteration)
-        return taken
+        marker = self._folder.iteration(number - 1).marker(RolloutsFacts)
+        if marker is None or marker.tasks_taken is None:
+            return (number - 1) * self._config.tasks_per_iteration
+        return marker.tasks_taken
 
     def tasks_of(self, number: int) -> list[Task]:
         """Return the tasks with which an iteration without a token budget begins."""
         return self.more(number, self.taken_before(number), self._config.tasks_per_iteration)
 
-    def continued(
-        self, number: int, version: int
-    ) -> tuple[list[TaskResult], list[Task], dict[str, Any]]:
+    def continued(self, number: int, version: int) -> tuple[list[TaskResult], list[Task], int, int]:
         """Return, for a token budget, the groups to continue, all tasks of the iteration (theirs
-        first), facts for the marker.
+        first), how many of the stream are taken then, and how many groups were dropped.
 
         New tasks follow in the stream on those that were taken so far; the markers say how many
         that are.
@@ -144,20 +145,9 @@ class TaskStream:
         return (
             carried,
             tasks + new,
-            {"tasks_taken": taken + len(new), "dropped_groups": len(groups) - len(carried)},
+            taken + len(new),
+            len(groups) - len(carried),
         )
-
-
-class Turn(NamedTuple):
-    """The last turn of a task, as the marker of the iteration holds it."""
-
-    round: int
-    due: int
-    """The round of the next one."""
-    without: int
-    """Turns in a row, up to this one, without a signal."""
-    score: float | None
-    """The mean of its samples; None where there never were two that could be graded."""
 
 
 class Curriculum:
@@ -227,7 +217,7 @@ class Curriculum:
                 if place in rounds[number]
             )
 
-    def measured(self, number: int, finished: Sequence[TaskResult]) -> dict[str, Any]:
+    def measured(self, number: int, finished: Sequence[TaskResult]) -> CurriculumFacts:
         """Return what the groups of iteration `number` change, and where all tasks are then, for
         the marker and the metrics.
 
@@ -261,9 +251,19 @@ class Curriculum:
         newest = max((turn.round for turn in turns.values()), default=self._round)
         known = self._turns | turns
         counts = Counter(_state(known.get(key)) for key in self._keys)
-        facts: dict[str, Any] = {"round": newest, "turns": turns, "total": len(self._keys)}
-        facts |= {name: counts[name] for name in ("unseen", "solved", "hopeless", "between")}
-        return facts | (self._after(known, newest, scores) if len(self._levels) > 1 else {})
+        facts = CurriculumFacts(
+            round=newest,
+            turns=turns,
+            total=len(self._keys),
+            unseen=counts["unseen"],
+            solved=counts["solved"],
+            hopeless=counts["hopeless"],
+            between=counts["between"],
+        )
+        if len(self._levels) == 1:
+            return facts
+        level, score, scores = self._after(known, newest, scores)
+        return facts.replace(level=level, level_score=score, level_scores=scores)
 
     def _wait(self, key: str, now: int, without: int) -> int:
         """Return how many rounds after this one a task is due."""
@@ -274,7 +274,7 @@ class Curriculum:
 
     def _after(
         self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]
-    ) -> dict[str, Any]:
+    ) -> tuple[int, float | None, list[tuple[str, float]]]:
         """Return the level, its mean score, and what that follows from. Tasks that are left out of
         this round count with their own last score; all others that had a turn with the mean of the
         last groups, as theirs may be long ago.
@@ -303,19 +303,22 @@ class Curriculum:
             and len(scores) >= window
             and mean >= self._config.level_up_at
         ):
-            return {"level": higher[0], "level_score": None, "level_scores": []}
-        return {"level": self._level, "level_score": mean, "level_scores": scores}
+            return higher[0], None, []
+        return self._level, mean, scores
 
     def _read_until(self, number: int) -> None:
         assert self._read <= number, "iterations sample one after the other"
         while self._read < number:
             self._read += 1
-            found = (self._folder.iteration(self._read).marker("rollouts") or {}).get("curriculum")
-            if found is not None:  # else the run had none then
-                self._turns |= {key: Turn(*turn) for key, turn in found["turns"].items()}
-                self._round = found["round"]
-                self._level = found.get("level", self._level)
-                self._scores = [(key, score) for key, score in found.get("level_scores", [])]
+            marker = self._folder.iteration(self._read).marker(RolloutsFacts)
+            if marker is None or marker.curriculum is None:
+                continue  # the run had none then
+            found = marker.curriculum
+            self._turns |= found.turns
+            self._round = found.round or 0
+            if found.level is not None:
+                self._level = found.level
+            self._scores = found.level_scores or []
 
 
 def _state(turn: Turn | None) -> str:
@@ -328,5 +331,5 @@ def _state(turn: Turn | None) -> str:
     return "hopeless"
 
 
-def _digest(task_id: str, messages: list[dict[str, Any]]) -> str:
+def _digest(task_id: str, messages: list[Message]) -> str:
     return hashlib.sha256(task_key(task_id, messages).encode()).hexdigest()[:12]

@@ -4,9 +4,9 @@ overlap.
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
+from ttrl.facts import Step
 from ttrl.system.console import clock
 
 _NO_TRAINING = ("checkpoint",)  # parts of a step's time in train.jsonl
@@ -37,14 +37,12 @@ class Timeline:
                 del self._open[key]
                 self._spans.append((kind, began, clock()))
 
-    def add_training(self, began: float, ended: float, steps: Sequence[Mapping[str, Any]]) -> None:
+    def add_training(self, began: float, ended: float, steps: Sequence[Step]) -> None:
         """Record a train phase, from the lines of its train.jsonl: what is not part of a step
         (reading, writing checkpoints) is not training. It is taken to lie before and after the
         steps in equal parts, which matters only where phases overlap.
         """
-        parts = [
-            step.get("seconds_by_part") or {"step": step.get("seconds") or 0.0} for step in steps
-        ]
+        parts = [step.seconds_by_part or {"step": step.seconds or 0.0} for step in steps]
         worked = sum(
             seconds for part in parts for name, seconds in part.items() if name not in _NO_TRAINING
         )

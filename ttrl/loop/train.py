@@ -37,8 +37,8 @@ from ttrl.ready_models import is_ready, ready_model
 from ttrl.records import ADAPTER_FOLDER, ADAPTER_SETTINGS
 from ttrl.report.page import leave_report
 from ttrl.run_folder.config_changes import allowed_names
-from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lock import TAKE_OVER_VARIABLE
+from ttrl.run_folder.folder import RunFolder, TaskList
+from ttrl.run_folder.lease import TAKE_OVER_VARIABLE
 from ttrl.run_folder.mirror import mirrored, with_local_run
 from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.reader import read_mapping
@@ -76,7 +76,7 @@ class RunResult:
         return data_frame(self.metrics, columns=("iteration",))
 
 
-def train(
+def train_checked(
     config: TrainConfig,
     tasks: Sequence[Task],
     validation_tasks: Sequence[Task] = (),
@@ -90,10 +90,9 @@ def train(
     config, tasks, validation_tasks = checked(config, tasks, validation_tasks, model=False)
     config, asked, cuda = with_local_run(config), config, torch.cuda.is_available()
     described = {
-        name: {
-            "count": len(given),
-            "digest": hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest(),
-        }
+        name: TaskList(
+            len(given), hashlib.sha256(b"".join(task.as_json() for task in given)).hexdigest()
+        )
         for name, given in (("tasks", tasks), ("validation_tasks", validation_tasks))
     }
     if not is_ready(config.model):
@@ -163,7 +162,7 @@ def train(
                 leave_report(folder.path)  # it shows the tokens and causes
                 raise
         rows = folder.metrics()
-        newest = folder.written_version(rows[-1]["iteration"])
+        newest = folder.written_version(rows[-1].iteration)
         prune(folder, rows, config, newest)  # where the last one was cut off
         if validation_tasks:
             best = next(iter(best_policies(folder, rows, config)), newest)
@@ -181,7 +180,7 @@ def train(
             run=folder.path,
             checkpoint=folder.checkpoint(newest),
             best_checkpoint=folder.checkpoint(best),
-            metrics=rows,
+            metrics=folder.metrics_json(),
             report=leave_report(folder.path),
         )
         for line in summary_lines(rows, config.to_dict(), overfits=overfits(described)):
@@ -263,4 +262,4 @@ def local_model(model: str, *, chat_template: bool = True) -> Path:
     return local_folder(str(ready_model(model) or model), chat_template=chat_template)
 
 
-__all__ = ["RunResult", "TrainConfig", "train"]
+__all__ = ["RunResult", "TrainConfig", "train_checked"]

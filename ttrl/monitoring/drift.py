@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ttrl.configs.run import LIMIT_NAMES
 from ttrl.errors import DriftError, ServerError, TtrlError
+from ttrl.facts import ComparedTokens, Difference, SamplerTrainer, TrainFacts
+from ttrl.monitoring.drift_report import DriftReport
 from ttrl.run_folder.folder import DRIFT_FILE, REDO_VARIABLE, RunFolder
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
-from ttrl.text import is_number
 
 if TYPE_CHECKING:
     from ttrl.configs.run import TrainConfig
@@ -87,22 +88,23 @@ def limits_of(config: "TrainConfig") -> DriftLimits:
     return limits(config.dtype, config.device, config.drift_limits)
 
 
-def exceeded(figures: Mapping[str, Any], limits: DriftLimits) -> list[str]:
+def exceeded(figures: Difference, limits: DriftLimits) -> list[str]:
     """Say which figures of one weights version are beyond their limits, with both numbers; empty
     where none is.
     """
     found = []
-    if figures.get("not_finite"):
+    if figures.not_finite:
         found.append(
-            f"{figures['not_finite']} tokens for which one of the two has no finite log-probability"
+            f"{figures.not_finite} tokens for which one of the two has no finite log-probability"
         )
-    known = figures.get("tokens")
-    tokens = known if is_number(known) else 0
+    tokens = figures.tokens or 0
     names = LIMIT_NAMES if tokens >= ENOUGH_TOKENS else ("mean",)
     for name in names:
-        value = figures.get("ess_of_most" if name == "ess" and "ess_of_most" in figures else name)
+        value = getattr(figures, name)
+        if name == "ess" and figures.ess_of_most is not None:
+            value = figures.ess_of_most
         limit = getattr(limits, name)
-        if not is_number(value) or limit is None:
+        if value is None or limit is None:
             continue
         if (
             name == "mean"
@@ -120,13 +122,13 @@ class Judged(NamedTuple):
 
     version: int
     """The policy that sampled the tokens, and under whose weights they were compared."""
-    figures: dict[str, Any]
-    source: dict[str, Any]
-    """The entry that holds "worst" and "by_position" of these tokens."""
+    figures: Difference
+    source: ComparedTokens
+    """The entry that holds `worst` and `by_position` of these tokens."""
 
 
 def judged_figures(
-    drift: dict[str, Any] | None, version: int, training: Mapping[str, Any]
+    drift: SamplerTrainer, version: int, training: Mapping[str, Any]
 ) -> Judged | None:
     """Return the figures of the tokens that policy `version` sampled, from which training starts;
     where there are none, those that were compared under the weights of the older policy that
@@ -134,14 +136,13 @@ def judged_figures(
     version, and a base in 4 bits (`training`: the recipe's settings) while the server has the
     starting model, which nobody has rounded.
     """
-    drift = drift or {}
     judged = None
-    by_version = drift.get("by_version")
-    own = drift.get("own_weights")
-    if isinstance(by_version, dict) and str(version) in by_version:
-        judged = Judged(version, by_version[str(version)], drift)
-    elif isinstance(own, dict) and own.get("tokens"):
-        judged = Judged(own["version"], own, own)
+    own = drift.own_weights
+    figures = (drift.by_version or {}).get(str(version))
+    if figures is not None:
+        judged = Judged(version, figures, drift)
+    elif own is not None and own.tokens and own.version is not None:
+        judged = Judged(own.version, own, own)
     if judged is None or (judged.version == 0 and training.get("lora_base_dtype") == "nf4"):
         return None
     return judged
@@ -153,8 +154,8 @@ def check_drift(
     number: int,
     console: Console,
     ask_server: Callable[[str], Any] | None = None,
-    compared: dict[str, Any] | None = None,
-) -> dict[str, Any] | None:
+    compared: SamplerTrainer | None = None,
+) -> DriftReport | None:
     """Judge iteration `number`, whose train phase is done, or nothing but its files are missing.
 
     compared: what its first step says of sampler and trainer, where there is no marker yet.
@@ -164,10 +165,13 @@ def check_drift(
     Returns None where everything is within the limits or nothing could be judged, else what
     drift.json holds; raises DriftError instead where `config.drift` is "stop".
     """
-    marker = folder.iteration(number).marker("train") or {}
-    steps: list[dict[str, Any]] = marker.get("steps") or [{"sampler_trainer": compared}]
-    drift = steps[0].get("sampler_trainer")
-    judged = judged_figures(drift, folder.policy_version(number - 1), config.recipe_settings)
+    marker = folder.iteration(number).marker(TrainFacts) or TrainFacts()
+    steps = marker.taken()
+    if steps:
+        compared = steps[0].sampler_trainer
+    judged = judged_figures(
+        compared or SamplerTrainer(), folder.policy_version(number - 1), config.recipe_settings
+    )
     path = folder.iteration(number).path / DRIFT_FILE
     if judged is None or not (beyond := exceeded(judged.figures, limits_of(config))):
         # Of an earlier start, with other limits: the report would go on showing it.
@@ -187,18 +191,20 @@ def check_drift(
     causes = likely_causes(
         gather_evidence(config, folder, number, source, version, tokens, _server_info(ask_server))
     )
-    report = {
-        "iteration": number,
-        "version": version,
-        "exceeded": beyond,
-        "figures": {name: value for name, value in figures.items() if name != "worst"},
-        "worst": [asdict(token) for token in tokens],
-        "causes": [asdict(cause) for cause in causes],
-    }
-    write_json(path, report)
+    if isinstance(figures, ComparedTokens):
+        figures = figures.replace(worst=None)
+    report = DriftReport(
+        iteration=number,
+        version=version,
+        exceeded=beyond,
+        figures=figures,
+        worst=tokens,
+        causes=causes,
+    )
+    write_json(path, report.to_json())
     lines = [
         f"iteration {number}: sampler and trainer do not compute the same: {'; '.join(beyond)}; "
-        f"over {figures['tokens']:,} "
+        f"over {figures.tokens or 0:,} "
         f"tokens that policy {version} sampled",
         "The tokens that are furthest apart (natural log-probabilities):",
         *([token.line() for token in tokens] or [unread or "  (none were kept)"]),

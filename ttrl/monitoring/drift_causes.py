@@ -11,11 +11,22 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from ttrl.configs.recipe import has_experts
 from ttrl.data.packing.pack import PackedTensors, unpack
 from ttrl.errors import ModelFolderError
+from ttrl.facts import (
+    ComparedTokens,
+    PackFacts,
+    PrepareFacts,
+    RolloutsFacts,
+    SampledFacts,
+    Sync,
+    ValidateFacts,
+    WorstPlace,
+)
+from ttrl.families.values import has_experts
+from ttrl.monitoring.drift_report import Cause, WorstToken
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.reader import read_mapping, read_run
 from ttrl.run_folder.token_text import run_token_text
@@ -28,58 +39,19 @@ if TYPE_CHECKING:
 _BEFORE, _AFTER = 12, 4  # tokens of context
 
 
-@dataclass(frozen=True)
-class WorstToken:
-    """One of the tokens on which sampler and trainer differ most, with what stands around it."""
-
-    task_id: str
-    sample: int
-    place: int
-    """Its number among the generated tokens, from 0."""
-    position: int
-    """Its position in the whole sequence."""
-    token_id: int
-    text: str
-    before: str
-    after: str
-    trainer: float | None
-    sampler: float | None
-    as_sent: bool | None
-    """Whether the pack's ids up to it are those that the server sampled from; None if unknown, or
-    with several turns.
-    """
-
-    def line(self) -> str:
-
-        def shown(text: str) -> str:
-            return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-
-        sampler, trainer = (
-            "not finite" if value is None else f"{value:.4f}"
-            for value in (self.sampler, self.trainer)
-        )
-        return (
-            f"  sampler {sampler}, trainer {trainer}: task {self.task_id!r}, sample "
-            f"{self.sample}, token {self.place} "
-            f"(position {self.position}, id {self.token_id}): "
-            f"…{shown(self.before)}[{shown(self.text)}]{shown(self.after)}…"
-        )
-
-
 def worst_tokens(
-    folder: RunFolder, number: int, drift: Mapping[str, Any], version: int
+    folder: RunFolder, number: int, drift: ComparedTokens, version: int
 ) -> list[WorstToken]:
     """Return the tokens that policy `version` sampled on which the two differ most, the furthest
     first. Raises PackError where the pack cannot be read."""
-    chosen = [one for one in drift.get("worst") or [] if one["version"] == version]
+    chosen = [one for one in drift.worst or [] if one.version == version]
     if not chosen:
         return []
     path = folder.iteration(number).path
     packed = PackedTensors.load(path / "packed.safetensors")
     text = run_token_text(read_run(folder.path), number) or (lambda token: f"⟨{token}⟩")
     tasks = {
-        packed.samples[int(packed.sample_ids[one["row"], one["position"]])].task_id
-        for one in chosen
+        packed.samples[int(packed.sample_ids[one.row, one.position])].task_id for one in chosen
     }
     sent = {  # prompt and completion ids of single-turn samples, as the server gave them
         (row["task_id"], row["sample"]): [*row["prompt_token_ids"], *row["token_ids"]]
@@ -99,13 +71,12 @@ def worst_tokens(
 
 def _worst_token(
     packed: PackedTensors,
-    one: Mapping[str, Any],
+    one: WorstPlace,
     text: Callable[[int], str],
     sent: Mapping[tuple[str, int], list[int]],
 ) -> WorstToken:
-    row = one["row"]
-    position = one["position"]
-    alone = packed.rows([row])
+    position = one.position
+    alone = packed.rows([one.row])
     sample = unpack(alone)[int(alone.sample_ids[0, position])]
     place = int(alone.input_pos[0, position]) + 1  # of the token that is predicted from here
     ids = list(sample.token_ids)
@@ -119,13 +90,12 @@ def _worst_token(
         text=text(ids[place]),
         before="".join(map(text, ids[max(0, place - _BEFORE) : place])),
         after="".join(map(text, ids[place + 1 : place + 1 + _AFTER])),
-        trainer=one["trainer"],
-        sampler=one["sampler"],
+        trainer=one.trainer,
+        sampler=one.sampler,
         as_sent=None if known is None else known[: place + 1] == ids[: place + 1],
     )
 
 
-Verdict = Literal["found", "ruled out", "could not be checked"]
 _ORDER = {"found": 0, "could not be checked": 1, "ruled out": 2}
 _NEUTRAL = {
     "top_p": (1, 1.0), "top_k": (0, -1), "min_p": (0, 0.0), "presence_penalty": (0, 0.0),
@@ -138,32 +108,12 @@ _SCALED_ROPE = {"yarn", "longrope", "su", "dynamic", "llama3", "linear", "mrope"
 
 
 @dataclass(frozen=True)
-class Cause:
-    """One likely cause and what was seen of it."""
-
-    name: str
-    verdict: Verdict
-    detail: str
-    way_out: str = ""
-
-    def line(self) -> str:
-        mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[
-            self.verdict
-        ]
-        if self.way_out and self.verdict != "ruled out":
-            way = f" → {self.way_out}"
-        else:
-            way = ""
-        return f"  {mark:<11} {self.name}: {self.detail}{way}"
-
-
-@dataclass(frozen=True)
 class Evidence:
     """What the checks look at. Whatever is not available is None or empty."""
 
     config: "TrainConfig"
     version: int
-    drift: Mapping[str, Any]
+    drift: ComparedTokens
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The recipe's config in this iteration."""
     model: Path | None = None
@@ -172,11 +122,11 @@ class Evidence:
     """Its config.json, the text part where there are several."""
     generation: Mapping[str, Any] = field(default_factory=dict)
     """Its generation_config.json."""
-    sync: Mapping[str, Any] | None = None
+    sync: Sync | None = None
     """What the weight sync that brought it to the server said."""
     server: Mapping[str, Any] | None = None
     """vLLM's own description (vllm_config)."""
-    tokenization: Mapping[str, Any] = field(default_factory=dict)
+    tokenization: Mapping[str, int] = field(default_factory=dict)
     """The pack marker's counts."""
     tokens: tuple[WorstToken, ...] = ()
 
@@ -210,7 +160,7 @@ def gather_evidence(
     config: "TrainConfig",
     folder: RunFolder,
     number: int,
-    drift: Mapping[str, Any],
+    drift: ComparedTokens,
     version: int,
     tokens: list[WorstToken],
     server: Mapping[str, Any] | None,
@@ -221,16 +171,17 @@ def gather_evidence(
     shape = read_mapping(model / "config.json")
     # The policy was brought to the server for one of these; an iteration that trained nothing has
     # that of the one before.
-    markers = [folder.iteration(version).marker("prepare")]
+    markers: list[PrepareFacts | SampledFacts | None] = [
+        folder.iteration(version).marker(PrepareFacts)
+    ]
     markers += [
-        folder.iteration(n).marker("validate")
+        folder.iteration(n).marker(ValidateFacts)
         for n in range(version, number)
         if folder.policy_version(n) == version
     ]
-    markers += [iteration.marker("rollouts")]
-    syncs = [
-        marker["sync"] for marker in markers if marker and isinstance(marker.get("sync"), dict)
-    ]
+    markers.append(iteration.marker(RolloutsFacts))
+    syncs = [marker.sync for marker in markers if marker is not None and marker.sync]
+    packed = iteration.marker(PackFacts) or PackFacts()
     return Evidence(
         config=config,
         version=version,
@@ -241,7 +192,7 @@ def gather_evidence(
         generation=read_mapping(model / "generation_config.json"),
         sync=syncs[-1] if syncs else None,
         server=server,
-        tokenization=(iteration.marker("pack") or {}).get("tokenization") or {},
+        tokenization=packed.tokenization or {},
         tokens=tuple(tokens),
     )
 
@@ -398,10 +349,9 @@ def _weights(e: Evidence) -> Cause:
             f"no sync to policy {e.version} is on record",
             "weight_sync='restart'",
         )
-    apart = e.sync.get("canary_max_difference")
+    apart = e.sync.canary_max_difference
     if apart is not None:
-        mode = e.sync.get("mode", "the sync")
-        how = f"after {mode} the canary differed by at most {apart:.2g} nats"
+        how = f"after {e.sync.mode or 'the sync'} the canary differed by at most {apart:.2g} nats"
     else:
         how = ""
     if apart is None:
@@ -461,7 +411,7 @@ def _dtype(e: Evidence) -> Cause:
 
 def _positions(e: Evidence) -> Cause:
     name = "RoPE parameters and max_model_len"
-    means = e.drift.get("by_position") or []
+    means = e.drift.by_position or []
     grows = ""
     if len(means) == 4 and means[0] > 0:
         grows = (

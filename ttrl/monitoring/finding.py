@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ttrl.run_folder.reader import number
+from ttrl.facts import MetricsRow, Pick, held_out, number
 
 RECENT = 5
 """Iterations that are judged together: one alone is noise, and twenty would tell a person too late.
@@ -40,66 +40,59 @@ class Finding:
 class History:
     """The rows of a run, and the questions that rules ask of them."""
 
-    rows: list[dict[str, Any]]
+    rows: list[MetricsRow]
     config: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def iterations(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if row["iteration"] > 0]
+    def iterations(self) -> list[MetricsRow]:
+        return [row for row in self.rows if row.iteration > 0]
 
     @property
-    def recent(self) -> list[dict[str, Any]]:
+    def recent(self) -> list[MetricsRow]:
         """Return the last RECENT of them."""
         return self.iterations[-RECENT:]
 
     @property
     def recently(self) -> str:
         """Return their numbers: "iterations 3 to 7"."""
-        numbers = [row["iteration"] for row in self.recent]
+        numbers = [row.iteration for row in self.recent]
         if len(numbers) == 1:
             return f"iteration {numbers[0]}"
         return f"iterations {numbers[0]} to {numbers[-1]}"
 
-    def values(self, path: str, rows: Sequence[dict[str, Any]] | None = None) -> list[float]:
-        """Return what is known at a path, in order."""
+    def values(self, pick: Pick, rows: Sequence[MetricsRow] | None = None) -> list[float]:
+        """Return what is known of a figure, in order."""
         return [
             known
             for row in (self.iterations if rows is None else rows)
-            if (known := number(row, path)) is not None
+            if (known := number(pick(row))) is not None
         ]
 
-    def points(self, path: str) -> list[tuple[int, float]]:
+    def points(self, pick: Pick) -> list[tuple[int, float]]:
         """Return [(iteration, value)] of all rows that know it, the starting model's included."""
         return [
-            (row["iteration"], known)
-            for row in self.rows
-            if (known := number(row, path)) is not None
+            (row.iteration, known) for row in self.rows if (known := number(pick(row))) is not None
         ]
 
-    def names(self, group: str) -> list[str]:
-        """Return the names in a group of metrics, such as "validation", sorted."""
-        groups = [row[group] for row in self.rows if isinstance(row.get(group), dict)]
-        return sorted({name for one in groups for name in one})
-
-    def now(self, path: str) -> float | None:
+    def now(self, pick: Pick) -> float | None:
         """Return the mean over the recent iterations; None where there is nothing."""
-        values = self.values(path, self.recent)
+        values = self.values(pick, self.recent)
         if values:
             return statistics.fmean(values)
         return None
 
-    def at_start(self, path: str) -> float | None:
+    def at_start(self, pick: Pick) -> float | None:
         """Return the mean over the first three iterations that lie before the recent ones; None
         where there are none.
         """
-        values = self.values(path, self.iterations[: -len(self.recent)] if self.recent else [])[:3]
+        values = self.values(pick, self.iterations[: -len(self.recent)] if self.recent else [])[:3]
         if values:
             return statistics.fmean(values)
         return None
 
-    def share(self, part: str, whole: str) -> float | None:
+    def share(self, part: Pick, whole: Pick) -> float | None:
         """Return sum over sum of the recent iterations."""
-        pairs = [(number(row, part), number(row, whole)) for row in self.recent]
+        pairs = [(number(part(row)), number(whole(row))) for row in self.recent]
         known = [(p, w) for p, w in pairs if p is not None and w is not None]
         total = sum(w for _, w in known)
         if total:
@@ -111,16 +104,11 @@ class History:
         else of the held-out reward.
         """
         name = self.config.get("validation_metric")
-        if isinstance(name, str) and name != "reward":
-            paths = [f"validation.{name}"]
-        else:
-            paths = []
-        for path in [*paths, "validation_reward"]:
-            points = self.points(path)
+        names = [name, "reward"] if isinstance(name, str) else ["reward"]
+        for name in names:
+            points = self.points(held_out(name))
             if points:
-                return path.removeprefix("validation.").replace(
-                    "validation_reward", "reward"
-                ), points
+                return name, points
         return "reward", []
 
 

@@ -21,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ttrl.facts import Difference, MetricsRow, held_out, metric, number
 from ttrl.monitoring.drift import exceeded, judged_figures, limits
 from ttrl.monitoring.finding import RECENT, Examples, Finding, History, Severity, Trend, trend
 from ttrl.run_folder.metrics import TOO_LONG_WORDS
-from ttrl.run_folder.reader import number
 from ttrl.text import compact, percent
 
 Judge = Callable[[History], str | tuple[Severity, str] | None]
@@ -69,14 +69,10 @@ def rule(
     return register
 
 
-def findings(
-    rows: Sequence[dict[str, Any]], config: Mapping[str, Any] | None = None
-) -> list[Finding]:
+def findings(rows: Sequence[MetricsRow], config: Mapping[str, Any] | None = None) -> list[Finding]:
     """Return what stands out in a run. rows: of metrics.jsonl; whatever is missing or null in them
     is left out. config: config.yaml's content, for limits that the person set."""
-    history = History(
-        [row for row in rows if isinstance(row.get("iteration"), int)], dict(config or {})
-    )
+    history = History(list(rows), dict(config or {}))
     found = [finding for one in RULES if (finding := one.finding(history)) is not None]
     return sorted(found, key=lambda finding: ("stop", "warn", "note").index(finding.severity))
 
@@ -96,33 +92,24 @@ def drift(h: History) -> str | None:
     held_to = limits(h.config.get("dtype"), h.config.get("device"), h.config.get("drift_limits"))
     training = h.config.get("training")
     for row in reversed(h.recent):
-        compared = row.get("sampler_trainer")
-        if not isinstance(compared, dict):
-            continue
+        compared = row.compared
         # Rows of older versions of ttrl know no versions; with stale tokens among them they say
         # nothing about drift.
-        if "staleness" not in row:
-            figures = compared
-        else:
-            figures = None
-        if isinstance(compared.get("by_version"), dict):
+        figures: Difference | None = compared if row.staleness.mean is None else None
+        if compared.by_version is not None:
             # An iteration that trained nothing has no policy of its own.
             before = (
-                one
+                one.iteration
                 for one in h.iterations
-                if one["iteration"] < row["iteration"] and one.get("trained") is not False
+                if one.iteration < row.iteration and one.trained is not False
             )
-            policy = max((one["iteration"] for one in before), default=0)
             judged = judged_figures(
-                compared, policy, training if isinstance(training, dict) else {}
+                compared, max(before, default=0), training if isinstance(training, dict) else {}
             )
-            if judged is None:
-                figures = None
-            else:
-                figures = judged.figures
-        if isinstance(figures, dict) and (beyond := exceeded(figures, held_to)):
+            figures = None if judged is None else judged.figures
+        if figures is not None and (beyond := exceeded(figures, held_to)):
             return (
-                f"In iteration {row['iteration']}, sampler and trainer did not compute the same "
+                f"In iteration {row.iteration}, sampler and trainer did not compute the same "
                 f"({'; '.join(beyond)})."
             )
     return None
@@ -134,11 +121,7 @@ def drift(h: History) -> str | None:
     "for such small steps.",
 )
 def weights_unchanged(h: History) -> str | None:
-    numbers = [
-        row["iteration"]
-        for row in h.recent
-        if isinstance(row.get("train"), dict) and row["train"].get("unchanged") is True
-    ]
+    numbers = [row.iteration for row in h.recent if row.train.unchanged]
     if not numbers:
         return None
     return (
@@ -149,7 +132,7 @@ def weights_unchanged(h: History) -> str | None:
 
 @rule("stop", "lr, or the end of its schedule: see training in config.yaml.")
 def learning_rate_zero(h: History) -> str | None:
-    rates = h.values("train.lr", h.recent)[-2:]
+    rates = h.values(lambda row: row.train.lr, h.recent)[-2:]
     if len(rates) < min(2, len(h.recent)) or not rates or max(rates) > 0:
         return None
     return "The learning rate is 0."
@@ -160,7 +143,7 @@ def learning_rate_zero(h: History) -> str | None:
     "Nothing reaches the weights: are all advantages or weights zero, or is everything frozen?",
 )
 def no_gradient(h: History) -> str | None:
-    norms = h.values("train.grad_norm", h.recent)
+    norms = h.values(lambda row: row.train.grad_norm, h.recent)
     if norms and max(norms) < 1e-9:
         return f"The gradient is zero in {h.recently}."
     return None
@@ -171,9 +154,7 @@ def no_gradient(h: History) -> str | None:
 
 def _training_rewards(h: History) -> list[tuple[int, float]]:
     return [
-        (row["iteration"], known)
-        for row in h.iterations
-        if (known := number(row, "reward")) is not None
+        (row.iteration, known) for row in h.iterations if (known := number(row.reward)) is not None
     ]
 
 
@@ -280,24 +261,24 @@ _FAULT = re.compile(
 def solves_nothing(h: History) -> str | None:
     # Partial credit that rises is what it should do at first; five points and three standard errors
     # are a clear rise.
-    for held_out in (True, False):
-        rewards = h.points("validation_reward" if held_out else "reward")
+    for whose, pick, known in (
+        ("held-out", held_out, [row.validation for row in h.rows]),
+        ("training", metric, [row.metrics for row in h.rows]),
+    ):
+        rewards = h.points(pick("reward"))
         line = trend(rewards)
         if line is None or line.count < RECENT or line.t < 3:
             continue
-        group = "validation" if held_out else "metrics"
+        names = sorted({name for one in known for name in one or {}})
         flat = [
             name
-            for name in h.names(group)
-            if not _FAULT.search(name) and _stays_near_zero(h, f"{group}.{name}")
+            for name in names
+            if not _FAULT.search(name) and _stays_near_zero(h.points(pick(name)))
         ]
         if flat:
             before = compact(rewards[0][1])
             now = compact(rewards[-1][1])
-            metrics = ", ".join(
-                f"{name} ({compact(h.now(f'{group}.{name}') or 0.0)})" for name in flat
-            )
-            whose = "held-out" if held_out else "training"
+            metrics = ", ".join(f"{name} ({compact(h.now(pick(name)) or 0.0)})" for name in flat)
             return (
                 f"The {whose} reward rises, from {before} to {now}, but what stays near 0 is "
                 f"{metrics}."
@@ -305,11 +286,10 @@ def solves_nothing(h: History) -> str | None:
     return None
 
 
-def _stays_near_zero(h: History, path: str) -> bool:
+def _stays_near_zero(points: Sequence[tuple[int, float]]) -> bool:
     """Tell whether a share was below a twentieth all the time and does not rise beyond its
     noise.
     """
-    points = h.points(path)
     line = trend(points)
     return line is not None and line.t < 2 and all(0 <= value < 0.05 for _, value in points)
 
@@ -323,7 +303,7 @@ def _stays_near_zero(h: History, path: str) -> bool:
     "steps, or a lower lr.",
 )
 def off_policy(h: History) -> str | None:
-    share = h.now("sampler_trainer.ess")
+    share = h.now(lambda row: row.compared.ess)
     # With drift, older policies are not what is far apart.
     if share is None or share >= 0.5 or drift(h) is not None:
         return None
@@ -340,9 +320,9 @@ def off_policy(h: History) -> str | None:
     "repeated",
 )
 def entropy_fell(h: History) -> str | None:
-    now = h.now("train.entropy")
-    start = h.at_start("train.entropy")
-    right = h.share("groups.all_right", "groups.total") or 0.0
+    now = h.now(lambda row: row.train.entropy)
+    start = h.at_start(lambda row: row.train.entropy)
+    right = h.share(lambda row: row.groups.all_right, lambda row: row.groups.total) or 0.0
     # A policy that has solved its tasks is sure of them, and rightly, and one that still learns is
     # on its way there: only uncertainty that was lost before counts.
     if (
@@ -367,8 +347,8 @@ def entropy_fell(h: History) -> str | None:
     "longest",
 )
 def entropy_rose(h: History) -> str | None:
-    now = h.now("train.entropy")
-    start = h.at_start("train.entropy")
+    now = h.now(lambda row: row.train.entropy)
+    start = h.at_start(lambda row: row.train.entropy)
     # Twice as undecided and half a nat more: each token is then drawn from e^0.5 = 1.6 times as
     # many.
     if now is None or start is None or now <= 2 * start or now - start <= 0.5:
@@ -381,8 +361,8 @@ def entropy_rose(h: History) -> str | None:
     "The policy moves too far within an iteration: a lower lr or fewer updates_per_iteration.",
 )
 def clipped(h: History) -> str | None:
-    low = h.now("train.clip_fraction_low") or 0.0
-    high = h.now("train.clip_fraction_high") or 0.0
+    low = h.now(lambda row: row.train.clip_fraction_low) or 0.0
+    high = h.now(lambda row: row.train.clip_fraction_high) or 0.0
     # PPO's implementations report 0.05 to 0.2; beyond 0.3 the later updates of an iteration are
     # mostly thrown away.
     if low + high <= 0.3:
@@ -395,7 +375,7 @@ def clipped(h: History) -> str | None:
 
 @rule("warn", "Lower lr, lower max_grad_norm, or look at single samples with extreme advantages.")
 def gradient_grew(h: History) -> str | None:
-    norms = h.values("train.grad_norm")
+    norms = h.values(lambda row: row.train.grad_norm)
     if len(norms) < 2 * RECENT:
         return None
     first, last = (statistics.median(part) for part in (norms[:RECENT], norms[-RECENT:]))
@@ -415,8 +395,8 @@ def gradient_grew(h: History) -> str | None:
     "longest",
 )
 def kl_blew_up(h: History) -> str | None:
-    now = h.now("train.kl")
-    start = h.at_start("train.kl")
+    now = h.now(lambda row: row.train.kl)
+    start = h.at_start(lambda row: row.train.kl)
     # Per token: at 0.5 nats a sentence of 20 tokens is e^10 times as likely as under the reference.
     if now is None or not (
         now > 0.5 or (start is not None and now > 0.05 and now > 20 * max(start, 1e-6))
@@ -431,7 +411,7 @@ def kl_blew_up(h: History) -> str | None:
 
 @rule("warn", "The reward hardly counts: a lower kl_coefficient.")
 def kl_rules(h: History) -> str | None:
-    share = h.now("train.kl_share")
+    share = h.now(lambda row: row.train.kl_share)
     if share is not None and share > 0.9:
         return f"{percent(share)} of the gradient is KL's, by the norms of its parts."
     return None
@@ -457,10 +437,10 @@ def _named(iterations: Sequence[int]) -> str:
     "wrong",
 )
 def nothing_trained(h: History) -> tuple[Severity, str] | None:
-    numbers = [row["iteration"] for row in h.iterations if row.get("trained") is False]
+    numbers = [row.iteration for row in h.iterations if row.trained is False]
     if not numbers:
         return None
-    recent = any(row["iteration"] in numbers for row in h.recent)
+    recent = any(row.iteration in numbers for row in h.recent)
     title = f"Nothing was trained in {_named(numbers)}: no group of samples had different rewards."
     return "warn" if recent else "note", title
 
@@ -471,11 +451,11 @@ def nothing_trained(h: History) -> tuple[Severity, str] | None:
     "failed",
 )
 def failures(h: History) -> tuple[Severity, str] | None:
-    failed = sum(h.values("failed", h.rows))
-    sampled = sum(h.values("samples", h.rows))
+    failed = sum(h.values(lambda row: row.failed, h.rows))
+    sampled = sum(h.values(lambda row: row.samples, h.rows))
     if not failed:
         return None
-    graders = sum(h.values("rollouts.grader_failures"))
+    graders = sum(h.values(lambda row: row.rollouts.grader_failures))
     if sampled >= failed:
         of = f" of {compact(sampled)}"
     else:
@@ -493,9 +473,7 @@ def failures(h: History) -> tuple[Severity, str] | None:
 @rule("warn", "train.jsonl names the tokens. Lower lr, clip advantages, or train in fp32.")
 def skipped_steps(h: History) -> str | None:
     skipped = {
-        row["iteration"]: count
-        for row in h.iterations
-        if (count := number(row, "train.skipped") or 0) > 0
+        row.iteration: count for row in h.iterations if (count := row.train.skipped or 0) > 0
     }
     if not skipped:
         return None
@@ -509,7 +487,8 @@ def skipped_steps(h: History) -> str | None:
     "longest",
 )
 def too_long(h: History) -> str | None:
-    counts = {name: sum(h.values(f"pack.dropped.{name}", h.rows)) for name in TOO_LONG_WORDS}
+    dropped = [row.pack.dropped or {} for row in h.rows]
+    counts = {name: sum(one.get(name, 0) for one in dropped) for name in TOO_LONG_WORDS}
     parts = [
         f"{count:g} ({TOO_LONG_WORDS[name]}{', left out' if name == 'too_long' else ''})"
         for name, count in counts.items()
@@ -522,11 +501,10 @@ def too_long(h: History) -> str | None:
 
 @rule("note", "If it happens each time, weight_sync='reload' saves the attempt.")
 def read_files(h: History) -> str | None:
-    syncs = {row["iteration"]: row.get("sync") for row in h.rows}
     why = {
-        number: sync["files_because"]
-        for number, sync in syncs.items()
-        if isinstance(sync, dict) and sync.get("files_because")
+        row.iteration: row.sync.files_because
+        for row in h.rows
+        if row.sync.files_because is not None
     }
     if not why:
         return None
@@ -538,11 +516,7 @@ def read_files(h: History) -> str | None:
 
 @rule("note", "If it happens each time, weight_sync='restart' saves the attempt; the log says why.")
 def fell_back(h: History) -> str | None:
-    numbers = [
-        row["iteration"]
-        for row in h.rows
-        if isinstance(row.get("sync"), dict) and row["sync"].get("fell_back")
-    ]
+    numbers = [row.iteration for row in h.rows if row.sync.fell_back]
     if not numbers:
         return None
     return (
@@ -557,7 +531,7 @@ def fell_back(h: History) -> str | None:
 )
 def extra_tasks(h: History) -> str | None:
     limit = h.config.get("max_extra_tasks") or 2 * (h.config.get("tasks_per_iteration") or 0)
-    extra = h.values("extra_tasks", h.recent)
+    extra = h.values(lambda row: row.extra_tasks, h.recent)
     if not limit or not extra or sum(count >= limit for count in extra) <= len(extra) / 2:
         return None
     return (
@@ -572,8 +546,8 @@ def extra_tasks(h: History) -> str | None:
     "lower max_tokens.",
 )
 def dropped_groups(h: History) -> str | None:
-    dropped = sum(h.values("dropped_groups", h.recent))
-    kept = sum(h.values("groups.total", h.recent))
+    dropped = sum(h.values(lambda row: row.dropped_groups, h.recent))
+    kept = sum(h.values(lambda row: row.groups.total, h.recent))
     if not dropped or dropped / (dropped + kept) <= 0.1:
         return None
     return (
@@ -597,21 +571,19 @@ def dropped_groups(h: History) -> str | None:
 def too_hard(h: History) -> str | None:
     # Below half, the other groups still carry an iteration; above it most of the sampling is spent
     # on nothing.
-    share = h.share("groups.all_wrong", "groups.total") or 0.0
+    share = h.share(lambda row: row.groups.all_wrong, lambda row: row.groups.total) or 0.0
     if share <= 0.5:
         return None
     # What the grader itself says of wrong answers: what a more lenient one would call right, their
     # form.
-    names = {
-        name for row in h.recent if isinstance(row.get("metrics"), dict) for name in row["metrics"]
-    }
-    partly = {
-        name: value
-        for name in sorted(names - {"lenient"})
-        if 0 < (value := h.now(f"metrics.{name}") or 0.0) <= 1
-    }
+    names = {name for row in h.recent for name in row.metrics or {}}
+    partly = {}
+    for name in sorted(names - {"lenient"}):
+        value = h.now(metric(name)) or 0.0
+        if 0 < value <= 1:
+            partly[name] = value
     said = f"In {percent(share)} of the groups every sample was wrong ({h.recently})."
-    lenient = h.now("metrics.lenient")
+    lenient = h.now(metric("lenient"))
     if lenient is not None:
         said += f" A lenient grader would call {percent(lenient)} of all samples right."
     metrics = ", ".join(f"{name} {compact(value)}" for name, value in partly.items())
@@ -627,7 +599,7 @@ def too_hard(h: History) -> str | None:
 def too_easy(h: History) -> str | None:
     # A run that ends well has half to three quarters of its groups all right; above four fifths too
     # little is left.
-    share = h.share("groups.all_right", "groups.total") or 0.0
+    share = h.share(lambda row: row.groups.all_right, lambda row: row.groups.total) or 0.0
     if share > 0.8:
         return f"In {percent(share)} of the groups every sample was right ({h.recently})."
     return None
@@ -640,7 +612,7 @@ def too_easy(h: History) -> str | None:
     "repeated",
 )
 def equal_rewards(h: History) -> str | None:
-    share = h.share("groups.other_equal", "groups.total")
+    share = h.share(lambda row: row.groups.other_equal, lambda row: row.groups.total)
     if share is None or share <= 0.5:
         return None
     return (
@@ -659,11 +631,11 @@ def equal_rewards(h: History) -> str | None:
 def truncated(h: History) -> str | None:
     # A few per cent are common with long reasoning; above a fifth, advantages mostly say "be
     # shorter".
-    share = h.now("rollouts.truncated") or 0.0
+    share = h.now(lambda row: row.rollouts.truncated) or 0.0
     if share <= 0.2:
         return None
-    cut = h.now("rollouts.truncated_reward")
-    ended = h.now("rollouts.ended_reward")
+    cut = h.now(lambda row: row.rollouts.truncated_reward)
+    ended = h.now(lambda row: row.rollouts.ended_reward)
     rewards = ""
     if cut is not None and ended is not None:
         rewards = f" Their mean reward is {compact(cut)}, that of the others {compact(ended)}."
@@ -679,7 +651,7 @@ def truncated(h: History) -> str | None:
     "empty",
 )
 def empty(h: History) -> str | None:
-    share = h.now("rollouts.empty")
+    share = h.now(lambda row: row.rollouts.empty)
     if share is not None and share > 0.05:
         return f"{percent(share)} of the completions are empty ({h.recently})."
     return None
@@ -695,14 +667,14 @@ def empty(h: History) -> str | None:
 def one_answer(h: History) -> str | None:
     # Of four letters to choose from, the commonest is right in a third of the tasks; half of
     # everything is too much.
-    share = h.now("rollouts.commonest")
-    tasks = h.now("rollouts.commonest_tasks")
+    share = h.now(lambda row: row.rollouts.commonest)
+    tasks = h.now(lambda row: row.rollouts.commonest_tasks)
     if (
         share is None
         or tasks is None
         or share <= 0.5
         or tasks <= 0.5
-        or (h.now("groups.total") or 0) < 4
+        or (h.now(lambda row: row.groups.total) or 0) < 4
     ):
         return None
     return (
@@ -721,7 +693,7 @@ def one_answer(h: History) -> str | None:
 def stuck(h: History) -> str | None:
     # Equal samples are what a solved task looks like; equal samples that could be better are what
     # no gradient will change.
-    share = h.now("rollouts.stuck_groups")
+    share = h.now(lambda row: row.rollouts.stuck_groups)
     if share is None or share <= 0.25:
         return None
     return (
@@ -737,9 +709,9 @@ def stuck(h: History) -> str | None:
     "longest",
 )
 def length_rewarded(h: History) -> str | None:
-    correlation = h.now("rollouts.length_correlation")
-    now = h.now("rollouts.mean_length")
-    start = h.at_start("rollouts.mean_length")
+    correlation = h.now(lambda row: row.rollouts.length_correlation)
+    now = h.now(lambda row: row.rollouts.mean_length)
+    start = h.at_start(lambda row: row.rollouts.mean_length)
     if correlation is None or now is None or not start or abs(correlation) <= 0.4:
         return None
     # Only where lengths follow: a correlation alone is often that long answers are those that lost
@@ -761,7 +733,7 @@ def length_rewarded(h: History) -> str | None:
     "rewards differ by noise alone?",
 )
 def low_std(h: History) -> str | None:
-    share = h.share("groups.low_std", "groups.kept")
+    share = h.share(lambda row: row.groups.low_std, lambda row: row.groups.kept)
     if share is None or share <= 0.2:
         return None
     return (

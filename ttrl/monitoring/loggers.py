@@ -9,25 +9,27 @@ ignore, as it has the same step. A logger that fails is reported once and never 
 
 import contextlib
 import functools
-import importlib
 import json
 import logging
 import math
 import numbers
+import pkgutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ttrl.configs.base import without_secrets
 from ttrl.configs.loggers import normalised
 from ttrl.errors import ConfigError
-from ttrl.run_folder.lock import shown_words
+from ttrl.facts import MetricsRow
+from ttrl.registries import LOGGERS
 from ttrl.run_folder.metrics import STATE_FILE, read_seen
+from ttrl.run_folder.owner import shown_words
 from ttrl.system.console import Console
 from ttrl.system.files import write_json
-from ttrl.text import flat
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -47,27 +49,13 @@ class MetricLogger(Protocol):
         """Finish: nothing is logged afterwards."""
 
 
-def flattened(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy", without
-    figures by weights version, whose names differ in each iteration."""
+def flattened(row: MetricsRow) -> dict[str, float]:
+    """Return the finite numbers of a row of metrics.jsonl by flat names, "train/entropy"."""
     return {
         name: float(value)
-        for name, value in flat(_without_versions(row), "/").items()
+        for name, value in row.by_name("/").items()
         if isinstance(value, numbers.Real) and math.isfinite(value) and name != "iteration"
     }
-
-
-def _without_versions(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out mappings of which all names are numbers; a grader's metric may have one in its
-    name.
-    """
-    shown = {}
-    for name, value in row.items():
-        if not isinstance(value, Mapping):
-            shown[name] = value
-        elif not all(key.lstrip("-").isdigit() for key in value):
-            shown[name] = _without_versions(value)
-    return shown
 
 
 class Loggers:
@@ -79,20 +67,20 @@ class Loggers:
         self._failed: set[str] = set()
         self._seen = read_seen(state)
 
-    def log(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log(self, rows: Sequence[MetricsRow]) -> None:
         """Give each logger the rows that it has not seen yet, in order. Call it after each
         iteration. Never raises.
         """
         before = dict(self._seen)
         for name, one in self._named:
-            for row in sorted(rows, key=lambda row: row["iteration"]):
-                if row["iteration"] <= self._seen.get(name, -1):
+            for row in sorted(rows, key=lambda row: row.iteration):
+                if row.iteration <= self._seen.get(name, -1):
                     continue
                 if not self._guarded(
-                    name, functools.partial(one.log_dict, flattened(row), row["iteration"])
+                    name, functools.partial(one.log_dict, flattened(row), row.iteration)
                 ):
                     break  # again with the next iteration
-                self._seen[name] = row["iteration"]
+                self._seen[name] = row.iteration
         if self._seen != before:
             with contextlib.suppress(OSError):
                 write_json(self._path, {"seen": self._seen})
@@ -120,11 +108,22 @@ class Loggers:
         return True
 
 
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run, as a logger of the registry is given it."""
+
+    folder: Path
+    console: Console
+    config: Mapping[str, Any]
+    """The settings of the run. They may hold secrets (`ttrl.configs.base.without_secrets`)."""
+
+
 def make_loggers(
     entries: Sequence[Any], folder: Path, console: Console, config: Mapping[str, Any]
 ) -> Loggers:
     """Make the loggers of a run in `folder`, from `TrainConfig.loggers`; W&B shows `config` as the
     run's. Raises ConfigError where one cannot be made, with what to do."""
+    run = LoggedRun(folder, console, config)
     made: list[tuple[str, MetricLogger]] = []
     problems = []
     for number, entry in enumerate(entries):
@@ -134,7 +133,7 @@ def make_loggers(
             made.append(
                 (
                     name if name not in names else f"{name} {number}",
-                    _make(name, arguments, folder, console, config),
+                    _make(name, arguments, run),
                 )
             )
         except (ValueError, ConfigError) as error:
@@ -150,20 +149,14 @@ def make_loggers(
     return Loggers(made, folder / "logs" / STATE_FILE)
 
 
-def _make(
-    name: str, arguments: dict[str, Any], folder: Path, console: Console, config: Mapping[str, Any]
-) -> MetricLogger:
-    if name == "stdout":
-        return _Stdout(console)
-    if name == "tensorboard":
-        return _TensorBoard(Path(arguments.get("log_dir") or folder / "logs" / "tensorboard"))
-    if name == "wandb":
-        return _WandB(arguments, folder, config)
-    module, _, attribute = name.rpartition(".")
-    found = getattr(importlib.import_module(module), attribute)
-    if "log_dir" in arguments and not Path(arguments["log_dir"]).is_absolute():
-        arguments["log_dir"] = str(folder / arguments["log_dir"])
-    one: MetricLogger = found(**arguments)
+def _make(name: str, arguments: dict[str, Any], run: LoggedRun) -> MetricLogger:
+    one: MetricLogger
+    if name in LOGGERS:
+        one = pkgutil.resolve_name(LOGGERS[name].make)(run, **arguments)
+    else:
+        if "log_dir" in arguments:
+            arguments["log_dir"] = str(run.folder / arguments["log_dir"])
+        one = pkgutil.resolve_name(name)(**arguments)
     if not callable(getattr(one, "log_dict", None)) or not callable(getattr(one, "close", None)):
         raise ValueError(
             f"loggers: {name} has no log_dict(payload, step) and close(); torchtune's interface "
@@ -172,11 +165,11 @@ def _make(
     return one
 
 
-class _Stdout:
+class Stdout:
     """A line for each iteration with every metric."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self, run: LoggedRun) -> None:
+        self._console = run.console
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
         self._console.line(
@@ -188,13 +181,13 @@ class _Stdout:
         pass
 
 
-class _TensorBoard:
+class TensorBoard:
     """One folder of event files for the run; TensorBoard purges what an interrupted process logged
     beyond its next step.
     """
 
-    def __init__(self, log_dir: Path) -> None:
-        self._log_dir = log_dir
+    def __init__(self, run: LoggedRun, log_dir: str | None = None) -> None:
+        self._log_dir = Path(log_dir or run.folder / "logs" / "tensorboard")
         self._writer: SummaryWriter | None = None
 
     def log_dict(self, payload: Mapping[str, float], step: int) -> None:
@@ -222,33 +215,32 @@ def _harmless_command() -> Iterator[None]:
         sys.argv = before
 
 
-class _WandB:
+class WandB:
     """One W&B run for a run folder, whose id is kept there. W&B ignores steps that it has seen.
     Arguments go to wandb.init.
     """
 
-    def __init__(
-        self, arguments: Mapping[str, Any], folder: Path, config: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, run: LoggedRun, **arguments: Any) -> None:
         import wandb
 
-        id_path = folder / "logs" / "wandb_id.json"
+        logs = run.folder / "logs"
+        id_path = logs / "wandb_id.json"
         try:
             run_id = json.loads(id_path.read_text(encoding="utf-8"))["id"]
         except (OSError, ValueError, KeyError, TypeError):
             run_id = uuid.uuid4().hex[:12]
             write_json(id_path, {"id": run_id})
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
         given: dict[str, Any] = {
             "project": "ttrl",
-            "name": folder.name,
-            "dir": str(folder / "logs"),
+            "name": run.folder.name,
+            "dir": str(logs),
             "id": run_id,
             "resume": "allow",
         }
         # Its console capture would take over standard output, which is the person's.
         settings = wandb.Settings(console="off", silent=True)
-        given |= {"config": without_secrets(config), "settings": settings}
+        given |= {"config": without_secrets(run.config), "settings": settings}
         with _harmless_command():
             self._run = wandb.init(**{**given, **arguments})
 

@@ -1,12 +1,12 @@
 """The lines that each iteration leaves at the terminal."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.facts import CurriculumFigures, MetricsRow, PhaseSeconds, Pick, number
 from ttrl.monitoring.finding import Finding
 from ttrl.run_folder.metrics import TOO_LONG_WORDS, validation_metric
-from ttrl.run_folder.reader import held_out_text, number
+from ttrl.run_folder.reader import held_out_text
 from ttrl.text import compact, duration, percent
 
 INDENT = len("iteration   1  ")
@@ -14,7 +14,7 @@ INDENT = len("iteration   1  ")
 
 
 def iteration_lines(
-    rows: Sequence[dict[str, Any]],
+    rows: Sequence[MetricsRow],
     config: TrainConfig,
     found: Sequence[Finding] = (),
     said: Sequence[Finding] = (),
@@ -37,113 +37,126 @@ def iteration_lines(
     return lines + [f"  ! {finding.line()}" for finding in found if finding.key not in known]
 
 
-def seconds_left(rows: Sequence[dict[str, Any]], config: TrainConfig) -> float | None:
+def seconds_left(rows: Sequence[MetricsRow], config: TrainConfig) -> float | None:
     """Estimate how long the iterations after the last of `rows` will take, by the mean of the last
     five; None where nothing is left or known."""
-    left = config.iterations - rows[-1]["iteration"]
+    left = config.iterations - rows[-1].iteration
     # What was sampled beside the validation before, and trained nothing, has taken no time of its
     # own: the next one will.
-    known = [max(row["seconds"].values()) for row in rows if row["iteration"]][-5:]
+    known = [_longest(row.seconds) for row in rows if row.iteration][-5:]
     return left * sum(known) / len(known) if left > 0 and known else None
 
 
-def iteration_line(row: dict[str, Any], config: TrainConfig) -> str:
+def iteration_line(row: MetricsRow, config: TrainConfig) -> str:
     """Return the line of an iteration: what it learned, and what it cost."""
     parts = []
-    if row.get("reward") is not None:
-        partial = row.get("partial_metrics", {})
-        counts = {name: f" (in {count} samples)" for name, count in partial.items()}
+    reward = number(row.reward)
+    if reward is not None:
+        counts = {
+            name: f" (in {count} samples)" for name, count in (row.partial_metrics or {}).items()
+        }
         metrics = "".join(
-            f", {name} {value:.3f}{counts.get(name, '')}" for name, value in row["metrics"].items()
+            f", {name} {value:.3f}{counts.get(name, '')}"
+            for name, value in (row.metrics or {}).items()
         )
-        parts.append(f"reward {row['reward']:.3f}{metrics}")
-    if row.get("validation_reward") is not None:
+        parts.append(f"reward {reward:.3f}{metrics}")
+    if number(row.validation_reward) is not None:
         name = config.validation_metric
-        known = ", ".join(["reward", *row.get("validation", {})])
+        known = ", ".join(["reward", *(row.validation or {})])
         is_known = validation_metric(row, config) is not None
         missing = f"no held-out metric {name!r} (there are: {known})"
         parts.append(f"held-out {name} {held_out_text(row, name)}" if is_known else missing)
-    if row["iteration"] and not row["trained"]:
+    if row.iteration and not row.trained:
         parts.append("no group had a signal: nothing trained")
-    elif row["iteration"]:
-        groups = row["groups"]
-        of_one_kind = [f"{groups[key]} {name}" for key, name in _KINDS.items() if groups.get(key)]
+    elif row.iteration:
+        groups = row.groups
+        kinds = {
+            "all right": groups.all_right,
+            "all wrong": groups.all_wrong,
+            "equal": groups.other_equal,
+        }
+        of_one_kind = [f"{count} {name}" for name, count in kinds.items() if count]
         parts.append(
-            f"signal {groups['kept']}/{groups['total']}"
+            f"signal {groups.kept}/{groups.total}"
             + (f" ({', '.join(of_one_kind)})" if of_one_kind else "")
         )
-    curriculum = row.get("curriculum")
-    if curriculum:
-        left = [
-            f"{curriculum[name]} {name}"
-            for name in ("solved", "hopeless", "unseen")
-            if curriculum[name]
-        ]
-        parts.append(f"of {curriculum['total']} tasks " + (", ".join(left) or "all have a signal"))
-        if "level" in curriculum:
-            score = curriculum["level_score"]
-            if score is None:
-                reached = ""
-            else:
-                reached = f" ({config.validation_metric} {score:.3f})"
-            parts.append(f"level {curriculum['level']}{reached}")
-    if row.get("failed"):
-        graders = (row.get("rollouts") or {}).get("grader_failures")
+    if row.curriculum.total is not None:
+        parts += _curriculum(row.curriculum, config)
+    if row.failed:
+        graders = row.rollouts.grader_failures
         parts.append(
-            f"{row['failed']} samples failed" + (f", {graders} in their graders" if graders else "")
+            f"{row.failed} samples failed" + (f", {graders} in their graders" if graders else "")
         )
-    dropped = row.get("pack", {}).get("dropped", {})
+    dropped = row.pack.dropped or {}
     parts += [
         f"{dropped[name]} {text}" for name, text in TOO_LONG_WORDS.items() if dropped.get(name)
     ]
-    if row.get("completion_tokens"):
-        if row["tokens_per_second"] is not None:
-            speed = f", {row['tokens_per_second']:.0f}/s"
-        else:
-            speed = ""
-        parts.append(f"{row['completion_tokens']} tokens{speed}")
-    total = row["seconds"]["total"]
+    if row.completion_tokens:
+        speed = number(row.tokens_per_second)
+        parts.append(
+            f"{row.completion_tokens} tokens" + ("" if speed is None else f", {speed:.0f}/s")
+        )
+    total = row.seconds.total or 0.0
     phases = [
-        f"{phase} {value:.1f}"
-        for phase, value in row["seconds"].items()
-        if phase != "total" and value >= 0.05
+        f"{phase} {value:.1f}" for phase, value in row.seconds.by_phase().items() if value >= 0.05
     ]
-    if total >= 0.05 and "dead_seconds" in row:
-        phases.append(f"dead {percent(row['dead_seconds'] / total)}")
+    if total >= 0.05 and row.dead_seconds is not None:
+        phases.append(f"dead {percent(row.dead_seconds / total)}")
     # Phases that overlap take longer together than the whole iteration.
     parts.append(f"{total:.1f} s ({', '.join(phases)})")
-    if row["iteration"]:
-        name = f"iteration {row['iteration']:3d}"
+    if row.iteration:
+        name = f"iteration {row.iteration:3d}"
     else:
         name = "before       "
     return f"{name}  " + "  ".join(parts)
 
 
-def training_details(row: dict[str, Any]) -> str:
+def _curriculum(curriculum: CurriculumFigures, config: TrainConfig) -> list[str]:
+    counts = {
+        "solved": curriculum.solved,
+        "hopeless": curriculum.hopeless,
+        "unseen": curriculum.unseen,
+    }
+    left = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    parts = [f"of {curriculum.total} tasks " + (left or "all have a signal")]
+    if curriculum.level is not None:
+        score = number(curriculum.level_score)
+        if score is None:
+            reached = ""
+        else:
+            reached = f" ({config.validation_metric} {score:.3f})"
+        parts.append(f"level {curriculum.level}{reached}")
+    return parts
+
+
+def _longest(seconds: PhaseSeconds) -> float:
+    return max([seconds.total or 0.0, *seconds.by_phase().values()])
+
+
+def training_details(row: MetricsRow) -> str:
     """Return how the training went, as far as it is known: "entropy 0.12  grad 5.6  clipped 1.1%
     …"; "" where nothing is.
     """
     parts = []
-    for path, name, as_share in _DETAILS:
-        value = number(row, path)
+    for pick, name, as_share in _DETAILS:
+        value = number(pick(row))
         if value is not None:
             parts.append(f"{name} {percent(value) if as_share else compact(value)}")
-    low = number(row, "train.clip_fraction_low")
-    high = number(row, "train.clip_fraction_high")
+    low = row.train.clip_fraction_low
+    high = row.train.clip_fraction_high
     if low is not None or high is not None:
         parts.append(f"clipped {percent((low or 0.0) + (high or 0.0))}")
     return "  ".join(parts)
 
 
-_KINDS = {"all_right": "all right", "all_wrong": "all wrong", "other_equal": "equal"}
-_DETAILS = (
-    ("train.entropy", "entropy", False),
-    ("train.grad_norm", "gradient", False),
-    ("train.kl", "KL", False),
-    ("rollouts.truncated", "cut off", True),
-    ("rollouts.stopped_early", "stopped early", True),
-    ("rollouts.repeated", "repeated", True),
-    ("rollouts.length_correlation", "reward~length", False),
-    ("sampler_trainer.p999", "|Δ logprob| p99.9", False),
-    ("sampler_trainer.own_weights.p999", "under the sampler's weights", False),
+_DETAILS: tuple[tuple[Pick, str, bool], ...] = (
+    (lambda row: row.train.entropy, "entropy", False),
+    (lambda row: row.train.grad_norm, "gradient", False),
+    (lambda row: row.train.kl, "KL", False),
+    (lambda row: row.rollouts.truncated, "cut off", True),
+    (lambda row: row.rollouts.stopped_early, "stopped early", True),
+    (lambda row: row.rollouts.repeated, "repeated", True),
+    (lambda row: row.rollouts.length_correlation, "reward~length", False),
+    (lambda row: row.compared.p999, "|Δ logprob| p99.9", False),
+    (lambda row: row.compared.own.p999, "under the sampler's weights", False),
 )

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.run_folder.reader import number
+from ttrl.facts import MetricsRow, Pick, held_out, metric, number
 from ttrl.text import compact, percent
 
 _WINDOWS = (10, 20)
@@ -69,36 +69,30 @@ class Course:
         )
 
 
-def course(rows: Sequence[Mapping[str, Any]], path: str) -> Course | None:
-    """Return how a metric went, by its dotted name; None where fewer than two rows have it."""
-    known = [
-        (value, row["iteration"]) for row in rows if (value := number(dict(row), path)) is not None
-    ]
+def course(rows: Sequence[MetricsRow], pick: Pick) -> Course | None:
+    """Return how a figure went; None where fewer than two rows have it."""
+    known = [(value, row.iteration) for row in rows if (value := number(pick(row))) is not None]
     if len(known) > 1:
         return Course([value for value, _ in known], [iteration for _, iteration in known])
     return None
 
 
 def summary_lines(
-    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any], *, overfits: bool = False
+    rows: Sequence[MetricsRow], config: Mapping[str, Any], *, overfits: bool = False
 ) -> list[str]:
     """Return the lines. rows: of metrics.jsonl, ascending. overfits: whether the run is validated
     on what it is trained on.
     """
     name = str(config.get("validation_metric") or "reward")
-    if name == "reward":
-        held_out = "validation_reward"
-    else:
-        held_out = f"validation.{name}"
     if overfits:
         trained_on = "on the tasks that it is trained on"
     else:
         trained_on = "held-out"
     titles = {
-        f"{name} {trained_on}" if overfits else f"{trained_on} {name}": held_out,
-        "training reward": "reward",
+        f"{name} {trained_on}" if overfits else f"{trained_on} {name}": held_out(name),
+        "training reward": metric("reward"),
     }
-    courses = {title: course(rows, path) for title, path in titles.items()}
+    courses = {title: course(rows, pick) for title, pick in titles.items()}
     lines = [f"{title}: {one.line()}" for title, one in courses.items() if one is not None]
     if overfits and lines:
         lines.insert(
@@ -107,41 +101,37 @@ def summary_lines(
             "of others",
         )
 
-    def values(path: str) -> list[float]:
-        return [value for row in rows if (value := number(dict(row), path)) is not None]
+    def values(pick: Pick) -> list[float]:
+        return [value for row in rows if (value := number(pick(row))) is not None]
 
     parts = []
-    lowest = values("pack.advantages.lowest")
+    lowest = values(lambda row: row.pack.advantages.lowest)
     if lowest:
-        parts.append(
-            f"advantages {compact(min(lowest))} to "
-            f"{compact(max(values('pack.advantages.highest')))}"
-        )
+        highest = values(lambda row: row.pack.advantages.highest)
+        parts.append(f"advantages {compact(min(lowest))} to {compact(max(highest))}")
     means = [
         f"{title} {(percent if title == 'its share' else compact)(statistics.fmean(found))}"
-        for title, path in _MEANS.items()
-        if (found := values(path))
+        for title, pick in _MEANS.items()
+        if (found := values(pick))
     ]
     parts += [f"{', '.join(means)} (means)"] if means else []
-    earned = sum(
-        (number(dict(row), "reward") or 0.0) * (number(dict(row), "samples") or 0.0) for row in rows
-    )
-    seconds = sum(values("seconds.total"))
+    earned = sum((number(row.reward) or 0.0) * (row.samples or 0) for row in rows)
+    seconds = sum(row.seconds.total or 0.0 for row in rows)
     parts += [f"{compact(earned / seconds)} reward/s"] if seconds and earned else []
-    graded = values("grading_seconds")
+    graded = values(lambda row: row.grading_seconds)
     parts += [f"graders {compact(statistics.fmean(graded))} s an iteration"] if graded else []
     return lines + (["; ".join(parts)] if lines and parts else [])
 
 
-_MEANS = {
-    "KL": "train.kl",
-    "its share": "train.kl_share",
-    "gradient norm": "train.grad_norm",
-    "β": "train.kl_coefficient",
+_MEANS: dict[str, Pick] = {
+    "KL": lambda row: row.train.kl,
+    "its share": lambda row: row.train.kl_share,
+    "gradient norm": lambda row: row.train.grad_norm,
+    "β": lambda row: row.train.kl_coefficient,
 }
 
 
-def overfits(tasks: Mapping[str, Any]) -> bool:
+def overfits(tasks: Mapping[str, object]) -> bool:
     """Tell from tasks.json whether a run is validated on the tasks that it is trained on."""
     one = tasks.get("tasks")
     other = tasks.get("validation_tasks")

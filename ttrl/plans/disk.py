@@ -143,7 +143,7 @@ def judge_disk(needs: DiskNeeds, folder: Path) -> str | None:
 
 def _last_trained(folder: RunFolder) -> int:
     number = 0
-    while folder.iteration(number + 1).marker("train") is not None:
+    while folder.iteration(number + 1).is_done("train"):
         number += 1
     return number
 

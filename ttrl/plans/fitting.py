@@ -11,12 +11,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ttrl.configs.recipe import model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import lacks_argument
 from ttrl.costs.memory import Workload, training_memory
 from ttrl.costs.parameters import model_shape
 from ttrl.costs.server import Serving, beyond_budget, server_memory, token_cache_bytes
+from ttrl.families.values import model_settings
 from ttrl.plans.lengths import PROMPT_TOKENS, Assumptions, completion_mean
 from ttrl.plans.memory import (
     argument,

@@ -13,7 +13,7 @@ from ttrl.errors import UserError
 from ttrl.plans.gpus import sheet_of, sheets_named
 from ttrl.system.gpus import Gpu, in_child, visible_gpus
 from ttrl.system.memory import memory_bytes
-from ttrl.system.native_code import best_product, cpu_name
+from ttrl.system.processor import best_product, cpu_name
 
 _SECONDS = 0.05  # that a product is measured, as `ttrl.training.timing` does
 _ROUNDS = 8  # at least: other programs may be running too

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttrl.facts import parse
 from ttrl.plans.counts import PlannedFlops, Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.measured import PLAN_FILE
@@ -114,6 +115,11 @@ class Plan:
         path = folder / PLAN_FILE
         write_json(path, self.to_dict())
         return path
+
+    @classmethod
+    def load(cls, folder: Path) -> "Plan":
+        """Read plan.json from a run folder. Raises OSError, ValueError."""
+        return parse(cls, (folder / PLAN_FILE).read_bytes())
 
     def __str__(self) -> str:
         return plan_text(self)

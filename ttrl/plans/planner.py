@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.configs.machines import gpus_of_a_server
-from ttrl.configs.recipe import has_experts, model_settings
 from ttrl.configs.run import TrainConfig
 from ttrl.costs.flops import adapter_numbers
 from ttrl.costs.parameters import (
@@ -30,6 +29,8 @@ from ttrl.costs.parameters import (
 )
 from ttrl.costs.storage import PACKED_POSITION_BYTES, iteration_bytes
 from ttrl.errors import ModelFolderError, UserError
+from ttrl.facts import MetricsRow
+from ttrl.families.values import has_experts, model_settings
 from ttrl.plans.choices import choose
 from ttrl.plans.counts import Work, flops_of, pack, work_of
 from ttrl.plans.disk import SAMPLED_TOKEN_BYTES, needs_after
@@ -170,7 +171,7 @@ def make_plan(
     memory = memory_of(model, config, recipe, work, most, machine, with_server=not recipe_only)
     each = iteration_bytes(model, recipe)
     disk = _disk(config, each, work, here=gpu is None and not recipe_only)
-    passed = adapter_numbers(decoder, recipe, cuda=machine.cuda)
+    passed = adapter_numbers(decoder, recipe)
     rough = rough_seconds(config, recipe, machine, work, flops, memory, sum(each.values()), passed)
     seconds = seconds_of(config, rough, measured)
     warned = warnings_of(
@@ -454,7 +455,7 @@ def _lengths(
     decoder: DecoderParameters,
     tasks: Sequence[Task],
     run: Path | None,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[MetricsRow],
     tokenizer: Any,
 ) -> IterationLengths:
     if run is not None:

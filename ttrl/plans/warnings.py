@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ttrl.configs import GRPOConfig
-from ttrl.configs.recipe import has_experts, model_settings
 from ttrl.configs.run import TrainConfig
+from ttrl.families.values import has_experts, model_settings
 from ttrl.plans.counts import Work
 from ttrl.plans.machine import Machine
 from ttrl.plans.memory import PlannedMemory

@@ -5,11 +5,11 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from tqdm.auto import tqdm
 
 from ttrl.errors import GraderError, TaskError
+from ttrl.facts import RolloutsFacts
 from ttrl.loop.carried import groups_of
 from ttrl.records import Sample, TaskResult
 from ttrl.replays.graders import Regrader
@@ -99,13 +99,11 @@ def grade(
                     TaskResults.from_samples(filter(_to_grade, after)).raise_if_all_failed()
                 except GraderError as error:
                     raise GraderError(f"iteration {number}: {error}") from None
-                facts: dict[str, Any] = {
-                    "left_out": sum(len(group.samples) for group in groups) - len(after)
-                }
-                facts |= {
-                    "source": digest(source.path / "rollouts.jsonl"),
-                    "seconds": clock() - began,
-                }
+                facts = RolloutsFacts(
+                    left_out=sum(len(group.samples) for group in groups) - len(after),
+                    source=digest(source.path / "rollouts.jsonl"),
+                    seconds=clock() - began,
+                )
                 _write(folder, number, TaskResults.from_samples(after), facts)
 
         run_async(grade_all())
@@ -150,18 +148,16 @@ def _to_grade(sample: Sample) -> bool:
     return not is_unfinished(sample) and (ended or at_limit)
 
 
-def _write(folder: RunFolder, number: int, results: TaskResults, facts: dict[str, Any]) -> None:
+def _write(folder: RunFolder, number: int, results: TaskResults, facts: RolloutsFacts) -> None:
     """Write new grades; what was trained on others is removed."""
     iteration = folder.iteration(number)
     before = iteration.files("rollouts")
     write_jsonl(iteration.path / "rollouts.jsonl", results.to_jsonl_rows())
     if before and before["rollouts.jsonl"] != digest(iteration.path / "rollouts.jsonl"):
         _forget_training(folder)
-    stats = results.stats.to_json()
     iteration.unmark("rollouts")
-    iteration.mark(
-        "rollouts", ["rollouts.jsonl"], {"sync_seconds": 0.0, "sync": None, "stats": stats} | facts
-    )
+    facts = facts.replace(sync_seconds=0.0, sync=None, stats=results.stats)
+    iteration.mark(facts, ["rollouts.jsonl"])
 
 
 def _forget_training(folder: RunFolder) -> None:

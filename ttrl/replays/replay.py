@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ttrl.errors import RunFolderError, TaskError, TtrlError, UserError
+from ttrl.facts import RolloutsFacts
 from ttrl.loop.carried import groups_of, task_key
 from ttrl.records import TaskResult
 from ttrl.replays.changes import Changes, ReplayComparison, TaskChange
@@ -31,7 +32,7 @@ from ttrl.replays.grading import grade
 from ttrl.replays.text import changes_text
 from ttrl.rollouts.graders.grading import Graders
 from ttrl.run_folder.folder import RunFolder, check_run_folder
-from ttrl.run_folder.lock import LOCK_FILES
+from ttrl.run_folder.lease import LEASE_FILES
 from ttrl.system.console import Console, mistakes_in_lines
 from ttrl.system.files import digest, write_json
 from ttrl.system.processes import reap_leftovers
@@ -167,8 +168,8 @@ def replay(
                     console=console,
                 )
         except TtrlError:
-            if {path.name for path in folder.path.iterdir()} <= LOCK_FILES | {FILE_NAME}:
-                folder.lock.discard()
+            if {path.name for path in folder.path.iterdir()} <= LEASE_FILES | {FILE_NAME}:
+                folder.lease.discard()
             raise
         compared = _compared(original, folder, numbers)
         total = compared.total
@@ -190,7 +191,7 @@ def replay(
         if training is None:
             checkpoint = None
         else:
-            checkpoint = training.train(console)
+            checkpoint = training.train_again(console)
     console.line(f"replay: {folder.path}")
     if checkpoint is not None:
         console.line(f"checkpoint: {checkpoint}")
@@ -254,7 +255,7 @@ def _name(regrader: Regrader) -> str:
 
 def _check_output(path: Path) -> None:
     if path.is_dir():
-        there = {entry.name for entry in path.iterdir()} - LOCK_FILES
+        there = {entry.name for entry in path.iterdir()} - LEASE_FILES
     else:
         there = set()
     if path.is_file() or (there and FILE_NAME not in there):
@@ -283,14 +284,14 @@ def _begin(folder: RunFolder, regrader: Regrader, again: bool) -> dict[str, Any]
             "--again to replace it"
         )
     for entry in folder.path.iterdir():
-        if entry.name not in LOCK_FILES:
+        if entry.name not in LEASE_FILES:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
     return {}
 
 
 def _is_graded(folder: RunFolder, original: RunFolder, number: int) -> bool:
-    marker = folder.iteration(number).marker("rollouts")
-    if marker is not None and marker["source"] != digest(
+    marker = folder.iteration(number).marker(RolloutsFacts)
+    if marker is not None and marker.source != digest(
         original.iteration(number).path / "rollouts.jsonl"
     ):
         raise RunFolderError(

@@ -14,6 +14,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError
+from ttrl.facts import MetricsRow
 from ttrl.launch.policy_server import PolicyServer
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.phases import Phases
@@ -129,7 +130,7 @@ class ReplayTraining(RunFolder):
             )
         return {"start": start, "iterations": sorted({*old, *self._numbers})}
 
-    def train(self, console: Console) -> Path | None:
+    def train_again(self, console: Console) -> Path | None:
         """Pack and train every iteration; return the newest checkpoint, None where nothing was
         trained.
         """
@@ -149,11 +150,11 @@ class ReplayTraining(RunFolder):
         try:
             for number in self._numbers:
                 phases.pack(number)
-                phases.train(number)
+                phases.train_policy(number)
                 rows.append(metrics_row(self.iteration(number)))
-                write_jsonl(self.path / "metrics.jsonl", rows)
+                write_jsonl(self.path / "metrics.jsonl", [row.to_json() for row in rows])
                 console.line(self._line(rows[-1]))
-                if rows[-1]["trained"]:
+                if rows[-1].trained:
                     newest = self.iteration(number).path / "checkpoint"
                 if not self._from_checkpoints:
                     self.prune(number, config.keep_checkpoints, None)
@@ -166,17 +167,17 @@ class ReplayTraining(RunFolder):
             return newest
         return None
 
-    def _line(self, row: Mapping[str, Any]) -> str:
-        number = row["iteration"]
-        if not row["trained"]:
+    def _line(self, row: MetricsRow) -> str:
+        number = row.iteration
+        if not row.trained:
             return f"iteration {number:3d}  no group had a signal: nothing trained"
         parts = [
-            f"iteration {number:3d}  reward {row['reward']:.3f}  signal "
-            f"{row['groups']['kept']}/{row['groups']['total']}"
+            f"iteration {number:3d}  reward {row.reward:.3f}  signal "
+            f"{row.groups.kept}/{row.groups.total}"
         ]
-        ess = (row.get("sampler_trainer") or {}).get("ess")
+        ess = row.compared.ess
         parts += [] if ess is None else [f"effective sample size {percent(ess)}"]
-        parts.append(f"{row['seconds']['train']:.1f} s")
+        parts.append(f"{row.seconds.train or 0.0:.1f} s")
         mine, theirs = (
             folder.iteration(number).weights("train") for folder in (self, self._original)
         )

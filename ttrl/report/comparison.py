@@ -21,13 +21,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ttrl.errors import UserError
+from ttrl.facts import MetricsRow, Pick, number
 from ttrl.intervals import Difference, difference_over_seeds, estimate_mean
 from ttrl.report.charts import Series, line_chart
 from ttrl.report.conversations import template
 from ttrl.report.figures import Figure
 from ttrl.report.page import css, visible
 from ttrl.run_folder.config_changes import flat
-from ttrl.run_folder.reader import RunData, held_out_metric, number, read_run
+from ttrl.run_folder.reader import RunData, held_out_metric, read_run
 from ttrl.system.files import read_jsonl, write_text
 from ttrl.text import compact, counted, duration, si_spaced
 
@@ -218,7 +219,7 @@ class RunComparison:
                 metric = held_out_metric(point.run)
                 ends = zip(
                     spent(point.run)[by],
-                    [] if metric is None else point.run.column(metric.path),
+                    [] if metric is None else point.run.column(metric.of),
                     strict=False,
                 )
                 lines.append(
@@ -263,13 +264,10 @@ def compare_runs(
         )
     runs = [read_run(Path(folder)) for folder in folders]
     metrics = {folder: held_out_metric(run) for folder, run in zip(folders, runs, strict=True)}
-    names = {
-        None if metric is None else metric.path.removeprefix("validation.")
-        for metric in metrics.values()
-    }
+    names = {None if metric is None else metric.name for metric in metrics.values()}
     if None in names or len(names) > 1:
         listed = ", ".join(
-            f"{folder}: {'none' if one is None else one.path}" for folder, one in metrics.items()
+            f"{folder}: {'none' if one is None else one.name}" for folder, one in metrics.items()
         )
         raise UserError(
             f"the runs have no held-out metric in common ({listed}); give them the same "
@@ -336,7 +334,7 @@ def compare_runs(
     return RunComparison(
         by=by,
         reached=min(limits),
-        metric=name.replace("validation_reward", "reward"),
+        metric=name,
         confidence=confidence,
         arms=compared,
         num_tasks=len(shared),
@@ -412,7 +410,7 @@ def _point(run: RunData, by: By, reached: float, name: str) -> Point:
     scores: Scores = defaultdict(list)
     iteration = run.iterations[place]
     for row in read_jsonl(run.iteration_folder(iteration) / "validation.jsonl"):
-        if name == "validation_reward":
+        if name == "reward":
             value = row.get("reward")
         else:
             value = (row.get("metrics") or {}).get(name)
@@ -421,7 +419,7 @@ def _point(run: RunData, by: By, reached: float, name: str) -> Point:
                 float(value)
             )
     figures = {one: column[place] for one, column in known_spent.items()}
-    return Point(run, iteration, figures, number(run.rows[place], "reward"), dict(scores))
+    return Point(run, iteration, figures, number(run.rows[place].reward), dict(scores))
 
 
 def spent(run: RunData) -> dict[str, list[float | None]]:
@@ -430,22 +428,21 @@ def spent(run: RunData) -> dict[str, list[float | None]]:
     watched and computed.
     """
 
-    def running(path: str) -> list[float]:
-        return list(itertools.accumulate(value or 0.0 for value in run.column(path)))
+    def running(pick: Pick) -> list[float]:
+        return list(itertools.accumulate(value or 0.0 for value in run.column(pick)))
 
-    each = zip(
-        run.column("flops.cumulated"),
-        running("flops.validation"),
-        running("flops.recomputation"),
-        strict=True,
-    )
+    def left_out(row: MetricsRow) -> float:
+        return (row.flops.validation or 0.0) + (row.flops.recomputation or 0.0)
+
+    totals = zip(run.rows, running(left_out), strict=True)
     return {
         "iteration": [float(one) for one in run.iterations],
         "flops": [
-            None if total is None else total - held_out - again for total, held_out, again in each
+            None if row.flops.cumulated is None else row.flops.cumulated - less
+            for row, less in totals
         ],
-        "tokens": [*running("completion_tokens")],
-        "seconds": [*running("seconds.total")],
+        "tokens": [*running(lambda row: row.completion_tokens)],
+        "seconds": [*running(lambda row: row.seconds.total)],
     }
 
 

@@ -1,5 +1,6 @@
 """The report's conversations, to page through: the same held-out tasks before and after, training
-samples with their tokens coloured by advantage and by the difference between sampler and trainer.
+samples with their tokens coloured by advantage and by the difference between sampler and trainer,
+and samples that show what stands out.
 
 What is built here are the values that parts.html shows: pages of messages and answers.
 """
@@ -15,6 +16,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from ttrl.messages import text_of
+from ttrl.monitoring.finding import Finding
+from ttrl.monitoring.findings import findings
 from ttrl.records import Sample
 from ttrl.report.samples import (
     TRAINER_FILE,
@@ -22,6 +25,7 @@ from ttrl.report.samples import (
     TokenSpan,
     TokenTable,
     before_and_after,
+    examples,
     some_samples,
     stamp_of,
 )
@@ -37,6 +41,7 @@ MOST_TEXT = 60_000
 """Characters of the messages of one sample; a conversation of a hundred turns with tools would be
 megabytes on each page.
 """
+_MEANS = {"stop": "going on is of no use", "warn": "learning suffers", "note": "worth knowing"}
 _ENDINGS = {"length": "cut off at the length limit", "stop": "ended by itself"}
 
 
@@ -199,3 +204,25 @@ def sample_pages(run: RunData, number: int, samples: Sequence[Sample]) -> list[P
         )
         for one in samples
     ]
+
+
+def shown_findings(run: RunData) -> list[tuple[Finding, str, list[Page]]]:
+    """Return what stands out, the most serious first, with what its severity means and pages of
+    samples.
+    """
+    return [
+        (one, _MEANS[one.severity], _example_pages(run, one))
+        for one in findings(run.rows, run.config)
+    ]
+
+
+def _example_pages(run: RunData, finding: Finding) -> list[Page]:
+    """Return samples that show it, of the newest iteration that has any."""
+    if finding.examples is None:
+        return []
+    for number in run.numbers_with("rollouts.jsonl")[:-6:-1]:
+        path = run.iteration_folder(number) / "rollouts.jsonl"
+        samples = examples(path, finding.examples, stamp_of(path))
+        if samples:
+            return sample_pages(run, number, samples)
+    return []

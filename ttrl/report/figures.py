@@ -8,10 +8,10 @@ from typing import Any
 
 from markupsafe import Markup
 
+from ttrl.facts import Pick, held_out, metric, number, ratio
 from ttrl.monitoring.drift import limits
 from ttrl.report import words
 from ttrl.report.charts import Series, line_chart, sparkline, stacked_bars
-from ttrl.run_folder.metrics import FLOPS_PARTS
 from ttrl.run_folder.reader import (
     PHASES,
     RunData,
@@ -20,7 +20,7 @@ from ttrl.run_folder.reader import (
     interval,
     phase_columns,
 )
-from ttrl.text import compact
+from ttrl.text import compact, is_number
 
 _OTHER_SHARES = 4
 """As many as colours are left."""
@@ -58,8 +58,8 @@ def _lines(
     ]
 
 
-def _line(run: RunData, title: str, path: str, caption: str, **options: Any) -> list[Figure]:
-    return _lines(run, title, caption, [Series(title, run.column(path))], **options)
+def _line(run: RunData, title: str, pick: Pick, caption: str, **options: Any) -> list[Figure]:
+    return _lines(run, title, caption, [Series(title, run.column(pick))], **options)
 
 
 def _bars(
@@ -86,47 +86,48 @@ def learning(run: RunData) -> list[Figure]:
     """Return reward and validation, with intervals."""
     rewards = [
         value
-        for path in ("reward", "validation_reward")
-        for value in run.column(path)
+        for pick in (metric("reward"), held_out("reward"))
+        for value in run.column(pick)
         if value is not None
     ]
     options: dict[str, Any] = {
         "y_range": (0.0, 1.0) if all(0 <= value <= 1 for value in rewards) else None
     }
-    held_out: list[Series] = []
+    validated: list[Series] = []
     band = ""
     label = "exact match"
     name = "exact"
-    metric = held_out_metric(run)
-    if metric is not None:
-        intervals = [interval(row, metric.path) for row in run.rows]
+    judged = held_out_metric(run)
+    if judged is not None:
+        intervals = [interval(row, judged.name) for row in run.rows]
         low, high = ([one[side] if one else None for one in intervals] for side in (0, 1))
         has_band = any(one is not None for one in intervals)
         if has_band:
-            band = f"95% interval of {metric.label}"
+            band = f"95% interval of {judged.label}"
         else:
             band = ""
-        if metric.path == "validation_reward":
+        if judged.name == "reward":
             color = 2
         else:
             color = 1
-        held_out.append(
+        validated.append(
             Series(
-                metric.label,
-                run.column(metric.path),
+                judged.label,
+                run.column(judged.of),
                 color,
                 low if has_band else None,
                 high if has_band else None,
             )
         )
         if color == 1:
-            label = metric.label
-            name = metric.path.removeprefix("validation.")
-            held_out.append(Series("reward", run.column("validation_reward"), 2, dashed=True))
-        held_out += _other_shares(run, metric.path)
+            label = judged.label
+            name = judged.name
+            rewards_held_out = run.column(held_out("reward"))
+            validated.append(Series("reward", rewards_held_out, 2, dashed=True))
+        validated += _other_shares(run, judged.name)
     training = [
-        Series(label, run.column(f"metrics.{name}"), 1),
-        Series("reward", run.column("reward"), 2, dashed=True),
+        Series(label, run.column(metric(name)), 1),
+        Series("reward", run.column(metric("reward")), 2, dashed=True),
     ]
     of_others = "Tasks that are never trained on."
     if words.is_overfit(run):
@@ -143,7 +144,7 @@ def learning(run: RunData) -> list[Figure]:
         )
     before = "Mean over the samples of each iteration, before that iteration's update."
     if run.trained:
-        some = run.trained[-1].get("partial_metrics", {}).get(name)
+        some = (run.trained[-1].partial_metrics or {}).get(name)
     else:
         some = None
     if some:
@@ -154,7 +155,7 @@ def learning(run: RunData) -> list[Figure]:
     else:
         title = "Held out"
     return [
-        *_lines(run, title, caption, held_out, band, **options),
+        *_lines(run, title, caption, validated, band, **options),
         *_lines(run, "Training", before, training, **options),
     ]
 
@@ -163,22 +164,17 @@ def _other_shares(run: RunData, shown: str) -> list[Series]:
     """Return the other held-out metrics between 0 and 1, at most four: a reward that rises may
     solve nothing.
     """
-    names = sorted(
-        {
-            name
-            for row in run.flat
-            for name in row
-            if name.startswith("validation.") and name != shown
-        }
-    )
+    names = sorted({name for row in run.rows for name in row.validation or {}} - {shown})
+    columns = [(name, run.column(held_out(name))) for name in names]
     shares = [
-        name
-        for name in names
-        if all(0 <= value <= 1 for value in run.column(name) if value is not None)
+        (name, values)
+        for name, values in columns
+        if any(value is not None for value in values)
+        and all(0 <= value <= 1 for value in values if value is not None)
     ]
     return [
-        Series(name.removeprefix("validation."), run.column(name), color)
-        for color, name in enumerate(shares[:_OTHER_SHARES], 3)
+        Series(name, values, color)
+        for color, (name, values) in enumerate(shares[:_OTHER_SHARES], 3)
     ]
 
 
@@ -189,29 +185,36 @@ def time(run: RunData) -> list[Figure]:
         Series(name, columns[name], color) for color, name in enumerate([*PHASES, "other"], 1)
     ]
     busy = [
-        Series("of the peak, while training", run.column("train.peak_share")),
+        Series("of the peak, while training", run.column(lambda row: row.train.peak_share)),
         Series("over the whole iteration", words.utilisation(run), 2),
-        Series("of the server, while sampling", run.column("server.peak_share"), 3),
+        Series("of the server, while sampling", run.column(lambda row: row.server.peak_share), 3),
     ]
-    kinds = [("sample", "sampling"), ("train", "training"), ("both", "both at once")]
+    uses = {
+        "sampling": [row.machine.sample for row in run.rows],
+        "training": [row.machine.train for row in run.rows],
+        "both at once": [row.machine.both for row in run.rows],
+    }
     cores = [
-        Series(f"CPU, {name}", run.column(f"machine.{kind}.cpu"), color)
-        for color, (kind, name) in enumerate(kinds, 1)
+        Series(f"CPU, {name}", [use.cpu for use in used], color)
+        for color, (name, used) in enumerate(uses.items(), 1)
     ]
     gpus = [
-        Series(f"GPU, {name}", run.column(f"machine.{kind}.gpu_busy"), color)
-        for color, (kind, name) in enumerate(kinds, 4)
+        Series(f"GPU, {name}", [use.gpu_busy for use in used], color)
+        for color, (name, used) in enumerate(uses.items(), 4)
     ]
     watts = [
-        Series(name, run.column(f"machine.{kind}.watts"), color)
-        for color, (kind, name) in enumerate(kinds, 4)
+        Series(name, [use.watts for use in used], color)
+        for color, (name, used) in enumerate(uses.items(), 4)
     ]
-    parts = {name: run.column(f"flops.{name}") for name in FLOPS_PARTS}
-    passes = zip(parts.pop("prepass"), parts.pop("reference"), strict=True)
-    parts["before the gradient"] = [
-        None if one is None and other is None else (one or 0) + (other or 0)
-        for one, other in passes
-    ]
+    flops = [row.flops for row in run.rows]
+    parts = {
+        "prefill": [one.prefill for one in flops],
+        "decode": [one.decode for one in flops],
+        "validation": [one.validation for one in flops],
+        "training": [one.training for one in flops],
+        "recomputation": [one.recomputation for one in flops],
+        "before the gradient": [one.before_gradient for one in flops],
+    }
     spent = [Series(name, values, color) for color, (name, values) in enumerate(parts.items(), 1)]
     return [
         *_bars(
@@ -233,7 +236,7 @@ def time(run: RunData) -> list[Figure]:
         *_line(
             run,
             "Tokens per second",
-            "tokens_per_second",
+            lambda row: row.tokens_per_second,
             "Sampled tokens, while sampling.",
             from_zero=True,
         ),
@@ -278,24 +281,52 @@ def time(run: RunData) -> list[Figure]:
 def sampling(run: RunData) -> list[Figure]:
     """Return what the model writes, and how old it is."""
     groups = [
-        Series("all right", words.ratios(run, "groups.all_right", "groups.total"), 3),
-        Series("all wrong", words.ratios(run, "groups.all_wrong", "groups.total"), 4),
-        Series("equal otherwise", words.ratios(run, "groups.other_equal", "groups.total"), 6),
-        Series("kept, but below the floor", words.ratios(run, "groups.low_std", "groups.total"), 5),
+        Series(
+            "all right", run.column(lambda row: ratio(row.groups.all_right, row.groups.total)), 3
+        ),
+        Series(
+            "all wrong", run.column(lambda row: ratio(row.groups.all_wrong, row.groups.total)), 4
+        ),
+        Series(
+            "equal otherwise",
+            run.column(lambda row: ratio(row.groups.other_equal, row.groups.total)),
+            6,
+        ),
+        Series(
+            "kept, but below the floor",
+            run.column(lambda row: ratio(row.groups.low_std, row.groups.total)),
+            5,
+        ),
     ]
     endings = [
-        Series("cut off at the limit", run.column("rollouts.truncated"), 4),
-        Series("stopped early", run.column("rollouts.stopped_early"), 5),
-        Series("repeated in their group", run.column("rollouts.repeated"), 1),
+        Series("cut off at the limit", run.column(lambda row: row.rollouts.truncated), 4),
+        Series("stopped early", run.column(lambda row: row.rollouts.stopped_early), 5),
+        Series("repeated in their group", run.column(lambda row: row.rollouts.repeated), 1),
         Series("failed", words.failed_shares(run), 2),
     ]
     last_turn = [
-        Series("all right", words.ratios(run, "curriculum.solved", "curriculum.total"), 3),
-        Series("rewards differ", words.ratios(run, "curriculum.between", "curriculum.total"), 1),
-        Series("equal otherwise", words.ratios(run, "curriculum.hopeless", "curriculum.total"), 4),
-        Series("not graded yet", words.ratios(run, "curriculum.unseen", "curriculum.total"), 6),
+        Series(
+            "all right",
+            run.column(lambda row: ratio(row.curriculum.solved, row.curriculum.total)),
+            3,
+        ),
+        Series(
+            "rewards differ",
+            run.column(lambda row: ratio(row.curriculum.between, row.curriculum.total)),
+            1,
+        ),
+        Series(
+            "equal otherwise",
+            run.column(lambda row: ratio(row.curriculum.hopeless, row.curriculum.total)),
+            4,
+        ),
+        Series(
+            "not graded yet",
+            run.column(lambda row: ratio(row.curriculum.unseen, row.curriculum.total)),
+            6,
+        ),
     ]
-    lengths = words.ratios(run, "completion_tokens", "samples")
+    lengths = run.column(lambda row: ratio(row.completion_tokens, row.samples))
     correlation = "Correlation within groups: above 0, longer answers get more reward."
     staleness = "Iterations between the policy that sampled a token and the newest one."
     extra = "Further tasks that dynamic sampling took for groups with signal."
@@ -319,7 +350,7 @@ def sampling(run: RunData) -> list[Figure]:
         *_line(
             run,
             "Level",
-            "curriculum.level",
+            lambda row: row.curriculum.level,
             "The hardest tasks that are sampled so far.",
             from_zero=True,
         ),
@@ -341,41 +372,47 @@ def sampling(run: RunData) -> list[Figure]:
         *_line(
             run,
             "Reward against length",
-            "rollouts.length_correlation",
+            lambda row: row.rollouts.length_correlation,
             correlation,
             y_range=(-1.0, 1.0),
         ),
-        *_line(run, "Staleness", "staleness.mean", staleness, from_zero=True),
+        *_line(run, "Staleness", lambda row: row.staleness.mean, staleness, from_zero=True),
         *_line(
             run,
             "Unfinished samples",
-            "unfinished.samples",
+            lambda row: row.unfinished.samples,
             "Cut off by the token budget, to be continued.",
             from_zero=True,
         ),
-        *_line(run, "Extra tasks", "extra_tasks", extra, from_zero=True),
+        *_line(run, "Extra tasks", lambda row: row.extra_tasks, extra, from_zero=True),
     ]
 
 
 def training(run: RunData) -> list[Figure]:
     """Return how the policy moves."""
     clipped = [
-        Series("from above", run.column("train.clip_fraction_high"), 1),
-        Series("from below", run.column("train.clip_fraction_low"), 2),
+        Series("from above", run.column(lambda row: row.train.clip_fraction_high), 1),
+        Series("from below", run.column(lambda row: row.train.clip_fraction_low), 2),
     ]
     apart = [
-        Series("mean", run.column("sampler_trainer.mean")),
-        Series("99.9th percentile", run.column("sampler_trainer.p999"), 2),
+        Series("mean", run.column(lambda row: row.compared.mean)),
+        Series("99.9th percentile", run.column(lambda row: row.compared.p999), 2),
         Series(
             "99.9th percentile under the sampler's own weights",
-            run.column("sampler_trainer.own_weights.p999"),
+            run.column(lambda row: row.compared.own.p999),
             3,
         ),
     ]
     entropy = "Nats per token: how undecided the model is. At zero all its samples are the same."
     return [
-        *_line(run, "Entropy", "train.entropy", entropy),
-        *_line(run, "Gradient norm", "train.grad_norm", "Before clipping.", from_zero=True),
+        *_line(run, "Entropy", lambda row: row.train.entropy, entropy),
+        *_line(
+            run,
+            "Gradient norm",
+            lambda row: row.train.grad_norm,
+            "Before clipping.",
+            from_zero=True,
+        ),
         *_gradient_noise(run),
         *_lines(
             run,
@@ -386,7 +423,9 @@ def training(run: RunData) -> list[Figure]:
             percent=True,
             from_zero=True,
         ),
-        *_line(run, "KL to the reference model", "train.kl", _kl_of(run), from_zero=True),
+        *_line(
+            run, "KL to the reference model", lambda row: row.train.kl, _kl_of(run), from_zero=True
+        ),
         *_lines(
             run,
             "Sampler against trainer",
@@ -397,7 +436,7 @@ def training(run: RunData) -> list[Figure]:
         *_line(
             run,
             "Effective sample size",
-            "sampler_trainer.ess",
+            lambda row: row.compared.ess,
             "Share of the tokens that counts after weighting by trainer/sampler. 100%: what was "
             "sampled is what is trained.",
             percent=True,
@@ -429,22 +468,28 @@ def _gradient_noise(run: RunData) -> list[Figure]:
     """Return the noise scale with its interval, and where the noise comes from, with the advice
     that follows from the newest.
     """
-    low, high = (run.column(f"gradient_noise.{side}") for side in ("low", "high"))
+    low = run.column(lambda row: row.gradient_noise.low)
+    high = run.column(lambda row: row.gradient_noise.high)
     known = [a is not None and b is not None for a, b in zip(low, high, strict=True)]
     band = [
         [value if both else None for value, both in zip(side, known, strict=True)]
         for side in (low, high)
     ]
     scale = Series(
-        "noise scale", run.column("gradient_noise.scale"), 1, *(band if any(known) else ())
+        "noise scale",
+        run.column(lambda row: row.gradient_noise.scale),
+        1,
+        *(band if any(known) else ()),
     )
-    batch = Series("prompts of a step", run.column("gradient_noise.prompts"), 2, dashed=True)
+    batch = Series(
+        "prompts of a step", run.column(lambda row: row.gradient_noise.prompts), 2, dashed=True
+    )
     scales = (
         "Prompts at which a step's gradient has as much noise as signal, over the last 16 steps. "
         "Well below it more prompts a "
         "step are worth their cost; well above it fewer, and more steps, are."
     )
-    if any(row.get("gradient_noise", {}).get("from_sketch") for row in run.trained):
+    if any(row.gradient_noise.from_sketch for row in run.trained):
         scales += (
             " Steps of a single microbatch show it in a sketch of the gradient alone, that of "
             "layers laid between the "
@@ -454,7 +499,7 @@ def _gradient_noise(run: RunData) -> list[Figure]:
         "Share of the noise that comes from drawing few samples of each prompt; the rest comes "
         "from drawing few prompts. " + words.allocation(run)
     )
-    from_samples = [Series("from samples", run.column("gradient_noise.from_samples"))]
+    from_samples = [Series("from samples", run.column(lambda row: row.gradient_noise.from_samples))]
     return [
         *_lines(
             run,
@@ -474,15 +519,12 @@ def every_metric(run: RunData) -> list[tuple[str, Markup, list[str]]]:
 
     Figures by weights version are left out: each iteration has other names.
     """
-    names = {name: None for row in run.flat for name in row}
-    shown = [
-        name
-        for name in names
-        if name != "iteration" and not any(part.lstrip("-").isdigit() for part in name.split("."))
-    ]
+    flat = [row.by_name() for row in run.rows]
+    names = {name: None for row in flat for name, value in row.items() if is_number(value)}
+    names.pop("iteration", None)
     rows = []
-    for name in sorted(shown[:MOST]):
-        values = run.column(name)
+    for name in sorted(list(names)[:MOST]):
+        values = [number(row.get(name)) for row in flat]
         known = [value for value in values if value is not None]
         rows.append(
             (

@@ -18,6 +18,7 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from markupsafe import Markup
 
 from ttrl.configs.base import without_secrets
 from ttrl.errors import StorageError, TtrlError, describe
+from ttrl.facts import MetricsRow
+from ttrl.monitoring.drift_report import read_newest_report
 from ttrl.report import figures, words
-from ttrl.report.conversations import held_out_pages, template, training_pages
-from ttrl.report.findings import newest_drift, shown_findings
+from ttrl.report.conversations import held_out_pages, shown_findings, template, training_pages
 from ttrl.report.plan import NEAR, plan_table
 from ttrl.report.samples import spread, token_text_of
 from ttrl.run_folder.reader import RunData, model_name, read_run
@@ -59,7 +61,7 @@ def css() -> Markup:
     return Markup((_HERE / "report.css").read_text(encoding="utf-8"))
 
 
-def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> Path:
+def write_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> Path:
     """Write RUN/report.html from what the run folder holds, atomically, and return its path.
 
     rows: those of metrics.jsonl, where the caller has them anyway.
@@ -75,7 +77,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
         summary=words.summary(run),
         tiles=words.tiles(run),
         course=words.course_lines(run),
-        drift=newest_drift(run),
+        drift=read_newest_report(run.folder),
         findings=shown_findings(run),
         learning=figures.learning(run),
         held_out=held_out_pages(run),
@@ -88,7 +90,7 @@ def write_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
         packed_row=_packed_row(run),
         studies=_studies(run),
         metrics=figures.every_metric(run),
-        **_table(run),
+        table=_table(run),
         settings=_settings(run),
     )
     path = run.folder / FILE_NAME
@@ -106,7 +108,7 @@ def visible(html: str) -> str:
     return shown.encode("utf-8", "replace").decode("utf-8")
 
 
-def leave_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None) -> Path:
+def leave_report(run_folder: Path, rows: Sequence[MetricsRow] | None = None) -> Path:
     """Write the report of a run under way, which no page may end: what goes wrong is logged. Return
     its path.
 
@@ -121,7 +123,18 @@ def leave_report(run_folder: Path, rows: Sequence[dict[str, Any]] | None = None)
         return Path(run_folder) / FILE_NAME
 
 
-def _packed_row(run: RunData) -> dict[str, Any] | None:
+@dataclass(frozen=True)
+class PackedRow:
+    """The picture of a packed row, or why there is none."""
+
+    error: str = ""
+    rows: int = 0
+    """Of the pack."""
+    iteration: int = 0
+    picture: Markup = field(default_factory=Markup)
+
+
+def _packed_row(run: RunData) -> PackedRow | None:
     there = run.numbers_with("packed.safetensors")
     if not there:
         return None
@@ -142,13 +155,8 @@ def _packed_row(run: RunData) -> dict[str, Any] | None:
         picture = packed_row_html(first, 0, token_text_of(run, there[-1]), max_positions=600)
     except TtrlError as error:
         logger.warning("the report has no picture of a packed row: %s", error)
-        return {"error": str(error)}
-    return {
-        "rows": packed.num_rows,
-        "iteration": there[-1],
-        "picture": Markup(picture),
-        "error": "",
-    }
+        return PackedRow(error=str(error))
+    return PackedRow(rows=packed.num_rows, iteration=there[-1], picture=Markup(picture))
 
 
 def _studies(run: RunData) -> list[tuple[str, list[str]]]:
@@ -174,7 +182,17 @@ def _studies(run: RunData) -> list[tuple[str, list[str]]]:
     return found
 
 
-def _table(run: RunData) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Table:
+    """The main figures of the iterations."""
+
+    iterations: list[int]
+    columns: list[tuple[str, list[str]]]
+    left_out: str
+    """Which iterations are not shown; "" where all are."""
+
+
+def _table(run: RunData) -> Table:
     count = len(run.rows)
     newest = MAX_TABLE_ROWS // 2
     shown = list(range(count))
@@ -185,18 +203,11 @@ def _table(run: RunData) -> dict[str, Any]:
             f"{len(shown)} of {count} iterations: some of the older ones, the newest {newest}."
         )
     iterations = [run.iterations[place] for place in shown]
-    return {
-        "iterations": iterations,
-        "columns": words.table_columns(run, shown),
-        "left_out": left_out,
-    }
+    return Table(iterations, words.table_columns(run, shown), left_out)
 
 
 def _settings(run: RunData) -> list[tuple[str, str]]:
-    history = {
-        f"from iteration {line.get('iteration')}": line.get("changes")
-        for line in run.config_history
-    }
+    history = {f"from iteration {line.iteration}": line.changes for line in run.config_history}
     files = {
         "Config (config.yaml)": run.config,
         "Settings that were changed when the run was continued: before, after "

@@ -2,15 +2,13 @@
 line.
 """
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ttrl.errors import TtrlError
-from ttrl.plans.measured import PLAN_FILE, measured_in_run, signal_share
-from ttrl.run_folder.reader import number
+from ttrl.facts import MetricsRow, Pick, number
+from ttrl.plans.measured import measured_in_run, signal_share
+from ttrl.plans.plan import Plan
 from ttrl.text import duration, gib, percent, si_spaced
 
 NEAR = 0.25
@@ -49,125 +47,74 @@ class PlanOutcome:
         return [self.name, self.write(self.planned), self.write(self.real), ratio, self.source]
 
 
-def plan_table(run_folder: Path, rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows of the table; empty where the run has no plan or no finished iteration. rows:
-    of metrics.jsonl.
+def plan_table(run_folder: Path, rows: Sequence[MetricsRow]) -> list[list[str]]:
+    """Return the rows of the table; empty where the run has no plan or no finished iteration.
 
     Never raises for what lies in the folder.
     """
     try:
-        plan = json.loads((run_folder / PLAN_FILE).read_text(encoding="utf-8"))
-        return [one.cells() for one in outcomes(plan, rows)]
-    except (
-        OSError,
-        ValueError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        TtrlError,
-    ):
+        return [one.cells() for one in outcomes(Plan.load(run_folder), rows)]
+    except (OSError, ValueError, ArithmeticError, LookupError):
         return []  # of another version, or damaged
 
 
-def outcomes(plan: Mapping[str, Any], metrics: Sequence[dict[str, Any]]) -> list[PlanOutcome]:
-    """Compare a plan, as in plan.json, with rows of metrics.jsonl. Empty before the first iteration
-    is finished.
-    """
-    rows = [row for row in metrics if row["iteration"] > 0]
+def outcomes(plan: Plan, metrics: Sequence[MetricsRow]) -> list[PlanOutcome]:
+    """Compare a plan with rows of metrics.jsonl. Empty before the first iteration is finished."""
+    rows = [row for row in metrics if row.iteration > 0]
     if not rows:
         return []
 
-    def values(path: str) -> list[float]:
-        return [known for row in rows if (known := number(row, path)) is not None]
-
-    def mean(path: str) -> float | None:
-        found = values(path)
+    def mean(pick: Pick) -> float | None:
+        found = [known for row in rows if (known := number(pick(row))) is not None]
         if found:
             return sum(found) / len(found)
         return None
 
-    def both(one: str, other: str) -> float | None:
-        first = mean(one)
-        if first is None:
+    def sampling(row: MetricsRow) -> float | None:
+        if row.flops.prefill is None:
             return None
-        return first + (mean(other) or 0.0)
+        return row.flops.prefill + (row.flops.decode or 0.0)
 
-    work = plan["work"]
-    phases = plan["seconds"]["phases"]
-    lengths = _FROM[plan["completions_from"]]
+    work = plan.work
+    phases = plan.seconds.phases
+    lengths = _FROM[plan.completions_from]
+    prompts = _FROM[plan.prompts_from]
     made = "as the lengths"
-    lines: list[tuple[str, float | None, float | None, Callable[[float], str], str]] = [
-        ("samples of an iteration", work["samples"], mean("samples"), si_spaced, "counted"),
-        (
-            "tokens sampled",
-            work["completion_tokens"],
-            mean("completion_tokens"),
-            si_spaced,
-            lengths,
-        ),
-        (
-            "prompt tokens",
-            work["prompt_tokens"],
-            mean("prompt_tokens"),
-            si_spaced,
-            _FROM[plan["prompts_from"]],
-        ),
-        (
-            "groups with a signal",
-            work["signal_share"],
-            signal_share(rows),
-            percent,
-            _FROM[plan["signal_from"]],
-        ),
-        ("packed rows", work["rows"], mean("pack.rows"), si_spaced, made),
-        ("tokens in rows", work["row_tokens"], mean("pack.row_tokens"), si_spaced, made),
-        ("optimizer steps", work["optimizer_steps"], mean("train.steps"), si_spaced, made),
-        (
-            "sampling, FLOP",
-            plan["flops"]["sampling"],
-            both("flops.prefill", "flops.decode"),
-            si_spaced,
-            "counted, " + lengths,
-        ),
-        (
-            "training, FLOP",
-            plan["flops"]["training"],
-            mean("train.flops"),
-            si_spaced,
-            "exact for the lengths",
-        ),
-    ]
     measured = {name: value.seconds for name, value in measured_in_run(metrics).items()}
+    rough = any(phase.source == "rough" for phase in phases.values())
+    memory = [row.train.memory_peaks or {} for row in rows]
+    peaks = [peak["host"] for peak in memory if "host" in peak]
+    lines: list[PlanOutcome] = []
+
+    def line(
+        name: str,
+        planned: float,
+        real: float | None,
+        source: str,
+        write: Callable[[float], str] = si_spaced,
+    ) -> None:
+        if real is not None:
+            lines.append(PlanOutcome(name, planned, real, write, source))
+
+    line("samples of an iteration", work.samples, mean(lambda row: row.samples), "counted")
+    line("tokens sampled", work.completion_tokens, mean(lambda row: row.completion_tokens), lengths)
+    line("prompt tokens", work.prompt_tokens, mean(lambda row: row.prompt_tokens), prompts)
+    kept = signal_share(rows)
+    line("groups with a signal", work.signal_share, kept, _FROM[plan.signal_from], percent)
+    line("packed rows", work.rows, mean(lambda row: row.pack.rows), made)
+    line("tokens in rows", work.row_tokens, mean(lambda row: row.pack.row_tokens), made)
+    line("optimizer steps", work.optimizer_steps, mean(lambda row: row.train.steps), made)
+    line("sampling, FLOP", plan.flops.sampling, mean(sampling), "counted, " + lengths)
+    exact = "exact for the lengths"
+    line("training, FLOP", plan.flops.training, mean(lambda row: row.train.flops), exact)
     for name, phase in phases.items():
-        lines.append(
-            (
-                f"seconds: {name}",
-                phase["seconds"],
-                measured.get(name),
-                _seconds,
-                _FROM[phase["source"]],
-            )
-        )
-    source = _FROM[
-        "rough" if any(phase["source"] == "rough" for phase in phases.values()) else "probe"
-    ]
-    lines.append(
-        (
-            "seconds: an iteration",
-            plan["seconds"]["iteration"],
-            measured["iteration"],
-            _seconds,
-            source,
-        )
-    )
-    peak = max(values("train.memory_peaks.host"), default=None)
-    lines.append(("trainer's memory", plan["memory"]["trainer"], peak, gib, "estimated"))
-    return [
-        PlanOutcome(name, planned, real, write, source)
-        for name, planned, real, write, source in lines
-        if planned is not None and real is not None
-    ]
+        source = _FROM[phase.source]
+        line(f"seconds: {name}", phase.seconds, measured.get(name), source, _seconds)
+    source = _FROM["rough" if rough else "probe"]
+    whole = measured.get("iteration")
+    line("seconds: an iteration", plan.seconds.iteration, whole, source, _seconds)
+    line("trainer's memory", plan.memory.trainer, max(peaks, default=None), "estimated", gib)
+    return lines
 
 
 def _seconds(value: float) -> str:

@@ -9,8 +9,8 @@ import math
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from ttrl.facts import MetricsRow, Pick, held_out, metric, number, ratio
 from ttrl.monitoring.findings import findings
 from ttrl.monitoring.summary import overfits, summary_lines
 from ttrl.run_folder.reader import (
@@ -19,18 +19,17 @@ from ttrl.run_folder.reader import (
     held_out_metric,
     held_out_sampling,
     interval,
-    number,
     phase_columns,
     read_mapping,
     read_run,
     total_seconds,
 )
-from ttrl.text import compact, duration, flat, percent, si_spaced
+from ttrl.text import compact, duration, percent, si_spaced
 
 
-def _ends(run: RunData, path: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
+def _ends(run: RunData, pick: Pick) -> tuple[MetricsRow, MetricsRow] | None:
     """Return the first and the last row that have a value; None when there are not two."""
-    rows = [row for row in run.rows if number(row, path) is not None]
+    rows = [row for row in run.rows if number(pick(row)) is not None]
     if len(rows) > 1:
         return (rows[0], rows[-1])
     return None
@@ -42,12 +41,10 @@ def _value(value: float, is_share: bool) -> str:
     return compact(value)
 
 
-def _verb(first: dict[str, Any], last: dict[str, Any], path: str) -> str:
-    """Say how the value moved, judged against the noise of the counts where they are known."""
-    start = number(first, path) or 0.0
-    end = number(last, path) or 0.0
-    before = interval(first, path)
-    after = interval(last, path)
+def _verb(start: float, end: float, spans: Sequence[tuple[float, float] | None]) -> str:
+    """Say how the value moved, judged against the noise of the counts where they are known. spans:
+    the intervals of start and end."""
+    before, after = spans
     if before is not None and after is not None:
         noise = math.hypot(before[1] - before[0], after[1] - after[0]) / 2
         if abs(end - start) <= noise:
@@ -74,48 +71,48 @@ def summary(run: RunData) -> str:
         time = f", {duration(seconds)} in all"
     else:
         time = ""
-    metric = held_out_metric(run)
+    judged = held_out_metric(run)
+    pick = metric("reward")
+    name = "The training reward"
     is_share = False
     how = None
-    if metric is not None and (ends := _ends(run, metric.path)) is not None:
-        path = metric.path
-        name = _whose(run, metric.label)
-        is_share = metric.is_share
+    spans: list[tuple[float, float] | None] = [None, None]
+    ends = None
+    if judged is not None and (ends := _ends(run, judged.of)) is not None:
+        pick = judged.of
+        name = _whose(run, judged.label)
+        is_share = judged.is_share
         how = held_out_sampling(run)
-    elif (ends := _ends(run, "reward")) is not None:
-        path = "reward"
-        name = "The training reward"
-    else:
+        spans = [interval(row, judged.name) for row in ends]
+    ends = ends or _ends(run, pick)
+    if ends is None:
         return f"{within}{time}; too few measurements to compare start and end."
-    first, last = ends
-    start = number(first, path) or 0.0
-    end = number(last, path) or 0.0
-    span = interval(last, path)
+    start, end = (number(pick(row)) or 0.0 for row in ends)
+    span = spans[1]
     if span:
         more = [f"95% interval {_value(span[0], is_share)} to {_value(span[1], is_share)}"]
     else:
         more = []
     more += [how] if how else []
     bounds = f" ({'; '.join(more)})" if more else ""
+    judged_by_reward = judged is not None and pick == judged.of and judged.name == "reward"
     return (
-        f"{name} {_verb(first, last, path)} from {_value(start, is_share)} to "
+        f"{name} {_verb(start, end, spans)} from {_value(start, is_share)} to "
         f"{_value(end, is_share)}{bounds} in {within}{time}."
-        + _best(run, path, end, is_share)
-        + (_other_shares(run, ends) if path == "validation_reward" else "")
+        + _best(run, pick, end, is_share)
+        + (_other_shares(run, ends) if judged_by_reward else "")
     )
 
 
-def _other_shares(run: RunData, ends: tuple[dict[str, Any], dict[str, Any]]) -> str:
+def _other_shares(run: RunData, ends: tuple[MetricsRow, MetricsRow]) -> str:
     """Say how other held-out metrics went where the headline is the reward, which may rise while
     nothing is solved."""
     found = []
-    for path in sorted(
-        {name for row in ends for name in flat(row) if name.startswith("validation.")}
-    ):
-        values = [value for value in run.column(path) if value is not None]
-        before, after = (number(row, path) for row in ends)
+    for name in sorted({name for row in ends for name in row.validation or {}}):
+        values = [value for value in run.column(held_out(name)) if value is not None]
+        before, after = (number(row.held_out(name)) for row in ends)
         if before is not None and after is not None and all(0 <= value <= 1 for value in values):
-            found.append(f"{path.removeprefix('validation.')} {percent(before)} → {percent(after)}")
+            found.append(f"{name} {percent(before)} → {percent(after)}")
     if found:
         return f" Held out, too: {', '.join(found[:_OTHERS])}."
     return ""
@@ -127,11 +124,11 @@ def _whose(run: RunData, label: str) -> str:
     return f"Held-out {label}"
 
 
-def _best(run: RunData, path: str, end: float, is_share: bool) -> str:
+def _best(run: RunData, pick: Pick, end: float, is_share: bool) -> str:
     """Name the best iteration when it was clearly better than the last one."""
     known = [
         (value, iteration)
-        for value, iteration in zip(run.column(path), run.iterations, strict=True)
+        for value, iteration in zip(run.column(pick), run.iterations, strict=True)
         if value is not None
     ]
     best, iteration = max(known, key=lambda pair: pair[0])
@@ -145,42 +142,34 @@ def tiles(run: RunData) -> list[tuple[str, str]]:
     """Return (name, figure) for the top of the page."""
     found: list[tuple[str, str]] = []
     metric = held_out_metric(run)
-    if metric is not None and (ends := _ends(run, metric.path)) is not None:
-        start, end = (_value(number(row, metric.path) or 0.0, metric.is_share) for row in ends)
+    if metric is not None and (ends := _ends(run, metric.of)) is not None:
+        start, end = (_value(number(metric.of(row)) or 0.0, metric.is_share) for row in ends)
         found.append((_whose(run, metric.label), f"{start} → {end}"))
     if run.trained:
         found.append(("Iterations", str(len(run.trained))))
     seconds = total_seconds(run)
     if seconds:
         found.append(("Time", duration(seconds)))
-    totals = sorted(
-        value for row in run.trained if (value := number(row, "seconds.total")) is not None
-    )
+    totals = sorted(row.seconds.total for row in run.trained if row.seconds.total is not None)
     if totals:
         found.append(("Typical iteration", duration(totals[len(totals) // 2])))
-    tokens = sum(number(row, "completion_tokens") or 0.0 for row in run.rows)
+    tokens = sum(row.completion_tokens or 0 for row in run.rows)
     if tokens:
         found.append(
             ("Tokens sampled", compact(tokens) if tokens < 1e6 else f"{tokens / 1e6:.3g} million")
         )
     spent = max(
-        (value for value in run.column("flops.cumulated") if value is not None), default=0.0
+        (row.flops.cumulated for row in run.rows if row.flops.cumulated is not None), default=0.0
     )
     if spent:
         found.append(("FLOPs", si_spaced(spent)))
     return found
 
 
-def ratios(run: RunData, part: str, whole: str) -> list[float | None]:
-    """Return one metric over another, per row; None where one is missing or the other is zero."""
-    pairs = zip(run.column(part), run.column(whole), strict=True)
-    return [a / b if a is not None and b else None for a, b in pairs]
-
-
 def failed_shares(run: RunData) -> list[float | None]:
     """Return failed samples as a share of all, per row; None throughout where none ever failed."""
-    if any(run.column("failed")):
-        return ratios(run, "failed", "samples")
+    if any(row.failed for row in run.rows):
+        return run.column(lambda row: ratio(row.failed, row.samples))
     return [None] * len(run.rows)
 
 
@@ -188,34 +177,33 @@ def dead_shares(run: RunData) -> list[float | None]:
     """Return the share of each iteration in which nothing was sampled and nothing trained; None
     where it was not measured.
     """
-    return [
-        None if share is None else max(0.0, min(1.0, share))
-        for share in ratios(run, "dead_seconds", "seconds.total")
-    ]
+    shares = run.column(lambda row: ratio(row.dead_seconds, row.seconds.total))
+    return [None if share is None else max(0.0, min(1.0, share)) for share in shares]
 
 
 def utilisation(run: RunData) -> list[float | None]:
     """Return FLOPs of training over what the machine could have computed in the whole iteration,
     per row.
     """
-    # Older rows.
-    exact = ratios(run, "train.seconds", "seconds.total")
-    rough = ratios(run, "seconds.train", "seconds.total")
-    parts = [one if one is not None else other for one, other in zip(exact, rough, strict=True)]
-    shares = zip(run.column("train.peak_share"), parts, strict=True)
-    return [
-        min(1.0, share * part) if share is not None and part is not None else None
-        for share, part in shares
-    ]
+
+    def share(row: MetricsRow) -> float | None:
+        # Older rows know no time of the steps.
+        seconds = row.seconds.train if row.train.seconds is None else row.train.seconds
+        part = ratio(seconds, row.seconds.total)
+        if row.train.peak_share is None or part is None:
+            return None
+        return min(1.0, row.train.peak_share * part)
+
+    return run.column(share)
 
 
 def allocation(run: RunData) -> str:
     """Say what the newest measurement of the gradient's noise advises; "" where there is none."""
     for row in reversed(run.trained):
-        prompts, samples, gain = (
-            number(row, f"gradient_noise.{name}")
-            for name in ("best_prompts", "best_samples", "gain")
-        )
+        noise = row.gradient_noise
+        prompts = noise.best_prompts
+        samples = noise.best_samples
+        gain = noise.gain
         if prompts is not None and samples is not None and gain is not None:
             if gain < 1.1:
                 return (
@@ -234,43 +222,43 @@ def table_columns(run: RunData, shown: Sequence[int]) -> list[tuple[str, list[st
     """Return (heading, cells of the rows whose places are in `shown`) for the main figures that the
     run recorded.
     """
-    wanted = [
-        ("reward", "reward"),
-        ("held-out reward", "validation_reward"),
-        ("held-out exact", "validation.exact"),
-        ("held-out samples", "validation_samples"),
-        ("groups", "groups.total"),
-        ("groups kept", "groups.kept"),
-        ("samples", "samples"),
-        ("failed", "failed"),
-        ("prompt tokens", "prompt_tokens"),
-        ("completion tokens", "completion_tokens"),
-        ("tokens/s", "tokens_per_second"),
-        ("loss", "train.loss"),
-        ("KL", "train.kl"),
-        ("entropy", "train.entropy"),
-        ("gradient norm", "train.grad_norm"),
-        ("noise scale", "gradient_noise.scale"),
-        ("clipped above", "train.clip_fraction_high"),
-        ("clipped below", "train.clip_fraction_low"),
-        ("learning rate", "train.lr"),
-        ("steps", "train.steps"),
-        ("|Δ logprob| mean", "sampler_trainer.mean"),
-        ("|Δ logprob| p99.9", "sampler_trainer.p999"),
-        ("ESS", "sampler_trainer.ess"),
-        ("canary |Δ|", "sync.canary_max_difference"),
-        ("dead, s", "dead_seconds"),
-        ("CPU, sampling", "machine.sample.cpu"),
-        ("CPU, training", "machine.train.cpu"),
-        ("GPU, sampling", "machine.sample.gpu_busy"),
-        ("GPU, training", "machine.train.gpu_busy"),
-        ("watts, sampling", "machine.sample.watts"),
-        ("watts, training", "machine.train.watts"),
+    wanted: list[tuple[str, Pick]] = [
+        ("reward", lambda row: row.reward),
+        ("held-out reward", lambda row: row.validation_reward),
+        ("held-out exact", held_out("exact")),
+        ("held-out samples", lambda row: row.validation_samples),
+        ("groups", lambda row: row.groups.total or None),
+        ("groups kept", lambda row: row.groups.kept if row.groups.total else None),
+        ("samples", lambda row: row.samples),
+        ("failed", lambda row: row.failed),
+        ("prompt tokens", lambda row: row.prompt_tokens),
+        ("completion tokens", lambda row: row.completion_tokens),
+        ("tokens/s", lambda row: row.tokens_per_second),
+        ("loss", lambda row: row.train.loss),
+        ("KL", lambda row: row.train.kl),
+        ("entropy", lambda row: row.train.entropy),
+        ("gradient norm", lambda row: row.train.grad_norm),
+        ("noise scale", lambda row: row.gradient_noise.scale),
+        ("clipped above", lambda row: row.train.clip_fraction_high),
+        ("clipped below", lambda row: row.train.clip_fraction_low),
+        ("learning rate", lambda row: row.train.lr),
+        ("steps", lambda row: row.train.steps),
+        ("|Δ logprob| mean", lambda row: row.compared.mean),
+        ("|Δ logprob| p99.9", lambda row: row.compared.p999),
+        ("ESS", lambda row: row.compared.ess),
+        ("canary |Δ|", lambda row: row.sync.canary_max_difference),
+        ("dead, s", lambda row: row.dead_seconds),
+        ("CPU, sampling", lambda row: row.machine.sample.cpu),
+        ("CPU, training", lambda row: row.machine.train.cpu),
+        ("GPU, sampling", lambda row: row.machine.sample.gpu_busy),
+        ("GPU, training", lambda row: row.machine.train.gpu_busy),
+        ("watts, sampling", lambda row: row.machine.sample.watts),
+        ("watts, training", lambda row: row.machine.train.watts),
     ]
-    columns = [(name, run.column(path)) for name, path in wanted]
+    columns = [(name, run.column(pick)) for name, pick in wanted]
     phases = phase_columns(run)
     columns += [(f"{phase}, s", phases[phase]) for phase in (*PHASES, "other")]
-    columns.append(("total, s", run.column("seconds.total")))
+    columns.append(("total, s", run.column(lambda row: row.seconds.total)))
     return [
         (name, ["–" if (value := values[place]) is None else compact(value) for place in shown])
         for name, values in columns

@@ -2,18 +2,17 @@
 what went wrong how often.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from ttrl.errors import GraderError, RolloutError, ServerError, TtrlError
+from ttrl.facts import RolloutStats
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.progress import Prices
 from ttrl.system.files import json_line
 from ttrl.system.frames import data_frame
-from ttrl.text import si
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
@@ -33,110 +32,6 @@ class TaskUsage:
     new_completion: int = 0
     prefix_cached: int = 0
     """Of `new_prompt`, what the server's prefix cache knew already."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutStats:
-    """Counts and means. Means are over graded samples, and None where there is nothing to
-    average.
-    """
-
-    num_tasks: int
-    num_samples: int
-    num_graded: int
-    num_failed: int
-    """Samples with an error instead of a reward; num_graded + num_failed + num_unfinished =
-    num_samples.
-    """
-    num_unfinished: int
-    """Samples that a token budget cut off; they can be continued."""
-    num_cached: int
-    """Samples whose completion came from the cache."""
-    num_turns: int
-    """Replies of the model in samples of rollouts."""
-    num_breaks: int
-    """Of these, those whose prompt does not continue an earlier turn token by token, first ones
-    left out: they are trained as sequences of their own, whose prompt is computed once more. 0
-    where the server gave no ids, by which it could be told.
-    """
-    mean_reward: float | None
-    metrics: dict[str, float]
-    """Each metric's mean over the graded samples that have it."""
-    prompt_tokens: int
-    """Every task's prompt once, however many samples it has."""
-    completion_tokens: int
-    mean_completion_tokens: float | None
-    """Over the samples that the server completed, graded or not."""
-    new_prompt_tokens: int
-    new_completion_tokens: int
-    """Tokens that were sent and sampled now: without those from the cache, and without what earlier
-    calls had sampled.
-    """
-    prefix_cached_tokens: int
-    """Of the new prompt tokens, those that the server's own prefix cache served."""
-    spend: float | None
-    """Dollars for the new tokens; None where no prices were given."""
-    finish_reasons: dict[str, int]
-    exceptions: dict[str, int]
-    """Why samples, graders, transforms and callbacks failed, and how often, the commonest first."""
-    seconds: float | None
-    """Wall clock of the whole call; None where the results were read from a file."""
-    tokens_per_second: float | None
-    """new_completion_tokens / seconds; None where all came from the cache."""
-    partial_metrics: dict[str, int] = field(default_factory=dict)
-    """How many samples have a metric that some graded samples lack: its mean is over those alone.
-    """
-    grading_seconds: float | None = None
-    """That grades took, added up over samples; many run at once, and while others are sampled."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a dictionary that `json` can write as it is."""
-        return dataclasses.asdict(self)
-
-    def only_some(self, metric: str) -> str:
-        """Return " (12 of 64 samples)" for a metric that some graded samples lack, else ""."""
-        count = self.partial_metrics.get(metric)
-        if count is None:
-            return ""
-        return f" ({count} of {self.num_graded} samples)"
-
-    def summary(self) -> str:
-        """Return one line for the log."""
-        parts = [f"{self.num_samples} samples of {self.num_tasks} tasks"]
-        if self.seconds is not None:
-            parts.append(f"{self.seconds:.1f} s")
-        if self.mean_reward is not None:
-            parts.append(f"mean reward {self.mean_reward:.3f}")
-        parts += [
-            f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()
-        ]
-        if self.mean_completion_tokens is not None:
-            if self.tokens_per_second is not None:
-                speed = f", {si(self.tokens_per_second)} tokens/s"
-            else:
-                speed = ""
-            parts.append(
-                f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per "
-                f"sample{speed})"
-            )
-        if self.spend is not None:
-            parts.append(f"${self.spend:.4g}")
-        for count, what in (
-            (self.num_turns, "turns"),
-            (self.num_cached, "from the cache"),
-            (self.num_unfinished, "unfinished"),
-            (self.num_failed, "failed"),
-        ):
-            if count:
-                parts.append(f"{count} {what}")
-        return ", ".join(parts)
-
-    def failures(self, most: int = 3) -> str:
-        """Return the commonest reasons for failures with their counts, one line."""
-        shown = [f"{count} × {reason}" for reason, count in list(self.exceptions.items())[:most]]
-        if len(self.exceptions) > most:
-            shown.append(f"{len(self.exceptions) - most} other reasons")
-        return "; ".join(shown)
 
 
 _COLUMNS = ("task_id", "sample", "reward", "error", "finish_reason", "tokens", "cached", "text")

@@ -33,12 +33,12 @@ from ttrl.rollouts.group import Group, TaskOutcome
 from ttrl.rollouts.ledger import Ledger
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
-from ttrl.rollouts.results import RolloutStats, TaskResults
+from ttrl.rollouts.results import TaskResults
 from ttrl.rollouts.sampling import Sampling
 from ttrl.rollouts.settings import CacheLike, Client, SamplingSettings
 from ttrl.tasks.task import Task
 
-__all__ = ["RolloutStats", "TaskResults", "get_task_results", "iter_task_results"]
+__all__ = ["TaskResults", "get_task_results", "iter_task_results"]
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import yaml
 
 from ttrl.configs.base import without_secrets
 from ttrl.errors import RunFolderError
+from ttrl.facts import ConfigChange, read_facts
 from ttrl.system.files import append_jsonl, read_jsonl
 
 ALLOW_VARIABLE = "TTRL_ALLOW_CHANGES"
@@ -133,16 +134,15 @@ def remember_changes(run: Path, changed: Mapping[str, tuple[Any, Any]], iteratio
     if not told:
         return
     past = history(run)
-    if past and (past[-1]["iteration"], past[-1]["changes"]) == (iteration, told):
+    if past and (past[-1].iteration, past[-1].changes) == (iteration, told):
         return
-    append_jsonl(run / HISTORY_FILE, {"iteration": iteration, "time": time.time(), "changes": told})
+    change = ConfigChange(iteration=iteration, time=time.time(), changes=told)
+    append_jsonl(run / HISTORY_FILE, change.to_json())
 
 
-def history(run: Path) -> list[dict[str, Any]]:
-    """Read config_history.jsonl: {"iteration", "time", "changes": {name: [before, now]}}. Raises
-    RunFolderError.
-    """
+def history(run: Path) -> list[ConfigChange]:
+    """Read config_history.jsonl. Raises RunFolderError."""
     try:
-        return read_jsonl(run / HISTORY_FILE)
+        return [read_facts(ConfigChange, line) for line in read_jsonl(run / HISTORY_FILE)]
     except ValueError as error:
         raise RunFolderError(f"{error}; move the file away: it is only read for reports") from error

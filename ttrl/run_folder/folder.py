@@ -5,20 +5,20 @@ durably; it holds the digests of the phase's files and what the phase has to say
 so that metrics can be put together from the markers, even after a crash.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from ttrl.errors import RunFolderError
+from ttrl.facts import Facts, MetricsRow, PhaseFacts, TrainFacts, parse, read_facts
 from ttrl.run_folder.config_changes import HISTORY_FILE, changes, check_changes, remember_changes
-from ttrl.run_folder.lock import HEARTBEAT_SECONDS, RunLock
+from ttrl.run_folder.lease import HEARTBEAT_SECONDS, FolderLease
 from ttrl.system.files import (
     TEMPORARY_PREFIX,
     again,
@@ -32,6 +32,7 @@ from ttrl.system.files import (
     write_text,
 )
 
+P = TypeVar("P", bound=PhaseFacts)
 DRIFT_FILE = "drift.json"
 REDO_VARIABLE = "TTRL_REDO"
 """See `ttrl.run_folder.redo`."""
@@ -81,6 +82,31 @@ def _as_read(value: Any) -> Any:
     return value
 
 
+class Marker(Facts, kw_only=True):
+    """The content of a marker."""
+
+    phase: str = ""
+    finished: float = 0.0
+    """When, as `time.time`."""
+    epoch: int | None = None
+    """Of the process that wrote it: see `ttrl.run_folder.lease`."""
+    facts: dict[str, Any]
+    files: dict[str, str]
+    """The SHA-256 by name of what the phase wrote."""
+
+    def facts_of(self, kind: type[P]) -> P:
+        """Return what the phase says of itself."""
+        return read_facts(kind, self.facts)
+
+
+class TaskList(Facts):
+    """What tasks.json says of a list of tasks."""
+
+    count: int
+    digest: str
+    """Of ids and messages."""
+
+
 class IterationFolder:
     """iterations/0007 and its markers."""
 
@@ -88,31 +114,39 @@ class IterationFolder:
         self,
         path: Path,
         number: int,
-        lock: RunLock | None = None,
+        lease: FolderLease | None = None,
         marked: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self.number, self._lock, self._marked = (
+        self.path, self.number, self._lease, self._marked = (
             path,
             number,
-            lock or RunLock(path.parent.parent),
+            lease or FolderLease(path.parent.parent),
             marked,
         )
 
-    def marker(self, phase: str) -> dict[str, Any] | None:
+    def marker(self, kind: type[P]) -> P | None:
         """Return what a finished phase left behind; None where it is not done. Raises
         RunFolderError for a damaged marker.
         """
-        content = self._marker(phase)
-        return None if content is None else content["facts"]
+        marker = self._marker(kind.phase)
+        return None if marker is None else marker.facts_of(kind)
+
+    def is_done(self, phase: str) -> bool:
+        """Tell whether a phase is finished. Raises RunFolderError for a damaged marker."""
+        return self._marker(phase) is not None
 
     def finished(self, phase: str) -> float | None:
         """Return when a phase was done, as `time.time`; None where it is not. Raises RunFolderError
         for a damaged marker.
         """
-        content = self._marker(phase)
-        if content is None:
-            return None
-        return float(content["finished"])
+        marker = self._marker(phase)
+        return None if marker is None else marker.finished
+
+    @property
+    def trained(self) -> bool:
+        """Whether training made a policy."""
+        marker = self.marker(TrainFacts)
+        return marker is not None and bool(marker.trained)
 
     def verify(self, phase: str) -> None:
         """Raise RunFolderError where a file of a finished phase is gone, or not what that phase
@@ -134,13 +168,12 @@ class IterationFolder:
         """Return the SHA-256 by name of what a finished phase wrote; empty where it is not done.
         Raises RunFolderError.
         """
-        content = self._marker(phase)
-        if content is None:
+        marker = self._marker(phase)
+        if marker is None:
             return {}
         # Of a policy that was not written when it was trained.
         later = self.files("save") if phase == "train" else {}
-        files: dict[str, str] = content["files"]
-        return files | later
+        return marker.files | later
 
     def weights(self, phase: str) -> dict[str, str]:
         """Return those of `files` that are the weights of the policy that the phase made."""
@@ -154,28 +187,23 @@ class IterationFolder:
     def _path(self, phase: str) -> Path:
         return self.path / "done" / f"{phase}.json"
 
-    def _marker(self, phase: str) -> dict[str, Any] | None:
+    def _marker(self, phase: str) -> Marker | None:
         path = self._path(phase)
         try:
-            content: dict[str, Any] = json.loads(again(lambda: path.read_text(encoding="utf-8")))
-            if not isinstance(content["facts"], dict) or not isinstance(content["files"], dict):
-                raise ValueError("facts and files must be objects")
+            return parse(Marker, again(path.read_bytes))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             raise RunFolderError(
-                f"{path} is damaged ({type(error).__name__}: {error}); remove it to run the "
-                "phase again"
+                f"{path} is damaged ({error}); remove it to run the phase again"
             ) from error
-        return content
 
     def mark(
         self,
-        phase: str,
-        files: Sequence[str],
-        facts: dict[str, Any],
+        facts: PhaseFacts,
+        files: Sequence[str] = (),
         known: Mapping[str, str] | None = None,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Say durably that a phase is done, once: a marker is never replaced. `files` are names of
         files and folders of this iteration that it wrote; `known` are digests, by name, that were
         computed while files were written, so that these are not read again. Raises RunFolderError
@@ -199,27 +227,21 @@ class IterationFolder:
                     strict=True,
                 )
             )
-        epoch = self._lock.epoch
-        if epoch:
-            owner = {"epoch": epoch}
-        else:
-            owner = {}
-        content = {
-            "phase": phase,
-            "finished": time.time(),
-            **owner,
-            "facts": facts,
-            "files": digests,
-        }
-        self._lock.create(self._path(phase), json_text(content))
+        marker = Marker(
+            phase=facts.phase,
+            finished=time.time(),
+            epoch=self._lease.epoch or None,
+            facts=facts.to_json(),
+            files=digests,
+        )
+        self._lease.create(self._path(facts.phase), json_text(marker.to_json()))
         self._marked()
-        return facts
 
     def unmark(self, phase: str) -> None:
         """Take a marker away, so that its phase can be done again. Raises RunFolderError as
         `mark`.
         """
-        self._lock.check()
+        self._lease.check()
         self._path(phase).unlink(missing_ok=True)
 
 
@@ -230,7 +252,7 @@ class RunFolder:
         self, path: str | os.PathLike[str], beat_seconds: float = HEARTBEAT_SECONDS
     ) -> None:
         self.path = Path(path).absolute()
-        self.lock = RunLock(self.path, beat_seconds)
+        self.lease = FolderLease(self.path, beat_seconds)
         self._written: dict[int, bool] = {}
         """Whether a finished iteration made a policy, and wrote it, where that stays so: threads
         ask while another one marks.
@@ -245,15 +267,15 @@ class RunFolder:
     def iteration(self, number: int) -> IterationFolder:
         """Return the folder of an iteration; 0 is the model before training."""
         return IterationFolder(
-            self.path / "iterations" / f"{number:04d}", number, self.lock, lambda: self.on_mark()
+            self.path / "iterations" / f"{number:04d}", number, self.lease, lambda: self.on_mark()
         )
 
     def locked(self, *, take_over: bool = False) -> AbstractContextManager[None]:
-        """Hold the run for this process, see `ttrl.run_folder.lock`. Raises RunFolderError naming
+        """Hold the run for this process, see `ttrl.run_folder.lease`. Raises RunFolderError naming
         the owner where another process works on it. take_over: also from a silent owner on another
         machine.
         """
-        return self.lock.held(take_over=take_over)
+        return self.lease.held(take_over=take_over)
 
     def config(self) -> dict[str, Any]:
         """Return config.yaml as plain values; nothing where there is none. Raises RunFolderError
@@ -319,17 +341,17 @@ class RunFolder:
 
     def first_unfinished(self) -> int:
         """Return the first iteration that is not in metrics.jsonl."""
-        return max((row["iteration"] for row in self.metrics()), default=-1) + 1
+        return max((row.iteration for row in self.metrics()), default=-1) + 1
 
-    def remember_tasks(self, tasks: dict[str, dict[str, Any]]) -> None:
-        """Write tasks.json (for each list of tasks its count and digest), or compare with the one
+    def remember_tasks(self, tasks: dict[str, TaskList]) -> None:
+        """Write tasks.json, or compare with the one
         that is there: the order of training and every held-out number mean something only for these
         tasks. Raises RunFolderError.
         """
         path = self.path / "tasks.json"
         if path.exists():
             try:
-                before = json.loads(path.read_text(encoding="utf-8"))
+                before = parse(dict[str, TaskList], path.read_bytes())
             except ValueError as error:
                 raise RunFolderError(
                     f"{path} is damaged ({error}); remove it if the tasks are the same as before"
@@ -337,7 +359,7 @@ class RunFolder:
             changed = [name for name in tasks if before.get(name) != tasks[name]]
             if changed:
                 counts = ", ".join(
-                    f"{n}: {before.get(n, {}).get('count')} before, {tasks[n]['count']} now"
+                    f"{n}: {before[n].count if n in before else None} before, {tasks[n].count} now"
                     for n in changed
                 )
                 raise RunFolderError(
@@ -346,7 +368,7 @@ class RunFolder:
                     f"folder, or remove {path} to go on with the new ones: numbers before and "
                     "after cannot be compared then"
                 )
-        write_json(path, tasks)
+        write_json(path, {name: one.to_json() for name, one in tasks.items()})
 
     def clean(self) -> None:
         """Remove what a killed process left half written or of no use; not in replays, which others
@@ -366,11 +388,7 @@ class RunFolder:
         """Return the iteration whose checkpoint is the policy after iteration `number`: an earlier
         one if nothing was trained.
         """
-        while (
-            number > 0
-            and number not in self.held
-            and not (self.iteration(number).marker("train") or {}).get("trained")
-        ):
+        while number > 0 and number not in self.held and not self.iteration(number).trained:
             number -= 1
         return number
 
@@ -396,34 +414,39 @@ class RunFolder:
             return self.iteration(version).path / "state"
         return None
 
-    def metrics(self) -> list[dict[str, Any]]:
+    def metrics(self) -> list[MetricsRow]:
         """Return the rows of metrics.jsonl, one per iteration, ascending. Raises RunFolderError for
         a damaged file.
         """
+        return [read_facts(MetricsRow, row) for row in self.metrics_json()]
+
+    def metrics_json(self) -> list[dict[str, Any]]:
+        """Return the same rows as plain values, with names that this version does not know. Raises
+        RunFolderError.
+        """
         try:
             rows = read_jsonl(self.path / "metrics.jsonl", key="iteration")
+            return sorted(rows, key=lambda row: int(row["iteration"]))
         except (ValueError, KeyError, TypeError) as error:
             raise RunFolderError(
                 f"{error}; remove metrics.jsonl: starting the run again writes it anew from the "
                 "markers"
             ) from error
-        return sorted(rows, key=lambda row: row["iteration"])
 
     def written_until(self, newest: int) -> list[int]:
         """Return the iterations up to `newest` that made a policy and wrote it, newest first, and
         0.
         """
         for number in range(1, newest + 1):
-            if (
-                number not in self._written
-                and (marker := self.iteration(number).marker("train")) is not None
-            ):
-                trained = bool(marker.get("trained"))
-                written = (
-                    marker.get("saved", True) or self.iteration(number).marker("save") is not None
-                )
-                if written or not trained:  # otherwise it may still be written
-                    self._written[number] = trained
+            if number in self._written:
+                continue
+            iteration = self.iteration(number)
+            marker = iteration.marker(TrainFacts)
+            if marker is None:
+                continue
+            written = marker.saved is not False or iteration.is_done("save")
+            if written or not marker.trained:  # otherwise it may still be written
+                self._written[number] = bool(marker.trained)
         return [
             number for number in range(newest, -1, -1) if number == 0 or self._written.get(number)
         ]
@@ -452,7 +475,7 @@ class RunFolder:
         """Remove the iterations from `first` on, and their lines in metrics.jsonl; return their
         numbers. Raises StorageError.
         """
-        rows = self.metrics()
+        rows = self.metrics_json()
         if len(kept := [row for row in rows if row["iteration"] < first]) < len(rows):
             write_jsonl(self.path / "metrics.jsonl", kept)
         paths = [

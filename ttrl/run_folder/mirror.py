@@ -9,14 +9,13 @@ says how far behind the copy is then.
 
 A machine that has nothing of the run takes from the store what is needed to go on
 (`ttrl.run_folder.mirror_resume`). owner.json in the store keeps two machines from going on at the
-same time, as the run folder's own does on one (`ttrl.run_folder.lock`).
+same time, as the run folder's own does on one (`ttrl.run_folder.lease`).
 """
 
 import contextlib
 import dataclasses
 import functools
 import hashlib
-import json
 import logging
 import os
 import threading
@@ -25,11 +24,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ConfigError, RunFolderError, StorageError
-from ttrl.run_folder.folder import RunFolder
-from ttrl.run_folder.lock import LOCK_FILES, OWNER_FILE, Claim, RunLock, in_words, parse_owner
+from ttrl.facts import parse
+from ttrl.run_folder.folder import Marker, RunFolder
+from ttrl.run_folder.lease import LEASE_FILES, OWNER_FILE, FolderLease, Lease
 from ttrl.run_folder.mirror_resume import fetch_folder, take_from
+from ttrl.run_folder.owner import Owner, parse_owner
 from ttrl.run_folder.pruning import kept_of
 from ttrl.run_folder.redo import throw_away
 from ttrl.system.files import digest
@@ -46,7 +50,7 @@ _OF_PHASES = {
     "validation.jsonl",
 }
 _OF_PHASES |= {"trainer_logprobs.safetensors", "weights.json"}
-_NOT_MIRRORED = LOCK_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
+_NOT_MIRRORED = LEASE_FILES | {"rollouts.partial.jsonl"} | _OF_PHASES
 _PATIENT_TRIES = 8  # a minute where a store refuses at once, more where it does not answer
 _PRUNED = ("checkpoint", "state")
 MIRRORED_SUFFIXES = {".yaml", ".json", ".jsonl", ".html", ".log"}
@@ -55,85 +59,96 @@ LOG_BYTES = 2**20
 """What of a log in logs/ is copied: its end."""
 
 
-class _MirrorClaim(Claim):
-    """A claim in the store. Its heartbeat is a number in owner.json, which stays there for a
-    machine that slept meanwhile. It is written only over what was last read or written here, so
-    that of two that take over at once one finds the other.
+class StoreLease(Lease):
+    """The lease of a mirror, for a process that holds the run folder.
+
+    Its heartbeat is a number in owner.json. The file stays when the owner leaves, since a machine
+    may have slept meanwhile. It is written only over the content last read or written here: of two
+    processes that take over at once, one fails.
     """
 
-    def __init__(self, store: MirrorStore, lock: RunLock) -> None:
+    def __init__(self, store: MirrorStore, folder: FolderLease) -> None:
         super().__init__(store.shown, store.beat_seconds)
         self._store = store
-        self._lock = lock
+        self._folder = folder
         self._tag: Tag | None = None
-        """Of the record that was looked at, or is ours."""
+        """Of the file that was looked at, or is ours."""
         self._epoch_there = 0
 
-    def read(self) -> dict[str, Any] | None:
+    def read(self) -> Owner | None:
+        """Return the owner; None where there is none."""
         data, self._tag = self._store.patiently(lambda: self._store.read_tagged(OWNER_FILE))
         owner = parse_owner(data)
         self._epoch_there = epoch_of(data)
-        if owner is None or owner.get("released"):
+        if owner is None or owner.released:
             return None
         return owner
 
     pulse = read
 
+    def is_gone(self, owner: Owner) -> bool:
+        """Tell whether an owner held this run folder, which is ours now."""
+        return self._folder.token != "" and owner.folder == self._folder.token
+
     def sign(self) -> None:
-        self.epoch = max(self._epoch_there + 1, self._lock.epoch)
-        self.owner |= {"epoch": self.epoch, "folder": self._lock.token}
-        if not self._store.patiently(lambda: self._put({"beat": 0})):
+        """Write owner.json, with the highest epoch of both media."""
+        self.epoch = max(self._epoch_there + 1, self._folder.epoch)
+        self.owner = replace(self.owner, epoch=self.epoch, folder=self._folder.token)
+        if not self._store.patiently(lambda: self._put(self.owner)):
             raise self.in_use_by(self.read())
-        self._lock.lift(self.epoch)
+        self._folder.lift(self.epoch)
 
     def beat(self, number: int) -> None:
-        self._put({"beat": number})
+        """Write the number into owner.json."""
+        self._put(replace(self.owner, beat=number))
 
-    def _put(self, more: dict[str, Any]) -> bool:
+    def _put(self, owner: Owner) -> bool:
         """Write our record over the one that we know; return whether it is there. Raises
         OSError.
         """
-        content = json.dumps(self.owner | more).encode()
+        content = msgspec.json.encode(owner)
         tag = self._store.swap(OWNER_FILE, content, self._tag)
         if tag is None:
             data, there = self._store.read_tagged(OWNER_FILE)
-            if data is not None and (parse_owner(data) or {}).get("token") != self.owner["token"]:
+            if data is not None and (parse_owner(data) or Owner()).token != owner.token:
                 return False
             # Removed by hand; or ours: the answer to an earlier try was lost.
-            tag = there if data == content else self._store.swap(OWNER_FILE, content, there)
-            if (tag) is None:
+            if data == content:
+                tag = there
+            else:
+                tag = self._store.swap(OWNER_FILE, content, there)
+            if tag is None:
                 return False
         self._tag = tag
         return True
 
-    def other(self) -> dict[str, Any] | None:
+    def other(self) -> Owner | None:
+        """Return the process that has signed since; None if there is none."""
         owner = parse_owner(self._store.read(OWNER_FILE))
-        if owner is None or owner.get("token") == self.owner["token"]:
+        if owner is None or owner.token == self.owner.token:
             return None
         return owner
 
     def leave(self) -> None:
-        self._put({"beat": 0, "released": True})
+        """Mark owner.json as left."""
+        self._put(replace(self.owner, released=True))
 
 
 def epoch_of(data: bytes | str | None) -> int:
     """Return the epoch that a marker or an owner's record names; 0 where it names none, as those of
     an older ttrl.
     """
-    epoch = (parse_owner(data) or {}).get("epoch")
-    if isinstance(epoch, int):
-        return epoch
-    return 0
+    return (parse_owner(data) or Owner()).epoch
 
 
 class Mirror:
-    """Follows one run folder, which this process holds. Use `following`, with `claim` held."""
+    """Follows one run folder, which this process holds. Use `following`, with `lease` held."""
 
     def __init__(self, store: MirrorStore, folder: RunFolder, config: TrainConfig) -> None:
         self.store = store
         self._folder = folder
         self._config = config
-        self.claim = _MirrorClaim(store, folder.lock)
+        self.lease = StoreLease(store, folder.lease)
         self._remote: set[str] = set()
         """Keys that are known to be there."""
         self._is_listed = False
@@ -175,11 +190,11 @@ class Mirror:
 
     def status(self) -> str | None:
         """Return what is wrong, in words; None where the copy is complete."""
-        other = self.claim.lost_to
+        other = self.lease.lost_to
         if other is None:
             why = self._problem
         else:
-            why = f"another process has taken over: {in_words(other)}"
+            why = f"another process has taken over: {other}"
         if not self._behind and why is None:
             return None
         if self._behind:
@@ -209,7 +224,7 @@ class Mirror:
         sizes and SHA-256 by key. May be called by several threads. Raises OSError after some tries.
         """
         with self._publishing:
-            if not self.store.patiently(self.claim.is_ours, _PATIENT_TRIES):
+            if not self.store.patiently(self.lease.is_ours, _PATIENT_TRIES):
                 raise OSError(f"another process has taken the run over in {self.store.shown}")
             stats = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
             now = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats.items()]
@@ -227,11 +242,11 @@ class Mirror:
 
     def _marked(self) -> None:
         self._wake.set()
-        other = self.claim.lost_to
+        other = self.lease.lost_to
         if other is not None:
             raise RunFolderError(
                 f"{self._folder.path}: another process has taken over in the mirror "
-                f"{self.store.shown} ({in_words(other)}); this "
+                f"{self.store.shown} ({other}); this "
                 "one stops here"
             )
 
@@ -268,7 +283,7 @@ class Mirror:
         something failed.
         """
         try:
-            if self.claim.is_ours():
+            if self.lease.is_ours():
                 self._pass()
         # A damaged marker is one of these.
         except (OSError, ValueError, KeyError, TypeError, RunFolderError) as error:
@@ -278,7 +293,7 @@ class Mirror:
                 )
             self._problem = str(error)
             return False
-        if self._problem is not None and self.claim.lost_to is None:
+        if self._problem is not None and self.lease.lost_to is None:
             logger.warning("the mirror %s is up to date again", self.store.shown)
             self._problem = None
         return True
@@ -292,7 +307,7 @@ class Mirror:
         # by the markers that follow.
         others = {path: path.read_bytes() for path in self._unmarked_files(self._folder.path)}
         rows = self._folder.metrics()
-        newest = rows[-1]["iteration"] if rows else -1
+        newest = rows[-1].iteration if rows else -1
         if rows:
             kept = kept_of(self._folder, rows, self._config, newest)
         else:
@@ -300,7 +315,7 @@ class Mirror:
         pending = self._pending()
         self._behind = {key for key, _ in pending}
         for key, marker in pending:
-            if not self.claim.is_ours():
+            if not self.lease.is_ours():
                 return
             self._upload_phase(marker)
             self._behind.discard(key)
@@ -328,12 +343,12 @@ class Mirror:
         for path in self._folder.path.glob("iterations/*/done/[!.]*.json"):
             key = self._key(path)
             if key not in self._remote:
-                found.append((json.loads(path.read_text(encoding="utf-8"))["finished"], key, path))
+                found.append((parse(Marker, path.read_bytes()).finished, key, path))
         return [(key, path) for _, key, path in sorted(found)]
 
     def _upload_phase(self, marker: Path) -> None:
         iteration = marker.parent.parent
-        for name, sha in json.loads(marker.read_text(encoding="utf-8"))["files"].items():
+        for name, sha in parse(Marker, marker.read_bytes()).files.items():
             # One that is gone was pruned in this moment: it is not wanted there either.
             with contextlib.suppress(FileNotFoundError):
                 self._upload(self._key(iteration / name), iteration / name, sha)
@@ -346,7 +361,7 @@ class Mirror:
     def _create(self, key: str, content: bytes) -> None:
         """Upload a marker, where there is none, or one that an earlier owner, which went on after
         it was taken over, left since then. Raises RunFolderError for any other."""
-        if not self.claim.is_ours():
+        if not self.lease.is_ours():
             return
         if self.store.swap(key, content, None) is None:
             there, tag = self.store.read_tagged(key)
@@ -374,7 +389,7 @@ class Mirror:
             except OSError:
                 continue
             self._upload(
-                f"logs/{self.claim.owner['host']}/{path.name}",
+                f"logs/{self.lease.owner.host}/{path.name}",
                 end,
                 (status.st_size, status.st_mtime_ns),
             )
@@ -475,7 +490,7 @@ def mirrored(
     mirror = Mirror(store_class(config.mirror), folder, config)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(mirror.claim.held(take_over=take_over, trusted=folder.lock.token))
+            stack.enter_context(mirror.lease.held(take_over=take_over))
             if redo is not None:
                 throw_away(folder, config, redo, mirror.store)
             take_from(mirror.store, folder)

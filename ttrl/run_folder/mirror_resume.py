@@ -20,10 +20,10 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttrl.errors import RunFolderError
-from ttrl.run_folder.folder import RunFolder
+from ttrl.facts import TrainFacts, parse
+from ttrl.run_folder.folder import Marker, RunFolder
 from ttrl.system.files import atomic_folder, digest, make_folders, write_text
 from ttrl.system.mirror_store import MirrorStore
 
@@ -38,14 +38,14 @@ _TAKEN_SUFFIXES = {".yaml", ".json", ".jsonl", ".html"}  # whatever else lies in
 
 
 @dataclass(frozen=True)
-class Marker:
+class MirroredMarker:
     """The marker of a finished phase, in the mirror."""
 
     iteration: int
     phase: str
     key: str
     text: str
-    content: dict[str, Any]
+    content: Marker
 
     @property
     def folder(self) -> str:
@@ -53,13 +53,14 @@ class Marker:
 
     @property
     def files(self) -> dict[str, str]:
-        return {f"{self.folder}/{name}": sha for name, sha in self.content["files"].items()}
+        return {f"{self.folder}/{name}": sha for name, sha in self.content.files.items()}
 
     @property
     def makes_policy(self) -> bool:
-        facts = self.content["facts"]
-        trained = self.phase == "train" and facts.get("trained") and facts.get("saved", True)
-        return self.phase in ("prepare", "save") or bool(trained)
+        if self.phase != "train":
+            return self.phase in ("prepare", "save")
+        facts = self.content.facts_of(TrainFacts)
+        return bool(facts.trained) and facts.saved is not False
 
 
 def take_from(store: MirrorStore, folder: RunFolder) -> None:
@@ -98,8 +99,8 @@ def take_from(store: MirrorStore, folder: RunFolder) -> None:
         if "/" not in key and key not in _NOT_TAKEN and Path(key).suffix in _TAKEN_SUFFIXES:
             _fetch(store, folder.path / key, key, sizes[key], None)
     _take_metrics(store, folder, markers)
-    for marker in sorted(missing, key=lambda one: one.content["finished"]):
-        folder.lock.create(folder.path / marker.key, marker.text)
+    for marker in sorted(missing, key=lambda one: one.content.finished):
+        folder.lease.create(folder.path / marker.key, marker.text)
 
 
 def fetch_folder(store: MirrorStore, folder: RunFolder, number: int, name: str) -> None:
@@ -135,22 +136,21 @@ def _key(path: Path, folder: RunFolder) -> str:
 
 def _finished(key: str, text: str) -> float:
     try:
-        return float(json.loads(text)["finished"])
-    except (ValueError, KeyError, TypeError) as error:
+        return parse(Marker, text).finished
+    except ValueError as error:
         raise RunFolderError(
             f"the marker {key} is damaged; remove it to do that phase again"
         ) from error
 
 
-def _read_marker(store: MirrorStore, key: str) -> Marker:
+def _read_marker(store: MirrorStore, key: str) -> MirroredMarker:
     data = store.patiently(lambda: store.read(key))
     try:
         text = (data or b"").decode()
-        content = json.loads(text)
+        content = parse(Marker, text)
         _, number, _, file = key.split("/")
-        assert isinstance(content["facts"], dict) and isinstance(content["files"], dict)
-        return Marker(int(number), file.removesuffix(".json"), key, text, content)
-    except (ValueError, KeyError, TypeError, AssertionError) as error:
+        return MirroredMarker(int(number), file.removesuffix(".json"), key, text, content)
+    except ValueError as error:
         raise RunFolderError(
             f"{store.shown}: the marker {key} is damaged; remove it to do that phase again"
         ) from error
@@ -160,7 +160,7 @@ def _check_same_run(
     store: MirrorStore,
     folder: RunFolder,
     here: dict[str, str],
-    there: dict[str, Marker],
+    there: dict[str, MirroredMarker],
     keys: set[str],
 ) -> None:
     """Raise RunFolderError where neither copy is the beginning of the other. keys: all markers
@@ -179,8 +179,8 @@ def _check_same_run(
 
 
 def _usable(
-    store: MirrorStore, markers: list[Marker], sizes: dict[str, int]
-) -> tuple[list[Marker], list[Marker]]:
+    store: MirrorStore, markers: list[MirroredMarker], sizes: dict[str, int]
+) -> tuple[list[MirroredMarker], list[MirroredMarker]]:
     """Return the markers up to the newest policy that is there as a whole, and those after it."""
     policies = sorted(
         (marker for marker in markers if marker.makes_policy), key=lambda one: -one.iteration
@@ -207,7 +207,7 @@ def _usable(
     return kept, [marker for marker in markers if marker not in kept]
 
 
-def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
+def _wanted(markers: list[MirroredMarker], sizes: dict[str, int]) -> dict[str, str]:
     """Return the digests by key of what is to be taken."""
     last = max(marker.iteration for marker in markers)
     policies = sorted(
@@ -228,7 +228,7 @@ def _wanted(markers: list[Marker], sizes: dict[str, int]) -> dict[str, str]:
     return wanted
 
 
-def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[Marker]) -> None:
+def _take_metrics(store: MirrorStore, folder: RunFolder, markers: list[MirroredMarker]) -> None:
     """Take the lines of iterations whose policy is there; the rest is put together from the
     markers.
     """

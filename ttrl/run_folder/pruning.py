@@ -10,9 +10,9 @@ up for by the next one.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ttrl.configs.run import TrainConfig
+from ttrl.facts import MetricsRow
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import validation_metric
 
@@ -26,7 +26,7 @@ class Kept:
 
 
 def kept_of(
-    folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int
+    folder: RunFolder, rows: Iterable[MetricsRow], config: TrainConfig, newest: int
 ) -> Kept:
     """Return what the rules of `config` keep after iteration `newest`, with the best told by `rows`
     of metrics.jsonl; of later policies, everything is kept."""
@@ -39,13 +39,11 @@ def kept_of(
     return Kept(frozenset([*last, *best_policies(folder, rows, config), *every]), frozenset(last))
 
 
-def best_policies(
-    folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig
-) -> list[int]:
+def best_policies(folder: RunFolder, rows: Iterable[MetricsRow], config: TrainConfig) -> list[int]:
     """Return the `keep_best` policies with the best validation metric among those that were
     written, best first; of equals the newest."""
     scored = [
-        (value, row["iteration"])
+        (value, row.iteration)
         for row in rows
         if (value := validation_metric(row, config)) is not None
     ]
@@ -62,9 +60,7 @@ def best_policies(
     return best
 
 
-def prune(
-    folder: RunFolder, rows: Iterable[dict[str, Any]], config: TrainConfig, newest: int
-) -> Kept:
+def prune(folder: RunFolder, rows: Iterable[MetricsRow], config: TrainConfig, newest: int) -> Kept:
     """Remove what the rules do not keep; return what they do. Raises StorageError."""
     kept = kept_of(folder, rows, config, newest)
     folder.remove(newest, kept.checkpoints, kept.states)

@@ -1,13 +1,13 @@
-"""The little process between ttrl and each process that it starts: it outlives a killed ttrl just
-long enough to end the child.
+"""The supervisor of each process that ttrl starts: a little process between the two. It outlives a
+killed ttrl just long enough to end the child.
 
     ttrl ── guard ── child (own session and process group) ── its descendants
 
-ttrl holds the only write end of a pipe that the guard reads. When ttrl ends, however it ends, the
-pipe is at its end, and the guard ends the child and all of its descendants. Four layers, for the
-four ways in which something could stay behind:
+ttrl and the guard talk over a pair of sockets. When ttrl ends, however it ends, its socket closes,
+and the guard ends the child and all of its descendants. Four layers, for the four ways in which
+something could stay behind:
 
-- ttrl is killed: the guard sees the end of the pipe, or another parent;
+- ttrl is killed: the guard sees the end of the socket, or another parent;
 - the guard is killed as well: the kernel kills the child (PR_SET_PDEATHSIG);
 - a descendant left the process group, or its own parent died: the guard is its "subreaper", so that
   it stays below the guard in the tree of processes and is found there;
@@ -15,9 +15,10 @@ four ways in which something could stay behind:
   random mark, and a record file next to the log names the mark and the processes, so that
   `ttrl.system.processes.reap_leftovers` finds it later.
 
-Run as a script by `ttrl.system.processes`, with nothing but the standard library, so that it starts
-in some 20 ms. Processes are signalled by pid *and* start time through a pidfd, never by name. Linux
-only.
+Commands run below this file as a script (`ttrl.system.processes.ChildProcess`). It needs only the
+standard library and starts in some 20 ms. Workers for graders are forks, and so are their guards
+(`ttrl.rollouts.graders.worker`). Processes are signalled by pid *and* start time through a pidfd,
+never by name. Linux only.
 """
 
 import contextlib
@@ -35,8 +36,8 @@ from typing import Any
 
 MARK_VARIABLE = "TTRL_PROCESS_MARK"
 GRACE_WITHOUT_PARENT = 5.0  # seconds from TERM to KILL when nobody is left who could say how long
-# Seconds from the end of a process's main thread to its exit code; far more than was ever seen.
-_LAST_THREADS = 20.0
+# Seconds from KILL to the end of a process, and from there to its exit code; never seen so long.
+_LAST_SECONDS = 20.0
 _LOOK_INTERVAL = 3.0  # seconds between looks at the parent and at new descendants
 PDEATHSIG, DUMPABLE, CHILD_SUBREAPER, _NO_NEW_PRIVS = 1, 4, 36, 38  # of prctl
 # System calls, with one number on all architectures.
@@ -147,20 +148,19 @@ def end_processes(
     *,
     first: ProcessId | None = None,
     reap: Callable[[], None] = lambda: None,
-    seconds: float = 20.0,
-    pause: float = 0.05,
 ) -> list[ProcessId]:
     """Send TERM, and KILL after `grace` seconds, until `find()` comes back empty; return what is
-    left `seconds` later. `first` is asked alone, so that it can end its own children in its own
-    order. `reap` is called between looks, every `pause` seconds.
+    left `_LAST_SECONDS` later. `first` is asked alone, so that it can end its own children in its
+    own order. `reap` is called between looks.
     """
     start = time.monotonic()
+    pause = 0.002
     asked = set()
     while True:
         reap()
         left = list(find())
         elapsed = time.monotonic() - start
-        if not left or elapsed > grace + seconds:
+        if not left or elapsed > grace + _LAST_SECONDS:
             return left
         for process in left:
             if elapsed >= grace:
@@ -169,91 +169,153 @@ def end_processes(
                 asked.add(process)
                 signal_exactly(process, signal.SIGTERM)
         time.sleep(pause)
+        pause = min(0.05, 2 * pause)
 
 
-class _Guard:
-    """One child, from its start to its end; talks to ttrl in JSON lines."""
+class Record:
+    """The file with a child's mark and processes, for `ttrl.system.processes.reap_leftovers`.
 
-    def __init__(self, commands: int, status: int) -> None:
-        self.commands = commands
-        self.status = status
-        self.child = 0
-        self.returncode: int | None = None
-        self.known: list[ProcessId] = []
+    head: the rest of its content.
+    """
+
+    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+        self._path = path
+        self._head = head
+        self._known: list[ProcessId] | None = None
+
+    def write(self) -> None:
+        """Write the living processes, if they changed. A full disk must not end the child, so a
+        failed write is ignored.
+        """
+        own = process_id(os.getpid())
+        known = [*([own] if own else []), *descendants(os.getpid())]
+        if known == self._known:
+            return
+        with contextlib.suppress(OSError):
+            temporary = self._path.with_name(self._path.name + ".new")
+            temporary.write_text(json.dumps({**self._head, "processes": known}) + "\n")
+            temporary.replace(self._path)
+            self._known = known
+
+    def remove(self) -> None:
+        """Remove the file. Harmless when repeated."""
+        self._path.unlink(missing_ok=True)
+
+
+class Guard:
+    """The guard of one child, from its start to its end. Runs in a process of its own.
+
+    control: the descriptor of a socket to ttrl. A line with a number of seconds orders the child to
+        be ended, with so much time between TERM and KILL; the end of the socket orders the same
+        with `grace` seconds. Reports are lines of JSON.
+    parent: the pid of the process above, whose end ends the child too.
+    """
+
+    def __init__(
+        self,
+        control: int,
+        parent: int,
+        *,
+        grace: float = GRACE_WITHOUT_PARENT,
+        record: Record | None = None,
+    ) -> None:
+        self._control = control
+        self._parent = parent
+        self._grace = grace
+        self._record = record
+        self._child = 0
+        self._returncode: int | None = None
+        self._terminated = False
+        self._wake_read, self._wake_write = os.pipe()
+
+    def start(self, enter: Callable[[], object]) -> int:
+        """Fork the child, in a session of its own, and call `enter` in it; return its pid."""
+        os.set_inheritable(self._control, False)
+        for end in (self._wake_read, self._wake_write):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        # Handlers, not SIG_IGN: an ignored signal would stay ignored in the child.
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGTERM, self._terminate)
+        prctl(CHILD_SUBREAPER, 1)
+        if self._record is not None:
+            self._record.write()
+        guard = os.getpid()
+        self._child = os.fork()
+        if self._child == 0:
+            status = 1
+            try:
+                self._become_child(guard)
+                enter()
+                status = 0
+            finally:
+                os._exit(status)
+        if self._record is not None:
+            self._record.write()
+        return self._child
 
     def run(self) -> None:
-        for descriptor in (self.commands, self.status):
-            os.set_inheritable(descriptor, False)
-        wake_read, wake_write = os.pipe()
-        os.set_blocking(wake_write, False)
-        os.set_blocking(wake_read, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        terminated = []
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Handlers, not SIG_IGN: an ignored signal would stay ignored in the child.
-        for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, lambda *_: None)
-        signal.signal(signal.SIGTERM, lambda *_: terminated.append(True))
-
-        first = self._read_line(b"")
-        if first is None:
-            return  # ttrl died before it said what to start
-        line, buffer = first
-        order = json.loads(line)
-        self.record_path, self.record = Path(order["record"]), order["record_head"]
-        parent = order["parent"]
-        prctl(CHILD_SUBREAPER, 1)
-        environment = order["env"]
-        environment[MARK_VARIABLE] = self.record["mark"]
-        # setproctitle (vLLM) would write over the environment, and so over the mark.
-        environment.setdefault("SPT_NOENV", "1")
-        self._write_record()
-        try:
-            self.child = _spawn(order["command"], environment, order["cwd"])
-        except OSError as error:
-            self.record_path.unlink(missing_ok=True)
-            return self._say(error=error.errno, text=error.strerror)
-        self._write_record()
-        self._say(started=self.child)
-
-        grace = GRACE_WITHOUT_PARENT
+        """Wait for the child's end, or for an order to end it; end its descendants, and report."""
         last_look = time.monotonic()
-        while self.returncode is None and not terminated:
-            readable, _, _ = select.select([self.commands, wake_read], [], [], _LOOK_INTERVAL)
-            if wake_read in readable:
+        self._reap()
+        while self._returncode is None and not self._terminated:
+            readable, _, _ = select.select([self._control, self._wake_read], [], [], _LOOK_INTERVAL)
+            if self._wake_read in readable:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(wake_read, 4096)
+                    os.read(self._wake_read, 4096)
             self._reap()
-            if self.commands in readable:
-                result = self._read_line(buffer)
-                if result is not None:
-                    grace = json.loads(result[0])["stop"]
+            if self._control in readable:
+                order = _read_line(self._control)
+                if order:
+                    self._grace = float(order)
                 break
-            # A forked copy of ttrl may hold the pipe open although ttrl is dead.
-            if os.getppid() != parent:
+            # A forked copy of ttrl may hold the socket open although ttrl is dead.
+            if os.getppid() != self._parent:
                 break
-            if time.monotonic() - last_look >= _LOOK_INTERVAL:
-                self._write_record()
+            if self._record is not None and time.monotonic() - last_look >= _LOOK_INTERVAL:
+                self._record.write()
                 last_look = time.monotonic()
-        self._end(grace)
+        self._end()
 
-    def _end(self, grace: float) -> None:
-        """End what is left of child and descendants, and report the child's exit code when all are
-        gone.
-        """
+    def say(self, **report: Any) -> None:
+        """Send a report to ttrl, if it still listens."""
+        with contextlib.suppress(ConnectionError):
+            os.write(self._control, json.dumps(report).encode() + b"\n")
+
+    def _terminate(self, *_: object) -> None:
+        self._terminated = True
+
+    def _become_child(self, guard: int) -> None:
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for descriptor in (self._control, self._wake_read, self._wake_write):
+            os.close(descriptor)
+        os.setsid()
+        prctl(PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != guard:
+            os._exit(1)
+
+    def _end(self) -> None:
+        """End the child and its descendants, and report the child's exit code when all are gone."""
         left = end_processes(
-            lambda: descendants(os.getpid()), grace, first=process_id(self.child), reap=self._reap
+            lambda: descendants(os.getpid()),
+            self._grace,
+            first=process_id(self._child),
+            reap=self._reap,
         )
         # Its main thread can be gone, and its pid a zombie's, while other threads are still ending:
         # there is no exit code yet.
-        deadline = time.monotonic() + _LAST_THREADS
+        deadline = time.monotonic() + _LAST_SECONDS
         self._reap()
-        while self.returncode is None and not left and time.monotonic() < deadline:
+        while self._returncode is None and not left and time.monotonic() < deadline:
             time.sleep(0.01)
             self._reap()
-        if not left:
-            self.record_path.unlink(missing_ok=True)
-        self._say(returncode=self.returncode, left=[pid for pid, _ in left])
+        if not left and self._record is not None:
+            self._record.remove()
+        self.say(returncode=self._returncode, left=[pid for pid, _ in left])
 
     def _reap(self) -> None:
         """Collect ended children, adopted ones too; keep the child's exit code, negative for a
@@ -264,35 +326,20 @@ class _Guard:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
-                if pid == self.child:
-                    self.returncode = os.waitstatus_to_exitcode(status)
+                if pid == self._child:
+                    self._returncode = os.waitstatus_to_exitcode(status)
 
-    def _read_line(self, buffer: bytes) -> tuple[bytes, bytes] | None:
-        """Return one line from ttrl and what came after it; None at the end of the pipe."""
-        while b"\n" not in buffer:
-            chunk = os.read(self.commands, 65536)
+
+def _read_line(control: int) -> bytes:
+    """Return one line from ttrl; nothing at the end of the socket."""
+    line = b""
+    with contextlib.suppress(ConnectionError):
+        while not line.endswith(b"\n"):
+            chunk = os.read(control, 65536)
             if not chunk:
-                return None
-            buffer += chunk
-        line, _, rest = buffer.partition(b"\n")
-        return line, rest
-
-    def _write_record(self) -> None:
-        """Write who is there, when it changed. A full disk must not end the child, so what cannot
-        be written is left out.
-        """
-        known = [*([own] if (own := process_id(os.getpid())) else []), *descendants(os.getpid())]
-        if known == self.known:
-            return
-        with contextlib.suppress(OSError):
-            temporary = self.record_path.with_name(self.record_path.name + ".new")
-            temporary.write_text(json.dumps({**self.record, "processes": known}) + "\n")
-            temporary.replace(self.record_path)
-            self.known = known
-
-    def _say(self, **message: Any) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.status, json.dumps(message).encode() + b"\n")
+                return b""
+            line += chunk
+    return line
 
 
 def prctl(option: int, value: int) -> None:
@@ -333,37 +380,43 @@ def _system_call(number: int, *arguments: Any) -> int:
     return int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(number), *arguments))
 
 
-def _spawn(command: list[str], environment: dict[str, str], cwd: str | None) -> int:
-    """Start `command` in a session of its own; return its pid. Raises OSError when it cannot be
-    executed.
+def main() -> None:
+    """Guard the command that ttrl names through a socket: `process_guard.py SOCKET`, in the folder
+    and with the environment of the child.
     """
+    control = int(sys.argv[1])
+    line = _read_line(control)
+    if not line:
+        return  # ttrl died before it named one
+    order = json.loads(line)
+    command = order["command"]
+    record = Record(Path(order["record"]), order["head"])
+    guard = Guard(control, order["parent"], record=record)
     error_read, error_write = os.pipe()  # closed by a successful exec
-    guard = os.getpid()
-    pid = os.fork()
-    if pid == 0:
+
+    def execute() -> None:
+        # Python ignores them, and ignored signals stay ignored after exec.
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
         try:
-            os.setsid()
-            prctl(PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != guard:
-                os._exit(127)
-            # Python ignores them, and ignored signals stay ignored after exec.
-            for number in (signal.SIGPIPE, signal.SIGXFSZ):
-                signal.signal(number, signal.SIG_DFL)
-            if cwd is not None:
-                os.chdir(cwd)
-            os.execvpe(command[0], command, environment)
+            os.execvp(command[0], command)
         except OSError as error:
-            os.write(error_write, json.dumps([error.errno, error.strerror]).encode())
-        finally:
-            os._exit(127)
+            os.write(error_write, (error.strerror or "").encode())
+
+    pid = guard.start(execute)
     os.close(error_write)
-    with os.fdopen(error_read, "rb") as file:
+    # The child's alone, so that others see when it closes them.
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1):
+        os.dup2(null, standard)
+    with os.fdopen(error_read) as file:
         failure = file.read()
     if failure:
-        os.waitpid(pid, 0)
-        raise OSError(*json.loads(failure))
-    return pid
+        guard.say(failed=failure)
+    else:
+        guard.say(started=pid)
+    guard.run()
 
 
 if __name__ == "__main__":
-    _Guard(int(sys.argv[1]), int(sys.argv[2])).run()
+    main()

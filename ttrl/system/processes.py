@@ -12,16 +12,14 @@ import logging
 import os
 import re
 import secrets
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from ttrl.errors import StorageError, UserError
 from ttrl.system import process_guard
@@ -38,8 +36,37 @@ LOOPBACK = (
 """Has processes of one machine listen for each other there alone, not at the address of the
 machine's name.
 """
+_SECRET_WORDS = (
+    "KEY",
+    "TOKEN",
+    "SECRET",
+    "PASSWORD",
+    "PASSWD",
+    "CREDENTIAL",
+    "CONNECTION_STRING",
+    "AUTH_CONFIG",
+    "AUTH_SOCK",
+)
+_SECRET_ENDS = ("_PAT", "_PWD", "_SAS", "DATABASE_URL", "_DSN")
 # Characters of one log line in an error message; vLLM dumps its whole config into single lines.
 _LONGEST_LINE = 400
+
+
+def without_secrets() -> dict[str, str]:
+    """Return this process's environment for other people's code: no variable of AWS or Azure, no
+    key, token, secret or password, and no address of a database or an agent.
+    """
+    return {name: value for name, value in os.environ.items() if not _is_secret(name.upper())}
+
+
+def _is_secret(name: str) -> bool:
+    if name.startswith("TOKENIZERS_"):
+        return False
+    return (
+        name.startswith(("AWS_", "AZURE_"))
+        or name.endswith(_SECRET_ENDS)
+        or any(word in name for word in _SECRET_WORDS)
+    )
 
 
 class ChildProcess:
@@ -83,8 +110,7 @@ class ChildProcess:
         self._pipes = pipes
         self._mark = secrets.token_hex(16)
         self._guard: subprocess.Popen[bytes] | None = None
-        self._orders = self._reports = -1  # our ends of the two pipes
-        # Told by the end of its pipe: a dying process closes its files a moment before its parent
+        # Told by the end of its socket: a dying process closes its files a moment before its parent
         # can wait for it.
         self._guard_ended = False
         self._buffer = b""
@@ -105,58 +131,46 @@ class ChildProcess:
             raise StorageError(
                 error.errno or 0, f"cannot write the log {self.log_path}: {error.strerror}"
             ) from error
-        orders_read, self._orders = os.pipe()
-        self._reports, reports_write = os.pipe()
-        with log:
-            self._log_start = log.tell()
-            # -I and -S: nothing of the user's environment or site-packages is loaded; the guard
-            # needs only the standard library.
-            self._guard = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-I",
-                    "-S",
-                    process_guard.__file__,
-                    str(orders_read),
-                    str(reports_write),
-                ],
-                stdin=subprocess.DEVNULL if self._pipes is None else self._pipes[0],
-                stdout=log if self._pipes is None else self._pipes[1],
-                stderr=log,
-                pass_fds=(orders_read, reports_write),
-                start_new_session=True,  # Ctrl-C in the terminal is ours to handle
-            )
-        os.close(orders_read)
-        os.close(reports_write)
-        own = process_guard.process_id(os.getpid())
         head = {
             "mark": self._mark,
             "boot": process_guard.boot_id(),
-            "owner": own,
+            "owner": process_guard.process_id(os.getpid()),
             "program": self.command[0],
         }
         order = {
             "command": self.command,
-            "env": self._env,
-            "cwd": self._cwd,
             "parent": os.getpid(),
             "record": str(self.record_path),
-            "record_head": head,
+            "head": head,
         }
-        # The guard ended at once: there will be no report.
-        with contextlib.suppress(BrokenPipeError):
-            self._tell(order)
-        report = self._next_report(timeout=30.0)
-        if report is None or "started" not in report:
-            self._guard.wait()
-            self._close()
-            self.returncode = 127
-            if report:
-                reason = report["text"]
-            else:
-                reason = "its guard process ended; see " + str(self.log_path)
-            where = f" in {self._cwd}" if self._cwd else ""
-            raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
+        self._control, theirs = socket.socketpair()
+        try:
+            with log, theirs:
+                self._log_start = log.tell()
+                self._guard = subprocess.Popen(
+                    [
+                        sys.executable,
+                        # Nothing of the user's environment or site-packages is loaded.
+                        "-I",
+                        "-S",
+                        process_guard.__file__,
+                        str(theirs.fileno()),
+                    ],
+                    stdin=subprocess.DEVNULL if self._pipes is None else self._pipes[0],
+                    stdout=log if self._pipes is None else self._pipes[1],
+                    stderr=log,
+                    pass_fds=(theirs.fileno(),),
+                    # setproctitle (vLLM) would write over the environment, and so over the mark.
+                    env={"SPT_NOENV": "1", **self._env, MARK_VARIABLE: self._mark},
+                    cwd=self._cwd,
+                    start_new_session=True,  # Ctrl-C in the terminal is ours to handle
+                )
+        except OSError as error:
+            self._fail(error.strerror or str(error))
+        self._tell(json.dumps(order))
+        report = self._next_report(timeout=30.0) or {}
+        if "started" not in report:
+            self._fail(report.get("failed", f"its guard process ended; see {self.log_path}"))
         self.pid = report["started"]
         return self
 
@@ -187,9 +201,7 @@ class ChildProcess:
         never started. Harmless when repeated.
         """
         if self._guard is not None and self.poll() is None:
-            # The guard has just ended: its report is waiting.
-            with contextlib.suppress(BrokenPipeError):
-                self._tell({"stop": timeout})
+            self._tell(str(timeout))
             self._take_end(timeout=None)
         return self.returncode
 
@@ -209,27 +221,31 @@ class ChildProcess:
     ) -> None:
         self.stop()
 
-    def _tell(self, order: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(order).encode() + b"\n")
-        while data:
-            data = data[os.write(self._orders, data) :]
+    def _tell(self, order: str) -> None:
+        # A guard that has just ended has left a report, or none.
+        with contextlib.suppress(ConnectionError):
+            self._control.sendall(order.encode() + b"\n")
+
+    def _fail(self, reason: str) -> NoReturn:
+        self._control.close()
+        if self._guard is not None:
+            self._guard.wait()
+        self.returncode = 127
+        where = f" in {self._cwd}" if self._cwd else ""
+        raise UserError(f"cannot start {self.command[0]!r}{where}: {reason}")
 
     def _next_report(self, timeout: float | None) -> dict[str, Any] | None:
         """Return the guard's next message; None when none comes in `timeout` seconds, or the guard
         has ended (`_guard_ended`).
         """
-        if timeout is None:
-            deadline = None
-        else:
-            deadline = time.monotonic() + timeout
+        self._control.settimeout(timeout)
         while b"\n" not in self._buffer:
-            if deadline is None:
-                patience = None
-            else:
-                patience = max(0.0, deadline - time.monotonic())
-            if not select.select([self._reports], [], [], patience)[0]:
+            try:
+                chunk = self._control.recv(65536)
+            except (TimeoutError, BlockingIOError):
                 return None
-            chunk = os.read(self._reports, 65536)
+            except ConnectionError:
+                chunk = b""
             if not chunk:
                 self._guard_ended = True
                 return None
@@ -245,7 +261,7 @@ class ChildProcess:
         if report is None and not self._guard_ended:
             return
         self._guard.wait()
-        self._close()
+        self._control.close()
         if report is not None and report["returncode"] is not None:
             self.returncode = report["returncode"]
             if report["left"]:
@@ -262,10 +278,6 @@ class ChildProcess:
                 "the guard of %s was killed; ended what was left: %s", self.command[0], ended
             )
             self.returncode = -signal.SIGKILL
-
-    def _close(self) -> None:
-        os.close(self._orders)
-        os.close(self._reports)
 
 
 def log_tail(path: Path, start: int, n_lines: int) -> str:

@@ -38,7 +38,7 @@ from ttrl.tasks.datasets import (
     select,
     text_field,
 )
-from ttrl.tasks.task import Choice, Task, question, solved
+from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import as_typed
 
 try:
@@ -335,7 +335,7 @@ def parse_epd(line: str, name: str) -> Position:
 
 def legal_move_examples(
     n: int, seed: int = 0, *, path: Source, style: Style = "plain", positions: int | None = None
-) -> list[dict[str, Any]]:
+) -> list[Example]:
     """Return `n` examples for supervised training, {"messages": [user, assistant]}: the first
     `positions` of training (None: all) in turn, each answered with a random legal move. They show
     the format and the rules, and nothing of which move is good.

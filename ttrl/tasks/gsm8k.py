@@ -9,7 +9,7 @@ file.
 import itertools
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, marked, opening_of, reply_text, tagged_answer
@@ -24,7 +24,7 @@ from ttrl.tasks.datasets import (
     text_field,
 )
 from ttrl.tasks.numerals import last_number
-from ttrl.tasks.task import Choice, Task, question, solved
+from ttrl.tasks.task import Choice, Example, Task, question, solved
 
 Style = Literal["plain", "boxed", "r1"]
 
@@ -185,7 +185,7 @@ def get_gsm8k_tasks(
 
 def gsm8k_examples(
     n: int | None = None, seed: int = 0, *, path: Source = "openai/gsm8k", style: Style = "plain"
-) -> list[dict[str, Any]]:
+) -> list[Example]:
     """Return solved training problems for supervised training, {"messages": [user, assistant]};
     none of validation or test.
     """
@@ -224,7 +224,7 @@ def _asked(problem: GSM8KProblem, style: Style) -> str:
     return f"{problem.question}\n\n{INSTRUCTIONS[style]}"
 
 
-def _solved(problem: GSM8KProblem, style: Style) -> dict[str, Any]:
+def _solved(problem: GSM8KProblem, style: Style) -> Example:
     return solved(
         _asked(problem, style), write_answer(problem.solution, write_number(problem.answer), style)
     )

@@ -13,13 +13,13 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
 from ttrl.tasks.numerals import last_number
-from ttrl.tasks.task import Choice, Task, question, solved
+from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import get_words, in_validation
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -119,7 +119,7 @@ def letter_counting_examples(
     max_length: int = 12,
     spelled: bool = False,
     count_weights: Sequence[float] = (1.0,) * (MOST + 1),
-) -> list[dict[str, Any]]:
+) -> list[Example]:
     """Return `n` answered training questions for a supervised warm start, {"messages": [user,
     assistant]}; no validation words.
 

@@ -7,12 +7,12 @@ seed, has the same answer as a validation word, let alone the same letters in th
 
 import random
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from ttrl.errors import TaskError
 from ttrl.tasks.answers import after_thinking, reply_text
 from ttrl.tasks.datasets import check_count, check_name, check_share
-from ttrl.tasks.task import Choice, Task, question, solved
+from ttrl.tasks.task import Choice, Example, Task, question, solved
 from ttrl.tasks.words import in_validation, pick
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -91,7 +91,7 @@ def get_sort_letters_tasks(
 
 def sort_letters_examples(
     n: int, seed: int = 0, *, min_length: int = 3, max_length: int = 8, distinct: bool = True
-) -> list[dict[str, Any]]:
+) -> list[Example]:
     """Return `n` solved training words for a supervised warm start, {"messages": [user,
     assistant]}; no validation words.
     """

@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ttrl.errors import GraderError, RolloutError, TaskError
-from ttrl.messages import part_that_is_no_text, request_messages
+from ttrl.messages import Message, Tool, part_that_is_no_text, request_messages
 from ttrl.records import LARGEST_REWARD, PROMPT, Sample
 from ttrl.text import is_number, short
 
@@ -149,7 +149,7 @@ class Task:
     when made of something that cannot be sampled.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     grader: "Grader | None" = None
     """May be left out where the rollout returns the reward, or the group_grader gives it."""
     id: str = ""
@@ -274,13 +274,17 @@ def in_levels(*levels: Sequence[Task]) -> list[Task]:
     return [replace(task, level=level) for level, tasks in enumerate(levels) for task in tasks]
 
 
-def question(text: str) -> list[dict[str, Any]]:
+def question(text: str) -> list[Message]:
     """Return the messages of a task that asks one thing."""
     return [{"role": "user", "content": text}]
 
 
-def solved(text: str, answer: str) -> dict[str, Any]:
-    """Return a row for a supervised warm start: {"messages": [user, assistant]}."""
+Example: TypeAlias = dict[str, list[Message]]
+"""A row for a supervised warm start: {"messages": [user, assistant]}."""
+
+
+def solved(text: str, answer: str) -> Example:
+    """Return an answered question."""
     return {"messages": [*question(text), {"role": "assistant", "content": answer}]}
 
 
@@ -318,8 +322,8 @@ class Chat:
         self._ask = ask
         self._count_time = count_time
         self._is_asking = False
-        self.messages: list[dict[str, Any]] = [dict(message) for message in messages]
-        self.tools: list[dict[str, Any]] | None = tools
+        self.messages: list[Message] = [dict(message) for message in messages]
+        self.tools: list[Tool] | None = tools
         self.task_id = task_id
         self.sample = sample
         self.params = params or {}

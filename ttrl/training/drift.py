@@ -16,17 +16,16 @@ Shapes: N trained positions over all steps and ranks, P rows of the pack, T posi
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig
+from ttrl.facts import ComparedTokens, Difference, WorstPlace, part_of
 from ttrl.system.files import atomic_file
 from ttrl.training.batches import Update
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.metrics import sampler_against_trainer
 from ttrl.training.parallel.distributed import Ranks
 
 LOGPROBS_FILE = "trainer_logprobs.safetensors"
@@ -48,7 +47,7 @@ def compare_tokens(
     here: Ranks,
     *,
     write: bool = True,
-) -> dict[str, Any]:
+) -> ComparedTokens:
     """Compare sampler and trainer on the trained tokens of `steps`, this rank's parts of the
     optimizer steps, for train.jsonl.
 
@@ -56,20 +55,21 @@ def compare_tokens(
     these rows in row-major order. A collective; with `write` the first rank writes LOGPROBS_FILE
     into `config.output_dir`.
 
-    Returns what `sampler_against_trainer` does, and
+    Returns, where any token has a log-probability of the sampler's,
+        mean, p999, max     of |difference| in nats
+        ess                 effective sample size (Σw)²/Σw² of the weights w = π_trainer/π_sampler,
+                            as a share of the tokens
+        ess_of_most         the same without the thousandth of the tokens that are furthest apart: a
+                            single one with a weight of e³ halves that of a thousand tokens
+        tokens, unknown     how many were compared, and how many have none of the sampler's
         not_finite          tokens for which either side has no finite number; they are left out of
                             all else
         tolerance, outside  nats, and the share of tokens that are further apart
-        ess_of_most         effective sample size without the thousandth of the tokens that are
-                            furthest apart: a single one with a weight of e³ halves that of a
-                            thousand tokens
-        by_version          the same figures by the weights version that sampled the tokens
+        by_version          the difference by the weights version that sampled the tokens
         by_position         mean |difference| of the first, second, third and last quarter of all
                             positions in the samples: what grows with the position comes from
                             positions (RoPE), not from weights
-        worst               of each version the WORST tokens that are furthest apart: row and
-                            position in the pack, version, and both log-probabilities (None where
-                            not finite)
+        worst               of each version the WORST tokens that are furthest apart
     """
     mine = [_facts(step) for step in steps]
     places, versions, positions = (
@@ -86,31 +86,27 @@ def compare_tokens(
         _save(Path(config.output_dir), places, logprobs, packed_shape)
     known = ~torch.isnan(sampled)
     finite = known & torch.isfinite(sampled) & torch.isfinite(logprobs)
-    result: dict[str, Any] = _figures(logprobs, sampled, known, finite, tolerance)
+    result = _figures(logprobs, sampled, known, finite, tolerance)
     if not known.any():
         return result
     gap = (logprobs.double() - sampled.double()).abs()
     gap[~finite] = math.inf
-    result["by_version"], result["worst"] = {}, []
+    by_version: dict[str, Difference] = {}
+    worst: list[WorstPlace] = []
     for version in versions[known].unique().tolist():
         chosen = known & (versions == version)
-        alone = int(chosen.sum()) == int(known.sum())
-        if alone:
-            figures = dict(result)
-        else:
+        figures = result
+        if int(chosen.sum()) < int(known.sum()):
             figures = _figures(logprobs, sampled, chosen, chosen & finite, tolerance)
-        kept = ("tokens", "not_finite", "mean", "p999", "max", "ess", "ess_of_most", "outside")
-        result["by_version"][str(version)] = {
-            name: figures[name] for name in kept if name in figures
-        }
+        by_version[str(version)] = part_of(Difference, figures)
         candidates = chosen.nonzero().squeeze(1)
         furthest = candidates[gap[candidates].topk(min(WORST, len(candidates))).indices].tolist()
         for i in sorted(furthest, key=lambda i: (-float(gap[i]), int(places[i]))):
             row, position = divmod(int(places[i]), packed_shape[1])
-            both = {"trainer": _number(logprobs[i]), "sampler": _number(sampled[i])}
-            result["worst"].append({"row": row, "position": position, "version": version} | both)
-    result["by_position"] = _by_position(gap[finite], positions[finite])
-    return result
+            both = _number(logprobs[i]), _number(sampled[i])
+            worst.append(WorstPlace(row, position, version, *both))
+    by_position = _by_position(gap[finite], positions[finite])
+    return result.replace(by_version=by_version, worst=worst, by_position=by_position)
 
 
 def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,21 +125,32 @@ def _facts(step: Update) -> tuple[Tensor, Tensor, Tensor]:
 
 def _figures(
     logprobs: Tensor, sampled: Tensor, known: Tensor, finite: Tensor, tolerance: float
-) -> dict[str, Any]:
-    figures: dict[str, Any] = dict(sampler_against_trainer(logprobs[finite], sampled[finite]))
-    figures["unknown"] = int((~known).sum()) if len(known) == len(logprobs) else 0
-    figures["not_finite"] = int(known.sum() - finite.sum())
-    if figures["tokens"]:
-        difference = logprobs[finite].double() - sampled[finite].double()
-        nearest = difference.abs().argsort()[: len(difference) - len(difference) // 1000]
-        figures["ess_of_most"] = sampler_against_trainer(
-            difference[nearest], torch.zeros(len(nearest))
-        )["ess"]
-        figures |= {
-            "tolerance": tolerance,
-            "outside": float((difference.abs() > tolerance).double().mean()),
-        }
-    return figures
+) -> ComparedTokens:
+    found = ComparedTokens(
+        tokens=int(finite.sum()),
+        unknown=int((~known).sum()) if len(known) == len(logprobs) else 0,
+        not_finite=int(known.sum() - finite.sum()),
+    )
+    if not found.tokens:
+        return found
+    difference = logprobs[finite].double() - sampled[finite].double()
+    apart = difference.abs()
+    nearest = apart.argsort()[: len(apart) - len(apart) // 1000]
+    rank = math.ceil(0.999 * len(apart)) - 1
+    return found.replace(
+        mean=float(apart.mean()),
+        p999=float(apart.kthvalue(rank + 1).values),
+        max=float(apart.max()),
+        ess=_effective_size(difference),
+        ess_of_most=_effective_size(difference[nearest]),
+        tolerance=tolerance,
+        outside=float((apart > tolerance).double().mean()),
+    )
+
+
+def _effective_size(difference: Tensor) -> float:
+    w = torch.exp(difference - difference.max())  # the scale cancels in the ratio
+    return float(w.sum() ** 2 / (w**2).sum() / len(w))
 
 
 def _by_position(gap: Tensor, positions: Tensor) -> list[float]:

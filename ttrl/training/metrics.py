@@ -1,8 +1,4 @@
-"""What a training step tells about itself: sums over microbatches and ranks, and how far sampler
-and trainer are apart.
-
-Shapes: N trained positions of a microbatch.
-"""
+"""What a training step tells about itself: sums over microbatches and ranks."""
 
 import math
 from collections import defaultdict
@@ -71,26 +67,3 @@ def effective_sample_size(
     if count and weight_square_sum > 0:
         return weight_sum**2 / weight_square_sum / count
     return None
-
-
-def sampler_against_trainer(
-    logprobs_N: Tensor, sampler_logprobs_N: Tensor
-) -> dict[str, float | int]:
-    """Measure how far the trainer's log-probabilities of the sampled tokens are from the sampler's,
-    before any training. Returns the mean and the 99.9th percentile of |difference| in nats, the
-    effective sample size (Σw)²/Σw² of the weights w = π_trainer/π_sampler as a share of the tokens,
-    and how many tokens were compared and how many had no sampler logprob.
-    """
-    known = ~torch.isnan(sampler_logprobs_N)
-    difference = logprobs_N[known].double() - sampler_logprobs_N[known].double()
-    result: dict[str, float | int] = {"tokens": int(known.sum()), "unknown": int((~known).sum())}
-    if not len(difference):
-        return result
-    w = torch.exp(difference - difference.max())  # the scale cancels in the ratio
-    rank = math.ceil(0.999 * len(difference)) - 1
-    return result | {
-        "mean": float(difference.abs().mean()),
-        "p999": float(difference.abs().kthvalue(rank + 1).values),
-        "max": float(difference.abs().max()),
-        "ess": float(w.sum() ** 2 / (w**2).sum() / len(w)),
-    }

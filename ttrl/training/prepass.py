@@ -23,19 +23,19 @@ import logging
 import sys
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ttrl.configs import GRPOConfig, TrainingConfig
 from ttrl.data.packing.pack import PackedTensors
+from ttrl.facts import ComparedTokens
 from ttrl.training.batches import Update, check_pack, policy_inputs, updates
 from ttrl.training.counts import forward_work
 from ttrl.training.drift import compare_tokens
 from ttrl.training.kernels.logprobs import IGNORE
 from ttrl.training.objective.covariance import token_keys
-from ttrl.training.objective.objective import Objective
+from ttrl.training.objective.objective import StepObjective
 from ttrl.training.objective.token_rewards import (
     divergence_penalties,
     implicit_advantages,
@@ -67,7 +67,7 @@ class Prepass:
         policy: Policy,
         packed: PackedTensors,
         steps: list[Update],
-        objective: Objective,
+        objective: StepObjective,
         config: GRPOConfig,
         here: Ranks,
         first_step: int,
@@ -84,9 +84,9 @@ class Prepass:
         """The reference model's output projection [V, D] and its bias, where KL is taken over the
         whole vocabulary.
         """
-        self.drift: dict[str, Any] | None = None
+        self.drift: ComparedTokens | None = None
         """`compare_tokens` over the whole iteration, if a pass was made for it."""
-        self.own_weights: dict[str, Any] | None = None
+        self.own_weights: ComparedTokens | None = None
         """The same for some rows' tokens that `config.sampler_version` sampled, under its own
         weights; if it is given.
         """
@@ -118,7 +118,7 @@ class Prepass:
         if rewards:
             self._add_token_rewards()
 
-    def _compared(self, start_logprobs: list[Tensor]) -> dict[str, Any]:
+    def _compared(self, start_logprobs: list[Tensor]) -> ComparedTokens:
         """Compare sampler and trainer on all steps. start_logprobs: [R, T] of each step. A
         collective.
         """
@@ -133,7 +133,7 @@ class Prepass:
         shape = (self._packed.num_rows, self._packed.seq_len)
         return compare_tokens(self._steps, *gathered, shape, self._config, self._here)
 
-    def _compared_under(self, folder: str) -> dict[str, Any]:
+    def _compared_under(self, folder: str) -> ComparedTokens:
         """Compare the tokens of the policy in `folder`, in rows of the first step, under its own
         weights. A collective.
         """
@@ -164,11 +164,10 @@ class Prepass:
             here,
             write=False,
         )
-        figures = {
-            name: value for name, value in figures.items() if name not in ("by_version", "unknown")
-        }
         rows = int(here.sum(judged[chosen].any(dim=1).sum().to(here.device)))
-        return {"version": config.sampler_version, "rows": rows} | figures
+        return figures.replace(
+            version=config.sampler_version, rows=rows, by_version=None, unknown=None
+        )
 
     def choose(self, number: int) -> None:
         """Choose the tokens that the objective acts on in step `number`, if it chooses any. A

@@ -3,7 +3,7 @@ the value head.
 
     Σ w·(ℓ + c_v·ℓ_value) / Z      over all trained tokens of the step, on all ranks
 
-Where the objective allows it (`Objective.per_token`), the head takes the gradient of a chunk's
+Where the objective allows it (`StepObjective.per_token`), the head takes the gradient of a chunk's
 logits at once, in the forward pass; else the chunks are computed again in the backward pass. What
 is reported comes from the same numbers, without gradient.
 
@@ -27,7 +27,7 @@ from ttrl.training.kernels.logprobs import ReferenceHead
 from ttrl.training.metrics import Range, Sums, effective_sample_size
 from ttrl.training.models.routing import LayerRouting, routing_metrics
 from ttrl.training.objective.divergences import ESTIMATORS
-from ttrl.training.objective.objective import Objective
+from ttrl.training.objective.objective import StepObjective
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.policy.policy import HeadOptions, Policy, PolicyOutput
 from ttrl.training.policy.value_head import ValueHead, value_loss
@@ -97,7 +97,7 @@ class GradientStep:
     def accumulate(
         self,
         step: Update,
-        objective: Objective,
+        objective: StepObjective,
         *,
         compare: bool = False,
         before: Mapping[str, float] | None = None,
@@ -168,7 +168,7 @@ class GradientStep:
         self,
         batch: dict[str, Tensor],
         tokens: "_Tokens",
-        objective: Objective,
+        objective: StepObjective,
         parts: GradientParts | None,
     ) -> HeadOptions:
         reference = None
@@ -195,7 +195,7 @@ class GradientStep:
         )
 
     def _losses(
-        self, out: PolicyOutput, tokens: "_Tokens", objective: Objective
+        self, out: PolicyOutput, tokens: "_Tokens", objective: StepObjective
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weighted loss of the microbatch, to be differentiated, and facts about each
         token [N], without gradient.
@@ -260,7 +260,7 @@ class _Tokens:
     objective.
     """
 
-    def __init__(self, batch: dict[str, Tensor], objective: Objective) -> None:
+    def __init__(self, batch: dict[str, Tensor], objective: StepObjective) -> None:
         self.trained = trained = batch["trained"]
 
         def of(name: str) -> Tensor | None:

@@ -15,8 +15,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers.pytorch_utils import Conv1D
 
-from ttrl.system.native_code import best_product, cpu_name
-from ttrl.training.kernels.cpu_products import fast, product
+from ttrl.system.processor import best_product, cpu_name
 from ttrl.training.parallel.distributed import Ranks
 
 
@@ -138,17 +137,13 @@ def largest_product(model: nn.Module, device: torch.device) -> tuple[int, int, i
 @functools.cache
 def matmul_peak(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
     """Return the FLOP/s of the fastest of several products [tokens, k] x [k, n], a multiplication
-    and an addition counted as one each: by each library that may compute it (on CPUs MKL and
-    oneDNN), in this process or an earlier one of this user (see `best_product`). Measured once in a
-    process.
+    and an addition counted as one each, in this process or an earlier one of this user (see
+    `best_product`). Measured once in a process.
     """
     tokens, k, n = shape
     x = torch.ones(tokens, k, dtype=dtype, device=device)
     w = torch.ones(n, k, dtype=dtype, device=device)
-    products: list[Callable[[], object]] = [lambda: torch.mm(x, w.T)]
-    if fast(x, w):
-        products.append(lambda: product(x, w))
-    seconds = min(_fastest(one, device) for one in products)
+    seconds = _fastest(lambda: torch.mm(x, w.T), device)
     cpu = (
         f"{cpu_name()} {torch.get_num_threads()} threads {torch.backends.cpu.get_cpu_capability()}"
     )

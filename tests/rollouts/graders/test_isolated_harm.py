@@ -76,8 +76,8 @@ def test_graders_that_never_end_cost_their_samples(hasty):
     expected = f"{WHERE}: the grader took longer than 2 s; make it faster or raise grader_timeout"
     assert texts[: len(bad)] == [expected] * len(bad)
     assert texts[len(bad) :] == [1.0] * 8
-    # Nothing is left of them but the workers that wait: no children, none that is busy.
-    until(lambda: len(process_guard.descendants(hasty.keeper)) <= 8)
+    # Nothing is left of them but the workers that wait and their guards: no children, none busy.
+    until(lambda: len(process_guard.descendants(hasty.keeper)) <= 2 * 8)
 
 
 def segfaults(choice):
@@ -291,6 +291,41 @@ def test_cancellation_ends_the_grader(bench, tmp_path):
 
     bench.runner.run(main())
     until(lambda: process_guard.process_id(int(started.read_text())) is None)
+
+
+def test_orphans_end_with_their_worker_whatever_session_they_made(bench, tmp_path):
+    def leaves_an_orphan(choice):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                (tmp_path / "pid.new").write_text(str(os.getpid()))
+                (tmp_path / "pid.new").rename(tmp_path / "pid")
+                time.sleep(3600)
+            os._exit(0)
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        os._exit(1)
+
+    assert "exit code 1" in bench.error(leaves_an_orphan)
+    assert process_guard.process_id(int((tmp_path / "pid").read_text())) is None
+
+
+@pytest.mark.skipif(
+    process_guard.landlock_version() < process_guard.SCOPES, reason="needs Linux 6.12"
+)
+def test_graders_signal_neither_the_keeper_nor_each_other(bench):
+    above = [bench.keeper, *(pid for pid, _ in process_guard.descendants(bench.keeper))]
+
+    def signals(choice):
+        reached = []
+        for pid in above:
+            if pid != os.getpid():
+                with contextlib.suppress(OSError):
+                    os.kill(pid, 0)
+                    reached.append(pid)
+        return float(len(reached))
+
+    assert bench.grade_all([signals] * 4) == [0.0] * 4
 
 
 def test_leaving_waits_for_nobody_and_leaves_nobody(make_bench, tmp_path):

@@ -199,6 +199,26 @@ def test_a_bomb_of_threads_leaves_nothing(monkeypatch, tmp_path):
     assert not running(str(child))
 
 
+def test_a_program_ends_with_the_process_that_runs_it(tmp_path):
+    child = tmp_path / "child.py"
+    child.write_text(sandbox._CHILD.read_text(encoding="utf-8"), encoding="utf-8")
+    script = (
+        "import pathlib, sys; from ttrl.tasks.humaneval import sandbox; "
+        "sandbox._CHILD = pathlib.Path(sys.argv[1]); "
+        "sandbox.run_sandboxed('import time; time.sleep(1000)', sandbox.SandboxLimits(seconds=900))"
+    )
+    deadline = time.monotonic() + 60
+    with subprocess.Popen([sys.executable, "-c", script, str(child)]) as process:
+        # The script, the process that shuts itself in, the first of the namespace, the program.
+        while len(running(str(child))) < 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(running(str(child))) == 4
+        process.kill()
+    while running(str(child)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running(str(child))
+
+
 def running(word):
     """Processes with this in their command lines, zombies left out."""
     found = []

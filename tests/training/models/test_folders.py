@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import native_layout
 
 from ttrl.errors import ModelFolderError
+from ttrl.families.table import OWN_DECODERS
 from ttrl.training.models.architecture import architecture, check_same_architecture, read_config
 from ttrl.training.models.decoder import build_decoder
-from ttrl.training.models.families import FAMILIES
 from ttrl.training.models.weights import iter_weights, to_hugging_face_names
 from ttrl.training.policy.policy import fill_parameters
 
@@ -159,7 +159,7 @@ def test_weights_go_in_and_out_bit_for_bit(family, model_folder):
     fill_parameters(dict(decoder.named_parameters()), model_folder(family))
     out = to_hugging_face_names(dict(decoder.named_parameters()), config)
     assert ("lm_head.weight" in stored) != config.tie_word_embeddings
-    if config.tie_word_embeddings and FAMILIES[config.model_type].tied_head_in_files:
+    if config.tie_word_embeddings and OWN_DECODERS[config.model_type].tied_head_in_files:
         head = out.pop("lm_head.weight")
         assert torch.equal(head, stored["model.embed_tokens.weight"])
         assert head.data_ptr() != out["model.embed_tokens.weight"].data_ptr()

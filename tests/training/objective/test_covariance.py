@@ -12,7 +12,12 @@ from support.tiny_models import random_samples
 
 from ttrl.data.packing.pack import packed_tensors_from_tokenized_results
 from ttrl.training.kernels.logprobs import IGNORE
-from ttrl.training.objective.covariance import choose_by_covariance, covariances, token_keys
+from ttrl.training.objective.covariance import (
+    clip_cov_choice,
+    covariances,
+    kl_cov_choice,
+    token_keys,
+)
 
 tokens = st.lists(st.tuples(st.floats(-8, 0), st.floats(-3, 3)), min_size=1, max_size=12)
 
@@ -22,6 +27,14 @@ def columns(rows):
         torch.tensor(column, dtype=torch.float64) for column in zip(*rows, strict=True)
     )
     return new, advantages, torch.arange(len(rows)) * 7919 - 100
+
+
+CHOICES = [
+    lambda new, advantages, keys: kl_cov_choice(new, advantages, keys, 0.4),
+    lambda new, advantages, keys: clip_cov_choice(
+        new, new, advantages, keys, 5, 0.4, (0.05, 3.0), 0.2, 0.2
+    ),
+]
 
 
 @given(tokens)
@@ -39,20 +52,18 @@ def test_kl_cov_takes_the_highest():
     # The lower key first.
     expected = {0.1: {3}, 0.4: {3, 4}, 0.6: {3, 4, 2}, 0.8: {3, 4, 2, 1}, 1.0: {0, 1, 2, 3, 4}}
     for share, places in expected.items():
-        assert (
-            set(choose_by_covariance(new, advantages, keys, share).nonzero().flatten().tolist())
-            == places
-        )
+        chosen = kl_cov_choice(new, advantages, keys, share)
+        assert set(chosen.nonzero().flatten().tolist()) == places
 
 
 @settings(max_examples=40)
 @given(tokens, st.floats(0.01, 1), st.integers(0, 3))
 def test_clip_cov_draws_within_its_bounds(rows, share, seed):
     new, advantages, keys = columns(rows)
-    allowed = keys % 2 == 0
-    chosen = choose_by_covariance(
-        new, advantages, keys, share, bounds=(0.1, 2.0), allowed_N=allowed, seed=seed
-    )
+    # PPO's clipping silences half of the tokens.
+    old = torch.where(keys % 2 == 0, new, new - advantages.sign())
+    allowed = (keys % 2 == 0) | (advantages == 0)
+    chosen = clip_cov_choice(new, old, advantages, keys, seed, share, (0.1, 2.0), 0.2, 0.2)
     values = covariances(new, advantages)
     candidates = (values > 0.1) & (values < 2.0) & allowed
     assert not (chosen & ~candidates).any()
@@ -64,7 +75,7 @@ def test_clip_covs_draw_depends_on_the_seed_and_is_even():
     new, advantages = torch.linspace(-4, -1, count), torch.linspace(-2, 2, count)
     keys = torch.arange(count)
     drawn = [
-        choose_by_covariance(new, advantages, keys, 0.25, bounds=(-1.0, 9.0), seed=seed)
+        clip_cov_choice(new, new, advantages, keys, seed, 0.25, (-1.0, 9.0), 0.2, 0.2)
         for seed in range(40)
     ]
     assert not torch.equal(drawn[0], drawn[1])
@@ -74,29 +85,29 @@ def test_clip_covs_draw_depends_on_the_seed_and_is_even():
 
 
 @settings(max_examples=40)
-@given(tokens, st.randoms(use_true_random=False), st.sampled_from([None, (0.05, 3.0)]))
-def test_the_order_of_the_tokens_does_not_matter(rows, draw, bounds):
+@given(tokens, st.randoms(use_true_random=False), st.sampled_from(CHOICES))
+def test_the_order_of_the_tokens_does_not_matter(rows, draw, choice):
     new, advantages, keys = columns(rows)
     order = list(range(len(rows)))
     draw.shuffle(order)
-    straight = choose_by_covariance(new, advantages, keys, 0.4, bounds=bounds, seed=5)
-    shuffled = choose_by_covariance(
-        new[order], advantages[order], keys[order], 0.4, bounds=bounds, seed=5
-    )
+    straight = choice(new, advantages, keys)
+    shuffled = choice(new[order], advantages[order], keys[order])
     assert shuffled.tolist() == straight[order].tolist()
 
 
-@pytest.mark.parametrize("bounds", [None, (1.0, 5.0)])
-def test_without_tokens_or_candidates(bounds):
+@pytest.mark.parametrize("choice", CHOICES)
+def test_without_tokens(choice):
     empty = torch.zeros(0)
-    assert choose_by_covariance(
-        empty, empty, torch.zeros(0, dtype=torch.int64), 0.5, bounds=bounds
-    ).shape == (0,)
-    none = torch.zeros(2, dtype=torch.bool)
-    keys = torch.arange(2)
-    assert not choose_by_covariance(
-        torch.ones(2), torch.ones(2), keys, 0.5, bounds=bounds, allowed_N=none
-    ).any()
+    assert choice(empty, empty, torch.zeros(0, dtype=torch.int64)).shape == (0,)
+
+
+def test_without_candidates():
+    new, advantages, keys = torch.ones(2), torch.ones(2), torch.arange(2)
+    assert not clip_cov_choice(new, new, advantages, keys, 0, 0.5, (1.0, 5.0), 0.2, 0.2).any()
+    # Both are clipped.
+    new, old = torch.tensor([-1.0, -4.0]), torch.tensor([-3.0, -2.0])
+    advantages = torch.tensor([1.0, -1.0])
+    assert not clip_cov_choice(new, old, advantages, keys, 0, 1.0, (-9.0, 9.0), 0.2, 0.2).any()
 
 
 def test_keys_are_those_of_the_tokens_wherever_they_are_packed():

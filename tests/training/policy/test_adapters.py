@@ -293,7 +293,7 @@ def run_recipe(pack, name, **settings):
         "lr": 1e-2,
         "measure_peak": False,
     }
-    grpo_recipe.train(GRPOConfig.parse({**values, **settings}, "test"), ALONE)
+    grpo_recipe.train_iteration(GRPOConfig.parse({**values, **settings}, "test"), ALONE)
     return pack.parent / name, read_jsonl(pack.parent / name / "train.jsonl")
 
 

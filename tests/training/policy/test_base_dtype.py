@@ -161,12 +161,10 @@ def test_log_probabilities_are_those_of_transformers_in_fp32(family, narrow):
     torch.testing.assert_close(logprobs(policy), theirs, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("served", [True, False], ids=["oneDNN", "PyTorch's own"])
-def test_no_wide_copy_of_a_matrix_waits_for_the_backward_pass(served, narrow, monkeypatch):
+def test_no_wide_copy_of_a_matrix_waits_for_the_backward_pass(narrow):
     """It would take back, and more, what the narrow one saves."""
     folder = narrow("qwen2")
     policy = move_adapters(load_policy(adapter_config(folder, lora_targets=SOME), ALONE))
-    monkeypatch.setattr(torch.backends.mkldnn, "enabled", served)
     matrices = {
         tuple(p.shape)
         for name, p in base_of(policy).items()

@@ -21,10 +21,10 @@ each use.
 
 import re
 from collections.abc import Collection, Iterable
-from typing import Any
 
 from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.errors import TokenizationError
+from ttrl.messages import Message
 
 _OWN_TAG = re.compile(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})")
 _LAST_NEWLINE = re.compile(r"(\r\n|\r|\n)\Z")
@@ -81,7 +81,7 @@ def _jinja_string(text: str) -> str:
 
 def checked_tags(
     template: ChatTemplate,
-    messages: list[dict[str, Any]],
+    messages: list[Message],
     whole: str,
     wanted: Collection[tuple[int, int]],
     others: int,

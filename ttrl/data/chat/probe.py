@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttrl.data.chat.rendering import REASONING_KEYS
+from ttrl.messages import Message
 
 # What templates look for in texts: <think>, </think>, <|channel|>, [TOOL_CALLS]. It stays in a
 # probe as it is.
@@ -33,7 +34,7 @@ class Probe:
     ("text", "reasoning", …).
     """
 
-    message: dict[str, Any]
+    message: Message
     texts: dict[str, str] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
 

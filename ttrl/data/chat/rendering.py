@@ -17,7 +17,14 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from ttrl.data.chat.content import reads_parts, server_content
 from ttrl.data.chat.sandbox import TemplateSizeError, allowance, render
 from ttrl.errors import ModelFolderError, TemplateRefusalError, TokenizationError
-from ttrl.messages import messages_without_nulls, part_that_is_no_text, texts_of, without_nulls
+from ttrl.messages import (
+    Message,
+    Tool,
+    messages_without_nulls,
+    part_that_is_no_text,
+    texts_of,
+    without_nulls,
+)
 from ttrl.system.time_limit import time_limit
 
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
@@ -33,7 +40,7 @@ def server_messages(
     messages: Sequence[Mapping[str, Any]],
     *,
     as_parts: bool = False,
-) -> list[dict[str, Any]]:
+) -> list[Message]:
     """Return the messages as vLLM hands them to a template; those given stay as they are.
 
     Null fields are gone, and the content is a text or, with `as_parts`, a list
@@ -41,7 +48,7 @@ def server_messages(
     no object, see `unsayable`), empty lists of tool calls are gone, and reasoning goes by both of
     its names. Raises TokenizationError for a part that is no text, such as a picture.
     """
-    made: list[dict[str, Any]] = messages_without_nulls(messages)
+    made: list[Message] = messages_without_nulls(messages)
     for number, message in enumerate(made):
         found = part_that_is_no_text(message.get("content"))
         if found is not None:
@@ -87,7 +94,7 @@ def _server_call(call: Any) -> Any:
     return call | {"function": call["function"] | {"arguments": _arguments(call["function"]) or {}}}
 
 
-def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+def _with_text_arguments(message: Message) -> Message:
     def text(call: Any) -> Any:
         if not _is_function_call(call):
             return call
@@ -101,7 +108,7 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
-def _with_a_part(message: dict[str, Any]) -> dict[str, Any]:
+def _with_a_part(message: Message) -> Message:
     if message["content"] != []:
         return message
     return message | {"content": [{"type": "text", "text": ""}]}
@@ -132,12 +139,12 @@ class ChatTemplate:
     def __init__(
         self,
         tokenizer: Any,
-        tools: list[dict[str, Any]] | None = None,
+        tools: list[Tool] | None = None,
         now: datetime | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.tools: list[dict[str, Any]] | None = without_nulls(tools)
+        self.tools: list[Tool] | None = without_nulls(tools)
         variables = dict(variables or {})
         name = variables.pop("chat_template", None)
         self.source, self.place = _choose(tokenizer, tools, name)
@@ -146,7 +153,7 @@ class ChatTemplate:
             variables["strftime_now"] = moment.strftime
         self.variables = variables
 
-    def prepared(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def prepared(self, messages: Sequence[Message]) -> list[Message]:
         """Return `server_messages` in the form that this template reads.
 
         A template may refuse what a server hands it for a tool call: then it gets the arguments as
@@ -167,7 +174,7 @@ class ChatTemplate:
             return form
         return made
 
-    def message(self, role: str, text: str) -> dict[str, Any]:
+    def message(self, role: str, text: str) -> Message:
         """Return a plain message in the form that this template reads."""
         (message,) = server_messages([{"role": role, "content": text}], as_parts=self._wants_parts)
         return message
@@ -185,7 +192,7 @@ class ChatTemplate:
                 continue
         return False
 
-    def render(self, messages: list[dict[str, Any]], *, answer_next: bool) -> str:
+    def render(self, messages: list[Message], *, answer_next: bool) -> str:
         """Return the conversation as text; with `answer_next`, as a server is sent it to be
         answered. Raises TemplateRefusalError where the template does, ModelFolderError where it
         takes too long or too much memory.
@@ -194,7 +201,7 @@ class ChatTemplate:
             return self._write(self.source, messages, answer_next=answer_next, times=1)[0]
 
     def render_tagged(
-        self, source: str, messages: list[dict[str, Any]]
+        self, source: str, messages: list[Message]
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text that the tagged template `source` writes, and where its tags begin and
         end, in characters. Raises as `render`."""
@@ -204,7 +211,7 @@ class ChatTemplate:
     def _write(
         self,
         source: str,
-        messages: list[dict[str, Any]],
+        messages: list[Message],
         *,
         answer_next: bool,
         times: int,

@@ -22,6 +22,7 @@ from ttrl.data.chat.rendering import ChatTemplate
 from ttrl.data.chat.tokenizer import tokens_at
 from ttrl.data.chat.turns import ChatAnswer, TurnFinder
 from ttrl.errors import TokenizationError
+from ttrl.messages import Message, Tool
 from ttrl.records import TokenizedResult
 
 Turns = Literal["all", "last"]
@@ -84,8 +85,8 @@ class ChatTokens:
 
 def tokenize_chat(
     tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
+    messages: Sequence[Message],
+    tools: list[Tool] | None = None,
     *,
     turns: Turns = "all",
     stop_tokens: Collection[str] | None = None,
@@ -117,8 +118,8 @@ def tokenize_chat(
 
 def tokenize_chat_turns(
     tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
-    tools: list[dict[str, Any]] | None = None,
+    messages: Sequence[Message],
+    tools: list[Tool] | None = None,
     *,
     stop_tokens: Collection[str] | None = None,
     now: datetime | None = None,
@@ -153,9 +154,9 @@ def tokenize_chat_turns(
 
 def tokenize_completion(
     tokenizer: Any,
-    messages: Sequence[dict[str, Any]],
+    messages: Sequence[Message],
     text: str,
-    tools: list[dict[str, Any]] | None = None,
+    tools: list[Tool] | None = None,
     *,
     ended: bool,
     stop_tokens: Collection[str] | None = None,
@@ -207,8 +208,8 @@ class _Chat:
     def __init__(
         self,
         tokenizer: Any,
-        messages: Sequence[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        messages: Sequence[Message],
+        tools: list[Tool] | None,
         stop_tokens: Collection[str] | None,
         now: datetime | None,
         template_kwargs: dict[str, Any],

@@ -29,7 +29,7 @@ from typing import Any
 from ttrl.data.chat.probe import Probe, ending_probe, make_probe
 from ttrl.data.chat.rendering import REASONING_KEYS, ChatTemplate, unsayable
 from ttrl.errors import TemplateRefusalError
-from ttrl.messages import text_of, texts_of
+from ttrl.messages import Message, text_of, texts_of
 
 # Thinking that was skipped, as prompts end with it: <think>\n\n</think>,
 # <|channel>thought\n<channel|>.
@@ -89,8 +89,8 @@ class TurnFinder:
     def __init__(
         self,
         template: ChatTemplate,
-        messages: list[dict[str, Any]],
-        given: Sequence[dict[str, Any]],
+        messages: list[Message],
+        given: Sequence[Message],
         stop_tokens: Collection[str] | None = None,
     ) -> None:
         self.template = template
@@ -219,7 +219,7 @@ class TurnFinder:
     def _plain(self) -> Probe:
         return make_probe(self.template.message("assistant", "text"), self._unused)
 
-    def _header(self, before: list[dict[str, Any]], prompt: str) -> str:
+    def _header(self, before: list[Message], prompt: str) -> str:
         """Return what stands between the prompt and the text of a plain answer."""
         probe = self._plain()
         try:
@@ -229,7 +229,7 @@ class TurnFinder:
         return probed[len(prompt) : max(len(prompt), probe.first_mark(probed))]
 
     def _unmarked_call_missing(
-        self, before: list[dict[str, Any]], message: dict[str, Any], answered: str
+        self, before: list[Message], message: Message, answered: str
     ) -> str | None:
         """Return "tool call" if the template writes the same without one of them; they need not
         have a text to mark.
@@ -247,7 +247,7 @@ class TurnFinder:
         return None
 
     def _plain_text_begins(
-        self, message: dict[str, Any], probe: Probe, probed: str, prompt: str
+        self, message: Message, probe: Probe, probed: str, prompt: str
     ) -> int | None:
         """Return where the text begins in an answer that does not begin with the prompt; None if it
         cannot follow the prompt.

@@ -12,9 +12,10 @@ How it differs from threads:
   so nothing that a grader changes comes back;
 - async graders run one per process at a time, on a loop that lives as long as the process;
 - what they print is thrown away; context variables do not reach them;
-- environment variables that look like keys (`hidden`) do not reach them, nor can they be read from
-  the memory of ttrl, its server and its trainer (Landlock, Linux 6.12); with older kernels not from
-  that of ttrl, to which no debugger can be attached then.
+- environment variables that look like keys (`ttrl.system.processes.without_secrets`) do not reach
+  them. Landlock (Linux 6.12) keeps them from reading the memory of ttrl, its server, its trainer
+  and other graders, and from signalling these. With older kernels no debugger can be attached to
+  ttrl.
 
 This is not a sandbox: files and the network are open, and malicious code can do harm.
 
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
     from openai.types.chat.chat_completion import Choice
 
 DEFAULT_MEMORY = 2 * 2**30
-_END_SECONDS = 2.0
-"""From a closed channel to the end of the process that closed it, after which the process is taken
-to go on.
-"""
 _KEPT_PICKLES = 1024
 _STARTS = 3  # of the keeper, in a row without a single answer, before we give up
 
@@ -79,7 +76,7 @@ class IsolatedGraders:
         """Start the keeper, so that it is ready when the first answers come; do not wait for it."""
         self._closed = False
         if self._keeper is None:
-            self._keeper = Keeper()
+            self._keeper = Keeper(self.memory, self.timeout * usable_cores())
 
     def __exit__(self, *_: object) -> None:
         """End all processes, which takes some milliseconds, whatever the graders do."""
@@ -111,12 +108,10 @@ class IsolatedGraders:
                 try:
                     answer = await worker.grade(key, pickle_, data, where, self.timeout)
                 except End as end:
+                    worker.end()
                     if end.kind == "not taken":
-                        worker.end()
-                        # So that the loop hears what became of the keeper.
-                        await asyncio.sleep(0.01)
                         continue
-                    raise GraderError(f"{where}: {await self._why(worker, end.kind)}") from None
+                    raise GraderError(f"{where}: {self._why(end)}") from None
                 except BaseException:
                     worker.end()  # cancelled: what the grader still does is of no use
                     raise
@@ -152,28 +147,22 @@ class IsolatedGraders:
             if worker.usable:
                 return worker
             worker.end()
-        if self._keeper is None or self._keeper.ended:
-            reason = ""
-            if self._keeper is not None:
-                reason = self._keeper.last_words()
-                self._keeper.close()
-                self._keeper = None
-                self._starts += 1
+        if self._keeper is not None and self._keeper.ended:
+            self._starts += 1
             if self._starts >= _STARTS:
                 raise GraderError(
                     f"{where}: the process that runs graders ended {_STARTS} times in a row. "
-                    f"{reason}"
+                    f"It said: {self._keeper.last_words}"
                 )
-            self.__enter__()
+            self._keeper = None
+        self.__enter__()
         assert self._keeper is not None
-        return await self._keeper.worker(self.memory, cpu=self.timeout * usable_cores())
+        return await self._keeper.worker()
 
-    async def _why(self, worker: Worker, kind: str) -> str:
-        """End a worker that gave no answer; return why there was none."""
-        if kind == "died":
-            await asyncio.wait({worker.status}, timeout=_END_SECONDS)
-        worker.end()
-        if kind == "died" and not worker.status.done():
+    def _why(self, end: End) -> str:
+        """Say why a worker gave no answer."""
+        kind = end.kind
+        if kind == "closed":
             return (
                 "the grader closed the channel between its process and ttrl; a grader closes "
                 "files of its own only"
@@ -193,7 +182,7 @@ class IsolatedGraders:
                 "the grader wrote into the channel between its process and ttrl; a grader may "
                 "write to files of its own only"
             )
-        status = worker.status.result()
+        status = end.status
         if status is None:
             return "the processes that run graders were ended from outside; the grade is lost"
         if status >= 0:

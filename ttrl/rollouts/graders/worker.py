@@ -1,20 +1,15 @@
-"""The processes that run graders: one keeper, and the workers that it forks. Started by
+"""The processes that run graders: a keeper, and the workers that it forks. Started by
 `ttrl.rollouts.graders.processes`.
 
-    ttrl ── keeper (never runs a grader) ── worker (one grade at a time) ── whatever graders start
+    ttrl ── guard ── keeper (never runs a grader) ── guard ── worker (one grade at a time) ── …
 
 The keeper imports what graders need (most of a second, for openai's types) once, while the first
 answers are being sampled; after that a worker is a fork of 3 ms, so replacing one that a bad grader
-has spoilt costs nothing. It has a single thread, which makes forking safe. It ends every worker
-with all of its descendants when it is told to, and itself when ttrl is gone: it sees the end of its
-socket, or another parent. It is the subreaper of what it started, so that orphans stay below it and
-are found; and a worker whose keeper was killed is killed by the kernel. This is the guard of
-`ttrl.system.processes` for many children at once: one process more for all workers, where a
-ChildProcess each would be one more per worker.
+has spoilt costs nothing. The keeper has a single thread, which makes forking safe. Each worker has
+a guard (`ttrl.system.process_guard`), also a fork, which ends it with all of its descendants when
+ttrl closes the guard's socket, and reports its exit code.
 
-ttrl → keeper    JSON lines: {"start": ID, "memory": BYTES, "cpu": SECONDS} with one end of a socket
-                 pair, {"end": ID}
-keeper → ttrl    {"ended": ID, "status": exit code, negative for a signal}
+ttrl → keeper    a message without content, with two sockets: the worker's and its guard's
 ttrl → worker    `wire.pack`: {"order": NAME, "grader": KEY, "where": TEXT, "forget": [KEY]}, then
                  the pickled grader if it is new, and the choice's JSON
 worker → ttrl    the same without parts: {"order": NAME, …} with "loaded" after a new grader; then
@@ -26,11 +21,9 @@ import asyncio
 import contextlib
 import gc
 import inspect
-import json
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 from collections.abc import Awaitable
@@ -42,145 +35,39 @@ from ttrl.rollouts.graders.wire import MAX_ANSWER, choice_from_json, pack, unpac
 from ttrl.system import process_guard
 from ttrl.tasks.task import Grade
 
-_LOOK_INTERVAL = 3.0  # seconds between looks at the parent
-_FDS = 64
 
-
-def main(control: int) -> None:
-    """Run the keeper. `control`: the descriptor of its socket."""
-    process_guard.leave_others_alone()
-    with socket.socket(fileno=control) as connection:
-        # Pydantic builds validators at the first use: here, not in each worker.
-        choice_from_json(b'{"message": {}}').to_json()
-        _Keeper(connection).run()
-    # Ttrl waits for our end, and a clean exit of the interpreter takes longer than all the rest.
-    os._exit(0)
-
-
-class _Keeper:
-    def __init__(self, control: socket.socket) -> None:
-        self.control = control
-        self.parent = os.getppid()
-        self.workers: dict[int, int] = {}  # id: pid, which is its session and group too
-        self.buffer, self.sockets = b"", list[int]()
-
-    def run(self) -> None:
-        self.control.setblocking(True)
-        wake_read, wake_write = os.pipe()
-        for end in (wake_read, wake_write):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        process_guard.prctl(process_guard.CHILD_SUBREAPER, 1)
-        # What is imported is shared with the workers; their collectors need not touch it.
-        gc.freeze()
-        try:
-            while True:
-                readable, _, _ = select.select(
-                    [self.control.fileno(), wake_read], [], [], _LOOK_INTERVAL
-                )
-                if wake_read in readable:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(wake_read, 4096)
-                self.look_for_ended()
-                if self.control.fileno() in readable and not self.obey():
-                    break
-                # A fork of ttrl may hold the socket open although ttrl is dead.
-                if os.getppid() != self.parent:
-                    break
-        finally:
-            process_guard.end_processes(
-                lambda: process_guard.descendants(os.getpid()), grace=0.0, reap=_reap_all
-            )
-
-    def obey(self) -> bool:
-        """Read and carry out orders; return False at the end of the socket."""
-        try:
-            data, descriptors, _, _ = socket.recv_fds(self.control, 65536, _FDS)
-        except ConnectionError:
-            return False
-        self.sockets += descriptors
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        for line in lines:
-            order = json.loads(line)
-            if "start" in order:
-                self.start(order["start"], self.sockets.pop(0), order["memory"], order["cpu"])
-            else:
-                self.end(order["end"])
-        return bool(data)
-
-    def start(self, number: int, descriptor: int, memory: int, cpu: float) -> None:
-        keeper = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
+def main(memory: int, cpu: float) -> None:
+    """Run the keeper: fork a worker for each pair of sockets from stdin. Limits: see `_Worker`."""
+    # Pydantic builds validators at the first use: here, not in each worker.
+    choice_from_json(b'{"message": {}}').to_json()
+    # What is imported is shared with the workers; their collectors need not touch it.
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects guards
+    keeper = os.getpid()
+    orders = socket.socket(fileno=0)
+    while True:
+        order, descriptors, _, _ = socket.recv_fds(orders, 16, 2)
+        if not order:
+            # A clean exit of the interpreter takes longer than all the rest.
+            os._exit(0)
+        if os.fork() == 0:
             try:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setsid()
                 process_guard.prctl(process_guard.PDEATHSIG, signal.SIGKILL)
                 if os.getppid() == keeper:
-                    self.control.close()
-                    # Of workers that are to be started next: held open here, they would not end.
-                    for other in self.sockets:
-                        os.close(other)
-                    with socket.socket(fileno=descriptor) as connection:
-                        _Worker(connection, memory, cpu).run()
-                    status = 0
-            except BrokenPipeError:
-                status = 0  # ttrl does not listen any more
+                    _guard(keeper, descriptors, memory, cpu)
             finally:
-                os._exit(status)
-        os.close(descriptor)
-        self.workers[number] = pid
+                os._exit(1)
+        for descriptor in descriptors:
+            os.close(descriptor)
 
-    def end(self, number: int) -> None:
-        """Kill a worker with everything below it; say how it ended, which may have been before."""
-        pid = self.workers.get(number)
-        if pid is not None:
-            self.clean_up(pid)
-            self.report(number, _wait(pid))
 
-    def look_for_ended(self) -> None:
-        """Report workers that ended by themselves; collect orphans."""
-        by_pid = {pid: number for number, pid in self.workers.items()}
-        with contextlib.suppress(ChildProcessError):
-            while (
-                found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            ) is not None:
-                number = by_pid.get(found.si_pid)
-                if number is not None:
-                    # Before it is collected: until then its group can be no one else's.
-                    self.clean_up(found.si_pid)
-                    self.report(number, _wait(found.si_pid))
-                else:
-                    os.waitpid(found.si_pid, 0)
-
-    def clean_up(self, pid: int) -> None:
-        """Kill a worker's descendants and, as far as they can be told to be its own, its orphans.
-
-        (An orphan that has made itself a session of its own may belong to any worker; it is ended
-        with the keeper.)
-        """
-        known: set[process_guard.ProcessId] = set()
-
-        def find() -> list[process_guard.ProcessId]:
-            known.update(process_guard.descendants(pid))
-            for other in process_guard.all_pids():
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if (
-                        os.getsid(other) == pid
-                        and (process := process_guard.process_id(other)) is not None
-                    ):
-                        known.add(process)
-            return [process for process in known if process_guard.process_id(process[0]) == process]
-
-        process_guard.end_processes(find, grace=0.0, seconds=5.0, pause=0.002)
-
-    def report(self, number: int, status: int) -> None:
-        del self.workers[number]
-        with contextlib.suppress(OSError):
-            self.control.sendall(json.dumps({"ended": number, "status": status}).encode() + b"\n")
+def _guard(keeper: int, descriptors: list[int], memory: int, cpu: float) -> None:
+    """Start a worker, and guard it."""
+    channel, control = descriptors
+    guard = process_guard.Guard(control, keeper, grace=0.0)
+    guard.start(lambda: _Worker(channel, memory, cpu).run())
+    os.close(channel)
+    guard.run()
 
 
 class _Worker:
@@ -190,8 +77,9 @@ class _Worker:
         of one grade.
     """
 
-    def __init__(self, connection: socket.socket, memory: int, cpu: float) -> None:
-        self.connection = connection
+    def __init__(self, channel: int, memory: int, cpu: float) -> None:
+        process_guard.leave_others_alone()
+        self.connection = socket.socket(fileno=channel)
         self.memory = memory
         self.cpu = cpu
         self.pid = os.getpid()
@@ -324,13 +212,3 @@ def _address_space() -> int:
             return int(file.read().split()[0]) * resource.getpagesize()
     except OSError:
         return 0
-
-
-def _wait(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def _reap_all() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass

@@ -40,6 +40,8 @@ _CAPBSET_DROP = 24
 _NO_NEW_PRIVS = 38
 _NOBODY = 65534
 _LONGEST_REASON = 2000
+_START_SECONDS = 30.0
+"""More than the program's own time, for the namespaces to be made on a busy machine."""
 # By their numbers on x86_64, what Python and its standard library call: files, memory, time,
 # signals, threads, pipes, waiting. No other exists for a program: neither bpf, userfaultfd,
 # io_uring, keyctl, perf_event_open nor what is not known yet, nor what takes memory that its limit
@@ -107,7 +109,10 @@ _X32_CALLS = 0x40000000
 
 def main() -> NoReturn:
     """Read {"source", "passed", "folders"} and the limits from stdin; answer on stdout."""
+    parent = os.getppid()
     order = json.loads(sys.stdin.buffer.read())
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(98))
+    signal.setitimer(signal.ITIMER_REAL, order["seconds"] + _START_SECONDS)
     answer = os.dup(1)
     try:
         first = _shut_in(order)
@@ -119,6 +124,9 @@ def main() -> NoReturn:
         os._exit(1)
     if first == 0:
         _first_process(order, answer)
+    _prctl(_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
     os.close(answer)
     _, status = os.waitpid(first, 0)
     os._exit(os.waitstatus_to_exitcode(status) & 0xFF)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ttrl.errors import TaskError
+from ttrl.messages import Message
 from ttrl.tasks.datasets import (
     Row,
     RowError,
@@ -170,7 +171,7 @@ def _key(problem: MathProblem) -> str:
     return problem.question
 
 
-def _prompt(problem: MathProblem, style: Style) -> list[dict[str, Any]]:
+def _prompt(problem: MathProblem, style: Style) -> list[Message]:
     if problem.messages:
         return [{"role": role, "content": content} for role, content in problem.messages]
     return question(f"{problem.question}\n\n{INSTRUCTIONS[style]}")

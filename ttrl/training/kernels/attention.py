@@ -8,8 +8,7 @@ device and the kind of scores decide how attention is computed:
 
     CUDA   FlexAttention with a block mask built straight from the ids, always compiled
     CUDA, float64   the exact fallback, a head at a time: FlexAttention adds up in fp32 at most
-    CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all; by our own
-           kernel where it can be compiled (`ttrl.training.kernels.native_attention`)
+    CPU    split and merge (`ttrl.training.kernels.split_attention`): no mask at all
     CPU, soft cap or sliding window   the exact fallback: a dense mask, quadratic in T
 
 On CPUs, a window that is longer than every sample changes nothing, and does not count as one.

@@ -24,8 +24,6 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ttrl.training.kernels.cpu_products import fast, product, product_into
-
 _CACHED_ELEMENTS = 2**19  # of a block of rows on the CPU: 2 MB in fp32
 _GRADIENT_COLUMNS = 8192  # of the vocabulary, when products in bf16 are added up in fp32
 
@@ -84,8 +82,6 @@ class HeadWeights:
         # On GPUs: products in bf16 that are added up in fp32 stay so.
         if raw_nV.dtype != h_nD.dtype:
             torch.mm(h_nD, self.weight.T, out_dtype=raw_nV.dtype, out=raw_nV)
-        elif fast(h_nD, self.weight):
-            product_into(h_nD, self.weight, raw_nV)
         else:
             torch.mm(h_nD, self.weight.T, out=raw_nV)
         if self.bias is None:
@@ -229,7 +225,7 @@ class HeadChunk:
         """
         copied = dataclasses.replace(self, raw=self.raw.clone())
         copied.finish(known, gradients, entropies=False)
-        found = hidden_gradient(copied.raw, self.weights.weight)
+        found = copied.raw @ self.weights.weight
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
     def finish(
@@ -345,13 +341,6 @@ class Gradients:
 
 def _row_dots(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(a.unsqueeze(1), b.unsqueeze(2)).flatten()
-
-
-def hidden_gradient(gradient_nV: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return gradient·W, [n, D]."""
-    if fast(gradient_nV, weight_VD):
-        return product(gradient_nV, weight_VD.T)
-    return gradient_nV @ weight_VD
 
 
 def add_weight_gradient(total_VD: Tensor, gradient_nV: Tensor, h_nD: Tensor, first: bool) -> None:

@@ -36,7 +36,6 @@ from ttrl.training.kernels.head_blocks import (
     VocabShards,
     add_weight_gradient,
     fused_kernels,
-    hidden_gradient,
 )
 
 IGNORE = -100  # the label of positions where nothing is trained, as everywhere in PyTorch
@@ -223,7 +222,7 @@ class _Totals:
     def add(self, part: slice, h_nD: Tensor, chunk: HeadChunk) -> None:
         """Add the gradients of one chunk, whose logits have been turned into their gradient."""
         if self.h is not None:
-            self.h[part] = hidden_gradient(chunk.raw, chunk.weights.weight)
+            self.h[part] = chunk.raw @ chunk.weights.weight
         if self.weight is not None:
             add_weight_gradient(self.weight, chunk.raw, h_nD, first=part.start == 0)
         if self.bias is not None:

@@ -13,8 +13,7 @@ each computed by the flash kernel of PyTorch's CPU backend (fp32, bf16, float64;
 without repeated keys) and merged by log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691) and
 Hydragen (arXiv 2402.05099). The backward kernel rebuilds probabilities from scores and log-sum-exp;
 given the *merged* output and log-sum-exp, each part yields its share of the exact gradient. Memory:
-a few times the size of the queries. Where it can be compiled, a kernel of our own does the same
-faster (`ttrl.training.kernels.native_attention`).
+a few times the size of the queries.
 
 Rows are laid end to end, since a tree never spans rows. Runs of equal length that follow one
 another (siblings) go through one call; short runs of other lengths are gathered into padded
@@ -33,7 +32,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ttrl.data.packing.masks import subtree_ends
-from ttrl.training.kernels import native_attention
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,8 +117,6 @@ class SplitPlan:
     """(queries, keys)"""
     complete: bool
     """Whether every position is in a causal part: nothing is padding."""
-    parts: Tensor
-    """int64 [P, 4]: the same, as `ttrl.training.kernels.native_attention` takes it."""
 
 
 def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
@@ -150,11 +146,7 @@ def split_plan(group_ids_BT: Tensor, parent_ids_BT: Tensor) -> SplitPlan:
         for (start, stop), end in zip(runs, ends, strict=True)
         if end > stop
     ]
-    parts = [(*run, *run) for run in runs] + [
-        (q.start, q.stop, k.start, k.stop) for q, k in rectangles
-    ]
-    listed = torch.tensor(parts, dtype=torch.int64).view(-1, 4)
-    return SplitPlan(tuple(_batched(runs)), tuple(rectangles), bool(real_S.all()), listed)
+    return SplitPlan(tuple(_batched(runs)), tuple(rectangles), bool(real_S.all()))
 
 
 def _batched(runs: list[tuple[int, int]]) -> Iterator[Span | Gathered]:
@@ -269,26 +261,6 @@ class _SplitAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-class _NativeAttention(torch.autograd.Function):
-    """The same by our own kernel, in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: SplitPlan, scale: float) -> Tensor:
-        out, lse = native_attention.forward(q.float(), k.float(), v.float(), plan.parts, scale)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
-        ctx.scale = scale
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        grad, q, k, v, out, lse = (x.float() for x in (grad_out.contiguous(), *ctx.saved_tensors))
-        dq, dk, dv = native_attention.backward(grad, q, k, v, out, lse, ctx.plan.parts, ctx.scale)
-        return dq.to(grad_out.dtype), dk.to(grad_out.dtype), dv.to(grad_out.dtype), None, None
-
-
 def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Keep torch.compile out of a function, such as one that loops over parts that differ from
     batch to batch.
@@ -306,7 +278,6 @@ def split_attend(
     """
     B, _, T, _ = q_BHTE.shape
     flat = [x.transpose(1, 2).contiguous().flatten(0, 1) for x in (q_BHTE, k_BKTE, v_BKTE)]
-    way = _NativeAttention if native_attention.serves(*flat) else _SplitAttention
-    apply: Callable[..., Tensor] = way.apply
+    apply: Callable[..., Tensor] = _SplitAttention.apply
     out: Tensor = apply(*flat, plan, scale).unflatten(0, (B, T))
     return out.transpose(1, 2)

@@ -1,8 +1,6 @@
 """Decoders for the recipes: ours, built from a Hugging Face folder's config.json and nothing else,
 and transformers' classes.
 
-families      what each model_type means: names of parameters, norms, biases, blocks; one table row
-              per family
 architecture  everything that a forward pass needs, read from a config; what we cannot compute is
 refused, all of it at once
 rope          rotary positions of every type

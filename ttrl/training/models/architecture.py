@@ -16,12 +16,17 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ttrl.errors import ModelFolderError
+from ttrl.families.own import SOFT_CAPS
+from ttrl.families.table import COMPOSITES, OWN_DECODERS
+from ttrl.families.values import EXPERTS, Values, model_settings
 from ttrl.nanochat import OWN_MODEL_TYPES
 from ttrl.nanochat.modeling import register
-from ttrl.training.models.families import COMPOSITES, FAMILIES, SOFT_CAPS, Chosen
 from ttrl.training.models.rope import EVERY_LAYER, ROPE_TYPES
 
 register()
+
+Chosen = Literal["auto", "torchtune", "transformers"]
+"""Whose code computes a model: ours, transformers' own class, or ours where it knows the family."""
 
 # Types of layers of transformers' classes that the plugged in functions know, or that look at one
 # token at a time.
@@ -89,30 +94,9 @@ class Architecture:
     """Embeddings pass through the final norm before the first layer."""
 
 
-def _head_dim(config: PretrainedConfig) -> int:
-    head_dim: int = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return head_dim
-
-
-def _activation(config: PretrainedConfig) -> str:
-    names = ("hidden_activation", "activation_function", "hidden_act")
-    return next((str(found) for name in names if (found := getattr(config, name, None))), "silu")
-
-
-def _feed_forward_width(config: PretrainedConfig) -> int:
-    width: int
-    if hasattr(config, "n_inner"):
-        width = config.n_inner or 4 * config.hidden_size
-    else:
-        width = config.intermediate_size
-    return width
-
-
-def _key_value_heads(config: PretrainedConfig) -> int:
-    heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return heads
+def _values(config: PretrainedConfig) -> Values:
+    """Return the values of a config, defaults of its class among them."""
+    return Values(model_settings(config.to_dict()))
 
 
 def _ropes(config: PretrainedConfig) -> dict[str, Any]:
@@ -126,27 +110,13 @@ def _ropes(config: PretrainedConfig) -> dict[str, Any]:
     return {EVERY_LAYER: parameters}
 
 
-def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
-    how = FAMILIES[config.model_type].windows
-    window: int | None = getattr(config, "sliding_window", None)
-    if how == "by_layer_types":
-        return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
-    layers: int = config.num_hidden_layers
-    return (window if how == "every_layer" else None,) * layers
-
-
 def architecture(config: PretrainedConfig) -> Architecture:
     """Return the architecture of a config that `read_config` has accepted."""
-    family = FAMILIES[config.model_type]
-    head_dim = _head_dim(config)
-
-    def decided(value: bool | str) -> bool:
-        if isinstance(value, str):
-            return bool(getattr(config, value, False))
-        return value
-
+    family = OWN_DECODERS[config.model_type]
+    values = _values(config)
+    head_dim = values.head_dim
     ropes = _ropes(config)
-    layers = config.num_hidden_layers
+    layers = values.layers
     if family.learned_positions:
         every_layer = None
     else:
@@ -162,32 +132,32 @@ def architecture(config: PretrainedConfig) -> Architecture:
     return Architecture(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=_feed_forward_width(config),
+        hidden_size=values.width,
+        intermediate_size=family.inner_width(values),
         num_hidden_layers=layers,
-        num_attention_heads=config.num_attention_heads,
-        num_key_value_heads=_key_value_heads(config),
+        num_attention_heads=values.heads,
+        num_key_value_heads=values.key_value_heads,
         head_dim=head_dim,
-        activation=_activation(config),
+        activation=values.activation,
         gated_mlp=family.gated_mlp,
-        mlp_bias=decided(family.mlp_bias),
+        mlp_bias=values.says(family.mlp_bias),
         norm=family.norm,
         norm_eps=getattr(config, family.norm_eps),
         post_norms=family.post_norms,
         parallel=family.parallel,
-        qk_norm=decided(family.qk_norm),
-        qkv_bias=decided(family.qkv_bias),
-        output_bias=decided(family.output_bias),
+        qk_norm=values.says(family.qk_norm),
+        qkv_bias=values.says(family.qkv_bias),
+        output_bias=values.says(family.output_bias),
         head_bias=family.head_bias,
         tie_word_embeddings=bool(config.tie_word_embeddings),
         rope_parameters=described.get(EVERY_LAYER, described),
         rope_kinds=(every_layer,) * layers if EVERY_LAYER in ropes else tuple(config.layer_types),
         learned_positions=config.max_position_embeddings if family.learned_positions else 0,
-        windows=_windows(config),
+        windows=family.windows_of(values),
         attention_scale=None if scale == head_dim else scale**-0.5,
         attention_soft_cap=attention_cap,
         output_soft_cap=output_cap,
-        embedding_scale=config.hidden_size**0.5 if family.scaled_embeddings else None,
+        embedding_scale=values.width**0.5 if family.scaled_embeddings else None,
         embedding_norm=family.embedding_norm,
     )
 
@@ -209,18 +179,14 @@ def _described(rope: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]
 def _problems(config: PretrainedConfig) -> list[str]:
     """Return everything in a config that our decoder does not compute."""
     problems = []
-    known = config.model_type in FAMILIES
+    known = config.model_type in OWN_DECODERS
     if not known:
         problems.append(
             f"the model type {config.model_type!r} (there are "
-            f"{', '.join([*FAMILIES, *COMPOSITES])})"
+            f"{', '.join([*OWN_DECODERS, *COMPOSITES])})"
         )
     problems += _problems_of_any(config)
-    experts = [
-        name
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        if getattr(config, name, None)
-    ]
+    experts = [name for name in EXPERTS if getattr(config, name, None)]
     if experts:
         problems.append(f"a mixture of experts ({experts[0]})")
     rope = getattr(config, "rope_parameters", None) or {}
@@ -239,7 +205,8 @@ def _problems(config: PretrainedConfig) -> list[str]:
             'a RoPE whose "type" is lost to the rope_type "default" (write rope_type in '
             "config.json)"
         )
-    if (name := _activation(config)) not in ACTIVATIONS:
+    name = _values(config).activation
+    if name not in ACTIVATIONS:
         problems.append(f"the activation {name!r} (there are {', '.join(ACTIVATIONS)})")
     types = getattr(config, "layer_types", None) or []
     for kind in sorted(set(types) - {"full_attention", "sliding_attention"}):
@@ -267,7 +234,7 @@ def _problems_of_any(config: PretrainedConfig) -> list[str]:
 def uses_transformers(config: PretrainedConfig) -> bool:
     """Tell whether a config that `read_config` gave is for transformers' own class."""
     chosen: Chosen = getattr(config, "ttrl_decoder", "auto")
-    return chosen == "transformers" or (chosen == "auto" and config.model_type not in FAMILIES)
+    return chosen == "transformers" or (chosen == "auto" and config.model_type not in OWN_DECODERS)
 
 
 def _problems_with_transformers(config: PretrainedConfig) -> list[str]:
@@ -304,7 +271,8 @@ def _source_of_class(config: PretrainedConfig) -> str:
 
 def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]:
     problems = []
-    family = FAMILIES[config.model_type]
+    family = OWN_DECODERS[config.model_type]
+    heads = _values(config).key_value_heads
     window = getattr(config, "sliding_window", None)
     if types and family.windows != "by_layer_types" and "sliding_attention" in types:
         problems.append(f"layer_types, which {config.model_type} models do not have")
@@ -317,7 +285,7 @@ def _problems_of_family(config: PretrainedConfig, types: list[str]) -> list[str]
             )
     if window is not None and window < 1:
         problems.append(f"a sliding window of {window} positions")
-    if config.num_attention_heads % (heads := _key_value_heads(config)):
+    if config.num_attention_heads % heads:
         problems.append(f"{heads} key/value heads for {config.num_attention_heads} query heads")
     if family.head_bias and config.tie_word_embeddings:
         problems.append("tied embeddings with a bias in the head")

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchtune.modules import FeedForward, TransformerSelfAttentionLayer
 
-from ttrl.training.kernels import cpu_ops, cpu_products
 from ttrl.training.kernels.attention import AttentionPlan, attend
 from ttrl.training.kernels.widening import LayerNorm, Linear
 from ttrl.training.models.architecture import Architecture
-from ttrl.training.models.rope import Rotary, rotate, turns_of
+from ttrl.training.models.rope import Rotary, rotate
 
 
 class RMSNorm(nn.Module):
@@ -32,20 +31,14 @@ class RMSNorm(nn.Module):
             None if bare else nn.Parameter(torch.zeros(dim) if plus_one else torch.ones(dim))
         )
 
-    def forward(self, x: Tensor, pairs: bool = False) -> Tensor:
-        """Normalise x [..., dim]; same shape and dtype. `pairs`: its halves come as pairs
-        (`cpu_products.as_pairs`).
-        """
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise x [..., dim]; same shape and dtype."""
         wide = torch.promote_types(x.dtype, torch.float32)
         if self.scale is None:
             scale = x.new_ones(x.shape[-1], dtype=wide)
         else:
             scale = self.scale.to(wide)
         scale = scale + 1.0 if self.plus_one else scale
-        if pairs:
-            scale = cpu_products.as_pairs(scale, len(scale))
-        if cpu_ops.apply_to(x, scale):
-            return cpu_ops.rms_norm(x.to(wide), scale, self.eps).to(x.dtype)
         return F.rms_norm(x.to(wide), (x.shape[-1],), scale, self.eps).to(x.dtype)
 
 
@@ -87,21 +80,14 @@ def for_products(x: Tensor) -> Tensor:
     return x
 
 
-def project(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-    if cpu_products.serve(x, *layers):
-        return cpu_products.project(x, *layers)
-    return tuple(layer(x) for layer in layers)
-
-
 class GatedFeedForward(FeedForward):
-    """torchtune's, with other arithmetic on CPUs."""
+    """torchtune's, with one input of both products under autocast."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [B, T, D] → [B, T, D]."""
-        gate, up = project(for_products(x), self.w1, self.w3)
-        if isinstance(self.activation, nn.SiLU) and cpu_ops.apply_to(gate, up):
-            return project(cpu_ops.silu_times(gate, up), self.w2)[0]
-        return project(self.activation(gate) * up, self.w2)[0]
+        x = for_products(x)
+        out: Tensor = self.w2(self.activation(self.w1(x)) * self.w3(x))
+        return out
 
 
 class SelfAttention(nn.Module):
@@ -132,53 +118,26 @@ class SelfAttention(nn.Module):
         B, T, _ = x.shape
         x = for_products(x)
         rotary = None if self.kind is None else input_pos[self.kind]
-        if rotary is not None and self._turns_pairs(x, rotary):
-            q, k, v = self._projected_and_turned(x, rotary)
-        else:
-            q, k, v = (
-                part.view(B, T, -1, self.head_dim)
-                for part in project(x, self.q_proj, self.k_proj, self.v_proj)
-            )
-            q, k = (q, k) if self.norms_last else self._normed(q, k)
-            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-            if rotary is not None:
-                q = rotate(q, rotary)
-                k = rotate(k, rotary)
-            q, k = self._normed(q, k) if self.norms_last else (q, k)
-        out = attend(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window)
-        return project(out.transpose(1, 2).reshape(B, T, -1), self.output_proj)[0]
-
-    def _turns_pairs(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> bool:
-        """Tell whether queries and keys may come with the halves of their heads as pairs, which
-        RoPE rotates faster: attention sums over the dimensions of a head in any order. Pays off if
-        more numbers are rotated than weights are reordered.
-        """
-        whole = rotary[0].shape[-1] == self.head_dim and all(
-            n is None or type(n) is RMSNorm for n in (self.q_norm, self.k_norm)
-        )
-        pays = x.shape[0] * x.shape[1] >= x.shape[2]
-        return whole and pays and cpu_products.serve(x, self.q_proj, self.k_proj, self.v_proj)
-
-    def _projected_and_turned(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, [B, H, T, E] each, their heads' halves as pairs in the
-        first two.
-        """
-        layers = (self.q_proj, self.k_proj, self.v_proj)
-        E = self.head_dim
         q, k, v = (
-            part.unflatten(-1, (-1, E)) for part in cpu_products.project(x, *layers, pairs=(E, E))
+            projection(x).view(B, T, -1, self.head_dim)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        q, k = (q, k) if self.norms_last else self._normed(q, k, pairs=True)
-        turns = turns_of(rotary)
-        q = cpu_ops.turn_pairs(q, turns)
-        k = cpu_ops.turn_pairs(k, turns)
-        q, k = self._normed(q, k, pairs=True) if self.norms_last else (q, k)
-        return tuple(part.transpose(1, 2) for part in (q, k, v))
+        q, k = (q, k) if self.norms_last else self._normed(q, k)
+        if rotary is not None:
+            q = rotate(q, rotary)
+            k = rotate(k, rotary)
+        q, k = self._normed(q, k) if self.norms_last else (q, k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        attended = attend(
+            q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap, window=self.window
+        )
+        out: Tensor = self.output_proj(attended.transpose(1, 2).reshape(B, T, -1))
+        return out
 
-    def _normed(self, q: Tensor, k: Tensor, **how: bool) -> tuple[Tensor, Tensor]:
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         if self.q_norm is None or self.k_norm is None:
             return (q, k)
-        return (self.q_norm(q, **how), self.k_norm(k, **how))
+        return (self.q_norm(q), self.k_norm(k))
 
 
 class ParallelLayer(TransformerSelfAttentionLayer):

@@ -15,14 +15,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ttrl.training.kernels import cpu_ops
-from ttrl.training.models.families import FAMILIES
+from ttrl.families.table import OWN_DECODERS
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 EVERY_LAYER = "every_layer"
 
 Rotary = dict[str, tuple[Tensor, Tensor]]
-"""Cosines and sines, each [B, 1, T, R], by kind of layer."""
+"""Cosines and sines, each [B, T, 1, R/2], by kind of layer."""
 
 
 def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tensor, float]:
@@ -45,7 +44,7 @@ def frequencies(config: PretrainedConfig, kind: str, context: int) -> tuple[Tens
         rope_type = parameters["rope_type"]
         if rope_type == "default":
             dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-            if FAMILIES[config.model_type].turns_backwards:
+            if OWN_DECODERS[config.model_type].turns_backwards:
                 sign = -1.0
             else:
                 sign = 1.0
@@ -87,7 +86,7 @@ class RotaryEmbedding(nn.Module):
         with torch.autocast(positions_BT.device.type, enabled=False):
             for kind, (_, factor) in self._computed.items():
                 angles = positions_BT.float().unsqueeze(-1) * self.get_buffer(f"{kind}_frequencies")
-                angles = torch.cat([angles, angles], dim=-1).unsqueeze(1)
+                angles = angles.unsqueeze(2)
                 rotary[kind] = (
                     (angles.cos() * factor).to(dtype),
                     (angles.sin() * factor).to(dtype),
@@ -95,24 +94,15 @@ class RotaryEmbedding(nn.Module):
         return rotary
 
 
-def rotate(x_BHTE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate queries or keys by their positions; dimensions from R on pass through."""
-    cos, sin = (part.to(x_BHTE.dtype) for part in rotary)
-    # In the layout that the projections give and attention takes: [B, T, H, E] in memory.
-    if cpu_ops.apply_to(x_BHTE):
-        return cpu_ops.rotate_halves(
-            *(part.transpose(1, 2) for part in (x_BHTE, cos, sin))
-        ).transpose(1, 2)
-    turned = x_BHTE[..., : cos.shape[-1]]
-    passed = x_BHTE[..., cos.shape[-1] :]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat([-second, first], dim=-1) * sin
-    if passed.shape[-1]:
-        return torch.cat([turned, passed], dim=-1)
-    return turned
-
-
-def turns_of(rotary: tuple[Tensor, Tensor]) -> Tensor:
-    """Return cos + i·sin [B, T, 1, R/2], for heads whose halves come as pairs."""
-    cos, sin = (part.transpose(1, 2)[..., : part.shape[-1] // 2] for part in rotary)
-    return torch.complex(cos, sin)
+    cos, sin = (part.to(x_BTHE.dtype) for part in rotary)
+    half = cos.shape[-1]
+    first, second = x_BTHE[..., : 2 * half].chunk(2, dim=-1)
+    parts = (
+        # In 16 bits, the sum is rounded once.
+        torch.addcmul(first * cos, second, sin, value=-1),
+        torch.addcmul(second * cos, first, sin),
+        x_BTHE[..., 2 * half :],
+    )
+    return torch.cat(parts, dim=-1)

@@ -21,15 +21,17 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from ttrl.errors import ModelFolderError
+from ttrl.families.own import OwnDecoder
+from ttrl.families.table import COMPOSITES, OWN_DECODERS, Composite
 from ttrl.system.files import again
 from ttrl.system.weight_files import check_tied_head
 from ttrl.training.models.architecture import (
     Architecture,
+    Chosen,
     architecture,
     read_config,
     uses_transformers,
 )
-from ttrl.training.models.families import COMPOSITES, FAMILIES, Chosen, Composite, ModelFamily
 from ttrl.training.models.layouts import Layout, layout_of_class, prefixes_among
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -80,7 +82,7 @@ def _template(name: str) -> tuple[str, str | None]:
     return (name, None)
 
 
-def _is_transposed(theirs: str, family: ModelFamily) -> bool:
+def _is_transposed(theirs: str, family: OwnDecoder) -> bool:
     return theirs.endswith(".weight") and theirs.split(".")[-2] in family.transposed
 
 
@@ -96,7 +98,7 @@ def stored_as(parameters: Mapping[str, Any], config: PretrainedConfig) -> list[S
             for view in layout.views(name, shapes[name])
         ]
     table = {}
-    family = FAMILIES[config.model_type]
+    family = OWN_DECODERS[config.model_type]
     for theirs, ours in family.names.items():
         parts = (ours,) if isinstance(ours, str) else ours
         table[parts[0]] = (theirs, parts)
@@ -215,7 +217,7 @@ def iter_weights(folder: str | Path, decoder: Chosen = "auto") -> Iterator[tuple
         yield from _iter_parts(Path(folder), config)
         return
     shape = architecture(config)
-    family = FAMILIES[config.model_type]
+    family = OWN_DECODERS[config.model_type]
     composite = composite_of(folder)
     for file, stored, tensor in iter_stored(folder):
         theirs = stored

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ttrl.data.packing.pack import PackedTensors
+from ttrl.training.objective.losses import known_or_current, probability_ratio, silenced
 
 
 def token_keys(rows: PackedTensors) -> Tensor:
@@ -39,42 +40,50 @@ def covariances(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
     return (logprobs - _mean(logprobs)) * (advantages - _mean(advantages))
 
 
-def choose_by_covariance(
+def clip_cov_choice(
     logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
     advantages_N: Tensor,
     keys_N: Tensor,
-    share: float,
-    *,
-    bounds: tuple[float, float] | None = None,
-    allowed_N: Tensor | None = None,
-    seed: int = 0,
+    seed: int,
+    covariance_share: float,
+    covariance_bounds: tuple[float, float],
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
-    """Choose share·N tokens, at least one if there is a candidate: bool [N], on the CPU.
+    """Draw covariance_share·N tokens for Clip-Cov, at least one: bool [N], on the CPU.
 
-    bounds: Clip-Cov: draw among tokens whose covariance is strictly between them, all with the same
-        probability; fewer are chosen where there are not enough. None: KL-Cov: those of the highest
-        covariances, equal ones in the order of their keys.
-    keys: see `token_keys`. The draw depends on (seed, key) alone, so that the order of the tokens
-        does not matter.
-    allowed: False for tokens that are not candidates: those that PPO's clipping already silences.
+    Drawn, all with the same probability, from tokens whose covariance is strictly within the bounds
+    and whose gradient PPO's clipping leaves; fewer where there are not enough. old: NaN where
+    unknown. The draw depends on (seed, key) alone (`token_keys`), so that the order of the tokens
+    does not matter.
+    """
+    ratio_N = probability_ratio(logprobs_N, known_or_current(old_logprobs_N, logprobs_N))
+    clipped = silenced(ratio_N, advantages_N, clip_low, clip_high)
+    covariance_N = covariances(logprobs_N, advantages_N)
+    low, high = covariance_bounds
+    candidates_N = (covariance_N > low) & (covariance_N < high)
+    candidates_N &= ~(clipped["clipped_low"] | clipped["clipped_high"]).cpu()
+    drawn_N = torch.argsort(_mixed(keys_N.cpu() ^ _number(f"seed {seed}")), stable=True)
+    return _first(drawn_N[candidates_N[drawn_N]], covariance_share, candidates_N)
+
+
+def kl_cov_choice(
+    logprobs_N: Tensor, advantages_N: Tensor, keys_N: Tensor, covariance_share: float
+) -> Tensor:
+    """Return the covariance_share·N tokens of the highest covariances for KL-Cov, at least one:
+    bool [N], on the CPU. Equal ones are in the order of their keys (`token_keys`).
     """
     covariance_N = covariances(logprobs_N, advantages_N)
-    if allowed_N is None:
-        candidates_N = torch.ones_like(covariance_N, dtype=torch.bool)
-    else:
-        candidates_N = allowed_N.cpu().clone()
-    keys_N = keys_N.cpu()
-    if bounds is not None:
-        candidates_N &= (covariance_N > bounds[0]) & (covariance_N < bounds[1])
-        rank_N = _mixed(keys_N ^ _number(f"seed {seed}"))
-    else:
-        rank_N = keys_N
-    places = torch.nonzero(candidates_N).squeeze(1)
-    places = places[torch.argsort(rank_N[places], stable=True)]
-    if bounds is None:
-        places = places[torch.argsort(covariance_N[places], descending=True, stable=True)]
-    chosen_N = torch.zeros_like(candidates_N)
-    chosen_N[places[: max(1, int(share * len(covariance_N)))]] = True
+    places_N = torch.argsort(keys_N.cpu(), stable=True)
+    order_N = torch.argsort(covariance_N[places_N], descending=True, stable=True)
+    return _first(places_N[order_N], covariance_share, covariance_N)
+
+
+def _first(places: Tensor, share: float, like_N: Tensor) -> Tensor:
+    """Return True at the first of these places, a share of all N."""
+    chosen_N = torch.zeros_like(like_N, dtype=torch.bool)
+    chosen_N[places[: max(1, int(share * len(like_N)))]] = True
     return chosen_N
 
 

@@ -1,4 +1,6 @@
 """Per-token losses: small pure functions of [N] tensors over trained positions, to be minimised.
+Each returns the loss of each token, and facts about each: "clipped_low" and "clipped_high" where a
+clipping of ρ takes effect, and "dual_clipped".
 
 With ρ = π/π_old, A the advantage, sg the value without gradient:
 
@@ -17,9 +19,13 @@ arithmetic (`known_or_current`); multiplying with a mask would keep the NaN, and
 trained positions; 0 is as good as any number.
 """
 
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
+Losses: TypeAlias = tuple[Tensor, dict[str, Tensor]]
+"""The loss of each token [N], and facts about each [N], by name."""
 LARGEST_LOG_RATIO = 20.0
 """Beyond it the exponential is useless, and soon infinite: such a token has a constant loss and no
 gradient.
@@ -39,12 +45,12 @@ def probability_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor) -> Tensor:
     return torch.exp((logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
 
 
-def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+def reinforce_loss(logprobs_N: Tensor, advantages_N: Tensor) -> Losses:
     """Return -A·log π (R. Williams, "Simple statistical gradient-following algorithms", 1992).
     Ignores the policy that sampled: right for tokens of the current one, or with an off-policy
     correction (`ttrl.training.objective.off_policy`).
     """
-    return -advantages_N * logprobs_N
+    return -advantages_N * logprobs_N, {}
 
 
 def clipped_ratio_loss(
@@ -54,7 +60,7 @@ def clipped_ratio_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> Tensor:
+) -> Losses:
     """Return -min(ρA, clip(ρ, 1 - clip_low, 1 + clip_high)·A) with ρ = π/π_old: PPO's surrogate
     (arXiv 1707.06347), with separate bounds as in DAPO (arXiv 2503.14476).
 
@@ -73,21 +79,35 @@ def _clipped(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> Tensor:
+) -> Losses:
     clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
     objective_N = torch.minimum(ratio_N * advantages_N, clipped_N * advantages_N)
+    facts = silenced(ratio_N, advantages_N, clip_low, clip_high)
     if dual_clip is not None:
         bounded_N = torch.maximum(objective_N, dual_clip * advantages_N)
         objective_N = torch.where(advantages_N < 0, bounded_N, objective_N)
-    return -objective_N
+        facts["dual_clipped"] = (ratio_N > dual_clip) & (advantages_N < 0)
+    return -objective_N, facts
 
 
-def tanh_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor) -> Tensor:
+def silenced(
+    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float
+) -> dict[str, Tensor]:
+    """Return the tokens of which PPO's clipping removes the gradient: "clipped_low" with a negative
+    advantage, "clipped_high" with a positive one.
+    """
+    return {
+        "clipped_low": (ratio_N < 1 - clip_low) & (advantages_N < 0),
+        "clipped_high": (ratio_N > 1 + clip_high) & (advantages_N > 0),
+    }
+
+
+def tanh_loss(logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor) -> Losses:
     """Return -tanh(log π - log π_old)·A: soft clipping. The gradient is A·(1 - tanh²)·∇log π, which
     fades in both directions and for either sign of A: unlike PPO's, a token that has run away in
     the wrong direction is not called back.
     """
-    return -torch.tanh(logprobs_N - old_logprobs_N) * advantages_N
+    return -torch.tanh(logprobs_N - old_logprobs_N) * advantages_N, {}
 
 
 def cispo_loss(
@@ -96,15 +116,15 @@ def cispo_loss(
     advantages_N: Tensor,
     clip_low: float,
     clip_high: float,
-) -> Tensor:
+) -> Losses:
     """Return -sg(clip(ρ, 1 - clip_low, 1 + clip_high))·A·log π (MiniMax-M1, arXiv 2506.13585,
-    equation 4): every token keeps its gradient, however far its ratio; what is clipped is its
-    weight. The paper has no lower bound: clip_low = 1.
+    equation 4): every token keeps its gradient, however far its ratio; its weight is clipped,
+    whatever the advantage's sign. The paper has no lower bound: clip_low = 1.
     """
-    weight_N = (
-        probability_ratio(logprobs_N, old_logprobs_N).clamp(1 - clip_low, 1 + clip_high).detach()
-    )
-    return -weight_N * advantages_N * logprobs_N
+    ratio_N = probability_ratio(logprobs_N, old_logprobs_N).detach()
+    weight_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    facts = {"clipped_low": ratio_N < 1 - clip_low, "clipped_high": ratio_N > 1 + clip_high}
+    return -weight_N * advantages_N * logprobs_N, facts
 
 
 def sums_by_sample(values_N: Tensor, samples_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +155,7 @@ def gspo_loss(
     samples_N: Tensor,
     clip_low: float,
     clip_high: float,
-) -> Tensor:
+) -> Losses:
     """Return PPO's surrogate with the ratio of the whole sample, normalised by its length (GSPO,
     arXiv 2507.18071).
 
@@ -156,14 +176,16 @@ def clip_cov_loss(
     chosen_N: Tensor,
     clip_low: float,
     clip_high: float,
-) -> Tensor:
+) -> Losses:
     """Return PPO's surrogate without the chosen tokens (bool), whose loss and gradient are 0
     (Clip-Cov, arXiv 2505.22617, equation 12; its code clips the ratio too). They are chosen by
     `ttrl.training.objective.covariance`; the entropy then falls less by what they would have
     learned.
     """
-    loss_N = clipped_ratio_loss(logprobs_N, old_logprobs_N, advantages_N, clip_low, clip_high)
-    return torch.where(chosen_N, torch.zeros_like(loss_N), loss_N)
+    loss_N, facts = clipped_ratio_loss(
+        logprobs_N, old_logprobs_N, advantages_N, clip_low, clip_high
+    )
+    return torch.where(chosen_N, torch.zeros_like(loss_N), loss_N), facts
 
 
 def kl_cov_loss(
@@ -171,13 +193,13 @@ def kl_cov_loss(
     old_logprobs_N: Tensor,
     advantages_N: Tensor,
     chosen_N: Tensor,
-    coefficient: float,
-) -> Tensor:
-    """Return -ρA, and on the chosen tokens (bool) -ρA + coefficient·|log π - log π_old| (KL-Cov,
-    arXiv 2505.22617, equation 14; the absolute difference is how its code estimates KL(π_old ‖ π)).
-    No clipping. At ρ = 1 the penalty has no gradient: it takes effect from the second step of an
-    iteration on.
+    kl_cov_coefficient: float,
+) -> Losses:
+    """Return -ρA, plus c·|log π - log π_old| on the chosen tokens (bool), c the coefficient
+    (KL-Cov, arXiv 2505.22617, equation 14; the absolute difference is how its code estimates
+    KL(π_old ‖ π)). No clipping. At ρ = 1 the penalty has no gradient: it takes effect from the
+    second step of an iteration on.
     """
     difference_N = (logprobs_N - old_logprobs_N).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     loss_N = -torch.exp(difference_N) * advantages_N
-    return torch.where(chosen_N, loss_N + coefficient * difference_N.abs(), loss_N)
+    return torch.where(chosen_N, loss_N + kl_cov_coefficient * difference_N.abs(), loss_N), {}

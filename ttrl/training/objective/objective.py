@@ -22,30 +22,75 @@ N: trained positions.
 """
 
 import dataclasses
+import functools
+import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ttrl.configs.objective import ObjectiveConfig
-from ttrl.training.objective import losses
-from ttrl.training.objective.covariance import choose_by_covariance
+from ttrl.errors import UserError
+from ttrl.registries import OBJECTIVES, load
 from ttrl.training.objective.divergences import ESTIMATORS
+from ttrl.training.objective.losses import known_or_current, probability_ratio
 from ttrl.training.objective.off_policy import importance_weights
 
 logger = logging.getLogger("ttrl.training")
 
+_LOSS_INPUTS = ("logprobs_N", "old_logprobs_N", "advantages_N", "samples_N")
+_CHOICE_INPUTS = ("logprobs_N", "old_logprobs_N", "advantages_N", "keys_N", "seed")
+
 
 @dataclass(frozen=True)
-class Objective:
+class EntryFunction:
+    """A function of an objective's entry, which is given the inputs that its parameters name."""
+
+    function: functools.partial[Any]
+    """With the settings that it takes."""
+    names: frozenset[str]
+    """The inputs that it takes."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self.function(**{name: inputs[name] for name in self.names})
+
+    @classmethod
+    def load(
+        cls, target: str, inputs: Collection[str], settings: Mapping[str, Any]
+    ) -> "EntryFunction":
+        """Load a function, and bind the settings that it takes. Raises UserError for one that
+        cannot be loaded, or takes something else.
+        """
+        function = load(target)
+        parameters = inspect.signature(function).parameters
+        unknown = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.default is parameter.empty and name not in {*inputs, *settings}
+        ]
+        if unknown:
+            raise UserError(
+                f"{target} takes {', '.join(unknown)}; it may take {', '.join(inputs)}, and the "
+                f"settings that its entry names: {', '.join(settings) or 'none'}"
+            )
+        bound = {name: value for name, value in settings.items() if name in parameters}
+        names = frozenset(inputs).intersection(parameters)
+        return cls(functools.partial(function, **bound), names)
+
+
+@dataclass(frozen=True)
+class StepObjective:
     """What a config asks for at one optimizer step of the run."""
 
     config: ObjectiveConfig
+    policy_loss: EntryFunction
+    choice: EntryFunction | None
     global_step: int = 0
 
-    def at(self, global_step: int) -> "Objective":
+    def at(self, global_step: int) -> "StepObjective":
         """Return the same objective at another optimizer step, counted from 0 over the whole
         run.
         """
@@ -90,12 +135,16 @@ class Objective:
         log-probability (and what is known before the forward pass), so that the head can take it in
         the forward pass, chunk by chunk.
         """
-        whole_samples = self.config.objective == "gspo" or self.config.off_policy == "sequence"
-        return not (whole_samples or self.needs_entropy_grad or self.needs_divergence_grad)
+        return not (
+            "samples_N" in self.policy_loss.names
+            or self.config.off_policy == "sequence"
+            or self.needs_entropy_grad
+            or self.needs_divergence_grad
+        )
 
     @property
     def needs_prepass(self) -> bool:
-        return self.config.objective in ("clip_cov", "kl_cov")
+        return self.choice is not None
 
     @property
     def needs_start_logprobs(self) -> bool:
@@ -132,7 +181,7 @@ class Objective:
     def choose(
         self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, keys_N: Tensor, seed: int
     ) -> Tensor:
-        """Return the tokens that Clip-Cov or KL-Cov act on, bool [N], on the CPU.
+        """Return the tokens that the policy loss acts on, bool [N], on the CPU.
 
         All inputs are of the whole optimizer step, over all ranks. old: what ratios are taken to:
         the sampler's log-probabilities (NaN where unknown), or with an off-policy correction
@@ -140,19 +189,15 @@ class Objective:
         rank finds its own tokens with torch.isin(its keys, keys_N[chosen_N]). seed: of Clip-Cov's
         draw.
         """
-        if self.config.objective == "kl_cov":
-            return choose_by_covariance(
-                logprobs_N, advantages_N, keys_N, self.config.covariance_share
-            )
-        assert self.config.objective == "clip_cov", (
-            f"objective {self.config.objective!r} chooses no tokens"
+        assert self.choice is not None, f"{self.config.objective!r} chooses no tokens"
+        chosen_N: Tensor = self.choice(
+            logprobs_N=logprobs_N,
+            old_logprobs_N=old_N,
+            advantages_N=advantages_N,
+            keys_N=keys_N,
+            seed=seed,
         )
-        low_N, high_N = self._clipped_by_ratio(
-            logprobs_N, losses.known_or_current(old_N, logprobs_N), advantages_N
-        )
-        bounds = (self.config.covariance_bounds[0], self.config.covariance_bounds[1])
-        inputs = (logprobs_N, advantages_N, keys_N, self.config.covariance_share)
-        return choose_by_covariance(*inputs, bounds=bounds, allowed_N=~(low_N | high_N), seed=seed)
+        return chosen_N
 
     def loss(
         self,
@@ -174,7 +219,7 @@ class Objective:
         in nats), "kl_loss" (its part of the loss), "entropy_loss".
         """
         config = self.config
-        old_N = losses.known_or_current(sampled_N, logprobs_N)
+        old_N = known_or_current(sampled_N, logprobs_N)
         facts: dict[str, Tensor] = {}
         correction_N = None
         if config.off_policy != "none":
@@ -188,16 +233,24 @@ class Objective:
             )
             facts |= {"correction": correction_N, "capped": capped_N}
             old_N = start_N.to(logprobs_N.dtype)
-        chosen_N = extras.get("chosen")
-        loss_N = self._policy_loss(logprobs_N, old_N, advantages_N, samples_N, chosen_N)
+        inputs = {
+            "logprobs_N": logprobs_N,
+            "old_logprobs_N": old_N,
+            "advantages_N": advantages_N,
+            "samples_N": samples_N,
+        }
+        if self.needs_prepass:
+            chosen_N = extras["chosen"]
+            assert chosen_N is not None
+            inputs["chosen_N"] = chosen_N
+            facts["chosen"] = chosen_N
+        loss_N, of_loss = self.policy_loss(**inputs)
         if correction_N is not None:
             loss_N = loss_N * correction_N
-        facts |= {"policy_loss": loss_N} | self._ratio_facts(
-            logprobs_N, old_N, advantages_N, samples_N
-        )
-        if self.needs_prepass:
-            assert chosen_N is not None
-            facts["chosen"] = chosen_N
+        ratio_N = probability_ratio(logprobs_N.detach(), old_N)
+        none_N = torch.zeros_like(ratio_N)
+        facts |= {"clipped_low": none_N, "clipped_high": none_N} | of_loss
+        facts |= {"policy_loss": loss_N, "ratio": ratio_N}
         if self.kl_in_loss > 0:
             kl_N = self._divergence(logprobs_N, extras)
             loss_N = loss_N + self.kl_in_loss * kl_N
@@ -216,37 +269,6 @@ class Objective:
         """
         return self.kl_in_loss * self._divergence(logprobs_N, extras)
 
-    def _policy_loss(
-        self,
-        logprobs_N: Tensor,
-        old_N: Tensor,
-        advantages_N: Tensor,
-        samples_N: Tensor,
-        chosen_N: Tensor | None,
-    ) -> Tensor:
-        config = self.config
-        clip = config.clip_bounds
-        if config.objective == "reinforce":
-            return losses.reinforce_loss(logprobs_N, advantages_N)
-        if config.objective == "tanh":
-            return losses.tanh_loss(logprobs_N, old_N, advantages_N)
-        if config.objective == "gspo":
-            return losses.gspo_loss(logprobs_N, old_N, advantages_N, samples_N, *clip)
-        if config.objective == "cispo":
-            return losses.cispo_loss(logprobs_N, old_N, advantages_N, *clip)
-        if config.objective == "ppo":
-            return losses.clipped_ratio_loss(
-                logprobs_N, old_N, advantages_N, *clip, config.dual_clip
-            )
-        assert chosen_N is not None, (
-            f"{config.objective} needs the tokens that were chosen over the whole step"
-        )
-        if config.objective == "clip_cov":
-            return losses.clip_cov_loss(logprobs_N, old_N, advantages_N, chosen_N, *clip)
-        return losses.kl_cov_loss(
-            logprobs_N, old_N, advantages_N, chosen_N, config.kl_cov_coefficient
-        )
-
     def _divergence(self, logprobs_N: Tensor, extras: Mapping[str, Tensor | None]) -> Tensor:
         if self.config.kl_estimator == "full":
             divergence_N = extras["divergence"]
@@ -256,52 +278,55 @@ class Objective:
         assert reference_N is not None, "an estimate of KL needs the reference's log-probabilities"
         return ESTIMATORS[self.config.kl_estimator](logprobs_N, reference_N)
 
-    @torch.no_grad()
-    def _ratio_facts(
-        self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor, samples_N: Tensor
-    ) -> dict[str, Tensor]:
-        config = self.config
-        ratio_N = losses.probability_ratio(logprobs_N, old_N)
-        low_N = torch.zeros_like(ratio_N)
-        high_N = torch.zeros_like(ratio_N)
-        facts = {"ratio": ratio_N}
-        if config.objective in ("ppo", "clip_cov"):
-            low_N, high_N = self._clipped_by_ratio(logprobs_N, old_N, advantages_N)
-        elif config.objective == "gspo":
-            low_N, high_N = self._beyond(
-                losses.gspo_ratio(logprobs_N, old_N, samples_N), advantages_N
-            )
-        elif config.objective == "cispo":  # the weight is clipped, whatever the advantage's sign
-            low, high = config.clip_bounds
-            low_N = ratio_N < 1 - low
-            high_N = ratio_N > 1 + high
-        if config.dual_clip is not None:
-            facts["dual_clipped"] = (ratio_N > config.dual_clip) & (advantages_N < 0)
-        return facts | {"clipped_low": low_N, "clipped_high": high_N}
 
-    def _clipped_by_ratio(
-        self, logprobs_N: Tensor, old_N: Tensor, advantages_N: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self._beyond(losses.probability_ratio(logprobs_N, old_N), advantages_N)
-
-    def _beyond(self, ratio_N: Tensor, advantages_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where PPO's clipping removes the gradient: below with a negative advantage, above
-        with a positive one.
-        """
-        low, high = self.config.clip_bounds
-        return (ratio_N < 1 - low) & (advantages_N < 0), (ratio_N > 1 + high) & (advantages_N > 0)
-
-
-def objective_from(config: ObjectiveConfig) -> Objective:
+def objective_from(config: ObjectiveConfig) -> StepObjective:
     """Return the objective that a config (GRPOConfig has these fields) asks for, at the run's first
-    optimizer step.
+    optimizer step. Raises UserError if its policy loss cannot be loaded or called.
     """
+    entry = OBJECTIVES[config.objective]
+    settings = config.policy_settings()
+    inputs = [*_LOSS_INPUTS]
+    taken: set[str] = set()
+    choice = None
+    if entry.choose is not None:
+        inputs.append("chosen_N")
+        choice = EntryFunction.load(entry.choose, _CHOICE_INPUTS, settings)
+        taken.update(choice.function.keywords)
+    policy_loss = EntryFunction.load(entry.loss, inputs, settings)
+    taken.update(policy_loss.function.keywords)
+    if ignored := sorted(settings.keys() - taken):
+        raise UserError(f"{entry.loss} does not take {', '.join(ignored)}, which its entry names")
+    _check_result(entry.loss, policy_loss)
     # Refused where it is certain.
-    if config.objective == "kl_cov" and getattr(config, "updates_per_iteration", 2) == 1:
+    if entry.from_second_update and getattr(config, "updates_per_iteration", 2) == 1:
         logger.warning(
-            "objective 'kl_cov' with updates_per_iteration 1: unless the sampler's weights are "
-            "older than the trainer's, its "
-            "penalty sees nothing but the rounding between the two; take 2 or more updates, or "
-            "objective 'clip_cov'"
+            "objective %r with updates_per_iteration 1: unless the sampler's weights are older "
+            "than the trainer's, what it adds sees nothing but the rounding between the two; take "
+            "2 or more updates, or another objective",
+            config.objective,
         )
-    return Objective(config)
+    return StepObjective(config, policy_loss, choice)
+
+
+@torch.enable_grad()
+def _check_result(target: str, policy_loss: EntryFunction) -> None:
+    """Try a policy loss on two tokens. Raises UserError unless it returns the loss of each, with a
+    gradient, and facts.
+    """
+    try:
+        result = policy_loss(
+            logprobs_N=torch.tensor([-1.0, -2.0], requires_grad=True),
+            old_logprobs_N=torch.tensor([-1.5, -1.5]),
+            advantages_N=torch.tensor([1.0, -1.0]),
+            samples_N=torch.tensor([0, 1]),
+            chosen_N=torch.tensor([True, False]),
+        )
+    except Exception as error:
+        raise UserError(f"{target} fails on 2 tokens: {type(error).__name__}: {error}") from error
+    match result:
+        case (Tensor() as loss_N, dict()) if loss_N.shape == (2,) and loss_N.requires_grad:
+            return
+    raise UserError(
+        f"{target} returns {result} for 2 tokens; it must return the loss of each token, a tensor "
+        "[N] with a gradient, and a dict of facts"
+    )

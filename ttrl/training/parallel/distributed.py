@@ -32,8 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ttrl.configs import TrainingConfig
-from ttrl.configs.recipe import STORE_VARIABLE, model_settings, read_settings
+from ttrl.configs.recipe import STORE_VARIABLE, read_settings
 from ttrl.errors import ConfigError, TtrlError
+from ttrl.families.values import model_settings
 
 C = TypeVar("C", bound=TrainingConfig)
 

@@ -24,8 +24,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torchtune.training import OffloadActivations
 
 from ttrl.configs import TrainingConfig
-from ttrl.training.kernels import native_attention  # noqa: F401  # defines an operation
-from ttrl.training.kernels.cpu_products import PRODUCT
 
 _aten = torch.ops.aten
 PRODUCTS = [
@@ -36,9 +34,7 @@ PRODUCTS = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.ttrl.tree_attention.default,
     torch.ops.higher_order.inductor_compiled_code,  # attention on GPUs
-    *([] if PRODUCT is None else [PRODUCT.default]),
 ]
 """Operations whose results selective checkpointing keeps."""
 

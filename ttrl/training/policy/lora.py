@@ -25,8 +25,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor, SubclassTensorArgs, linear_nf4, 
 from ttrl.configs import TrainingConfig
 from ttrl.configs.recipe import MATRIX_NAMES, NF4_BLOCK
 from ttrl.errors import ConfigError
-from ttrl.training.kernels.cpu_products import SumOfProducts, product_of
-from ttrl.training.kernels.widening import NARROW
+from ttrl.training.kernels.widening import NARROW, linear
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.parallel.sharding import Share, local_part, place_of_part, with_partial_gradient
 
@@ -34,7 +33,7 @@ ADAPTER_PARTS = ("lora_a", "lora_b", "magnitude")
 _SCALE_BLOCK = 256  # scales of blocks that share a scale of their own
 
 
-class AdaptedLinear(SumOfProducts):
+class AdaptedLinear(nn.Linear):
     """A frozen linear layer with ADAPTER_PARTS: lora_a [r, D], lora_b [O, r], and for DoRA
     magnitude [O].
     """
@@ -78,14 +77,14 @@ class AdaptedLinear(SumOfProducts):
             if added is not None:
                 out = (out + added).to(out.dtype)
         else:
-            out = product_of(x, weight, added)
+            out = linear(x, weight, added)
         if self.enabled:
             # Processes that share the layer draw alike, for an input that all have; so where they
             # have parts of it, these drop the same places.
             if self._drops():
                 x = F.dropout(x, self.dropout)
             lora_a, lora_b = self._adapter()
-            out = out + self.scaling * product_of(product_of(x, lora_a), lora_b)
+            out = out + self.scaling * linear(linear(x, lora_a), lora_b)
         if share is not None:
             out = share.summed(out)
         dtype = out.dtype
@@ -99,15 +98,6 @@ class AdaptedLinear(SumOfProducts):
         if share is None:
             return out
         return share.left(out, self.out_features)
-
-    def is_sum(self) -> bool:
-        adds = self.magnitude is None and not self._drops()
-        return self.share is None and (adds or not self.enabled)
-
-    def factors(self) -> tuple[Tensor | None, Tensor | None]:
-        if self.enabled:
-            return (self.lora_a, self.scaling * self.lora_b)
-        return (None, None)
 
     def _drops(self) -> bool:
         """Tell whether this is a pass with dropout: those without a gradient measure what the model
@@ -304,9 +294,9 @@ def apply_lora(decoder: nn.Module, config: TrainingConfig) -> None:
                     f"{found[odd[0]].weight.numel()}; leave lora_base_dtype out"
                 ],
             )
-    for name, linear in found.items():
+    for name, frozen in found.items():
         parent, _, last = name.rpartition(".")
-        setattr(decoder.get_submodule(parent), last, AdaptedLinear(linear, config))
+        setattr(decoder.get_submodule(parent), last, AdaptedLinear(frozen, config))
 
 
 def hold_base(

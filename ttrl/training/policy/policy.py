@@ -23,12 +23,12 @@ from ttrl.errors import StorageError
 from ttrl.training.kernels.attention import attention_plan
 from ttrl.training.kernels.logprobs import IGNORE, Apart, ReferenceHead, TokenLoss, run_head
 from ttrl.training.models.architecture import (
+    Chosen,
     check_same_architecture,
     read_config,
     uses_transformers,
 )
 from ttrl.training.models.decoder import Decoder
-from ttrl.training.models.families import Chosen
 from ttrl.training.models.transformers_decoder import TransformersDecoder
 from ttrl.training.models.weights import check_weights, iter_weights
 from ttrl.training.parallel.host_memory import HostMemory

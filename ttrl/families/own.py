@@ -1,17 +1,20 @@
-"""What a model_type means beyond the numbers in its config.json: one row of FAMILIES for each.
+"""Describe a dense family to ttrl's own decoder: what a model_type means beyond the numbers in its
+config.json.
 
 Parameters go by two names: theirs (Hugging Face) and ours (torchtune's, so that its tools find
 them). "{}" stands for the layer.
 """
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ttrl.families.layers import Kinds, Layer, attention, feed_forward, norms
+from ttrl.families.values import Values
+
 SOFT_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
-Chosen = Literal["auto", "torchtune", "transformers"]
-"""Whose code computes a model: ours, transformers' own class, or ours where it knows the family."""
 Names = Mapping[str, str | tuple[str, ...]]
 
 
@@ -37,7 +40,7 @@ def _names(*, gated: bool = True) -> dict[str, str | tuple[str, ...]]:
     }
 
 
-_LLAMA: Names = {
+LLAMA: Names = {
     **_names(),
     "model.norm.weight": "norm.scale",
     "model.layers.{}.input_layernorm.weight": "layers.{}.sa_norm.scale",
@@ -48,17 +51,17 @@ _LLAMA: Names = {
     "model.layers.{}.self_attn.o_proj.bias": "layers.{}.attn.output_proj.bias",
 }
 
-_GEMMA2: Names = {
-    **_LLAMA,
+GEMMA2: Names = {
+    **LLAMA,
     "model.layers.{}.post_attention_layernorm.weight": "layers.{}.sa_scale.scale",
     "model.layers.{}.pre_feedforward_layernorm.weight": "layers.{}.mlp_norm.scale",
     "model.layers.{}.post_feedforward_layernorm.weight": "layers.{}.mlp_scale.scale",
 }
 
-_PHI3: Names = {
+PHI3: Names = {
     **{
         theirs: ours
-        for theirs, ours in _LLAMA.items()
+        for theirs, ours in LLAMA.items()
         if not any(p in theirs for p in ("q_", "k_", "v_", "gate_", "up_"))
     },
     "model.layers.{}.self_attn.qkv_proj.weight": tuple(
@@ -69,7 +72,7 @@ _PHI3: Names = {
     ),
 }
 
-_PHI: Names = {
+PHI: Names = {
     **_names(gated=False),
     **{
         f"{theirs}.{kind}": f"{ours}.{kind}"
@@ -87,7 +90,7 @@ _PHI: Names = {
     "lm_head.bias": "output.bias",
 }
 
-_GPT2: Names = {
+GPT2: Names = {
     "transformer.wte.weight": "tok_embeddings.weight",
     "transformer.wpe.weight": "pos_embeddings.weight",
     "lm_head.weight": "output.weight",
@@ -111,10 +114,10 @@ _GPT2: Names = {
     },
 }
 
-_NANOCHAT: Names = {
+NANOCHAT: Names = {
     **{
         theirs: ours
-        for theirs, ours in _LLAMA.items()
+        for theirs, ours in LLAMA.items()
         if "norm" not in theirs and ".mlp." not in theirs
     },
     "model.layers.{}.mlp.fc1.weight": "layers.{}.mlp.w1.weight",
@@ -123,8 +126,8 @@ _NANOCHAT: Names = {
 
 
 @dataclass(frozen=True)
-class ModelFamily:
-    """A row of the table. A string in the place of a bool is the field of config.json that
+class OwnDecoder:
+    """The traits of a family. A string in the place of a bool is the field of config.json that
     decides.
     """
 
@@ -171,124 +174,88 @@ class ModelFamily:
     """
     windows: Literal["none", "every_layer", "by_layer_types"] = "none"
     """Which layers the config's sliding_window applies to."""
+    slides: Callable[[Values, int], bool] = lambda values, number: True
+    """Tells whether the layer of a number has the window in older files, without layer_types."""
+    inner_widths: int | None = None
+    """The feed-forward width in widths of the stream, where config.json does not say."""
+
+    @property
+    def norm_vectors(self) -> int:
+        """Return what a norm has: 0, 1 (a weight) or 2 (and a bias)."""
+        return {"rms_bare": 0, "layer": 2}.get(self.norm, 1)
+
+    @property
+    def fused(self) -> int:
+        """Return how many of our matrices the files hold in one, at the most."""
+        return max(1 if isinstance(ours, str) else len(ours) for ours in self.names.values())
+
+    def caps_scores(self, values: Values) -> bool:
+        """Tell whether attention scores are capped."""
+        name = SOFT_CAPS[0]
+        return name in self.soft_caps and values.get(name) is not None
+
+    def inner_width(self, values: Values) -> int:
+        """Return the width of the feed-forward layer."""
+        default = None
+        if self.inner_widths is not None:
+            default = self.inner_widths * values.width
+        return values.number("intermediate_size", default=default, least=1)
+
+    def windows_of(self, values: Values) -> tuple[int | None, ...]:
+        """Return how many positions each layer looks back, its own included; None: all."""
+        window = values.get("sliding_window")
+        if self.windows == "none" or values.get("use_sliding_window") is False:
+            window = None
+        if window is None or self.windows == "every_layer":
+            return (window,) * values.layers
+        kinds = values.get("layer_types")
+        if kinds is None:
+            slides = [self.slides(values, number) for number in range(values.layers)]
+        else:
+            slides = [kind == "sliding_attention" for kind in kinds]
+        return tuple(window if one else None for one in slides)
+
+    def layers(self, values: Values) -> Kinds:
+        """Describe each layer, with our names of its matrices."""
+        vectors = self.norm_vectors
+        if self.parallel:
+            count = 1
+        else:
+            count = 4 if self.post_norms else 2
+        names = ("w1", "w3", "w2") if self.gated_mlp else ("w1", "w2")
+        layer = attention(
+            values,
+            bias=values.says(self.qkv_bias),
+            output_bias=values.says(self.output_bias),
+            output="output_proj",
+        )
+        layer += Layer(vectors=2 * values.head_dim * vectors * values.says(self.qk_norm))
+        layer += norms(values, count, vectors)
+        layer += feed_forward(
+            values, self.inner_width(values), names=names, bias=values.says(self.mlp_bias)
+        )
+        positions = 0
+        if self.learned_positions:
+            positions = values.number("max_position_embeddings", default=1024)
+        return Kinds(
+            tuple(dataclasses.replace(layer, window=window) for window in self.windows_of(values)),
+            looked_up=positions * values.width,
+            norm_vectors=vectors,
+            head_bias=self.head_bias,
+        )
 
 
-FAMILIES = {
-    "llama": ModelFamily(
-        _LLAMA, qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
-    "mistral": ModelFamily(_LLAMA, windows="every_layer"),
-    "ministral": ModelFamily(_LLAMA, windows="by_layer_types"),
-    "qwen2": ModelFamily(_LLAMA, qkv_bias=True, windows="by_layer_types"),
-    "qwen3": ModelFamily(
-        _LLAMA,
-        qk_norm=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        windows="by_layer_types",
-    ),
-    "gemma": ModelFamily(
-        _LLAMA,
-        norm="rms_plus_one",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        scaled_embeddings=True,
-    ),
-    "gemma2": ModelFamily(
-        _GEMMA2,
-        norm="rms_plus_one",
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        post_norms=True,
-        scaled_embeddings=True,
-        query_scale=True,
-        soft_caps=SOFT_CAPS,
-        tied_head_in_files=False,
-        windows="by_layer_types",
-    ),
-    "gemma3_text": ModelFamily(
-        _GEMMA2,
-        norm="rms_plus_one",
-        qk_norm=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        post_norms=True,
-        scaled_embeddings=True,
-        query_scale=True,
-        soft_caps=SOFT_CAPS[1:],
-        windows="by_layer_types",
-    ),
-    "phi3": ModelFamily(_PHI3, windows="every_layer"),
-    "phi": ModelFamily(
-        _PHI,
-        norm="layer",
-        norm_eps="layer_norm_eps",
-        qk_norm="qk_layernorm",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-        gated_mlp=False,
-        parallel=True,
-    ),
-    "gpt2": ModelFamily(
-        _GPT2,
-        norm="layer",
-        norm_eps="layer_norm_epsilon",
-        qkv_bias=True,
-        output_bias=True,
-        mlp_bias=True,
-        gated_mlp=False,
-        learned_positions=True,
-        fixed={
-            "scale_attn_weights": True,
-            "scale_attn_by_inverse_layer_idx": False,
-            "reorder_and_upcast_attn": False,
-            "add_cross_attention": False,
-        },
-        transposed=("c_attn", "c_proj", "c_fc"),
-        prefix="transformer.",
-        tied_head_in_files=False,
-    ),
-    "nanochat": ModelFamily(
-        _NANOCHAT,
-        norm="rms_bare",
-        qk_norm=True,
-        qkv_bias="attention_bias",
-        output_bias="attention_bias",
-        gated_mlp=False,
-        embedding_norm=True,
-        turns_backwards=True,
-        soft_caps=SOFT_CAPS[1:],
-    ),
-}
+def every_second(values: Values, number: int) -> bool:
+    """Tell whether a layer of Gemma 2 has the window."""
+    return number % 2 == 0
 
 
-@dataclass(frozen=True)
-class Composite:
-    """A model with more than text, of which only the text part (a family of its own) is trained;
-    checkpoints keep the rest.
-    """
-
-    layouts: tuple[Mapping[str, str], ...]
-    """Prefixes of the text part's parameters, by the beginning of their plain names, as versions of
-    transformers write them.
-    """
-    frozen: tuple[str, ...]
-    """What the names of all other parameters begin with."""
+def but_every_sixth(values: Values, number: int) -> bool:
+    """Tell whether a layer of Gemma 3 has the window."""
+    return (number + 1) % values.number("sliding_window_pattern", default=6) != 0
 
 
-COMPOSITES = {
-    "gemma3": Composite(
-        layouts=(
-            {"model.": "model.language_model.", "lm_head.": "lm_head."},
-            {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
-        ),
-        frozen=(
-            "vision_tower.",
-            "multi_modal_projector.",
-            "model.vision_tower.",
-            "model.multi_modal_projector.",
-        ),
-    ),
-}
+def the_last_ones(values: Values, number: int) -> bool:
+    """Tell whether a layer of Qwen has the window."""
+    used = bool(values.get("use_sliding_window"))
+    return used and number >= values.number("max_window_layers", default=0)

@@ -1,18 +1,16 @@
-"""Say of which layers a model consists that is no plain dense decoder, by its model_type.
+"""Describe the layers of the families that transformers' own classes compute.
 
-Sizes, names and defaults are those of transformers' configs and classes. `layers_of` knows those of
-`tools/check_models.py`; tests/costs/test_families.py compares every one with the class itself.
+Sizes, names and defaults are those of transformers' configs and classes, to which
+tests/costs/test_families.py compares every one.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from ttrl.costs.layers import (
-    NOTHING,
+from ttrl.families.layers import (
+    Kinds,
     Layer,
     Matrix,
-    Values,
     attention,
     delta_rule,
     experts,
@@ -23,50 +21,21 @@ from ttrl.costs.layers import (
     norms,
     short_convolution,
 )
+from ttrl.families.values import Values
 
 _FULL = ("full_attention", "attention", "hybrid")
 _SLIDING = "sliding_attention"
-_FUSED = ("gate_up_proj", "down_proj")
+FUSED = ("gate_up_proj", "down_proj")
 _LFM2 = ("w1", "w3", "w2")
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """A model, layer by layer."""
-
-    layers: tuple[Layer, ...]
-    outside: Layer = NOTHING
-    """What each token passes besides, embeddings, last norm and head apart."""
-    looked_up: int = 0
-    """Entries of further tables of embeddings."""
-    norm_vectors: int = 1
-    """What the last norm has: 1 (a weight) or 2 (and a bias)."""
-    head_bias: bool = False
-
-
-def knows(model_type: str) -> bool:
-    """Tell whether `layers_of` counts a model_type."""
-    return model_type in _FAMILIES
-
-
-def layers_of(config: Mapping[str, Any]) -> Kinds | None:
-    """Return the layers that a config.json describes; None where its model_type is not known here.
-
-    config: of the text part. Raises ModelFolderError where it lacks a number.
-    """
-    family = _FAMILIES.get(str(config.get("model_type")))
-    if family is None:
-        return None
-    return family(Values(config))
 
 
 # Which layer is of which kind
 
 
-def _types(values: Values, every: int = 0, others: str = _SLIDING) -> list[str]:
+def layer_types(values: Values, every: int = 0, others: str = _SLIDING) -> list[str]:
     """Return each layer's type. every: how often a layer has full attention where config.json does
     not say; 0: always."""
-    count = values.number("num_hidden_layers")
+    count = values.layers
     given = values.get("layer_types", "layers_block_type")
     if given is not None:
         return list(given)
@@ -76,7 +45,7 @@ def _types(values: Values, every: int = 0, others: str = _SLIDING) -> list[str]:
     return [others if (number + 1) % every else "full_attention" for number in range(count)]
 
 
-def _window(values: Values, kind: str) -> int | None:
+def window_of(values: Values, kind: str) -> int | None:
     window: int | None = values.get("sliding_window")
     if kind == _SLIDING:
         return window
@@ -105,13 +74,13 @@ _Halves = Callable[[Values, int, str], Layer]
 """A part of the layer of a number and a type."""
 
 
-def _family(
+def stack(
     mixer: _Halves, half: _Halves, *, every: int = 0, others: str = _SLIDING, **of_model: Any
 ) -> Callable[[Values], Kinds]:
-    """Return a family: a layer is its mixer and its feed-forward half, each with its norms."""
+    """Stack layers: each is its mixer and its feed-forward half, with their norms."""
 
     def made(values: Values) -> Kinds:
-        types = _types(values, every, others)
+        types = layer_types(values, every, others)
         layers = tuple(
             mixer(values, n, kind) + half(values, n, kind) for n, kind in enumerate(types)
         )
@@ -120,7 +89,7 @@ def _family(
     return made
 
 
-def _attends(
+def attends(
     count: int = 2,
     *,
     vectors: int = 1,
@@ -143,7 +112,7 @@ def _attends(
         of_output = None
         if output_bias is not None:
             of_output = bool(values.get(output_bias, default=output_biased))
-        window = _window(values, _SLIDING if every_layer else kind)
+        window = window_of(values, _SLIDING if every_layer else kind)
         own = bool(values.get(bias, default=biased))
         part = attention(values, bias=own, output_bias=of_output, window=window, **how)
         return part + norms(values, count, vectors) + Layer(vectors=more * values.heads)
@@ -151,7 +120,7 @@ def _attends(
     return mixer
 
 
-def _dense(
+def dense(
     names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"), bias: str = "mlp_bias"
 ) -> _Halves:
     def half(values: Values, number: int, kind: str) -> Layer:
@@ -161,12 +130,12 @@ def _dense(
     return half
 
 
-def _mixture(**how: Any) -> _Halves:
+def mixture(**how: Any) -> _Halves:
     """Return experts in every layer, as wide as a dense layer would be."""
     return lambda values, number, kind: experts(values, values.number("intermediate_size"), **how)
 
 
-def _qwen_mixture(values: Values, number: int, kind: str) -> Layer:
+def qwen_mixture(values: Values, number: int, kind: str) -> Layer:
     if not _is_sparse(values, number):
         return feed_forward(values, values.number("intermediate_size"))
     found = experts(values, values.number("moe_intermediate_size"))
@@ -178,7 +147,7 @@ def _qwen_mixture(values: Values, number: int, kind: str) -> Layer:
     return found
 
 
-def _with_shared(first: int, shared: int = 1) -> _Halves:
+def with_shared(first: int, shared: int = 1) -> _Halves:
     """Return the mixture of DeepSeek and others. first: dense layers, shared: such experts, where
     config.json does not say."""
 
@@ -197,7 +166,7 @@ def _with_shared(first: int, shared: int = 1) -> _Halves:
 def _ernie_mixture(values: Values, number: int, kind: str) -> Layer:
     last = values.get("moe_layer_end_index", default=-1)
     if last == -1:
-        last = values.number("num_hidden_layers") - 1
+        last = values.layers - 1
     every = values.number("moe_layer_interval", default=1)
     bias = bool(values.get("use_bias"))
     inside = values.number("moe_layer_start_index", default=1) <= number <= last
@@ -213,19 +182,19 @@ def _ernie_mixture(values: Values, number: int, kind: str) -> Layer:
     )
 
 
-def _hunyuan_mixture(values: Values, number: int, kind: str) -> Layer:
+def hunyuan_mixture(values: Values, number: int, kind: str) -> Layer:
     width = values.number("intermediate_size")
     return experts(values, width) + feed_forward(values, width)
 
 
-def _latent(values: Values, number: int, kind: str) -> Layer:
+def latent(values: Values, number: int, kind: str) -> Layer:
     return latent_attention(values) + norms(values, 2)
 
 
 # Families with recurrences
 
 
-def _qwen_hybrid(values: Values, number: int, kind: str) -> Layer:
+def qwen_hybrid(values: Values, number: int, kind: str) -> Layer:
     if kind == "linear_attention":
         return delta_rule(values) + norms(values, 2)
     bias = bool(values.get("attention_bias"))
@@ -234,14 +203,14 @@ def _qwen_hybrid(values: Values, number: int, kind: str) -> Layer:
     return own + norms(values, 2)
 
 
-def _olmo_hybrid(values: Values, number: int, kind: str) -> Layer:
+def olmo_hybrid(values: Values, number: int, kind: str) -> Layer:
     if kind == "linear_attention":
         names = ("q_proj", "k_proj", "v_proj")
         return delta_rule(values, names=names, output="o_proj") + norms(values, 2)
-    return _attends(query_key_norms="width")(values, number, kind)
+    return attends(query_key_norms="width")(values, number, kind)
 
 
-def _kimi(values: Values) -> Kinds:
+def kimi(values: Values) -> Kinds:
     """Count Kimi Linear, whose published config.json has settings of its own for the recurrence."""
     config = dict(values.config)
     own = values.get("linear_attn_config", default={})
@@ -249,7 +218,7 @@ def _kimi(values: Values) -> Kinds:
         config |= {"linear_num_heads": own["num_heads"], "linear_head_dim": own["head_dim"]}
         config["linear_conv_kernel_dim"] = own.get("short_conv_kernel_size", 4)
         full = {number - 1 for number in own.get("full_attn_layers", ())}
-        count = values.number("num_hidden_layers")
+        count = values.layers
         kinds = ["full_attention" if n in full else "linear_attention" for n in range(count)]
         config.setdefault("layer_types", kinds)
 
@@ -260,19 +229,19 @@ def _kimi(values: Values) -> Kinds:
             own = kimi_delta_attention(values)
         return own + norms(values, 2)
 
-    return _family(mixer, _with_shared(1))(Values(config))
+    return stack(mixer, with_shared(1))(Values(config))
 
 
-def _mamba_or_attention(count: int = 2) -> _Halves:
+def mamba_or_attention(count: int = 2) -> _Halves:
     def mixer(values: Values, number: int, kind: str) -> Layer:
         if kind in _FULL and number not in values.get("mamba_layers", default=()):
-            return _attends(count)(values, number, kind)
+            return attends(count)(values, number, kind)
         return mamba2(values, bias=bool(values.get("mamba_proj_bias"))) + norms(values, count)
 
     return mixer
 
 
-def _granite_hybrid_half(values: Values, number: int, kind: str) -> Layer:
+def granite_hybrid_half(values: Values, number: int, kind: str) -> Layer:
     shared = values.number("shared_intermediate_size")
     found = feed_forward(values, shared, names=("input_linear", "output_linear"))
     if values.get("num_local_experts"):
@@ -280,27 +249,27 @@ def _granite_hybrid_half(values: Values, number: int, kind: str) -> Layer:
     return found
 
 
-def _bamba(values: Values) -> Kinds:
+def bamba(values: Values) -> Kinds:
     attending = values.get("attn_layer_indices", default=())
-    count = values.number("num_hidden_layers")
+    count = values.layers
     kinds = ["attention" if number in attending else "mamba" for number in range(count)]
     given = Values({**values.config, "layer_types": kinds})
-    return _family(_mamba_or_attention(), _dense())(given)
+    return stack(mamba_or_attention(), dense())(given)
 
 
-def _falcon_h1_mixer(values: Values, number: int, kind: str) -> Layer:
+def falcon_h1_mixer(values: Values, number: int, kind: str) -> Layer:
     """Count attention and a recurrence side by side."""
     bias = bool(values.get("mamba_proj_bias"))
     output = bool(values.get("projectors_bias"))
     normed = bool(values.get("mamba_rms_norm"))
     scan = mamba2(values, normed=normed, bias=bias, output_bias=output)
-    return scan + _attends()(values, number, kind)
+    return scan + attends()(values, number, kind)
 
 
 _NEMOTRON_LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 
 
-def _nemotron_h(values: Values) -> Kinds:
+def nemotron_h(values: Values) -> Kinds:
     """Count Nemotron-H, where a layer is one of four things."""
     kinds = values.get("layers_block_type", "layer_types")
     if kinds is None:
@@ -336,16 +305,16 @@ def _nemotron_layer(values: Values, kind: str) -> Layer:
     return found
 
 
-def _lfm2_mixer(values: Values, number: int, kind: str) -> Layer:
+def lfm2_mixer(values: Values, number: int, kind: str) -> Layer:
     if kind == "conv":
         return short_convolution(values) + norms(values, 2)
     return attention(values, query_key_norms="head", output="out_proj") + norms(values, 2)
 
 
-def _lfm2(values: Values) -> Kinds:
+def lfm2(values: Values) -> Kinds:
     attending = values.get("full_attn_idxs")
     if attending is not None and values.get("layer_types") is None:
-        count = values.number("num_hidden_layers")
+        count = values.layers
         kinds = ["full_attention" if number in attending else "conv" for number in range(count)]
         values = Values({**values.config, "layer_types": kinds})
     width = values.number("block_ff_dim", "intermediate_size")
@@ -353,12 +322,12 @@ def _lfm2(values: Values) -> Kinds:
         width = int(values.get("block_ffn_dim_multiplier", default=1.0) * int(2 * width / 3))
         multiple = values.number("block_multiple_of", default=256)
         width = multiple * -(-width // multiple)
-    return _family(
-        _lfm2_mixer, lambda values, number, kind: feed_forward(values, width, names=_LFM2)
-    )(values)
+    return stack(lfm2_mixer, lambda values, number, kind: feed_forward(values, width, names=_LFM2))(
+        values
+    )
 
 
-def _lfm2_mixture(values: Values, number: int, kind: str) -> Layer:
+def lfm2_mixture(values: Values, number: int, kind: str) -> Layer:
     if number < values.number("num_dense_layers", default=2):
         return feed_forward(values, values.number("intermediate_size"), names=_LFM2)
     return experts(values, values.number("moe_intermediate_size"))
@@ -373,7 +342,7 @@ def _per_layer_inputs(values: Values) -> tuple[Layer, Layer, int]:
     width = values.get("hidden_size_per_layer_input", default=256)
     if not width:
         return Layer(), Layer(), 0
-    all_layers = values.number("num_hidden_layers") * width
+    all_layers = values.layers * width
     gates = (
         Matrix("per_layer_input_gate", values.width, width),
         Matrix("per_layer_projection", width, values.width),
@@ -385,7 +354,7 @@ def _per_layer_inputs(values: Values) -> tuple[Layer, Layer, int]:
     return Layer(gates, kept=3 * width) + norms(values, 1), outside, table
 
 
-def _gemma3n(values: Values) -> Kinds:
+def gemma3n(values: Values) -> Kinds:
     width = values.width
     streams = values.number("altup_num_inputs", default=4)
     rank = values.number("laurel_rank", default=64)
@@ -399,7 +368,7 @@ def _gemma3n(values: Values) -> Kinds:
         values, 6
     )
     widths = values.get("intermediate_size")
-    kinds = _types(values, 5)
+    kinds = layer_types(values, 5)
     layers = []
     shared = len(kinds) - values.number("num_kv_shared_layers", default=15)
     for number, kind in enumerate(kinds):
@@ -407,7 +376,7 @@ def _gemma3n(values: Values) -> Kinds:
             own = widths[number]
         else:
             own = values.number("intermediate_size")
-        part = attention(values, query_key_norms="head", window=_window(values, kind))
+        part = attention(values, query_key_norms="head", window=window_of(values, kind))
         if 0 < shared <= number:
             part = _without_keys(part, values.head_dim)
         layers.append(part + feed_forward(values, own) + each)
@@ -415,14 +384,14 @@ def _gemma3n(values: Values) -> Kinds:
     return Kinds(tuple(layers), outside + Layer((around,)), table)
 
 
-def _gemma4(values: Values) -> Kinds:
+def gemma4(values: Values) -> Kinds:
     each, outside, table = _per_layer_inputs(values)
     each += norms(values, 4)
     if values.get("enable_moe_block"):
         count = values.number("num_experts")
         each += experts(values, values.number("moe_intermediate_size")) + norms(values, 3)
         each += Layer(vectors=values.width + count)
-    kinds = _types(values, 6)
+    kinds = layer_types(values, 6)
     layers = []
     shared = len(kinds) - values.number("num_kv_shared_layers", default=0)
     for number, kind in enumerate(kinds):
@@ -452,7 +421,7 @@ def _gemma4_attention(values: Values, kind: str, reused: bool) -> Layer:
         values,
         query_key_norms="head",
         bias=bias,
-        window=_window(values, kind),
+        window=window_of(values, kind),
         head_dim=dim,
         key_value_heads=heads,
     )
@@ -485,7 +454,7 @@ def _without_keys(part: Layer, head_dim: int) -> Layer:
 # nanochat
 
 
-def _nanochat(values: Values) -> Kinds:
+def nanochat(values: Values) -> Kinds:
     """Return nanochat of 2026: the first layer attends to nothing but the token before
     (`ttrl.nanochat.modeling`).
     """
@@ -517,71 +486,24 @@ def _nanochat(values: Values) -> Kinds:
 # By model_type
 
 
-def _stablelm(values: Values) -> Kinds:
+def stablelm(values: Values) -> Kinds:
     count = 1 if values.get("use_parallel_residual") else 2
     per_head = "heads" if values.get("qk_layernorm") else ""
-    mixer = _attends(
-        count, vectors=2, bias="use_qkv_bias", output_bias="", query_key_norms=per_head
-    )
-    return _family(mixer, _dense(bias=""), norm_vectors=2)(values)
+    mixer = attends(count, vectors=2, bias="use_qkv_bias", output_bias="", query_key_norms=per_head)
+    return stack(mixer, dense(bias=""), norm_vectors=2)(values)
 
 
-def _phimoe(values: Values) -> Kinds:
-    mixer = _attends(vectors=2, every_layer=True)
+def phimoe(values: Values) -> Kinds:
+    mixer = attends(vectors=2, every_layer=True)
     head = bool(values.get("lm_head_bias"))
-    return _family(mixer, _mixture(), norm_vectors=2, head_bias=head)(values)
+    return stack(mixer, mixture(), norm_vectors=2, head_bias=head)(values)
 
 
-def _ernie_moe(values: Values) -> Kinds:
-    mixer = _attends(bias="use_bias")
-    return _family(mixer, _ernie_mixture, head_bias=bool(values.get("use_bias")))(values)
+def ernie_moe(values: Values) -> Kinds:
+    mixer = attends(bias="use_bias")
+    return stack(mixer, _ernie_mixture, head_bias=bool(values.get("use_bias")))(values)
 
 
-def _glm4_moe(values: Values) -> Kinds:
+def glm4_moe(values: Values) -> Kinds:
     per_head = "head" if values.get("use_qk_norm") else ""
-    return _family(_attends(output_bias="", query_key_norms=per_head), _with_shared(1))(values)
-
-
-_FAMILIES: dict[str, Callable[[Values], Kinds]] = {
-    "qwen2_moe": _family(_attends(bias="qkv_bias", biased=True, output_bias=""), _qwen_mixture),
-    "qwen3_moe": _family(_attends(query_key_norms="head"), _qwen_mixture),
-    "qwen3_next": _family(_qwen_hybrid, _qwen_mixture, every=4, others="linear_attention"),
-    "qwen3_5_text": _family(_qwen_hybrid, _dense(), every=4, others="linear_attention"),
-    "qwen3_5_moe_text": _family(_qwen_hybrid, _qwen_mixture, every=4, others="linear_attention"),
-    "gemma3n_text": _gemma3n,
-    "gemma4_text": _gemma4,
-    "ministral3": _family(_attends(every_layer=True), _dense()),
-    "mixtral": _family(_attends(every_layer=True), _mixture()),
-    "phimoe": _phimoe,
-    "gpt_oss": _family(_attends(biased=True, more=1), _mixture(bias=True), every=2),
-    "glm4": _family(_attends(4, biased=True, output_bias=""), _dense(_FUSED)),
-    "glm4_moe": _glm4_moe,
-    "deepseek_v2": _family(_latent, _with_shared(0, 2)),
-    "deepseek_v3": _family(_latent, _with_shared(3)),
-    "granite": _family(_attends(), _dense()),
-    "granitemoe": _family(_attends(), _mixture()),
-    "granitemoehybrid": _family(_mamba_or_attention(), _granite_hybrid_half),
-    "lfm2": _lfm2,
-    "lfm2_moe": _family(_lfm2_mixer, _lfm2_mixture),
-    "olmo2": _family(_attends(query_key_norms="width"), _dense()),
-    "olmo3": _family(_attends(query_key_norms="width"), _dense(), every=4),
-    "olmoe": _family(_attends(query_key_norms="width"), _mixture()),
-    "olmo_hybrid": _family(_olmo_hybrid, _dense(), every=4, others="linear_attention"),
-    "smollm3": _family(_attends(), _dense()),
-    "falcon_h1": _family(_falcon_h1_mixer, _dense()),
-    "nemotron_h": _nemotron_h,
-    "bamba": _bamba,
-    "seed_oss": _family(_attends(biased=True, output_bias="attention_out_bias"), _dense()),
-    "ernie4_5": _family(_attends(bias="use_bias"), _dense(bias="use_bias")),
-    "ernie4_5_moe": _ernie_moe,
-    "hunyuan_v1_dense": _family(_attends(query_key_norms="head"), _dense()),
-    "hunyuan_v1_moe": _family(_attends(query_key_norms="head"), _hunyuan_mixture),
-    "minimax_m2": _family(_attends(query_key_norms="width"), _mixture()),
-    "kimi_linear": _kimi,
-    "cohere2": _family(_attends(1), _dense(), every=4),
-    "exaone4": _family(_attends(query_key_norms="head"), _dense(), every=4),
-    "stablelm": _stablelm,
-    "arcee": _family(_attends(), _dense(("up_proj", "down_proj"))),
-    "helium": _family(_attends(), _dense()),
-    "nanochat_2026": _nanochat,
-}
+    return stack(attends(output_bias="", query_key_norms=per_head), with_shared(1))(values)

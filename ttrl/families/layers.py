@@ -1,7 +1,8 @@
-"""Count one layer of a model that is no plain dense decoder, part by part.
+"""Count a layer, part by part.
 
 A layer is a sum of parts: attention, a recurrence, a feed-forward half, a mixture of experts. Sizes
-are those of transformers' classes, whose names the matrices have.
+are those of transformers' classes, whose names the matrices have unless ttrl's own decoder computes
+them.
 
 Scans are counted as the recurrences that they are, token by token, in multiplications with an
 addition for each head:
@@ -17,55 +18,11 @@ Letters: D width, H query heads, K key/value heads or a key's width, E dimension
 value's width, N a state's width, P a head's width.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from ttrl.errors import ModelFolderError
+from ttrl.families.values import EXPERTS, Values
 
 _CHUNK = 64  # tokens of a chunk of the delta rule
-
-
-class Values:
-    """The values of a config.json, under several names and with a class's defaults."""
-
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self.config = config
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """Return the first value that is there; one that is null is not."""
-        found = (self.config[name] for name in names if self.config.get(name) is not None)
-        return next(found, default)
-
-    def number(self, *names: str, default: int | None = None) -> int:
-        """Return a whole number. Raises ModelFolderError where there is none."""
-        value = self.get(*names, default=default)
-        if isinstance(value, list | tuple) and value and len(set(value)) == 1:
-            value = value[0]  # one for each layer, all alike
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            wanted = "a whole number is needed to count parameters"
-            raise ModelFolderError(f"config.json: {' or '.join(names)} is {value!r}; {wanted}")
-        return value
-
-    @property
-    def width(self) -> int:
-        """Return D."""
-        return self.number("hidden_size")
-
-    @property
-    def heads(self) -> int:
-        """Return H."""
-        return self.number("num_attention_heads")
-
-    @property
-    def key_value_heads(self) -> int:
-        """Return K."""
-        return self.number("num_key_value_heads", default=self.heads)
-
-    @property
-    def head_dim(self) -> int:
-        """Return E."""
-        return self.number("head_dim", default=self.width // self.heads)
 
 
 @dataclass(frozen=True)
@@ -144,6 +101,20 @@ class Layer:
 
 
 NOTHING = Layer()
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """A model, layer by layer."""
+
+    layers: tuple[Layer, ...]
+    outside: Layer = NOTHING
+    """What each token passes besides, embeddings, last norm and head apart."""
+    looked_up: int = 0
+    """Entries of further tables of embeddings."""
+    norm_vectors: int = 1
+    """What the last norm has: 0, 1 (a weight) or 2 (and a bias)."""
+    head_bias: bool = False
 
 
 def norms(values: Values, count: int, vectors: int = 1) -> Layer:
@@ -371,7 +342,7 @@ def experts(
     into an expert, unless it is the stream."""
     stream = values.width
     outer = outer or values.width
-    count = values.number("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    count = values.number(*EXPERTS)
     of_token = (
         "num_experts_per_tok",
         "num_experts_per_token",

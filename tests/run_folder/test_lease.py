@@ -1,4 +1,4 @@
-"""The lock of a run folder: one process on a machine, one machine on a shared file system, whatever
+"""The lease of a run folder: one process on a machine, one machine on a shared file system, whatever
 has died.
 """
 
@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 
+import msgspec
 import pytest
+from support.facts import mark
 
 from ttrl.errors import RunFolderError, StorageError
-from ttrl.run_folder import lock
+from ttrl.run_folder import lease
 from ttrl.run_folder.folder import RunFolder
 
 HOLD = (
@@ -32,7 +34,7 @@ def owner_of(folder):
 def left_by(folder, **changes):
     """owner.json as another process left it, or leaves it."""
     folder.path.mkdir(exist_ok=True)
-    owner = lock.describe_process() | changes
+    owner = msgspec.to_builtins(lease.describe_process()) | changes
     (folder.path / "owner.json").write_text(json.dumps(owner))
     return owner
 
@@ -116,7 +118,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 @pytest.fixture
 def shared(monkeypatch):
     """The disk is one that other machines have, too."""
-    monkeypatch.setattr(lock, "_only_here", lambda folder: False)
+    monkeypatch.setattr(lease, "_only_here", lambda folder: False)
 
 
 def test_a_silent_owner_on_another_machine_is_only_taken_over_when_that_is_said(tmp_path, shared):
@@ -167,7 +169,7 @@ def test_an_owner_from_before_this_machine_was_started_again_is_gone(tmp_path):
         pytest.MonkeyPatch.context() as patch,
         pytest.raises(RunFolderError, match="no sign of life"),
     ):
-        patch.setattr(lock, "_only_here", lambda folder: False)
+        patch.setattr(lease, "_only_here", lambda folder: False)
         with folder.locked():
             pass
     with folder.locked():
@@ -180,14 +182,14 @@ def test_which_disks_are_of_this_machine_alone(tmp_path, monkeypatch):
 31 30 0:46 / {tmp_path}/a\\040b/c rw - tmpfs none rw
 32 22 0:47 / {tmp_path}/d rw - fuse.sshfs x rw
 """.replace("\\\\", "\\")
-    monkeypatch.setattr(lock, "_MOUNTS", tmp_path / "mountinfo")
-    assert not lock._only_here(tmp_path)  # there is no such list
+    monkeypatch.setattr(lease, "_MOUNTS", tmp_path / "mountinfo")
+    assert not lease._only_here(tmp_path)  # there is no such list
     # Named on another system, whose letters were not UTF-8.
     stick = b"33 22 8:17 / /media/Gr\xf6\xdfe rw - vfat /dev/sdb1 rw\n"
     (tmp_path / "mountinfo").write_bytes(mounts.encode() + stick)
     (tmp_path / "link").symlink_to(tmp_path / "a b")
     here = {
-        name: lock._only_here(tmp_path / name)
+        name: lease._only_here(tmp_path / name)
         for name in ("", "a b", "a b/run", "a b/c/run", "a", "d/run", "link/run")
     }
     assert [name for name, yes in here.items() if yes] == ["", "a b/c/run", "a"]
@@ -214,13 +216,13 @@ def test_without_locks_of_the_file_system_the_owner_file_decides(tmp_path, monke
 def test_who_was_taken_over_marks_nothing_as_finished_any_more(tmp_path):
     folder = quick(tmp_path / "run")
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {})
+        mark(folder.iteration(1), "pack", [], {})
         other = left_by(folder, **ELSEWHERE)
         with pytest.raises(
             RunFolderError, match=r"was taken over by another process .*another-host"
         ):
-            folder.iteration(1).mark("train", [], {})
-    assert folder.iteration(1).marker("train") is None
+            mark(folder.iteration(1), "train", [], {})
+    assert not folder.iteration(1).is_done("train")
     assert owner_of(folder) == other  # its name is not taken away
 
 
@@ -230,16 +232,16 @@ def test_who_slept_through_all_that_another_did_marks_nothing(tmp_path, monkeypa
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     folder, other = (RunFolder(tmp_path / "run", beat_seconds=60) for _ in range(2))
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {})
+        mark(folder.iteration(1), "pack", [], {})
         (folder.path / "owner.json").unlink()
-        folder.iteration(2).mark("pack", [], {})  # a name that is gone alone says nothing
+        mark(folder.iteration(2), "pack", [], {})  # a name that is gone alone says nothing
         with other.locked():
-            other.iteration(1).mark("train", [], {"trained": True})
+            mark(other.iteration(1), "train", [], {"trained": True})
         with pytest.raises(
             RunFolderError,
             match=r"taken over by another process \(which has ended since\).*same command again",
         ):
-            folder.iteration(2).mark("rollouts", [], {})
+            mark(folder.iteration(2), "rollouts", [], {})
 
 
 def test_the_heartbeat(tmp_path):
@@ -316,7 +318,7 @@ def test_a_file_that_the_last_owner_left_open_on_nfs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "unlink", until_closed)
     with folder.locked():
-        assert folder.lock.epoch == 2 and not left.parent.exists() and busy == [0]
+        assert folder.lease.epoch == 2 and not left.parent.exists() and busy == [0]
 
 
 def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):
@@ -330,4 +332,4 @@ def test_a_damaged_owner_file_names_nobody(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "pwrite", refused)  # `lock` names no run folder
     with folder.locked():
-        folder.iteration(1).mark("pack", [], {})
+        mark(folder.iteration(1), "pack", [], {})

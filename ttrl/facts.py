@@ -1,0 +1,788 @@
+"""What a run measures, as its files hold it: each figure has one name and one type, for whoever
+writes, reads or draws it.
+
+Step             a line of train.jsonl
+PhaseFacts       what a phase leaves in its marker, a class for each phase
+MetricsRow       a line of metrics.jsonl
+
+A figure that is not there is None (or UNSET where null in the file means something else than a
+missing name), and is not written. A group of figures that is not there is empty, so that
+`row.train.entropy` needs no question first. `read_facts` reads files of older and newer versions:
+what is missing, null or of another type counts as not there, and other names are ignored.
+"""
+
+from collections.abc import Callable, Mapping
+from types import NoneType, UnionType
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, dataclass_transform, get_args
+
+import msgspec
+from msgspec import UNSET, UnsetType, field
+
+from ttrl.text import flat, is_number, si
+
+F = TypeVar("F", bound="Facts")
+T = TypeVar("T")
+Number: TypeAlias = float | None
+Count: TypeAlias = int | None
+Figure: TypeAlias = float | UnsetType | None
+
+
+@dataclass_transform(frozen_default=True)
+class Facts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Figures under their names in a file."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, as they stand in the file."""
+        values: dict[str, Any] = msgspec.to_builtins(self)
+        for one in msgspec.structs.fields(self):
+            if isinstance(one.default, Facts) and getattr(self, one.name) == one.default:
+                values.pop(one.name, None)
+        return values
+
+    def replace(self: F, **changes: Any) -> F:
+        """Return the facts with some of them changed."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def read_facts(kind: type[F], values: Mapping[str, Any]) -> F:
+    """Return the facts that a JSON object holds, as far as they are of this kind."""
+    known: dict[str, Any] = {}
+    for one in msgspec.structs.fields(kind):
+        value = _without_nulls(values.get(one.name))
+        if value is None:
+            continue
+        nested = _facts_in(one.type)
+        try:
+            if nested is not None and isinstance(value, dict):
+                known[one.name] = read_facts(nested, value)
+            else:
+                known[one.name] = msgspec.convert(value, one.type)
+        except (msgspec.ValidationError, TypeError):
+            continue
+    return kind(**known)
+
+
+def parse(kind: type[T], data: bytes | str) -> T:
+    """Read JSON that is just of this kind; other names are ignored. Raises ValueError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ValueError(str(error)) from error
+
+
+def part_of(kind: type[F], facts: Facts) -> F:
+    """Return those of the facts that another kind has, too."""
+    return kind(**{name: getattr(facts, name) for name in kind.__struct_fields__})
+
+
+def number(figure: Figure) -> float | None:
+    """Return a figure as a number; None where there is none."""
+    if is_number(figure):
+        return float(figure)
+    return None
+
+
+def ratio(part: float | None, whole: float | None) -> float | None:
+    """Return a share; None where one is missing or there is no whole."""
+    if part is None or not whole:
+        return None
+    return part / whole
+
+
+def _facts_in(kind: Any) -> "type[Facts] | None":
+    """Return the kind of facts that a field holds; None for another field."""
+    for one in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        if isinstance(one, type) and issubclass(one, Facts):
+            return one
+    return None
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+    return value
+
+
+# The trainer: lines of train.jsonl
+
+
+class WorstPlace(Facts, omit_defaults=False):
+    """A token on which sampler and trainer differ most: where it is in the pack, and both
+    log-probabilities (None where not finite).
+    """
+
+    row: int = 0
+    position: int = 0
+    version: int = 0
+    trainer: Number = None
+    sampler: Number = None
+
+
+class Difference(Facts):
+    """How far sampler and trainer are apart: see `ttrl.training.drift.compare_tokens`."""
+
+    tokens: Count = None
+    not_finite: Count = None
+    mean: Number = None
+    """Nats, as `p999` and `max`."""
+    p999: Number = None
+    max: Number = None
+    ess: Number = None
+    ess_of_most: Number = None
+    outside: Number = None
+
+
+class ComparedTokens(Difference):
+    """The difference over all tokens, with those on which it is largest."""
+
+    version: Count = None
+    """Whose weights it was computed under, where they are not those that training starts from."""
+    rows: Count = None
+    """How many were looked at, where not all were."""
+    unknown: Count = None
+    tolerance: Number = None
+    by_version: dict[str, Difference] | None = None
+    by_position: list[float] | None = None
+    worst: list[WorstPlace] | None = None
+
+
+class SamplerTrainer(ComparedTokens):
+    """What the first step of an iteration says of sampler and trainer."""
+
+    own_weights: ComparedTokens | None = None
+    """In some rows, under the weights of the policy that sampled them."""
+
+    @property
+    def own(self) -> ComparedTokens:
+        """Return the difference under the sampler's own weights; empty where there is none."""
+        return self.own_weights or ComparedTokens()
+
+    def without_tokens(self) -> "SamplerTrainer":
+        """Return the figures alone: the tokens themselves stay in train.jsonl."""
+        own = self.own_weights
+        if own is not None:
+            own = own.replace(worst=None)
+        return self.replace(worst=None, own_weights=own)
+
+
+class NestedNoise(Facts):
+    """A gradient's noise by where it comes from; estimates of one step, of which `prompts` and
+    `signal` may come out below 0.
+    """
+
+    signal: float = field(default_factory=float)
+    """|G|²."""
+    prompts: float = field(default_factory=float)
+    """a·P: what is left of the noise with infinitely many samples of these prompts."""
+    samples: float = field(default_factory=float)
+    """E/K."""
+
+
+class StepNoise(Facts):
+    """The noise of one step's gradient: see `ttrl.instruments.gradient_noise.step_noise`."""
+
+    pieces: Count = None
+    samples: Count = None
+    seconds: Number = None
+    prompts: Number = None
+    nested: NestedNoise | None = None
+    noise: Number = None
+    signal: Number = None
+    layers: dict[str, tuple[float, float]] | None = None
+
+
+class GradientNoise(Facts):
+    """The noise over the last steps: see `ttrl.instruments.gradient_noise.recent_noise`."""
+
+    steps: Count = None
+    prompts: Number = None
+    noise: Number = None
+    signal: Number = None
+    scale: Number = None
+    low: Number = None
+    high: Number = None
+    share: Number = None
+    layers: dict[str, float] | None = None
+    from_sketch: bool | None = None
+    from_samples: Number = None
+    best_samples: Number = None
+    best_prompts: Number = None
+    gain: Number = None
+
+
+class StepMeans(Facts):
+    """Figures of a step that an iteration has as means over its steps."""
+
+    loss: Number = None
+    policy_loss: Number = None
+    value_loss: Number = None
+    kl: Number = None
+    kl_share: Number = None
+    entropy: Number = None
+    grad_norm: Number = None
+    ess: Number = None
+    peak_share: Number = None
+    tokens_per_second: Number = None
+    clip_fraction_low: Number = None
+    clip_fraction_high: Number = None
+    dual_clip_fraction: Number = None
+    correction: Number = None
+    capped_fraction: Number = None
+    value_error: Number = None
+    matmul_peak: Number = None
+    kl_coefficient: Number = None
+
+
+class StepFigures(StepMeans):
+    """Figures of a step that an iteration has, too."""
+
+    lr: Number = None
+    global_step: Count = None
+    flops: Number = None
+    seconds: Number = None
+    padding_tokens: Count = None
+    logical_tokens: Count = None
+    seconds_by_part: dict[str, float] | None = None
+    memory_peaks: dict[str, float] | None = None
+
+
+class Step(StepFigures):
+    """A line of train.jsonl, as far as anything but a person reads it."""
+
+    skipped: str | None = None
+    """Why the step was not taken."""
+    row_tokens: Count = None
+    trained_tokens: Count = None
+    flops_by_part: dict[str, float] | None = None
+    sampler_trainer: SamplerTrainer | None = None
+    gradient_noise: StepNoise | None = None
+
+
+class TrainFigures(StepFigures):
+    """The optimizer steps of an iteration together."""
+
+    steps: Count = None
+    skipped: Count = None
+    unchanged: bool | None = None
+    """True where every weight is bit for bit what it was."""
+
+
+# The parts of markers and metrics
+
+
+class Sync(Facts):
+    """How a policy came to the servers."""
+
+    mode: str | None = None
+    seconds: Number = None
+    canary_max_difference: float | None = field(default_factory=NoneType)
+    fell_back: str | None = field(default_factory=NoneType)
+    """Why the servers were restarted."""
+    files_because: str | None = None
+    weights_compared: Count = None
+    weights_unchecked: Count = None
+    servers: Count = None
+    left_out: dict[str, str] | None = None
+    """Why, by address."""
+
+
+class RolloutStats(Facts, omit_defaults=False):
+    """Counts and means. Means are over graded samples, and None where there is nothing to
+    average.
+    """
+
+    num_tasks: int = 0
+    num_samples: int = 0
+    num_graded: int = 0
+    num_failed: int = 0
+    """Samples with an error instead of a reward; num_graded + num_failed + num_unfinished =
+    num_samples.
+    """
+    num_unfinished: int = 0
+    """Samples that a token budget cut off; they can be continued."""
+    num_cached: int = 0
+    """Samples whose completion came from the cache."""
+    num_turns: int = 0
+    """Replies of the model in samples of rollouts."""
+    num_breaks: int = 0
+    """Of these, those whose prompt does not continue an earlier turn token by token, first ones
+    left out: they are trained as sequences of their own, whose prompt is computed once more. 0
+    where the server gave no ids, by which it could be told.
+    """
+    mean_reward: Number = None
+    metrics: dict[str, float] = {}
+    """Each metric's mean over the graded samples that have it."""
+    prompt_tokens: int = 0
+    """Every task's prompt once, however many samples it has."""
+    completion_tokens: int = 0
+    mean_completion_tokens: Number = None
+    """Over the samples that the server completed, graded or not."""
+    new_prompt_tokens: int = 0
+    new_completion_tokens: int = 0
+    """Tokens that were sent and sampled now: without those from the cache, and without what earlier
+    calls had sampled.
+    """
+    prefix_cached_tokens: int = 0
+    """Of the new prompt tokens, those that the server's own prefix cache served."""
+    spend: Number = None
+    """Dollars for the new tokens; None where no prices were given."""
+    finish_reasons: dict[str, int] = {}
+    exceptions: dict[str, int] = {}
+    """Why samples, graders, transforms and callbacks failed, and how often, the commonest first."""
+    seconds: Number = None
+    """Wall clock of the whole call; None where the results were read from a file."""
+    tokens_per_second: Number = None
+    """new_completion_tokens / seconds; None where all came from the cache."""
+    partial_metrics: dict[str, int] = {}
+    """How many samples have a metric that some graded samples lack: its mean is over those alone.
+    """
+    grading_seconds: Number = None
+    """That grades took, added up over samples; many run at once, and while others are sampled."""
+
+    def only_some(self, metric: str) -> str:
+        """Return " (12 of 64 samples)" for a metric that some graded samples lack, else ""."""
+        count = self.partial_metrics.get(metric)
+        if count is None:
+            return ""
+        return f" ({count} of {self.num_graded} samples)"
+
+    def summary(self) -> str:
+        """Return one line for the log."""
+        parts = [f"{self.num_samples} samples of {self.num_tasks} tasks"]
+        if self.seconds is not None:
+            parts.append(f"{self.seconds:.1f} s")
+        if self.mean_reward is not None:
+            parts.append(f"mean reward {self.mean_reward:.3f}")
+        parts += [
+            f"{name} {value:.3f}{self.only_some(name)}" for name, value in self.metrics.items()
+        ]
+        if self.mean_completion_tokens is not None:
+            if self.tokens_per_second is not None:
+                speed = f", {si(self.tokens_per_second)} tokens/s"
+            else:
+                speed = ""
+            parts.append(
+                f"{si(self.completion_tokens)} tokens ({self.mean_completion_tokens:.1f} per "
+                f"sample{speed})"
+            )
+        if self.spend is not None:
+            parts.append(f"${self.spend:.4g}")
+        for count, what in (
+            (self.num_turns, "turns"),
+            (self.num_cached, "from the cache"),
+            (self.num_unfinished, "unfinished"),
+            (self.num_failed, "failed"),
+        ):
+            if count:
+                parts.append(f"{count} {what}")
+        return ", ".join(parts)
+
+    def failures(self, most: int = 3) -> str:
+        """Return the commonest reasons for failures with their counts, one line."""
+        shown = [f"{count} × {reason}" for reason, count in list(self.exceptions.items())[:most]]
+        if len(self.exceptions) > most:
+            shown.append(f"{len(self.exceptions) - most} other reasons")
+        return "; ".join(shown)
+
+
+class SampledFlops(Facts):
+    """What the servers computed for a phase."""
+
+    prefill: float = field(default_factory=float)
+    decode: float = field(default_factory=float)
+    per_second: Number = None
+    """On one GPU (on CPUs of the whole machine)."""
+
+
+class Staleness(Facts):
+    """Iterations between the policy that sampled a token and the newest one."""
+
+    mean: Number = None
+    max: Count = None
+
+
+class Unfinished(Facts):
+    """What a token budget cut off."""
+
+    groups: Count = None
+    samples: Count = None
+    tokens: Count = None
+
+
+class Turn(NamedTuple):
+    """The last turn of a task."""
+
+    round: int
+    due: int
+    """The round of the next one."""
+    without: int
+    """Turns in a row, up to this one, without a signal."""
+    score: float | None
+    """The mean of its samples; None where there never were two that could be graded."""
+
+
+class CurriculumFigures(Facts):
+    """Where all tasks are: see `ttrl.loop.task_stream.Curriculum.measured`."""
+
+    round: Count = None
+    total: Count = None
+    unseen: Count = None
+    solved: Count = None
+    hopeless: Count = None
+    between: Count = None
+    level: Count = None
+    level_score: Figure = UNSET
+
+
+class CurriculumFacts(CurriculumFigures):
+    """The same, with what follows from it for later iterations."""
+
+    turns: dict[str, Turn] = field(default_factory=lambda: {})
+    """By the digest of the task."""
+    level_scores: list[tuple[str, float]] | None = None
+
+
+class Groups(Facts, omit_defaults=False):
+    """How many groups of an iteration have something to teach, and why the others have not."""
+
+    total: int = 0
+    kept: int = 0
+    all_right: int = 0
+    all_wrong: int = 0
+    other_equal: int = 0
+    too_few: int = 0
+    no_signal: int = 0
+    no_signal_share: float = 0.0
+    low_std: int = 0
+    """Kept groups whose standard deviation is below the floor."""
+
+
+class AdvantageFigures(Facts):
+    """What became of the rewards of an iteration."""
+
+    clipped: Count = None
+    """Samples whose advantage was cut."""
+    mean_abs: Number = None
+    lowest: Number = None
+    highest: Number = None
+    shaped_reward: Number = None
+    """The mean over all graded samples, where rewards are shaped."""
+    surprise: Number = None
+    """The mean, with a surprise bonus."""
+    surprise_unknown: Count = None
+    """Samples without any known log-probability."""
+
+
+class RolloutFigures(Facts, omit_defaults=False):
+    """What an iteration's rollouts say about learning; None where there is nothing to share."""
+
+    truncated: Number = None
+    """Share of the completed samples that the length limit ended."""
+    truncated_reward: Number = None
+    """Mean reward of these, as far as they were graded."""
+    ended_reward: Number = None
+    """Mean reward of those that ended by themselves."""
+    stopped_early: Number = None
+    """Share of the completed samples that `early_stop` ended; None in a run without one."""
+    empty: Number = None
+    """Share of the completed samples without any text or token."""
+    grader_failures: Count = None
+    """Samples whose grader failed (of the failed ones)."""
+    repeated: Number = None
+    """Share of the graded samples whose completion another sample of their group wrote before."""
+    repeated_groups: Number = None
+    """Share of the groups (of two or more) whose samples are all the same completion."""
+    stuck_groups: Number = None
+    """The same, of groups whose reward is below the highest of the iteration: no sample finds a
+    better one.
+    """
+    commonest: Number = None
+    """Share of the graded samples that wrote the commonest completion of the iteration."""
+    commonest_tasks: Number = None
+    """Share of the tasks in which that was written at all."""
+    length_correlation: Number = None
+    """Of reward and length, within groups (both less their group's mean): what advantages see. None
+    where neither or only one of them varies.
+    """
+    mean_length: Number = None
+    """Tokens of the completed samples (characters where there are no tokens), as `max_length`."""
+    max_length: Count = None
+
+
+class PackFigures(Facts):
+    """The rows that an iteration is trained on."""
+
+    advantages: AdvantageFigures = AdvantageFigures()
+    rows: Count = None
+    row_tokens: Count = None
+    trained_tokens: Count = None
+    tokenization: dict[str, int] | None = None
+    """The fields of `ttrl.data.tokenization.TokenizationCounts`."""
+    fill: Number = None
+    dropped: dict[str, int] | None = None
+    """See `ttrl.data.packing.packed.PackedTensors.dropped`."""
+
+
+# Markers
+
+
+class PhaseFacts(Facts):
+    """What a finished phase says of itself in its marker."""
+
+    phase: ClassVar[str]
+
+
+class PrepareFacts(PhaseFacts):
+    phase = "prepare"
+    seconds: Number = None
+    sync: Sync | UnsetType | None = UNSET
+
+
+class SampledFacts(PhaseFacts):
+    """A phase that samples."""
+
+    seconds: Number = None
+    sync_seconds: Number = None
+    sync: Sync | UnsetType | None = UNSET
+    stats: RolloutStats | None = None
+    flops: SampledFlops | None = None
+
+
+class RolloutsFacts(SampledFacts):
+    phase = "rollouts"
+    tasks_taken: Count = None
+    """Of the stream, by this iteration and those before it."""
+    extra_tasks: Count = None
+    dropped_groups: Count = None
+    new_completion_tokens: Count = None
+    staleness: Staleness = Staleness()
+    unfinished: Unfinished | None = None
+    curriculum: CurriculumFacts | None = None
+    sessions: Count = None
+    """Of `ttrl proxy`, in this iteration and those before it."""
+    left_out: Count = None
+    """Samples of a run that its replay does not grade again."""
+    source: str | None = None
+    """The SHA-256 of the rollouts that a replay grades again."""
+
+
+class PackFacts(PackFigures, PhaseFacts):
+    phase = "pack"
+    seconds: Number = None
+    groups: Groups = Groups()
+    rollouts: RolloutFigures = RolloutFigures()
+
+
+class TrainFacts(PhaseFacts):
+    phase = "train"
+    seconds: Number = None
+    trained: bool | None = None
+    """False where no group had a signal."""
+    steps: list[dict[str, Any]] = []
+    """The lines of train.jsonl."""
+    saved: bool | None = None
+    """False where checkpoint and state were not written (`save_every`)."""
+    save_seconds: Number = None
+
+    def taken(self) -> list[Step]:
+        """Return the steps."""
+        return [read_facts(Step, step) for step in self.steps]
+
+
+class SaveFacts(PhaseFacts):
+    phase = "save"
+    seconds: Number = None
+
+
+class ValidateFacts(SampledFacts):
+    phase = "validate"
+    sampling: str | None = None
+    """How: "greedy, 64 tasks"."""
+    intervals: dict[str, tuple[float, float]] | None = None
+    """95% intervals of the reward and each metric."""
+
+
+# config_history.jsonl
+
+
+class ConfigChange(Facts, omit_defaults=False):
+    """A line of config_history.jsonl: what a start changed."""
+
+    iteration: int = 0
+    """The first with these settings."""
+    time: float = 0.0
+    changes: dict[str, list[Any]] = {}
+    """Before and now, by the names of settings."""
+
+
+# metrics.jsonl
+
+
+class PhaseSeconds(Facts):
+    """Seconds of an iteration's phases; phases that overlap count in full."""
+
+    prepare: Number = None
+    sample: Number = None
+    pack: Number = None
+    train: Number = None
+    validate: Number = None
+    sync: Number = None
+    total: Number = None
+    """Of the whole iteration."""
+
+    def by_phase(self) -> dict[str, float]:
+        """Return the seconds of each phase that is there, without their total."""
+        values: dict[str, float] = msgspec.to_builtins(self)
+        values.pop("total", None)
+        return values
+
+    @property
+    def unnamed(self) -> float:
+        """Return what none of the phases took."""
+        return max(0.0, (self.total or 0.0) - sum(self.by_phase().values()))
+
+
+class Flops(Facts):
+    """What an iteration's FLOPs are spent on; `total`, and `cumulated` over the run."""
+
+    prefill: Number = None
+    decode: Number = None
+    validation: Number = None
+    training: Number = None
+    recomputation: Number = None
+    prepass: Number = None
+    reference: Number = None
+    total: Number = None
+    cumulated: Number = None
+
+    @property
+    def before_gradient(self) -> float | None:
+        """Return what the passes before the gradient took, of policy and reference."""
+        if self.prepass is None and self.reference is None:
+            return None
+        return (self.prepass or 0.0) + (self.reference or 0.0)
+
+
+FLOPS_PARTS = Flops.__struct_fields__[:-2]
+
+
+class ServerFigures(Facts):
+    """The servers' speed while they sampled."""
+
+    flops_per_second: Number = None
+    peak_share: Number = None
+
+
+class GpuUse(Facts):
+    """What a GPU was used for, as far as it says so."""
+
+    busy: Number = None
+    """Share of the time in which any kernel ran."""
+    watts: Number = None
+    memory: Number = None
+    """Bytes."""
+
+
+class PhaseUse(Facts):
+    """What the machine was used for, while a run did one thing."""
+
+    seconds: Number = None
+    cpu: Number = None
+    """Share of all cores that worked."""
+    memory: Number = None
+    """The most bytes that were in use."""
+    gpu_busy: Number = None
+    watts: Number = None
+    """Of all GPUs together."""
+    gpus: list[GpuUse] | None = None
+
+
+class MachineUse(Facts):
+    """What the machine was used for, by what the run did."""
+
+    sample: PhaseUse = PhaseUse()
+    train: PhaseUse = PhaseUse()
+    both: PhaseUse = PhaseUse()
+    other: PhaseUse = PhaseUse()
+    """Neither."""
+
+
+class MetricsRow(Facts):
+    """A line of metrics.jsonl: what an iteration learned, and what it cost."""
+
+    iteration: int
+    seconds: PhaseSeconds = PhaseSeconds()
+    reward: Figure = UNSET
+    metrics: dict[str, float] | None = None
+    partial_metrics: dict[str, int] | None = None
+    samples: Count = None
+    failed: Count = None
+    finish_reasons: dict[str, int] | None = None
+    prompt_tokens: Count = None
+    completion_tokens: Count = None
+    tokens_per_second: Figure = UNSET
+    grading_seconds: Number = None
+    new_completion_tokens: Count = None
+    staleness: Staleness = Staleness()
+    unfinished: Unfinished = Unfinished()
+    dropped_groups: Count = None
+    extra_tasks: Count = None
+    curriculum: CurriculumFigures = CurriculumFigures()
+    groups: Groups = Groups()
+    rollouts: RolloutFigures = RolloutFigures()
+    pack: PackFigures = PackFigures()
+    trained: bool | None = None
+    train: TrainFigures = TrainFigures()
+    sampler_trainer: SamplerTrainer | UnsetType | None = UNSET
+    gradient_noise: GradientNoise = GradientNoise()
+    validation_reward: Figure = UNSET
+    validation: dict[str, float] | None = None
+    validation_samples: Count = None
+    validation_failed: Count = None
+    validation_partial_metrics: dict[str, int] | None = None
+    validation_sampling: str | None = None
+    validation_intervals: dict[str, tuple[float, float]] | None = None
+    flops: Flops = Flops()
+    server: ServerFigures = ServerFigures()
+    sync: Sync = Sync()
+    dead_seconds: Number = None
+    machine: MachineUse = MachineUse()
+
+    @property
+    def compared(self) -> SamplerTrainer:
+        """Return how far sampler and trainer are apart; empty where they were not compared."""
+        return self.sampler_trainer or SamplerTrainer()
+
+    def by_name(self, separator: str = ".") -> dict[str, Any]:
+        """Return all values by flat names, "train.entropy", without figures by weights version,
+        whose names differ in each iteration.
+        """
+        compared = self.compared.replace(by_version=None)
+        row = self.replace(sampler_trainer=compared)
+        return flat(row.to_json(), separator)
+
+    def metric(self, name: str) -> Figure:
+        """Return the reward, or the mean of a metric over the iteration's samples."""
+        if name == "reward":
+            return self.reward
+        return (self.metrics or {}).get(name)
+
+    def held_out(self, name: str) -> Figure:
+        """Return the held-out reward, or the mean of a metric over held-out samples."""
+        if name == "reward":
+            return self.validation_reward
+        return (self.validation or {}).get(name)
+
+
+Pick: TypeAlias = Callable[[MetricsRow], Figure]
+"""Which figure of a row is meant: `lambda row: row.train.entropy`."""
+
+
+def metric(name: str) -> Pick:
+    """Return what picks the reward, or a metric over an iteration's samples."""
+    return lambda row: row.metric(name)
+
+
+def held_out(name: str) -> Pick:
+    """Return what picks the held-out reward, or a metric over held-out samples."""
+    return lambda row: row.held_out(name)

@@ -1,0 +1,100 @@
+"""What drift.json holds: where sampler and trainer differ, and why."""
+
+from pathlib import Path
+from typing import Literal
+
+from ttrl.facts import Difference, Facts, parse
+from ttrl.run_folder.folder import DRIFT_FILE
+
+Verdict = Literal["found", "ruled out", "could not be checked"]
+
+
+class WorstToken(Facts, omit_defaults=False):
+    """One of the tokens on which sampler and trainer differ most, with what stands around it."""
+
+    task_id: str
+    sample: int
+    place: int
+    """Its number among the generated tokens, from 0."""
+    text: str
+    before: str
+    after: str
+    position: int = 0
+    """Its position in the whole sequence."""
+    token_id: int = 0
+    trainer: float | None = None
+    sampler: float | None = None
+    as_sent: bool | None = None
+    """Whether the pack's ids up to it are those that the server sampled from; None if unknown, or
+    with several turns.
+    """
+
+    def line(self) -> str:
+
+        def shown(text: str) -> str:
+            return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+        sampler, trainer = (
+            "not finite" if value is None else f"{value:.4f}"
+            for value in (self.sampler, self.trainer)
+        )
+        return (
+            f"  sampler {sampler}, trainer {trainer}: task {self.task_id!r}, sample "
+            f"{self.sample}, token {self.place} "
+            f"(position {self.position}, id {self.token_id}): "
+            f"…{shown(self.before)}[{shown(self.text)}]{shown(self.after)}…"
+        )
+
+
+class Cause(Facts, omit_defaults=False):
+    """One likely cause and what was seen of it."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+    way_out: str = ""
+
+    def line(self) -> str:
+        mark = {"found": "FOUND", "ruled out": "ruled out", "could not be checked": "not checked"}[
+            self.verdict
+        ]
+        if self.way_out and self.verdict != "ruled out":
+            way = f" → {self.way_out}"
+        else:
+            way = ""
+        return f"  {mark:<11} {self.name}: {self.detail}{way}"
+
+
+class DriftReport(Facts, omit_defaults=False):
+    """The content of drift.json."""
+
+    iteration: int
+    version: int
+    """The policy that sampled the tokens."""
+    exceeded: list[str]
+    """The limits, in words."""
+    worst: list[WorstToken]
+    causes: list[Cause]
+    figures: Difference = Difference()
+
+    @property
+    def lead(self) -> str:
+        """Return what stands above the tokens."""
+        return (
+            f"Iteration {self.iteration}, tokens of policy {self.version}: "
+            f"{'; '.join(self.exceeded)}. The tokens that are furthest apart, and the likely "
+            "causes, checked:"
+        )
+
+
+def read_newest_report(run: Path) -> DriftReport | None:
+    """Read the newest drift.json of a run; None where there is none, or one that is damaged or of
+    another version.
+    """
+    paths = sorted((run / "iterations").glob(f"[0-9]*/{DRIFT_FILE}"))
+    if not paths:
+        return None
+    try:
+        return parse(DriftReport, paths[-1].read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,473 @@
+"""One process per run: a lease on its folder, and one on its mirror.
+
+The holder of a lease stands in owner.json (`ttrl.run_folder.owner`), gives a sign of life every few
+seconds, and has an epoch: a number above those of all earlier owners. `Lease` is that rule. It has
+two backends: `FolderLease` here, `StoreLease` in `ttrl.run_folder.mirror`.
+
+A folder is taken in two ways. `lock` is locked with flock: the kernel frees it when its process
+dies, however it dies, so one machine needs nothing more. Other machines may not see the flock, and
+some file systems have none: for these, owner.json's time of change moves as a sign of life.
+
+Two processes may start in the same moment, and an owner may be taken for dead and go on. They are
+kept apart by owners/EPOCH, a folder that each owner makes; only one can. An owner writes its
+markers there first, and then links or renames them to their place. The next owner removes the
+folders of earlier owners before anything else, and with them all markers without a place yet: a
+marker was there before the new owner began, or never will be. This takes no clock and no second
+look, and holds wherever the file server itself does mkdir, rmdir and link.
+
+An owner from before the machine's last start is known to be gone only if the disk belongs to this
+machine alone.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from ttrl.errors import RunFolderError, RunFolderInUseError, StorageError
+from ttrl.run_folder.owner import Owner, describe_process, parse_owner
+from ttrl.system.files import again, create_text, json_text, make_folders, write_text
+
+logger = logging.getLogger(__name__)
+
+OWNER_FILE = "owner.json"
+_OWNERS = "owners"
+LEASE_FILES = frozenset({"lock", OWNER_FILE, _OWNERS})
+"""What a folder holds that was locked, and nothing else."""
+HEARTBEAT_SECONDS = 5.0
+TAKE_OVER_VARIABLE = "TTRL_TAKE_OVER"
+_WATCHED_BEATS = 3.2
+"""How long another machine's owner is watched for a heartbeat before it is taken for silent, in
+beats.
+"""
+_UNSUPPORTED = {errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOLCK, errno.EINVAL}
+_GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
+_ONE_MACHINE = {
+    "ext2",
+    "ext3",
+    "ext4",
+    "xfs",
+    "jfs",
+    "btrfs",
+    "zfs",
+    "f2fs",
+    "bcachefs",
+    "tmpfs",
+    "ramfs",
+    "overlay",
+}
+_ONE_MACHINE |= {"fuse.fuse-overlayfs", "vfat", "exfat", "ntfs3", "fuseblk"}
+"""File systems that no other machine writes to at the same time."""
+_MOUNTS = Path("/proc/self/mountinfo")
+
+
+class Lease(ABC):
+    """This process's hold on a run: its name in an owner.json, and a heartbeat as a sign of life.
+    Use `held`.
+
+    what: the run folder or mirror, in messages. Subclasses read and write the file.
+    """
+
+    def __init__(self, what: object, beat_seconds: float) -> None:
+        self._what = what
+        self._beat_seconds = beat_seconds
+        self.owner = Owner()
+        self.epoch = 0
+        """Which owner of the run this process is; 0 where it is none."""
+        self.lost_to: Owner | None = None
+        """Who has taken over."""
+
+    @abstractmethod
+    def read(self) -> Owner | None:
+        """Return the owner; None where there is none."""
+
+    @abstractmethod
+    def is_gone(self, owner: Owner) -> bool:
+        """Tell whether an owner without a sign of life is known to be dead."""
+
+    @abstractmethod
+    def sign(self) -> None:
+        """Make this process the owner. Raises RunFolderError where another was quicker."""
+
+    @abstractmethod
+    def beat(self, number: int) -> None:
+        """Move what `pulse` returns."""
+
+    @abstractmethod
+    def pulse(self) -> object:
+        """Return what moves as long as the owner lives; None where it has left."""
+
+    @abstractmethod
+    def other(self) -> Owner | None:
+        """Return the process that has signed since, even if it has left again; None if there is
+        none.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Say that this process is no longer the owner."""
+
+    @contextlib.contextmanager
+    def held(self, *, take_over: bool = False) -> Iterator[None]:
+        """Hold the run until the block ends. Raises RunFolderError where another process is alive,
+        or may be.
+
+        take_over: also from an owner on another machine that gives no sign of life; it may only be
+            cut off.
+        """
+        owner = self.read()
+        if owner is not None:
+            self._judge(owner, take_over=take_over)
+        self.owner = describe_process()
+        self.lost_to = None
+        try:
+            self.sign()
+            with self._heartbeat():
+                yield
+        finally:
+            self.epoch = 0
+
+    def is_ours(self) -> bool:
+        """Tell whether no other process has taken over, which is final. A file that cannot be read
+        names no other.
+        """
+        if self.epoch and self.lost_to is None and (other := self.other()) is not None:
+            self.lost_to = other
+            logger.error(
+                "%s was taken over by another process (%s); no more is written there",
+                self._what,
+                other,
+            )
+        return self.lost_to is None
+
+    def in_use_by(self, owner: Owner | None) -> RunFolderInUseError:
+        """Return what is said where `owner` is alive."""
+        return RunFolderInUseError(
+            f"{self._what} is in use by another process ({owner or 'an unknown owner'}); wait for "
+            "it, or stop it"
+        )
+
+    def _judge(self, owner: Owner, *, take_over: bool) -> None:
+        """Raise RunFolderError where `owner` is alive, or may be."""
+        lives = self._lives(owner)
+        if lives:
+            raise self.in_use_by(owner)
+        if lives is not None:
+            return
+        logger.warning(
+            "%s has an owner on another machine; watching for a sign of life", self._what
+        )
+        if self._pulse_moves():
+            raise self.in_use_by(owner)
+        if not take_over and not self.is_gone(owner):
+            raise RunFolderError(
+                f"{self._what} belongs to a process on another machine ({owner}), "
+                "which gives no sign of life; if it "
+                "is gone, take the run over: train(..., take_over=True), or start the command "
+                f"with {TAKE_OVER_VARIABLE}=1"
+            )
+        logger.warning("%s is taken over from %s", self._what, owner)
+
+    def _lives(self, owner: Owner) -> bool | None:
+        """Tell whether an owner lives; None where only its heartbeat can say."""
+        return owner.lives()
+
+    def _pulse_moves(self) -> bool:
+        seen = self.pulse()
+        # Looks, not seconds: where all stood still for a while, the owner did, too.
+        for _ in range(round(8 * _WATCHED_BEATS)):
+            time.sleep(self._beat_seconds / 8)
+            now = self.pulse()
+            if now != seen:
+                return now is not None  # None: it has just ended
+        return False
+
+    @contextlib.contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        """Beat until the block ends, and leave."""
+        ended = threading.Event()
+        beating = threading.Thread(
+            target=self._beat_until, args=(ended,), name="run owner", daemon=True
+        )
+        beating.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beating.join()
+            with contextlib.suppress(OSError):
+                if self.epoch and self.is_ours():
+                    self.leave()
+
+    def _beat_until(self, ended: threading.Event) -> None:
+        number = 0
+        while not ended.wait(self._beat_seconds):
+            number += 1
+            with contextlib.suppress(OSError):
+                if not self.is_ours():
+                    return
+                self.beat(number)
+
+
+class FolderLease(Lease):
+    """The lease of a run folder: lock, owner.json and owners/EPOCH."""
+
+    def __init__(self, folder: Path, beat_seconds: float = HEARTBEAT_SECONDS) -> None:
+        super().__init__(folder, beat_seconds)
+        self._folder = folder
+        self._path = folder / OWNER_FILE
+        self._owners = folder / _OWNERS
+        self._place: Path | None = None
+        """Where this owner writes its markers first; None while the folder is not held."""
+        self._earlier: list[int] = []
+        self._has_flock = False
+        self.token = ""
+        """A random name of this run folder, while it is held."""
+
+    @contextlib.contextmanager
+    def held(self, *, take_over: bool = False) -> Iterator[None]:
+        """Hold the folder, see `Lease.held`."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = os.fdopen(os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT, 0o644), "r+")
+        except OSError as error:
+            raise RunFolderError(
+                f"{self._folder} cannot be a run folder: {error.strerror}; choose another one"
+            ) from error
+        with file:
+            # Before the owner is read: later ones have not been judged, and may be alive.
+            self._earlier = self._epochs()
+            self._has_flock = self._flock(file)
+            try:
+                with super().held(take_over=take_over):
+                    self.token = _token_in(file)
+                    yield
+            finally:
+                self._place = None
+
+    def create(self, path: Path, text: str) -> None:
+        """Make a marker. Raises RunFolderError where another process has taken over, or has made
+        it; StorageError.
+        """
+        self.check()
+        try:
+            made = again(lambda: create_text(path, text, self._place))
+        except StorageError:
+            self.check()  # gone with the place from which it gets its name
+            raise
+        if not made:
+            raise RunFolderError(
+                f"{path} is there already: another process has finished this phase meanwhile, or "
+                "it was done twice; this one "
+                "stops here. Start the same command again to go on from there, or remove that "
+                "file first to run the phase again"
+            )
+
+    def check(self) -> None:
+        """Raise RunFolderError where another process has taken the folder over."""
+        if not self.is_ours():
+            raise RunFolderError(
+                f"{self._folder} was taken over by another process "
+                f"({self.lost_to}); this one stops here, "
+                "and what it had begun is not marked as finished. Start the same command again "
+                "to go on from where that one ended"
+            )
+
+    def discard(self) -> None:
+        """Remove the folder, held by this process, with all that is in it."""
+        self.check()
+        assert self.epoch, "only a folder that is held can be discarded"
+        self.epoch = 0  # nothing is left to own or to take over
+        shutil.rmtree(self._folder)
+
+    def lift(self, epoch: int) -> None:
+        """Go on as a later owner, where the run's mirror knows of more of them. Raises
+        RunFolderError where another process has taken the folder over.
+        """
+        self.check()
+        if self.epoch:
+            self.epoch = max(epoch, self.epoch)
+
+    def read(self) -> Owner | None:
+        """Return the owner; None where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return parse_owner(again(lambda: self._path.read_text(encoding="utf-8")))
+        return None
+
+    def is_gone(self, owner: Owner) -> bool:
+        """Tell whether the disk belongs to this machine alone. Clients of an NFS server on this
+        machine give signs of life.
+        """
+        return self._has_flock and _only_here(self._folder)
+
+    def sign(self) -> None:
+        """Make owners/EPOCH, and write owner.json."""
+        self.epoch = max(self._earlier, default=0) + 1
+        self._place = place = self._owners / str(self.epoch)
+        try:
+            make_folders(self._owners)
+            again(place.mkdir)
+            for epoch in self._earlier:
+                _remove(self._owners / str(epoch))
+            # A later owner has removed an earlier place of this number.
+            if max(self._epochs(), default=0) != self.epoch:
+                raise self.in_use_by(self.read())
+            # Not where somebody has taken over: then the folder that it comes from is gone.
+            write_text(
+                place / OWNER_FILE, json_text(msgspec.to_builtins(self.owner)), durable=False
+            )
+            os.replace(place / OWNER_FILE, self._path)
+        except OSError as error:
+            if error.errno == errno.EEXIST or (error.errno in _GONE and not self._has_place()):
+                raise self.in_use_by(self.read()) from None
+            if isinstance(error, StorageError):
+                raise
+            way_out = "make room, or look at the permissions, and start the same command again"
+            raise StorageError(
+                error.errno or 0, f"could not write {place}: {error.strerror}; {way_out}"
+            ) from error
+
+    def beat(self, number: int) -> None:
+        """Move the file's time of change."""
+        os.utime(self._path)
+
+    def pulse(self) -> int | None:
+        """Return the file's time of change. Only its own clock counts, so clocks that differ do no
+        harm.
+        """
+        try:
+            # Opened anew each time: that is what makes NFS look at the server's.
+            with open(self._path, "rb") as file:
+                return os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return None
+
+    def other(self) -> Owner | None:
+        """Return the process that has removed our place, or has signed since."""
+        owner = self.read()
+        if not self._has_place():
+            return owner or Owner()
+        # Of an older ttrl.
+        if owner is None or owner.token == self.owner.token:
+            return None
+        return owner
+
+    def leave(self) -> None:
+        """Move owner.json away, not remove it: it could be another's by now."""
+        assert self._place is not None
+        os.replace(self._path, self._place / OWNER_FILE)
+
+    def _lives(self, owner: Owner) -> bool | None:
+        # The lock would name it as alive if it were.
+        if self._has_flock and owner.same_boot():
+            return False
+        return super()._lives(owner)
+
+    def _epochs(self) -> list[int]:
+        try:
+            return [
+                int(name) for name in again(lambda: os.listdir(self._owners)) if name.isdecimal()
+            ]
+        except FileNotFoundError:
+            return []
+
+    def _has_place(self) -> bool:
+        assert self._place is not None
+        try:
+            again(self._place.stat)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+            return False
+        return True
+
+    def _flock(self, file: IO[str]) -> bool:
+        """Lock the file; return False where the file system has no such locks."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self.in_use_by(self.read()) from None
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise RunFolderError(
+                    f"{self._folder} cannot be locked: {error.strerror}; choose another run folder"
+                ) from error
+            logger.warning(
+                "%s: the file system has no locks; the heartbeat in owner.json has to do",
+                self._folder,
+            )
+            return False
+        return True
+
+
+def _only_here(folder: Path) -> bool:
+    """Tell whether a folder is on a file system of this machine alone; False where that is
+    unknown.
+    """
+    real = os.path.realpath(folder)
+    kinds: dict[str, str] = {}
+    with (
+        contextlib.suppress(OSError),
+        open(_MOUNTS, encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        for line in file:
+            mount, _, kind = line.partition(" - ")
+            place = re.sub(
+                r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), mount.split(" ")[4]
+            )
+            if os.path.commonpath([place, real]) == place:
+                # A later one covers an earlier one of the same place.
+                kinds[place] = kind.split(" ")[0]
+    return bool(kinds) and kinds[max(kinds, key=len)] in _ONE_MACHINE
+
+
+def _remove(place: Path) -> None:
+    """Remove the folder of an earlier owner, which may be writing in it. Only what the file server
+    says counts, not a look.
+    """
+    for _ in range(100):
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                for name in again(lambda: os.listdir(place)):
+                    os.unlink(place / name)  # EBUSY: NFS keeps one that is open under another name
+            os.rmdir(place)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno not in (
+                errno.ENOTEMPTY,
+                errno.EEXIST,
+                errno.EBUSY,
+                errno.ESTALE,
+                errno.EIO,
+            ):
+                raise
+            time.sleep(0.02)
+        else:
+            return
+    raise RunFolderError(
+        f"{place} of an earlier owner cannot be removed: something goes on writing there; stop it"
+    )
+
+
+def _token_in(file: IO[str]) -> str:
+    """Return the token in `lock`, written there by the first that holds it."""
+    with contextlib.suppress(OSError, ValueError):
+        token = file.read(64)
+        if not token:
+            token = secrets.token_hex(8)
+            os.pwrite(file.fileno(), token.encode(), 0)
+        return token
+    return ""
