@@ -169,7 +169,7 @@ def test_rooms_and_files_have_a_size_to_read() -> None:
             assert len(text.splitlines()) >= MIN_LINES, path
 
 
-NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs/*.md")
+NAMED_IN = ("ttrl/**/*.py", "tests/**/*.py", "tools/*.py", "recipes/*.py", "docs/**/*.md")
 NAMED_IN_FILES = ("README.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile")
 NOT_OURS = {"end", "written"}
 """Attributes of a variable that a template calls ttrl."""
