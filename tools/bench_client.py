@@ -184,7 +184,7 @@ async def with_ttrl(
     url: str, n: int, requests: int, streamed: bool, interval: int, tokens: int
 ) -> int:
     transport = transport_for(url)
-    request = ChatRequest.of("m", params=_params(tokens, interval), token_ids=True, max_retries=0)
+    request = ChatRequest.of("m", params=_params(tokens, interval), token_ids=True)
     seen = 0
 
     def on_chunk(chunk: Any, completion: Any) -> None:

@@ -57,9 +57,10 @@ from ttrl.data.tokenization import TaskResultTokenizer
 from ttrl.loop.sampling import FinishedGroups
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.divided import Worker, divided_servers, get_divided_results
-from ttrl.rollouts.settings import SamplingSettings
+from ttrl.rollouts.request import SamplingRequest
+from ttrl.rollouts.sampling import Job
 from ttrl.rollouts.task_results import TaskResults, get_task_results
-from ttrl.rollouts.worker import Job, Turn
+from ttrl.rollouts.worker import Report
 from ttrl.system.files import write_jsonl
 from ttrl.tasks.task import Task
 from ttrl.tiny_model import make_tiny_model
@@ -230,10 +231,10 @@ class Counted(cluster_workers.WorkerActor):
 
     turns = 0
 
-    async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
+    async def work(self, call: str, jobs: Sequence[Job], more: bool) -> Report:
         """Count one."""
         Counted.turns += 1
-        return await super().turn(call, jobs, more)
+        return await super().work(call, jobs, more)
 
 
 class _Method:
@@ -249,8 +250,8 @@ class _Place:
     """One worker of a host, as the handle of an actor looks."""
 
     def __init__(self, host: Any, number: int) -> None:
-        self.open, self.turn, self.close = (
-            _Method(method, number) for method in (host.open, host.turn, host.close)
+        self.open, self.work, self.close = (
+            _Method(method, number) for method in (host.open, host.work, host.close)
         )
 
 
@@ -319,9 +320,8 @@ class Bench:
         began = time.perf_counter()
         lead = time.process_time()
         Counted.turns = 0
-        with FinishedGroups(
-            self.folder / f"partial{self.loads}.jsonl", dict(enumerate(tasks)), ()
-        ) as finished:
+        partial = self.folder / f"partial{self.loads}.jsonl"
+        with FinishedGroups(partial, range(len(tasks))) as finished:
 
             def done(group: TaskResult) -> None:
                 came.append(group.task_id)
@@ -339,7 +339,9 @@ class Bench:
                     zip(workers, divided_servers(self.endpoints, [None] * o.workers), strict=True)
                 )
                 results = asyncio.run(
-                    get_divided_results(tasks, shares, SamplingSettings(**settings), done)
+                    get_divided_results(
+                        tasks, shares, SamplingRequest(**settings, on_task_done=done)
+                    )
                 )
             else:
                 results = asyncio.run(get_task_results(tasks, **settings, on_task_done=done))
@@ -367,10 +369,10 @@ class Bench:
         worker = Counted(0, _Place(host, 0))
 
         async def turns() -> float:
-            await worker.open("idle", SamplingSettings(client=self.endpoints[:1], model="m"))
+            await worker.open("idle", SamplingRequest(client=self.endpoints[:1], model="m"))
             began = time.process_time()
             for _ in range(count):
-                await worker.turn("idle", [], True)  # there is room for more, so it returns at once
+                await worker.work("idle", [], True)  # there is room for more, so it returns at once
             spent = time.process_time() - began
             await worker.close("idle")
             return spent / count

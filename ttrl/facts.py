@@ -409,7 +409,7 @@ class Unfinished(Facts):
     tokens: Count = None
 
 
-class Turn(NamedTuple):
+class Standing(NamedTuple):
     """The last turn of a task."""
 
     round: int
@@ -437,7 +437,7 @@ class CurriculumFigures(Facts):
 class CurriculumFacts(CurriculumFigures):
     """The same, with what follows from it for later iterations."""
 
-    turns: dict[str, Turn] = field(default_factory=lambda: {})
+    turns: dict[str, Standing] = field(default_factory=lambda: {})
     """By the digest of the task."""
     level_scores: list[tuple[str, float]] | None = None
 

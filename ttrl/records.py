@@ -249,6 +249,8 @@ class TaskResult:
     prepared: "Prepared | None" = field(default=None, repr=False, compare=False)
     """What was made of just these samples in a process near the servers; None where nobody did. It
     holds while they stay as they are."""
+    position: int = field(default=0, init=False, repr=False, compare=False)
+    """Of its task in the call that sampled it."""
 
     @property
     def graded(self) -> list[Sample]:

@@ -17,7 +17,7 @@ from ttrl.errors import StorageError, UserError
 from ttrl.loop.carried import groups_of
 from ttrl.records import Endpoint
 from ttrl.replays.replay import replay
-from ttrl.rollouts.settings import SamplingSettings
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.run_folder.folder import RunFolder
 from ttrl.server.serving import ServedModel
 from ttrl.system.files import append_jsonl, read_jsonl
@@ -30,14 +30,14 @@ def collected(run, use, **options):
     async def main():
         async with Kit.serving(server()) as one, aiohttp.ClientSession() as http:
             told = asyncio.Queue()
-            settings = SamplingSettings(
+            request = SamplingRequest(
                 client=f"http://127.0.0.1:{one.port}/v1",
                 model="m",
                 params={},
                 weights_version=0,
                 pbar=False,
             )
-            proxy = Proxy(settings, run, **options)
+            proxy = Proxy(request, run, **options)
             serving = asyncio.create_task(proxy.serve(told.put_nowait))
             address = (await told.get()).split()[-1]
 
@@ -229,7 +229,7 @@ def test_either_signal_ends_it_in_order(tmp_path, monkeypatch, number, code):
 def test_what_is_wrong_is_said_before_anything_listens(tmp_path, capsys):
     with pytest.raises(UserError, match="max_tokens"):
         Proxy(
-            SamplingSettings(client="http://127.0.0.1:1/v1", model="m", params={"max_tokens": 0}),
+            SamplingRequest(client="http://127.0.0.1:1/v1", model="m", params={"max_tokens": 0}),
             tmp_path,
         )
     command = ["proxy", "http://127.0.0.1:1/v1", "--name", "m", "--output", str(tmp_path / "run")]

@@ -95,11 +95,11 @@ def test_former_spellings_go_on_to_work():
 
 def test_a_near_miss_in_python_is_named():
     with pytest.raises(
-        ConfigError, match="no setting 'sample_per_task'; did you mean 'samples_per_task'"
+        ConfigError, match="unknown key 'sample_per_task'; did you mean 'samples_per_task'"
     ):
         evaluate_in_python("m", "letter_counting", sample_per_task=4)
     # As the command had it.
-    with pytest.raises(ConfigError, match="no setting 'samples'; did you mean 'samples_per_task'"):
+    with pytest.raises(ConfigError, match="unknown key 'samples'; did you mean 'samples_per_task'"):
         evaluate_in_python("m", "letter_counting", samples=4)
 
 

@@ -36,7 +36,7 @@ SCRIPT = textwrap.dedent(
     from ttrl.errors import UserError
     from ttrl.records import Endpoint
     from ttrl.rollouts.divided import get_divided_results
-    from ttrl.rollouts.settings import SamplingSettings
+    from ttrl.rollouts.request import SamplingRequest
     from ttrl.rollouts.task_results import get_task_results
 
     model, address = sys.argv[1:3]
@@ -82,8 +82,8 @@ SCRIPT = textwrap.dedent(
             endpoints = [Endpoint(server.url, "key") for server in servers]
             given = {"model": "m", "n": 3, "params": {"seed": 3}, "pbar": False, "concurrency": 8, "max_downtime": 10.0}
             alone = await get_task_results(tasks, endpoints, **given)
-            settings = SamplingSettings(client=endpoints, **given)
-            results = await get_divided_results(tasks, await asyncio.to_thread(shares, endpoints), settings, kill_one)
+            request = SamplingRequest(client=endpoints, on_task_done=kill_one, **given)
+            results = await get_divided_results(tasks, await asyncio.to_thread(shares, endpoints), request)
         pids = {int(sample.metrics["pid"]) for sample in results.samples}
         print(json.dumps({
             "same": rows(alone) == rows(results), "killed": len(killed), "once": sorted(done) == sorted(t.id for t in tasks),

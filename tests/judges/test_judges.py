@@ -212,7 +212,7 @@ def test_a_second_pass_costs_nothing(server: Server, tmp_path: Any) -> None:
     server.behaviour = lambda body: json.dumps(
         {"scores": [0.1 * quality(text) for _, text in shown(body)]}
     )
-    kept = {"cache": tmp_path / "a.sqlite", "prices": (1.0, 1.0)}
+    kept = {"cache": tmp_path / "verdicts", "prices": (1.0, 1.0)}
     ranking = Ranking(model="j", base_url=server.url, rubric="r", **kept)
     first, second = sampled(group_grader=ranking), sampled(group_grader=ranking)
     assert len(server.asked) == 2

@@ -10,7 +10,7 @@ from ttrl.data.packing.packed import PackedTensors
 from ttrl.errors import ConfigError, RunFolderError
 from ttrl.facts import RolloutsFacts, Staleness
 from ttrl.loop import sampling
-from ttrl.loop.carried import carried_groups, continues, place_of, staleness, task_key
+from ttrl.loop.carried import carried_groups, staleness
 from ttrl.loop.phases import Phases
 from ttrl.records import Sample, TaskResult
 from ttrl.rollouts.results import TaskResults
@@ -21,7 +21,7 @@ A, END = 1, 2
 
 
 class Sampler:
-    """Stands in for get_task_results: tokens one by one, sample after sample in turns, until the
+    """Stands in for sample_tasks: tokens one by one, sample after sample in turns, until the
     budget is spent.
     """
 
@@ -34,22 +34,12 @@ class Sampler:
         self.interrupt_after = None
         self.reward = lambda task_id, k: float(k % 2)
 
-    async def __call__(
-        self,
-        tasks,
-        client,
-        model,
-        *,
-        n,
-        weights_version,
-        on_task_done,
-        token_budget=None,
-        unfinished=(),
-        **_,
-    ):
+    async def __call__(self, tasks, request):
+        n, weights_version = request.n, request.weights_version
+        on_task_done, token_budget = request.on_task_done, request.token_budget
+        unfinished = request.unfinished
         if tasks[0].id.startswith("held-out"):
             return self.results(tasks, n, weights_version)
-        unfinished = list(unfinished)
         ids = [task.id for task in tasks]
         self.calls.append(
             (ids[: len(unfinished)], ids[len(unfinished) :], token_budget, weights_version)
@@ -73,6 +63,7 @@ class Sampler:
                 if sample.finish_reason == "stop":
                     waiting.remove(sample)
         for number, group in enumerate(groups):
+            group.position = number
             on_task_done(group)
             if self.interrupt_after is not None and number + 1 == self.interrupt_after:
                 raise KeyboardInterrupt
@@ -106,7 +97,7 @@ class Sampler:
 @pytest.fixture
 def sampler(world, monkeypatch):
     made = Sampler(world)
-    monkeypatch.setattr(sampling, "get_task_results", made)
+    monkeypatch.setattr(sampling, "sample_tasks", made)
     return made
 
 
@@ -312,17 +303,6 @@ def test_staleness():
     old, none = group([1, 1, 1], weights_version=1), group([], None, weights_version=0)
     mixed = group([1, 1], weights_version=3, token_versions=[2, 3])
     assert staleness([old, none, mixed], 3) == Staleness(mean=(3 * 2 + 1) / 5, max=2)
-
-
-def test_the_same_task_twice_each_result_finds_its_own_place():
-    carried = [group([1, 2], [3]), group([1, 9], [4])]
-    key = task_key("t/0", [])
-    second, first, new = group([1, 9, 5], [4, 4]), group([1, 2, 7], [3]), group([8], [8])
-    assert continues(second, carried[1]) and not continues(second, carried[0])
-    for order in ([second, first, new], [new, first, second], [first, new, second]):
-        positions = {key: [0, 1, 2]}
-        places = {id(one): place_of(one, positions, carried) for one in order}
-        assert [places[id(one)] for one in (first, second, new)] == [0, 1, 2]
 
 
 def test_an_iteration_without_a_budget_before_leaves_nothing(world):

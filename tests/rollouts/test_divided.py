@@ -23,7 +23,7 @@ from ttrl.errors import ServerDiedError, TokenizationError, UserError
 from ttrl.records import Endpoint
 from ttrl.rollouts import divided, worker
 from ttrl.rollouts.divided import divided_servers, get_divided_results
-from ttrl.rollouts.settings import SamplingSettings
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.task_results import get_task_results
 from ttrl.rollouts.worker import WorkerCall
 from ttrl.tasks import Task
@@ -52,14 +52,14 @@ class Here:
         )
         self.calls, self.deaths, self.given, self.gone, self.memory = {}, 0, [], False, []
 
-    async def open(self, call, settings):
+    async def open(self, call, request):
         self.check()
         if call in self.calls:
             await self.calls.pop(call).close()
-        self.calls[call] = WorkerCall(cloudpickle.loads(cloudpickle.dumps(settings)), self.tokenize)
+        self.calls[call] = WorkerCall(cloudpickle.loads(cloudpickle.dumps(request)), self.tokenize)
         await self.calls[call].start()
 
-    async def turn(self, call, jobs, more):
+    async def work(self, call, jobs, more):
         self.check()
         self.given += [job.task.id for job in jobs]
         if self.dies_with in self.given:
@@ -67,14 +67,14 @@ class Here:
         jobs = cloudpickle.loads(cloudpickle.dumps(jobs))
         for buffer in self.memory:  # what came before is somebody else's by now
             buffer[:] = bytes(len(buffer))
-        turn = await self.calls[call].turn(jobs, more=more, patience=0.2)
-        if turn.groups and self.dies_after is not None:
-            self.dies_after -= len(turn.groups)
+        report = await self.calls[call].work(jobs, more=more, patience=0.2)
+        if report.groups and self.dies_after is not None:
+            self.dies_after -= len(report.groups)
             if self.dies_after < 0:  # with what has just been finished
                 self.dies_after = None
                 await self.die()
         buffers = []
-        data = pickle.dumps(turn, 5, buffer_callback=buffers.append)
+        data = pickle.dumps(report, 5, buffer_callback=buffers.append)
         self.memory = [bytearray(buffer.raw()) for buffer in buffers]  # as of an object store
         return pickle.loads(data, buffers=self.memory)
 
@@ -124,9 +124,11 @@ def call(tasks, workers, *, each=1, down=(), done=None, **arguments):
                 there[number].close()
             urls = [server.url for server in there]
             shares = [(one, urls[k * each : (k + 1) * each]) for k, one in enumerate(workers)]
-            given = SamplingSettings(client=urls, model="m", **ARGUMENTS | arguments)
+            given = SamplingRequest(
+                client=urls, model="m", on_task_done=done, **ARGUMENTS | arguments
+            )
             began = time.monotonic()
-            return await get_divided_results(tasks, shares, given, done), time.monotonic() - began
+            return await get_divided_results(tasks, shares, given), time.monotonic() - began
 
     return asyncio.run(main())
 

@@ -27,7 +27,9 @@ from ttrl.rollouts.partial import (
     extend,
     first_part,
 )
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskResults
+from ttrl.rollouts.sampling import Sampling
 
 EOS, START, NOTHING = 256, 257, 258
 SPECIAL = {EOS: "<|end|>", START: "<|start|>"}
@@ -181,7 +183,7 @@ class Server:
 
 
 def request(**params):
-    return ChatRequest.of("m", n=1, params=params, token_ids=True, max_retries=0)
+    return ChatRequest.of("m", params=params, token_ids=True)
 
 
 async def continue_answer(server, request, sample, *, max_tokens, on_tokens=None, cut=None):
@@ -468,11 +470,9 @@ def test_parameters_travel_along():
 def test_what_cannot_be_continued_exactly_is_refused_before_anything_is_sent(params, message):
     with pytest.raises(UserError, match=message):
         check_continuable(request(**params))
-    server = Server([*b"abc", EOS])
-    sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=1)
+    nobody = {"client": "http://127.0.0.1:9/v1", "model": "m"}
     with pytest.raises(UserError, match=message):
-        asyncio.run(continue_answer(server, request(**params), sample, max_tokens=1))
-    assert server.bodies == []
+        Sampling(SamplingRequest(**nobody, params=params, token_budget=5))
 
 
 def test_neutral_values_are_no_parameters():
@@ -530,9 +530,7 @@ def test_a_stream_that_breaks_or_stalls_is_an_error_and_leaves_nothing_behind():
         server.how = how
         sample, _ = uncut(server, {"max_tokens": 9}, max_tokens=2)
         before = sample.to_json()
-        given = ChatRequest.of(
-            "m", n=1, params={"max_tokens": 9}, token_ids=True, max_retries=0, stall_timeout=0.05
-        )
+        given = ChatRequest.of("m", params={"max_tokens": 9}, token_ids=True, stall_timeout=0.05)
         with pytest.raises(RequestError) as caught:
             await continue_answer(server, given, sample, max_tokens=None, cut=asyncio.Event())
         assert sample.to_json() == before and len(asyncio.all_tasks()) == 1

@@ -900,7 +900,7 @@ def test_how_much_room_a_conversation_leaves(status, said, tokenized, room):
             return json.dumps(tokenized).encode()
 
     request = ChatRequest.of(
-        "m", params={"tools": [{"type": "function"}], "top_p": 0.9}, token_ids=True, max_retries=0
+        "m", params={"tools": [{"type": "function"}], "top_p": 0.9}, token_ids=True
     )
     found = asyncio.run(
         room_left(RequestError(said, "status", status=status), Fake(), request, SYSTEM)

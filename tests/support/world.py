@@ -7,6 +7,7 @@ check depend on.
 """
 
 import asyncio
+import dataclasses
 import json
 import os
 import signal
@@ -25,6 +26,7 @@ from ttrl.loop import phases, sampling
 from ttrl.loop import sampling as finished_groups
 from ttrl.loop import train as train_module
 from ttrl.report.page import FILE_NAME, leave_report
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.system.files import append_jsonl, atomic_folder, write_json
 
 try:
@@ -309,12 +311,12 @@ class World:
 
     def ask_one_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Requests in the order of the tasks, so that a test knows which were answered."""
-        original = sampling.get_task_results
-        monkeypatch.setattr(
-            sampling,
-            "get_task_results",
-            lambda *args, **kwargs: original(*args, **kwargs, concurrency=1),
-        )
+        original = sampling.Sampler.request
+
+        def one_at_a_time(*args: Any, **kwargs: Any) -> SamplingRequest:
+            return dataclasses.replace(original(*args, **kwargs), concurrency=1)
+
+        monkeypatch.setattr(sampling.Sampler, "request", one_at_a_time)
 
     def interrupt_after(
         self, monkeypatch: pytest.MonkeyPatch, kept: int, number: int = signal.SIGINT

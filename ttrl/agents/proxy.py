@@ -26,11 +26,11 @@ from ttrl.agents.session import Session
 from ttrl.errors import TaskError, TtrlError, UserError
 from ttrl.facts import RolloutsFacts
 from ttrl.records import Endpoint, Sample
+from ttrl.rollouts.answers import sample_group
 from ttrl.rollouts.group import Group
-from ttrl.rollouts.ledger import Ledger
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskResults
-from ttrl.rollouts.sampling import Sampling, SamplingJob
-from ttrl.rollouts.settings import SamplingSettings
+from ttrl.rollouts.sampling import Job, Sampling
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.files import append_jsonl, read_jsonl, write_text
 from ttrl.tasks.task import Chat, Grade, RolloutLimits, Task
@@ -47,7 +47,7 @@ class Proxy:
     wrong.
     """
 
-    settings: SamplingSettings
+    request: SamplingRequest
     run: Path
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32), repr=False)
     """Opens sessions."""
@@ -60,7 +60,7 @@ class Proxy:
     """What requests may call the model besides "policy"."""
 
     def __post_init__(self) -> None:
-        self._sampling = Sampling(self.settings, None)
+        self._sampling = Sampling(self.request)
         self._open: set[asyncio.Task[None]] = set()
         self._count = 0
 
@@ -120,9 +120,7 @@ class Proxy:
             raise UserError(str(error)) from None
         self._count += 1
         running = asyncio.create_task(
-            self._run(
-                SamplingJob(self._count, task, self._count, None, None), begun, messages is None
-            )
+            self._run(Job(self._count, task, self._count), begun, messages is None)
         )
         self._open.add(running)
         running.add_done_callback(self._open.discard)
@@ -133,9 +131,10 @@ class Proxy:
         }
         return web.json_response(told)
 
-    async def _run(self, job: SamplingJob, begun: "asyncio.Future[Session]", unknown: bool) -> None:
-        outcome = await Group(Ledger(self._sampling, job)).run()
-        for sample in outcome.result.samples:
+    async def _run(self, job: Job, begun: "asyncio.Future[Session]", unknown: bool) -> None:
+        group = Group(self._sampling, job)
+        await sample_group(group)
+        for sample in group.result.samples:
             if unknown and sample.turns:  # its first request said what the messages are
                 first = sample.turns[0]
                 sample.messages = first.messages

@@ -74,7 +74,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
     from ttrl.agents.proxy import Proxy
     from ttrl.configs.run import TrainConfig
     from ttrl.ready_models import ready_model
-    from ttrl.rollouts.settings import SamplingSettings
+    from ttrl.rollouts.request import SamplingRequest
     from ttrl.run_folder.folder import RunFolder
     from ttrl.server.chat_template import read_chat_template
     from ttrl.server.cpu import is_cpu_build
@@ -108,7 +108,7 @@ def run_proxy(arguments: argparse.Namespace) -> int:
         if served.parsers:
             say(served.parsers)
         proxy = Proxy(
-            SamplingSettings(
+            SamplingRequest(
                 client=served.endpoint,
                 model=served.model,
                 params=params,

@@ -28,8 +28,9 @@ from ttrl.data.tokenization import TaskResultTokenizer, as_arrays
 from ttrl.errors import ServerDiedError
 from ttrl.records import Endpoint, TaskResult, TokenizedResult
 from ttrl.rollouts.divided import Worker, divided_servers
-from ttrl.rollouts.settings import Client, SamplingSettings
-from ttrl.rollouts.worker import Job, Turn, WorkerCall
+from ttrl.rollouts.request import Client, SamplingRequest
+from ttrl.rollouts.sampling import Job
+from ttrl.rollouts.worker import Report, WorkerCall
 
 _SERVERS_EACH = 16
 _FEW_SERVERS = 32
@@ -50,25 +51,25 @@ class SamplingWorker:
         """Return its machine."""
         return str(ray.util.get_node_ip_address())
 
-    async def open(self, name: str, settings: SamplingSettings) -> Words | None:
+    async def open(self, name: str, request: SamplingRequest) -> Words | None:
         """Begin a call anew; return what is wrong with it."""
         try:
             await self.close(name)
-            call = WorkerCall(settings, self._tokenize)
+            call = WorkerCall(request, self._tokenize)
             await call.start()
             self._calls[name] = call
         except Exception as error:  # noqa: BLE001 - told to the lead
             return as_words(error)
         return None
 
-    async def turn(self, name: str, jobs: Sequence[Job], more: bool) -> Turn | Words | None:
-        """See `WorkerCall.turn`. Returns what went wrong; None for a call that it does not know, as
+    async def work(self, name: str, jobs: Sequence[Job], more: bool) -> Report | Words | None:
+        """See `WorkerCall.work`. Returns what went wrong; None for a call that it does not know, as
         it was started anew.
         """
         if name not in self._calls:
             return None
         try:
-            return await self._calls[name].turn(jobs, more=more)
+            return await self._calls[name].work(jobs, more=more)
         except Exception as error:  # noqa: BLE001 - told to the lead
             return as_words(error)
 
@@ -86,16 +87,16 @@ class WorkerActor:
         self.name = f"sampling worker {number}"
         self.actor = actor
 
-    async def open(self, call: str, settings: SamplingSettings) -> None:
-        words = await self._ask(self.actor.open, call, settings)
+    async def open(self, call: str, request: SamplingRequest) -> None:
+        words = await self._ask(self.actor.open, call, request)
         if words is not None:
             raise from_words(words)
 
-    async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
-        answer = await self._ask(self.actor.turn, call, jobs, more)
+    async def work(self, call: str, jobs: Sequence[Job], more: bool) -> Report:
+        answer = await self._ask(self.actor.work, call, jobs, more)
         if answer is None:
             raise ServerDiedError(f"{self.name} was started again")
-        if isinstance(answer, Turn):
+        if isinstance(answer, Report):
             return answer
         raise from_words(answer)
 

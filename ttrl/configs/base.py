@@ -9,7 +9,7 @@ import math
 import os
 import re
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -73,10 +73,12 @@ def _describe(kind: Any) -> str:
         return "one of " + ", ".join(repr(value) for value in typing.get_args(kind))
     if typing.get_origin(kind) in UNIONS:
         return " or ".join(_describe(part) for part in typing.get_args(kind))
-    if typing.get_origin(kind) is dict:
+    if typing.get_origin(kind) in (dict, Mapping):
         return "a mapping with names as keys"
-    if typing.get_origin(kind) in (list, tuple):
+    if typing.get_origin(kind) in (list, tuple, Sequence):
         return "a list of which each is " + _describe(typing.get_args(kind)[0])
+    if typing.get_origin(kind) is os.PathLike:
+        return "a path"
     known = {
         type(None): "null",
         str: "a string",
@@ -100,13 +102,17 @@ def _converted(value: Any, kind: Any) -> Any:
                 return _converted(value, part)
             except TypeError:
                 continue
-    elif origin is dict:
+    elif origin in (dict, Mapping):
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return dict(value)
-    elif origin in (list, tuple):
+    elif origin in (list, tuple, Sequence):
         if isinstance(value, list | tuple):
             part = typing.get_args(kind)[0]
-            return origin(_converted(entry, part) for entry in value)
+            made = tuple if origin is tuple else list
+            return made(_converted(entry, part) for entry in value)
+    elif origin is os.PathLike:
+        if isinstance(value, os.PathLike):
+            return value
     elif kind is float:
         if isinstance(value, str):
             try:
@@ -241,17 +247,21 @@ class Config:
             elif required and name not in meant:  # else it is there, misspelt
                 found.append(f"{name} is missing; it must be {_describe(kinds[name])}")
             if required:
-                converted[name] = _STAND_INS[kinds[name]]
+                converted[name] = _STAND_INS.get(kinds[name], "")
         config = cls(**converted)
         return config, found + config.problems()
 
     def check(self, where: str) -> Self:
         """Check a config that was made in Python as `parse` would. Raises ConfigError."""
-        return self.parse(
-            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-            | self._unknown,
-            where,
-        )
+        return self.parse(self._values(), where)
+
+    def examined(self) -> tuple[Self, list[str]]:
+        """Examine a config that was made in Python as `examine` does its plain values."""
+        return self.examine(self._values())
+
+    def _values(self) -> dict[str, Any]:
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return own | self._unknown
 
     def at_least(self, minimum: float, *names: str) -> list[str]:
         """Return a problem for each value below `minimum`; None passes, here and in the next

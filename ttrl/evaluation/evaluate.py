@@ -10,7 +10,6 @@ print(result["gsm8k"].accuracy)
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttrl.configs.reference import explained
+from ttrl.configs.base import Config, settings
 from ttrl.configs.vllm_arguments import argument_problems
 from ttrl.errors import ConfigError, ModelFolderError, ServerError, TtrlError, UserError, complaints
 from ttrl.evaluation.families import GENERATED_BY_DEFAULT, TaskSpec
@@ -29,11 +28,12 @@ from ttrl.evaluation.results import EvalResult, SetResult, read_result
 from ttrl.ready_models import is_ready, ready_model
 from ttrl.registries import FAMILIES
 from ttrl.rollouts.cache.completions import Cache
-from ttrl.rollouts.client.chat_completions import request_kwargs
+from ttrl.rollouts.client.chat_completions import checked_parameters
 from ttrl.rollouts.client.transport import is_local
 from ttrl.rollouts.progress import Prices
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskResults
-from ttrl.rollouts.task_results import get_task_results
+from ttrl.rollouts.task_results import sample_tasks
 from ttrl.server.chat_template import read_chat_template, templated
 from ttrl.server.model_folder import check_model, weights_digest
 from ttrl.server.serving import KEY_VARIABLE, address_problem, default_dtype, is_address, serving
@@ -60,12 +60,9 @@ _SAME_ANSWERS = frozenset(
 """Arguments of vLLM about where it computes, not what."""
 
 
-@explained
-@dataclass(kw_only=True)
-class EvalConfig:
-    """The settings of an evaluation. `problems` finds everything wrong with them before a server
-    starts.
-    """
+@settings
+class EvalConfig(Config):
+    """The settings of an evaluation."""
 
     model: str
     """A model folder or a name on the hub, for which ttrl starts and stops a vLLM server; or the
@@ -146,50 +143,35 @@ class EvalConfig:
     def problems(self) -> list[str]:
         """Return what is wrong, apart from the tasks and the model folder."""
         found = []
-        if not isinstance(self.model, str) or not self.model:
-            found.append(
-                f"model is {self.model!r}; give a model folder, a name on the hub, or the "
-                "address of a server"
-            )
-        for name, value, least in (
-            ("n", self.n, 1),
-            ("max_tokens", self.max_tokens, 1),
-            ("concurrency", self.concurrency, 1),
-        ):
-            if value is not None and (type(value) is not int or value < least):
-                found.append(f"{name} is {value!r}; give a whole number of at least {least}")
-        if type(self.samples_per_task) is not int or self.samples_per_task < 1:
-            found.append(
-                f"samples_per_task is {self.samples_per_task!r}; give a whole number of at least 1"
-            )
-        elif wrong := [
-            k for k in self.pass_at if type(k) is not int or not 1 <= k <= self.samples_per_task
-        ]:
+        if not self.model:
+            found.append("model is ''; give a model folder, a name on the hub, or an address")
+        found += self.at_least(1, "n", "max_tokens", "concurrency", "samples_per_task")
+        if wrong := [k for k in self.pass_at if not 1 <= k <= self.samples_per_task]:
             found.append(
                 f"pass_at has {wrong}; pass@k needs samples_per_task >= k >= 1, and that is "
                 f"{self.samples_per_task}"
             )
-        if self.temperature is not None and not _is_within(self.temperature, 0.0, 10.0):
-            found.append(f"temperature is {self.temperature!r}; give a number from 0 to 10")
+        if self.temperature is not None and not 0 <= self.temperature <= 10:
+            found.append(f"temperature is {self.temperature}; give a number from 0 to 10")
         if self.samples_per_task != 1 and 0 in (self.temperature, self.params.get("temperature")):
             found.append(
                 f"temperature 0 with {self.samples_per_task} samples a task: they would all be "
                 "the same"
             )
-        if not _is_within(self.confidence, 0.5, 0.9999):
+        if not 0.5 <= self.confidence <= 0.9999:
             found.append(
-                f"confidence is {self.confidence!r}; give a number from 0.5 to 0.9999, such as 0.95"
+                f"confidence is {self.confidence}; give a number from 0.5 to 0.9999, such as 0.95"
             )
         if self.prices is not None:
             found += complaints(lambda: Prices.of(self.prices))
-        found += complaints(lambda: request_kwargs(self.sampling_params()))
+        found += complaints(lambda: checked_parameters(self.sampling_params()))
         refused = [*own_argument_problems(self.server_args), *argument_problems(self.server_args)]
         found += [f"server_args: {problem}" for problem in refused]
         if self.chat_template is not None:
             found += complaints(lambda: read_chat_template(self.chat_template or ""))
         if self.cache is not None:
             found += complaints(self._check_cache)
-        if isinstance(self.model, str) and is_address(self.model):
+        if is_address(self.model):
             found += filter(None, [address_problem(self.model)])
             given = {
                 name: getattr(self, name) for name in ("dtype", "max_model_len", "chat_template")
@@ -231,7 +213,11 @@ class EvalConfig:
             params["chat_template_kwargs"] = dict(self.chat_template_kwargs)
         return {**params, **self.params}
 
-    def settings(self) -> dict[str, Any]:
+    @classmethod
+    def elsewhere(cls, name: str) -> str | None:
+        return _FORMER.get(name)
+
+    def told(self) -> dict[str, Any]:
         """Return what the answers depend on, for the JSON; no keys."""
         told = {
             one.name: getattr(self, one.name)
@@ -258,8 +244,8 @@ _NOT_TOLD = frozenset(
         "temperature",
         "top_p",
         "max_tokens",
+        "chat_template_kwargs",
     }
-    | {"chat_template_kwargs"}
 )
 _FORMER = {"samples": "samples_per_task", "system": "system_prompt", "api_key_env": "key_variable"}
 """Names that options of the command had, and still take."""
@@ -276,21 +262,7 @@ def evaluate(
     wrong, before a server starts; and where no family has a grade, ServerError, GraderError or
     RolloutError with the commonest reason.
     """
-    known = {one.name for one in dataclasses.fields(EvalConfig)}
-    unknown = [name for name in settings if name not in known]
-    if unknown:
-        raise ConfigError("evaluate", [_unknown(name, known) for name in unknown])
     return run_evaluation(EvalConfig(model=model, tasks=tasks, **settings))
-
-
-def _unknown(name: str, known: set[str]) -> str:
-    if name in _FORMER:
-        near = [_FORMER[name]]
-    else:
-        near = difflib.get_close_matches(name, known, n=1)
-    return f"no setting {name!r}; " + (
-        f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-    )
 
 
 def run_evaluation(config: EvalConfig) -> EvalResult:
@@ -300,9 +272,7 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
     if config.chat_template is not None:  # the results keep the text
         template = read_chat_template(config.chat_template)
         config = dataclasses.replace(config, chat_template=template)
-    result = EvalResult(
-        model=config.model, settings=config.settings(), confidence=config.confidence
-    )
+    result = EvalResult(model=config.model, settings=config.told(), confidence=config.confidence)
     started = time.monotonic()
     if config.pbar and not is_address(config.model):
         logger.info("starting a vLLM server for %s (half a minute or more)", config.model)
@@ -326,25 +296,23 @@ def run_evaluation(config: EvalConfig) -> EvalResult:
         digest = None
         if config.cache is not None:
             digest = _digest(dataclasses.replace(config, model=folder))
+        request = SamplingRequest(
+            client=served.endpoint,
+            model=served.model,
+            n=config.samples_per_task,
+            params=config.sampling_params(),
+            token_ids=served.is_ours,
+            cache=config.cache,
+            weights_digest=digest,
+            concurrency=config.concurrency,
+            isolated=config.isolated,
+            grader_timeout=config.grader_timeout,
+            prices=config.prices,
+            pbar=config.pbar,
+        )
         for one in sets:
-            results = run_async(
-                get_task_results(
-                    one.tasks,
-                    served.endpoint,
-                    served.model,
-                    n=config.samples_per_task,
-                    params=config.sampling_params(),
-                    token_ids=served.is_ours,
-                    cache=config.cache,
-                    weights_digest=digest,
-                    concurrency=config.concurrency,
-                    isolated=config.isolated,
-                    grader_timeout=config.grader_timeout,
-                    prices=config.prices,
-                    pbar=config.pbar,
-                    pbar_desc=one.name,
-                )
-            )
+            named = dataclasses.replace(request, pbar_desc=one.name)
+            results = run_async(sample_tasks(one.tasks, named))
             if config.pbar:
                 logger.info("%s: %s", one.name, results.stats.summary())
             for task_result in results:
@@ -409,8 +377,8 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
     """Check everything and return the tasks. Raises ConfigError with all problems: settings,
     families, data, model folder.
     """
-    problems = config.problems()
-    if isinstance(config.model, str) and config.model and not is_address(config.model):
+    config, problems = config.examined()
+    if config.model and not is_address(config.model):
         try:
             if not is_ready(config.model):
                 check_model(config.model, chat_template=config.chat_template is None)
@@ -419,8 +387,9 @@ def checked_sets(config: EvalConfig) -> list[NamedTasks]:
             problems.append(f"{error}{hint if _HOST_AND_PORT.match(config.model) else ''}")
     problems += _file_problems(config)
     sets: list[NamedTasks] = []
-    wrong_n = config.n is not None and (type(config.n) is not int or config.n < 1)
-    n = 1 if wrong_n else config.n  # the rest of the tasks' settings is checked all the same
+    n = config.n
+    if n is not None and n < 1:
+        n = 1  # the rest of the tasks' settings is checked all the same
     if isinstance(config.tasks, Mapping):
         sets = [NamedTasks(name, "reward", list(tasks)[:n]) for name, tasks in config.tasks.items()]
         problems += [
@@ -592,7 +561,3 @@ def _file_problems(config: EvalConfig) -> list[str]:
     ):
         found.append(f"output and samples_file are both {config.output}; give two names")
     return found
-
-
-def _is_within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high

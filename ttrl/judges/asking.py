@@ -1,15 +1,13 @@
-"""Requests to models that judge: retried, kept in a file, counted and priced; nothing of them is
+"""Requests to models that judge: retried, kept in a cache, counted and priced; nothing of them is
 trained.
 """
 
 import asyncio
-import contextlib
+import functools
 import hashlib
-import json
 import os
-import sqlite3
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -17,17 +15,24 @@ from openai import APIStatusError, AsyncOpenAI, OpenAIError
 
 from ttrl.errors import GraderError, UserError, describe
 from ttrl.messages import text_of
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client import wire
 from ttrl.tasks.task import Choice
 from ttrl.text import short
 
 Verdict = TypeVar("Verdict")
-_TABLE = "CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT)"
 _clients: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Any, Any]]" = (
     weakref.WeakKeyDictionary()
 )
 """Clients, and the semaphores that limit them, belong to an event loop; a judge may be used in
 several, and travel.
 """
+
+
+@functools.cache
+def _cache_at(address: str) -> Cache | None:
+    """Return the process's cache at an address. Raises UserError for a malformed one."""
+    return Cache.of(address)
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ class Asked:
     model: its name there. base_url: of an OpenAI-compatible server. key_variable: the environment
         variable that holds the key; it is read when it is needed, and written nowhere.
     prices: dollars per million tokens, (input, output).
-    cache: a file (SQLite) that keeps answers; the same question is not paid twice.
+    cache: where answers are kept, as in `get_task_results`: a folder, "s3://…"; the same question
+        is not paid twice.
     retries: further tries of a request that failed, with growing pauses. timeout: seconds of one.
         at_once: requests.
     params: sampling parameters, greedy by default.
@@ -83,6 +89,12 @@ class Asked:
                 "a judge's prices are two numbers of at least 0, retries at least 0, timeout and "
                 "at_once above 0"
             )
+        self._cache()
+
+    def _cache(self) -> Cache | None:
+        if self.cache is None:
+            return None
+        return _cache_at(os.fspath(self.cache))
 
     async def chat(self, messages: Sequence[Mapping[str, str]], seed: int = 0) -> Answer:
         """Return the model's reply, as text. Raises GraderError."""
@@ -100,11 +112,10 @@ class Asked:
         """Return the JSON that the server answers with, out of the file where it is there. Raises
         GraderError.
         """
-        text = json.dumps([self.base_url, path, body], sort_keys=True, ensure_ascii=False)
-        key = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-        kept = await asyncio.to_thread(self._find, key)
-        if kept is not None:
-            return Answer(json.loads(kept), cached=True)
+        cache = self._cache()
+        key = sample_key(request_digest({"base_url": self.base_url, "path": path}, body), 0)
+        if cache is not None and (kept := await cache.get(key)) is not None:
+            return Answer(wire.loads(kept.choice), cached=True)
         client, limit = self._client()
         try:
             async with limit:
@@ -122,10 +133,12 @@ class Asked:
         else:
             usage = None
         usage = usage if isinstance(usage, dict) else {}
-        await asyncio.to_thread(self._keep, key, json.dumps(found))
-        return Answer(
+        answer = Answer(
             found, int(usage.get("prompt_tokens") or 0), int(usage.get("completion_tokens") or 0)
         )
+        if cache is not None:
+            await cache.put(key, wire.Answer(wire.encoded(found)), body)
+        return answer
 
     def costs(self, answers: Sequence[Answer], parts: int = 1) -> dict[str, float]:
         """Return metrics: what these answers cost, shared by `parts` samples, and the share of them
@@ -155,33 +168,6 @@ class Asked:
             mine[key] = client, asyncio.Semaphore(self.at_once)
         found: tuple[AsyncOpenAI, asyncio.Semaphore] = mine[key]
         return found
-
-    def _find(self, key: str) -> str | None:
-        if self.cache is None:
-            return None
-        with self._kept() as kept:
-            row = kept.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
-        if row is None:
-            return None
-        return str(row[0])
-
-    def _keep(self, key: str, answer: str) -> None:
-        if self.cache is not None:
-            with self._kept() as kept:
-                kept.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
-
-    @contextlib.contextmanager
-    def _kept(self) -> Iterator[sqlite3.Connection]:
-        assert self.cache is not None
-        try:
-            with (
-                contextlib.closing(sqlite3.connect(self.cache, timeout=60)) as connection,
-                connection,
-            ):
-                connection.execute(_TABLE)
-                yield connection
-        except sqlite3.Error as error:
-            raise GraderError(f"the judge's cache {os.fspath(self.cache)}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,22 +137,6 @@ def continues(group: TaskResult, carried: TaskResult) -> bool:
     )
 
 
-def place_of(
-    result: TaskResult, positions: Mapping[str, list[int]], carried: Sequence[TaskResult]
-) -> int:
-    """Take the place of a result out of `positions` (task key to places that wait for a result).
-
-    The same task may be there several times: any of its new places will do, but a continued group
-    has its own.
-    """
-    places = positions[task_key(result.task_id, result.messages)]
-    for place in places:
-        if place >= len(carried) or continues(result, carried[place]):
-            places.remove(place)
-            return place
-    return places.pop(0)
-
-
 def left_unfinished(groups: Sequence[TaskResult]) -> Unfinished:
     """Count what a token budget left."""
     left = [group for group in groups if is_open(group)]

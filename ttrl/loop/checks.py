@@ -64,9 +64,9 @@ def checked(
         except UserError as error:
             problems.append(str(error))
     if config.sampling:
-        from ttrl.rollouts.client.chat_completions import request_kwargs  # loads openai
+        from ttrl.rollouts.client.chat_completions import checked_parameters  # loads openai
 
-        problems += complaints(lambda: request_kwargs(config.sampling), "sampling: ")
+        problems += complaints(lambda: checked_parameters(config.sampling), "sampling: ")
     if config.early_stop:
         from ttrl.rollouts.early_stop import InferenceEarlyStop
 

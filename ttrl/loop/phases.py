@@ -52,13 +52,14 @@ from ttrl.loop.carried import (
 )
 from ttrl.loop.pack import pack
 from ttrl.loop.rollout_facts import sampled_reads
-from ttrl.loop.sampling import Sampler, SamplingOrder, Workers
+from ttrl.loop.sampling import Sampler, Workers
 from ttrl.loop.task_stream import TaskStream, further_tasks
 from ttrl.loop.timeline import Timeline
 from ttrl.plans.planner import write_plan
 from ttrl.records import CANARY_FILE, TaskResult
+from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.rollouts.early_stop import InferenceEarlyStop
-from ttrl.rollouts.task_results import TaskResults
+from ttrl.rollouts.results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
 from ttrl.server.transfer import Handover
@@ -263,24 +264,26 @@ class Phases:
         sync_seconds, sync = self._serve(sampled_by, "rollouts")
         began = clock()
         partial = iteration.path / "rollouts.partial.jsonl"
-        asked = SamplingOrder(
-            what=f"{number}: sampling",
+        request = self._sampler.request(
+            f"{number}: sampling",
             n=self.config.samples_per_task,
             temperature=self.config.temperature,
             version=version,
-            partial=partial,
-            budget=budget,
-            carried=carried,
-            on_chunk=None
-            if self.config.early_stop is None
-            else InferenceEarlyStop(**self.config.early_stop),
-            log_dir=iteration.path / "samples" if self.config.sample_files else None,
-            experts=self.config.recipe_config({}).router_replay,
         )
-        results = self._sampler.sample(tasks, asked)
+        early_stop = self.config.early_stop
+        router_replay = self.config.recipe_config({}).router_replay
+        request = dataclasses.replace(
+            request,
+            params={**(request.params or {}), **({EXPERTS: 0} if router_replay else {})},
+            on_chunk=None if early_stop is None else InferenceEarlyStop(**early_stop),
+            log_dir=iteration.path / "samples" if self.config.sample_files else None,
+        )
+        results = self._sampler.sample(
+            tasks, request, partial=partial, budget=budget, carried=carried
+        )
         if self.config.dynamic_sampling is not None:
             first = len(tasks)
-            asked = dataclasses.replace(asked, what=f"{number}: sampling more")
+            request = dataclasses.replace(request, pbar_desc=f"{number}: sampling more")
             while count := further_tasks(
                 results,
                 self.config,
@@ -290,7 +293,9 @@ class Phases:
             ):
                 tasks = tasks + self.stream.more(number, taken, count, tasks)
                 taken = taken + count
-                results = self._sampler.sample(tasks, asked, known=results)
+                results = self._sampler.sample(
+                    tasks, request, partial=partial, budget=budget, carried=carried, known=results
+                )
             extra = len(tasks) - first
         files = ["rollouts.jsonl"]
         finished = TaskResults([group for group in results if not is_open(group)])
@@ -354,16 +359,18 @@ class Phases:
             return
         sync_seconds, sync = self._serve(number, "validate")
         began = clock()
-        asked = SamplingOrder(
-            what=f"{number}: validating",
-            n=self.config.validation_samples,
-            temperature=self.config.resolved_validation_temperature,
+        n = self.config.validation_samples
+        temperature = self.config.resolved_validation_temperature
+        request = self._sampler.request(
+            f"{number}: validating",
+            n=n,
+            temperature=temperature,
             version=self.folder.policy_version(number),
         )
-        results = self._sampler.sample(self.validation_tasks, asked)
+        results = self._sampler.sample(self.validation_tasks, request)
         write_jsonl(iteration.path / "validation.jsonl", results.to_jsonl_lines())
         stats = results.stats
-        estimates = _estimates(results, self.config.validation_metric, asked.n)
+        estimates = _estimates(results, self.config.validation_metric, n)
         passed = {
             name: one.mean
             for name, one in estimates.items()
@@ -380,7 +387,7 @@ class Phases:
             sync=sync,
             stats=stats.replace(metrics=stats.metrics | passed),
             flops=self._flops(results, began),
-            sampling=_sampled_how(asked, len(results)),
+            sampling=_sampled_how(temperature, len(results), n),
             intervals=spans,
         )
         iteration.mark(facts, ["validation.jsonl"])
@@ -629,12 +636,9 @@ class Phases:
         return config.recipe_config(values).to_dict()
 
 
-def _sampled_how(asked: SamplingOrder, tasks: int) -> str:
-    if asked.temperature == 0:
-        how = "greedy"
-    else:
-        how = f"temperature {asked.temperature:g}"
-    return f"{how}, {tasks} task{'s' * (tasks != 1)}" + (f" × {asked.n}" if asked.n > 1 else "")
+def _sampled_how(temperature: float, tasks: int, n: int) -> str:
+    how = "greedy" if temperature == 0 else f"temperature {temperature:g}"
+    return f"{how}, {tasks} task{'s' * (tasks != 1)}" + (f" × {n}" if n > 1 else "")
 
 
 def _estimates(results: TaskResults, judged_by: str, n: int) -> dict[str, Estimate]:

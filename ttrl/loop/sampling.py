@@ -2,26 +2,25 @@
 is kept as it comes.
 """
 
+import dataclasses
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TtrlError
 from ttrl.launch.policy_server import MAX_DOWNTIME, PolicyServer
-from ttrl.loop.carried import is_open, kept_groups, place_of, task_key, usage_of
+from ttrl.loop.carried import is_open, kept_groups, usage_of
 from ttrl.loop.timeline import Timeline
 from ttrl.records import Endpoint, TaskResult
-from ttrl.rollouts.client.assembly import OnChunk
-from ttrl.rollouts.client.wire import EXPERTS
 from ttrl.rollouts.divided import Worker, get_divided_results
-from ttrl.rollouts.settings import Client, SamplingSettings
-from ttrl.rollouts.task_results import TaskResults, get_task_results
+from ttrl.rollouts.request import Client, SamplingRequest
+from ttrl.rollouts.results import TaskResults
+from ttrl.rollouts.task_results import sample_tasks
 from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import append_jsonl, json_line
@@ -41,15 +40,10 @@ class FinishedGroups:
     was handed over is written.
     """
 
-    def __init__(
-        self, path: Path | None, tasks: Mapping[int, Task], carried: Sequence[TaskResult]
-    ) -> None:
-        """path: the file; None writes nothing. tasks: those that are sampled, by their place."""
+    def __init__(self, path: Path | None, places: Sequence[int]) -> None:
+        """path: the file; None writes nothing. places: in the iteration, of the call's tasks."""
         self._path = path
-        self._carried = carried
-        self._places: dict[str, list[int]] = {}
-        for place, task in tasks.items():
-            self._places.setdefault(task_key(task.id, task.messages), []).append(place)
+        self._places = places
         self._rows: deque[bytes] = deque()
         self._writer = ThreadPoolExecutor(1, "finished groups")
         self._writes: list[Future[None]] = []
@@ -72,15 +66,11 @@ class FinishedGroups:
         """Hand over a group that a call of `get_task_results` is done with. Does not wait."""
         # A group without any grade is sampled again, so that a grader that failed can be put right.
         if self._path is not None and group.graded and not is_open(group):
-            place = place_of(group, self._places, self._carried)
-            if group.prepared is None:
-                known = None
+            if group.prepared is not None:
+                lines = group.prepared.lines
             else:
-                known = group.prepared.lines
-            if known is None:
                 lines = [json_line(sample.to_json()) for sample in group.samples]
-            else:
-                lines = known
+            place = self._places[group.position]
             self._rows.append(b'{"position": %d, "samples": [%b]}' % (place, b", ".join(lines)))
             self._writes.append(self._writer.submit(self._write))
 
@@ -95,41 +85,6 @@ class FinishedGroups:
         except TtrlError as error:
             logger.warning("finished groups could not be kept: %s", error)
             self._path = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingOrder:
-    """What a phase wants sampled of its tasks."""
-
-    what: str
-    """In the progress line."""
-    n: int
-    """Samples per task."""
-    temperature: float
-    version: int
-    """Of the policy at the server."""
-    partial: Path | None = None
-    """The file that keeps finished groups; those that lie there are not sampled again."""
-    budget: int | None = None
-    """New completion tokens; as many again while no group is finished."""
-    carried: Sequence[TaskResult] = ()
-    """The groups to continue, those of the first tasks."""
-    on_chunk: OnChunk | None = None
-    """May end a completion early."""
-    log_dir: Path | None = None
-    """A folder for one text file per sample."""
-    experts: bool = False
-    """Whether samples need the experts that vLLM chose."""
-
-
-def _parameters(config: TrainConfig, order: SamplingOrder) -> dict[str, Any]:
-    experts = {EXPERTS: 0} if order.experts else {}
-    return {
-        **config.sampling,
-        "temperature": order.temperature,
-        "max_tokens": config.max_tokens,
-        **experts,
-    }
 
 
 class Sampler:
@@ -152,89 +107,103 @@ class Sampler:
         self._timeline = timeline
         self._workers = workers
 
+    def request(self, what: str, *, n: int, temperature: float, version: int) -> SamplingRequest:
+        """Return a request to the policy at the server, as the run samples.
+
+        what: in the progress line. version: of the policy.
+        """
+        config = self._config
+        log = Path(config.run, "logs", "requests.jsonl")
+        return SamplingRequest(
+            client=self._server.endpoints(),
+            model=self._server.model_name,
+            n=n,
+            params={
+                **config.sampling,
+                "temperature": temperature,
+                "max_tokens": config.max_tokens,
+            },
+            weights_version=version,
+            cache=config.cache or None,
+            weights_digest=self._server.weights_digest() if config.cache else None,
+            max_downtime=MAX_DOWNTIME,
+            pbar=not self._console.quiet,
+            pbar_desc=what,
+            requests_log=log if config.requests_log else None,
+        )
+
     def sample(
-        self, tasks: Sequence[Task], order: SamplingOrder, known: TaskResults | None = None
+        self,
+        tasks: Sequence[Task],
+        request: SamplingRequest,
+        *,
+        partial: Path | None = None,
+        budget: int | None = None,
+        carried: Sequence[TaskResult] = (),
+        known: TaskResults | None = None,
     ) -> TaskResults:
-        """Sample from the running server. `known`: what a call for the first of these tasks
-        returned.
+        """Sample tasks from the running server.
+
+        partial: the file that keeps finished groups; those that lie there are not sampled again.
+        budget: new completion tokens; as many again while no group is finished.
+        carried: the groups to continue, those of the first tasks.
+        known: what a call for the first of these tasks returned.
 
         Raises ServerDiedError where the server is gone, ServerError, GraderError or RolloutError
         where every sample failed.
         """
-        config = self._config
-        carried = order.carried
         done = dict(enumerate(known or ()))
-        if order.partial is None:
-            kept = {}
-        else:
-            kept = kept_groups(order.partial, tasks, order.n, order.version, carried)
+        kept: dict[int, TaskResult] = {}
+        if partial is not None:
+            kept = kept_groups(partial, tasks, request.n, request.weights_version, carried)
         kept = {place: group for place, group in kept.items() if place not in done}
         done |= kept
         waiting = dict(enumerate(carried))
         missing = {place: task for place, task in enumerate(tasks) if place not in done}
         began = clock()
-        spent = sum(usage.new_completion for usage in usage_of(done, carried))
-        if order.budget is None:
-            left = None
-        else:
-            left = max(1, order.budget - spent)
+        left = None
+        if budget is not None:
+            spent = sum(usage.new_completion for usage in usage_of(done, carried))
+            left = max(1, budget - spent)
         while missing:
-            server = self._server
-            settings: dict[str, Any] = {
-                "client": server.endpoints(),
-                "model": server.model_name,
-                "n": order.n,
-                "params": _parameters(config, order),
-                "weights_version": order.version,
-                "pbar": not self._console.quiet,
-                "pbar_desc": order.what,
-                "cache": config.cache or None,
-                "weights_digest": server.weights_digest() if config.cache else None,
-                "max_downtime": MAX_DOWNTIME,
-                "on_chunk": order.on_chunk,
-                "log_dir": order.log_dir,
-                "requests_log": Path(config.run, "logs", "requests.jsonl")
-                if config.requests_log
-                else None,
-            }
             with (
-                FinishedGroups(order.partial, missing, carried) as finished,
+                FinishedGroups(partial, list(missing)) as finished,
                 self._timeline.span("sample"),
             ):
-                if self._workers is not None:
-                    shares = self._workers(settings["client"])
-                    given = SamplingSettings(**settings)
-                    fresh = run_async(
-                        get_divided_results(list(missing.values()), shares, given, finished.add)
-                    )
-                else:
-                    begun = [waiting[place] for place in missing if place in waiting]
-                    settings |= {
-                        "on_task_done": finished.add,
-                        "token_budget": left,
-                        "unfinished": begun,
-                    }
-                    fresh = run_async(get_task_results(list(missing.values()), **settings))
-            if any(s.finish_reason is None for s in fresh.samples):
-                server.check()  # says why, where the server is gone
+                fresh = self._sampled(
+                    list(missing.values()),
+                    dataclasses.replace(
+                        request,
+                        client=self._server.endpoints(),
+                        on_task_done=finished.add,
+                        token_budget=left,
+                        unfinished=[waiting[place] for place in missing if place in waiting],
+                    ),
+                )
+            if any(sample.finish_reason is None for sample in fresh.samples):
+                self._server.check()  # says why, where the server is gone
             done.update(zip(missing, fresh, strict=True))
             if not all(map(is_open, done.values())):
                 break
             waiting = dict(done)
             missing = {place: tasks[place] for place in sorted(done)}
-            left = order.budget
-        # Tokens that an earlier process sampled took their time there: no speed can be told from
-        # ours.
-        seconds = clock() - began if not kept else None
+            left = budget
+        seconds: float | None = clock() - began
+        if kept:
+            # Tokens that an earlier process sampled took their time there.
+            seconds = None
         if known is not None:
             before = known.stats.seconds
-            if seconds is None or before is None:
-                seconds = None
-            else:
-                seconds = before + seconds
+            seconds = None if seconds is None or before is None else before + seconds
         groups = [done[place] for place in range(len(tasks))]
         results = TaskResults(
             groups, seconds=seconds, usage=usage_of(dict(enumerate(groups)), carried)
         )
         results.raise_if_all_failed()
         return results
+
+    def _sampled(self, tasks: Sequence[Task], request: SamplingRequest) -> TaskResults:
+        if self._workers is None:
+            return run_async(sample_tasks(tasks, request))
+        shares = self._workers(self._server.endpoints())
+        return run_async(get_divided_results(tasks, shares, request))

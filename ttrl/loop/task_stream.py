@@ -15,7 +15,7 @@ from typing import Any
 
 from ttrl.configs.run import TrainConfig
 from ttrl.data.advantages import groups_with_signal, has_signal
-from ttrl.facts import CurriculumFacts, RolloutsFacts, Turn
+from ttrl.facts import CurriculumFacts, RolloutsFacts, Standing
 from ttrl.loop.carried import carried_groups, is_open, oldest_version, ready_to_continue, task_key
 from ttrl.messages import Message
 from ttrl.records import TaskResult
@@ -175,7 +175,7 @@ class Curriculum:
         self._levels = sorted(set(self._level_of.values()))
         self._read = 0
         """The iteration whose marker was read last; what follows is as it was after that one."""
-        self._turns: dict[str, Turn] = {}
+        self._turns: dict[str, Standing] = {}
         self._round, self._level = 0, self._levels[0]
         """The latest in which a task had its turn, and the highest that is open."""
         self._scores: list[tuple[str, float]] = []
@@ -227,11 +227,11 @@ class Curriculum:
         score of its tasks.
         """
         self._read_until(number - 1)
-        turns: dict[str, Turn] = {}
+        turns: dict[str, Standing] = {}
         scores = list(self._scores)
         for group in finished:
             key = _digest(group.task_id, group.messages)
-            last = turns.get(key) or self._turns.get(key) or Turn(0, 0, 0, None)
+            last = turns.get(key) or self._turns.get(key) or Standing(0, 0, 0, None)
             now = max(last.due, self._round)
             without = last.without
             score = last.score
@@ -247,7 +247,7 @@ class Curriculum:
                 ]
                 score = math.fsum(given) / len(given)
                 scores += [(key, score)] if self._level_of.get(key) == self._level else []
-            turns[key] = Turn(now, now + self._wait(key, now, without), without, score)
+            turns[key] = Standing(now, now + self._wait(key, now, without), without, score)
         newest = max((turn.round for turn in turns.values()), default=self._round)
         known = self._turns | turns
         counts = Counter(_state(known.get(key)) for key in self._keys)
@@ -273,7 +273,7 @@ class Curriculum:
         return random.Random(f"{self._config.seed}/{key}/{now}").randint(longest // 2 + 1, longest)
 
     def _after(
-        self, turns: Mapping[str, Turn], now: int, scores: list[tuple[str, float]]
+        self, turns: Mapping[str, Standing], now: int, scores: list[tuple[str, float]]
     ) -> tuple[int, float | None, list[tuple[str, float]]]:
         """Return the level, its mean score, and what that follows from. Tasks that are left out of
         this round count with their own last score; all others that had a turn with the mean of the
@@ -321,7 +321,7 @@ class Curriculum:
             self._scores = found.level_scores or []
 
 
-def _state(turn: Turn | None) -> str:
+def _state(turn: Standing | None) -> str:
     if turn is None or turn.score is None:
         return "unseen"
     if not turn.without:

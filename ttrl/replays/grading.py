@@ -13,9 +13,9 @@ from ttrl.facts import RolloutsFacts
 from ttrl.loop.carried import groups_of
 from ttrl.records import Sample, TaskResult
 from ttrl.replays.graders import Regrader
+from ttrl.rollouts.answers import grade_together
 from ttrl.rollouts.client.choices import choice_of_sample, writable
 from ttrl.rollouts.graders.grading import Graders
-from ttrl.rollouts.group import grade_together
 from ttrl.rollouts.results import TaskResults, is_unfinished
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console, clock

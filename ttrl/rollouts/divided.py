@@ -10,24 +10,23 @@ when it comes from the worker that has its task now, so none counts twice.
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import math
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
 from ttrl.errors import ServerDiedError
 from ttrl.records import Endpoint, Sample, TaskResult
-from ttrl.rollouts.group import TaskOutcome
 from ttrl.rollouts.progress import Progress, screen
-from ttrl.rollouts.results import TaskResults, TaskUsage
-from ttrl.rollouts.settings import Client, SamplingSettings
-from ttrl.rollouts.worker import FlatGroup, Job, Turn
+from ttrl.rollouts.request import Client, SamplingRequest
+from ttrl.rollouts.results import TaskResults, TaskUsage, log_stats
+from ttrl.rollouts.sampling import Job, numbered_jobs
+from ttrl.rollouts.worker import FlatGroup, Report
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -56,11 +55,11 @@ class Worker(Protocol):
 
     name: str
 
-    async def open(self, call: str, settings: SamplingSettings) -> None:
+    async def open(self, call: str, request: SamplingRequest) -> None:
         """Make a `WorkerCall`, in place of one with this name."""
 
-    async def turn(self, call: str, jobs: Sequence[Job], more: bool) -> Turn:
-        """See `WorkerCall.turn`."""
+    async def work(self, call: str, jobs: Sequence[Job], more: bool) -> Report:
+        """See `WorkerCall.work`."""
 
     async def close(self, call: str) -> None:
         """Drop a call."""
@@ -69,20 +68,18 @@ class Worker(Protocol):
 async def get_divided_results(
     tasks: Sequence[Task],
     workers: Sequence[tuple[Worker, Client]],
-    settings: SamplingSettings,
-    on_task_done: Callable[[TaskResult], None] | None = None,
+    request: SamplingRequest,
 ) -> TaskResults:
-    """Sample and grade tasks as `get_task_results` does with `settings`; results come back in the
-    order of the tasks.
+    """Sample and grade tasks as `sample_tasks` does; results come back in the order of the tasks.
 
-    workers: each with its servers, in place of those of `settings`, which must have neither token
-    budget nor callbacks that belong to this process. `settings.max_downtime`: seconds to wait for
-    any worker to be back, when all of them are gone.
+    workers: each with its servers, in place of those of the request. It must have no token budget,
+        and no callbacks that belong to this process but `on_task_done`. Its `max_downtime`: seconds
+        to wait for any worker to be back, when all of them are gone.
 
-    Raises ServerDiedError where none is, UserError for what is wrong with the settings.
+    Raises ServerDiedError where none is, UserError for what is wrong with the request.
     """
-    assert workers and settings.token_budget is None and not settings.unfinished
-    call = _Call(tasks, workers, settings, on_task_done)
+    assert workers and request.token_budget is None and not request.unfinished
+    call = _Call(tasks, workers, request)
     with call.progress:
         return await call.run()
 
@@ -90,9 +87,9 @@ async def get_divided_results(
 class _Share:
     """One worker's part."""
 
-    def __init__(self, worker: Worker, settings: SamplingSettings) -> None:
+    def __init__(self, worker: Worker, request: SamplingRequest) -> None:
         self.worker = worker
-        self.settings = settings
+        self.request = request
         self.jobs: dict[int, Job] = {}
         """What it has to do, by position."""
         self.opened = math.inf
@@ -108,30 +105,32 @@ class _Call:
         self,
         tasks: Sequence[Task],
         workers: Sequence[tuple[Worker, Client]],
-        settings: SamplingSettings,
-        on_task_done: Callable[[TaskResult], None] | None,
+        request: SamplingRequest,
     ) -> None:
         self._name = uuid.uuid4().hex
-        self._settings = settings
-        self._on_task_done = on_task_done
+        self._request = request
         self._shares = [
             _Share(
                 worker,
                 dataclasses.replace(
-                    settings, client=client, pbar=False, requests_log=_log_of(settings, number)
+                    request,
+                    client=client,
+                    pbar=False,
+                    on_task_done=None,
+                    requests_log=_log_of(request, number),
                 ),
             )
             for number, (worker, client) in enumerate(workers)
         ]
-        self._pending, self._suspects = deque(_jobs(tasks, settings.n)), deque[Job]()
+        self._pending, self._suspects = deque(numbered_jobs(tasks, request.n)), deque[Job]()
         self._tasks = len(tasks)
-        self._done: dict[int, TaskOutcome] = {}
+        self._done: dict[int, tuple[TaskResult, TaskUsage]] = {}
         self._deaths: Counter[int] = Counter()
         self._over = asyncio.Event()
         self._heard = time.monotonic()
         """When a group last came."""
-        shown = screen() if settings.pbar else None
-        self.progress = Progress(self._tasks * settings.n, settings.description, shown)
+        shown = screen() if request.pbar else None
+        self.progress = Progress(self._tasks * request.n, request.description, shown)
 
     async def run(self) -> TaskResults:
         began = time.monotonic()
@@ -150,17 +149,14 @@ class _Call:
                 one.cancel()
             await asyncio.gather(over, *drivers, return_exceptions=True)
             await asyncio.gather(*map(self._close, self._shares))
-        outcomes = [self._done[position] for position in range(self._tasks)]
+        done = [self._done[position] for position in range(self._tasks)]
         results = TaskResults(
-            [outcome.result for outcome in outcomes],
+            [result for result, _ in done],
             seconds=time.monotonic() - began,
             grading_seconds=sum(sum(share.grading_seconds.values()) for share in self._shares),
-            usage=[outcome.usage for outcome in outcomes],
+            usage=[usage for _, usage in done],
         )
-        stats = results.stats
-        logger.info("%s: %s", self._settings.description, stats.summary())
-        if stats.exceptions:
-            logger.warning("%s: failures: %s", self._settings.description, stats.failures())
+        log_stats(results, self._request.description)
         return results
 
     async def _close(self, share: _Share) -> None:
@@ -171,7 +167,7 @@ class _Call:
         """Keep a worker at work until all is done."""
         while True:
             try:
-                await share.worker.open(self._name, share.settings)
+                await share.worker.open(self._name, share.request)
                 share.opened = time.monotonic()
                 await self._turns(share)
                 if self._over.is_set():
@@ -187,12 +183,12 @@ class _Call:
                 logger.warning("%s; its %d unfinished tasks go to other workers", why, had)
             elif not share.is_missed:
                 logger.warning(
-                    "%s; its %d servers stand idle meanwhile", why, len(share.settings.clients)
+                    "%s; its %d servers stand idle meanwhile", why, len(share.request.clients)
                 )
             share.is_missed = True
             now = time.monotonic()
             works = any(now - other.opened > _NEW_SECONDS for other in self._shares)
-            if not works and now - self._heard > self._settings.max_downtime:
+            if not works and now - self._heard > self._request.max_downtime:
                 raise ServerDiedError(
                     f"no sampling worker has been at work for {now - self._heard:.0f} s; the "
                     f"last words: {why}"
@@ -209,27 +205,28 @@ class _Call:
                 jobs.append(self._suspects.popleft())
             share.jobs |= {job.position: job for job in jobs}
             more = bool(self._pending or (self._suspects and not self._suspects_of(share)))
-            turn = await share.worker.turn(self._name, jobs, more)
-            share.grading_seconds[share.opened] = turn.grading_seconds
-            for group in turn.groups:
+            report = await share.worker.work(self._name, jobs, more)
+            share.grading_seconds[share.opened] = report.grading_seconds
+            for group in report.groups:
                 self._take(share, group)
-            if turn.is_away:
+            if report.is_away:
                 return
-            wanted = turn.wanted
+            wanted = report.wanted
 
     def _take(self, share: _Share, group: FlatGroup) -> None:
-        assert group.position in share.jobs and group.position not in self._done
-        del share.jobs[group.position]
+        position = group.result.position
+        assert position in share.jobs and position not in self._done
+        del share.jobs[position]
         self._heard = time.monotonic()
-        self._count(group.outcome())
+        self._count(group.restored(), group.usage)
 
-    def _count(self, outcome: TaskOutcome) -> None:
-        self._done[outcome.position] = outcome
-        self.progress.add_tokens(outcome.usage.new_completion, outcome.usage.new_prompt)
-        for sample in outcome.result.samples:
+    def _count(self, result: TaskResult, usage: TaskUsage) -> None:
+        self._done[result.position] = result, usage
+        self.progress.add_tokens(usage.new_completion, usage.new_prompt)
+        for sample in result.samples:
             self.progress.add_sample(sample, cached=sample.cached)
-        if self._on_task_done is not None:
-            self._on_task_done(outcome.result)
+        if self._request.on_task_done is not None:
+            self._request.on_task_done(result)
         if len(self._done) == self._tasks:
             self._over.set()
 
@@ -241,57 +238,38 @@ class _Call:
         share.jobs = {}
         for position, job in reversed(jobs.items()):
             if self._deaths[position] >= MOST_DEATHS:
-                self._count(self._failed(job))
+                self._count(self._failed(job), TaskUsage())
+            elif self._deaths[position] >= _SUSPECT:
+                self._suspects.appendleft(job)
             else:
-                (
-                    self._suspects if self._deaths[position] >= _SUSPECT else self._pending
-                ).appendleft(job)
+                self._pending.appendleft(job)
         return len(jobs)
 
     def _suspects_of(self, share: _Share) -> list[int]:
         return [position for position in share.jobs if self._deaths[position] >= _SUSPECT]
 
-    def _failed(self, job: Job) -> TaskOutcome:
+    def _failed(self, job: Job) -> TaskResult:
         why = f"ServerDiedError: {MOST_DEATHS} sampling workers died while they had this task"
         task = job.task
-        version = self._settings.weights_version
+        version = self._request.weights_version
         messages = [dict(message) for message in task.messages]
         samples = [
             Sample(task_id=task.id, sample=k, messages=messages, weights_version=version, error=why)
-            for k in range(self._settings.n)
+            for k in range(self._request.n)
         ]
-        return TaskOutcome(
-            job.position,
-            TaskResult(task_id=task.id, messages=messages, samples=samples),
-            TaskUsage(),
-            None,
-        )
+        result = TaskResult(task_id=task.id, messages=messages, samples=samples)
+        result.position = job.position
+        return result
 
 
-def _log_of(settings: SamplingSettings, number: int) -> Path | None:
+def _log_of(request: SamplingRequest, number: int) -> Path | None:
     """Return a worker's own log of requests: what several machines append to one file of a network
     file system may be lost.
     """
-    if settings.requests_log is None:
-        path = None
-    else:
-        path = Path(settings.requests_log)
-    if path is None:
+    if request.requests_log is None:
         return None
+    path = Path(request.requests_log)
     return path.with_name(f"{path.stem}.{number}{path.suffix}")
-
-
-def _jobs(tasks: Sequence[Task], n: int) -> list[Job]:
-    """Return the tasks with the numbers that tell equal ones apart: they may go to different
-    workers.
-    """
-    times: Counter[str] = Counter()
-    jobs = []
-    for position, task in enumerate(tasks):
-        key = json.dumps(task.messages, sort_keys=True)
-        jobs.append(Job(position, task, times[key] * n))
-        times[key] += 1
-    return jobs
 
 
 def divided_servers(

@@ -28,13 +28,13 @@ from typing import Any
 
 from ttrl.errors import RequestError, TokenizationError, UserError
 from ttrl.records import Sample
-from ttrl.rollouts.client.attempts import Attempt
+from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.choices import read_choice
 from ttrl.rollouts.client.detokenize import INCOMPLETE, ServerTokenizer
-from ttrl.rollouts.client.text_stream import Piece, ask, entry
+from ttrl.rollouts.client.text_stream import Piece, ask, chat_answer
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import EXPERTS, Answer, encoded
+from ttrl.rollouts.client.wire import EXPERTS, Answer
 
 BRIDGE = 16
 """Tokens that are asked for at first where the kept part ends within a character: behind it, stop
@@ -200,13 +200,13 @@ def first_part(request: ChatRequest, budget: TokenBudget | None) -> ChatRequest:
 
 
 @dataclass(kw_only=True)
-class ContinueAttempt(Attempt):
+class ContinueAttempt(CountedAttempt):
     """A request to go on with a completion that was cut off: its answer is the whole of it, as if
     it had never been.
 
     Its finish_reason is null where the budget ended it again (`max_tokens` or `cut`), otherwise
-    what the server says. `sample` is not touched. Raises UserError (see check_continuable),
-    TokenizationError for a sample that cannot be continued, RequestError.
+    what the server says. `sample` is not touched. Raises TokenizationError for a sample that cannot
+    be continued, RequestError.
     """
 
     request: ChatRequest
@@ -221,7 +221,6 @@ class ContinueAttempt(Attempt):
     async def sample_from(self, transport: Transport) -> list[Answer | None]:
         request = self.request
         sample = self.sample
-        check_continuable(request)
         place = sample.where
         if not sample.prompt_token_ids or not sample.token_ids:
             raise TokenizationError(
@@ -267,17 +266,12 @@ class _Continued:
         self.request = attempt.request
         sample = attempt.sample
         self.prompt: list[int] = list(sample.prompt_token_ids or ())
-        self.ids = list(sample.token_ids or ())
-        self.text = sample.text
-        # A sample keeps no token strings: people read them in the text, and programs have the ids.
+        ids = list(sample.token_ids or ())
+        self.whole = Piece(text=sample.text, token_ids=ids, model=self.request.model)
         if self.request.wants_logprobs:
-            self.entries = [entry("", value) for value in sample.logprobs or ()]
-        else:
-            self.entries = []
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.last: Piece | None = None
-        self.cached_tokens: int | None = None
+            # A sample keeps no token strings: people read them in the text, and programs have ids.
+            self.whole.tokens = [""] * len(ids)
+            self.whole.logprobs = list(sample.logprobs or ())
         self.parameters = {
             name: value for name, value in self.request.cache_body([]).items() if value is not None
         }
@@ -290,21 +284,25 @@ class _Continued:
         """Ask until the completion has ended or has `stop_at` tokens; `limit` is where it would
         have ended anyway.
         """
-        if len(self.ids) >= limit:
-            self.finish_reason = "length"
-        while self.finish_reason is None and len(self.ids) < stop_at and not self.attempt.is_cut:
+        if len(self.whole.token_ids) >= limit:
+            self.whole.finish_reason = "length"
+        while (
+            self.whole.finish_reason is None
+            and len(self.whole.token_ids) < stop_at
+            and not self.attempt.is_cut
+        ):
             exact = await self._put_text_right()
             if exact:
-                asked = stop_at - len(self.ids)
+                asked = stop_at - len(self.whole.token_ids)
             else:
-                asked = min(stop_at - len(self.ids), BRIDGE)
+                asked = min(stop_at - len(self.whole.token_ids), BRIDGE)
             piece = await self._go_on(asked, exact)
             if (
-                self.finish_reason == "length"
-                and len(self.ids) < limit
+                self.whole.finish_reason == "length"
+                and len(self.whole.token_ids) < limit
                 and len(piece.token_ids) >= asked
             ):
-                self.finish_reason = None  # the budget's end, not the completion's
+                self.whole.finish_reason = None  # the budget's end, not the completion's
 
     async def _go_on(self, max_tokens: int, exact: bool) -> Piece:
         """Make one request. Without `exact`, the text that comes back is of no use, nor are stop
@@ -323,20 +321,24 @@ class _Continued:
                 f"{len(piece.logprobs)} logprobs",
                 "malformed",
             )
-        had = len(self.ids)
-        before = self.text
-        self.last = piece
-        if self.cached_tokens is None:
-            self.cached_tokens = piece.cached_tokens
-        self.ids += piece.token_ids
-        self.entries += [entry(t, v) for t, v in zip(piece.tokens, piece.logprobs, strict=True)]
-        self.finish_reason = piece.finish_reason
-        self.stop_reason = piece.stop_reason
+        whole = self.whole
+        had = len(whole.token_ids)
+        before = whole.text
+        whole.token_ids += piece.token_ids
+        whole.tokens += piece.tokens
+        whole.logprobs += piece.logprobs
+        whole.finish_reason = piece.finish_reason
+        whole.stop_reason = piece.stop_reason
+        whole.completion_id = piece.completion_id
+        whole.created = piece.created
+        whole.model = piece.model
+        if whole.cached_tokens is None:
+            whole.cached_tokens = piece.cached_tokens
         if exact:
-            self.text += piece.text
+            whole.text += piece.text
         # The end of a cut stream might have become a stop string.
         if not exact or (self.stops and piece.finish_reason is None):
-            self.text = await self._shown(self._ids_of_text(), self.text)
+            self.whole.text = await self._shown(self._ids_of_text(), self.whole.text)
         if self.stops:
             await self._stop_over_the_border(had, before)
         return piece
@@ -347,7 +349,7 @@ class _Continued:
             body.pop("stop", None)
         body |= {
             "model": self.request.model,
-            "prompt": [*self.prompt, *self.ids],
+            "prompt": [*self.prompt, *self.whole.token_ids],
             "max_tokens": max_tokens,
         }
         body |= {"return_token_ids": True, "add_special_tokens": False}
@@ -355,14 +357,14 @@ class _Continued:
             body["logprobs"] = 0
         if self.parameters.get("min_tokens"):
             body["min_tokens"] = min(
-                max(0, self.parameters["min_tokens"] - len(self.ids)), max_tokens
+                max(0, self.parameters["min_tokens"] - len(self.whole.token_ids)), max_tokens
             )
         if self.parameters.get("seed") is not None:
             if self.attempt.number is None:
                 number = self.attempt.sample.sample
             else:
                 number = self.attempt.number
-            made_of = f"{self.parameters['seed']}/{number}/{self.prompt}/{self.ids}"
+            made_of = f"{self.parameters['seed']}/{number}/{self.prompt}/{self.whole.token_ids}"
             body["seed"] = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:7], "big")
         return body
 
@@ -371,12 +373,16 @@ class _Continued:
     async def _put_text_right(self) -> bool:
         """Bring the text up to the ids; False where they end within a character."""
         text = await self.tokenizer.text(
-            self.prompt, self.ids, self.text, skip_special=self.skip_special, place=self.place
+            self.prompt,
+            self.whole.token_ids,
+            self.whole.text,
+            skip_special=self.skip_special,
+            place=self.place,
         )
         if not text.endswith(INCOMPLETE):
-            self.text = text
+            self.whole.text = text
             return True
-        self.text = await self._shown(self.ids, self.text)
+        self.whole.text = await self._shown(self.whole.token_ids, self.whole.text)
         return False
 
     async def _shown(self, ids: list[int], begins: str) -> str:
@@ -386,10 +392,12 @@ class _Continued:
 
     def _ids_of_text(self) -> list[int]:
         """Return the ids without the token that ended it, which is no part of the text."""
-        by_token = self.finish_reason == "stop" and not isinstance(self.stop_reason, str)
+        by_token = self.whole.finish_reason == "stop" and not isinstance(
+            self.whole.stop_reason, str
+        )
         if by_token and not self.parameters.get("include_stop_str_in_output"):
-            return self.ids[:-1]
-        return self.ids
+            return self.whole.token_ids[:-1]
+        return self.whole.token_ids
 
     async def _stop_over_the_border(self, had: int, before: str) -> None:
         """End the completion where a stop string is complete that the server could not see, as a
@@ -398,48 +406,35 @@ class _Continued:
         had, before: tokens and text before the last request.
         """
         include = bool(self.parameters.get("include_stop_str_in_output"))
-        text = self.text
-        if isinstance(self.stop_reason, str) and not include:
-            text += self.stop_reason  # where the server found it
+        text = self.whole.text
+        if isinstance(self.whole.stop_reason, str) and not include:
+            text += self.whole.stop_reason  # where the server found it
         first = _first_stop(text, self.stops, len(before))
         if first is None:
             return
         begin, end, string = first
-        if string == self.stop_reason and end == len(text):
+        if string == self.whole.stop_reason and end == len(text):
             return  # the server's own
         count = had + 1
-        while count < len(self.ids) and len(await self._shown(self.ids[:count], before)) < end:
+        while (
+            count < len(self.whole.token_ids)
+            and len(await self._shown(self.whole.token_ids[:count], before)) < end
+        ):
             count += 1
-        self.ids, self.entries = self.ids[:count], self.entries[:count]
-        self.text = text[: end if include else begin]
-        self.finish_reason = "stop"
-        self.stop_reason = string
+        del self.whole.token_ids[count:]
+        del self.whole.tokens[count:]
+        del self.whole.logprobs[count:]
+        self.whole.text = text[: end if include else begin]
+        self.whole.finish_reason = "stop"
+        self.whole.stop_reason = string
 
     def answer(self) -> Answer:
         """Return the completion as it stands."""
-        choice: dict[str, Any] = {
-            "index": 0,
-            "message": {"role": "assistant", "content": self.text},
-            "logprobs": {"content": self.entries} if self.request.wants_logprobs else None,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "token_ids": self.ids,
-        }
-        if self.attempt.sample.opening:
-            choice["opening"] = self.attempt.sample.opening
-        last = self.last or Piece(model=self.request.model)
-        return Answer(
-            choice=encoded(choice),
-            completion_id=last.completion_id,
-            created=last.created,
-            model=last.model,
-            prompt_token_ids=self.prompt,
-            prompt_tokens=len(self.prompt),
-            cached_tokens=None
-            if self.cached_tokens is None
-            else min(self.cached_tokens, len(self.prompt)),
-            completion_tokens=len(self.ids),
-        )
+        known = self.whole.cached_tokens
+        if known is not None:
+            self.whole.cached_tokens = min(known, len(self.prompt))
+        opening = self.attempt.sample.opening
+        return chat_answer(self.whole, self.prompt, opening, self.request.wants_logprobs)
 
 
 def extend(sample: Sample, answer: Answer, weights_version: int) -> None:

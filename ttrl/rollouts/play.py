@@ -41,7 +41,7 @@ from ttrl.rollouts.client.prompts import sample_after_prompt
 from ttrl.rollouts.client.transport import Transport
 from ttrl.rollouts.client.wire import Answer, is_ids
 from ttrl.rollouts.graders.grading import own_traceback, type_and_message
-from ttrl.rollouts.ledger import Ledger
+from ttrl.rollouts.group import Group
 from ttrl.rollouts.scheduling.servers import Size
 from ttrl.tasks.task import Chat, Grade
 
@@ -106,18 +106,20 @@ class _FittingAttempt(ChatAttempt):
 class Play:
     """The rollout of one sample, while it goes on."""
 
-    def __init__(self, ledger: Ledger, sample: Sample) -> None:
-        self.ledger = ledger
+    def __init__(self, group: Group, sample: Sample) -> None:
+        self.group = group
         self.sample = sample
-        self.s = ledger.s
-        self.task = ledger.job.task
+        self.sampling = group.sampling
+        self.task = group.task
         self.place = sample.where
+        self._number = group.first + sample.sample
+        """For cache keys, seeds and logs."""
         self._replies: list[_Reply | None] = []
         """In the order in which they were asked for; None where none came."""
         self._generated = 0
         self._waiting: set[asyncio.Task[Any]] = set()
         self._clock: asyncio.Timeout | None = None
-        self._ticket = ledger.s.servers.ticket()
+        self._ticket = group.sampling.servers.ticket()
         self._is_over = False
 
     async def run(self) -> None:
@@ -146,7 +148,7 @@ class Play:
             sample.error = writable(type_and_message(error))
             if not isinstance(error, GraderError):
                 sample.finish_reason = None
-        self.ledger.done(sample)
+        self.group.done(sample)
 
     # The coroutine
 
@@ -155,10 +157,10 @@ class Play:
         else.
         """
         sample = self.sample
-        params = self.s.request.parameters
+        params = self.sampling.chat_request.parameters
         chat = Chat(
             self.ask,
-            self.ledger.messages,
+            self.group.messages,
             sample.task_id,
             sample.sample,
             params=params,
@@ -237,7 +239,7 @@ class Play:
         choice = with_messages(
             openai_choice(last.answer), [*last.messages, last.message], self.sample
         )
-        return await self.s.graders.grade(self.task, choice, self.place)
+        return await self.sampling.graders.grade(self.task, choice, self.place)
 
     # Requests
 
@@ -274,7 +276,7 @@ class Play:
         finally:
             self._waiting.discard(waiting)
             self._count_time(not self._waiting)
-        usage = self.ledger.usage
+        usage = self.group.usage
         tokens = answer.completion_tokens or 0
         self._generated += tokens
         usage.completion += tokens
@@ -282,21 +284,21 @@ class Play:
         read = Sample(
             task_id=self.sample.task_id, sample=self.sample.sample, messages=sent, cached=cached
         )
-        read.weights_version = self.s.settings.weights_version
+        read.weights_version = self.sampling.request.weights_version
         # Checked token by token, as a single answer is; of text completions vLLM sends no bytes.
-        first = (
-            self.ledger.job.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
-        )
+        first = self.group.position == 0 and self.sample.sample == 0 and raw_prompt(sent) is None
         read_choice(
             read,
             answer,
             self.place,
-            token_ids=self.s.settings.token_ids,
+            token_ids=self.sampling.request.token_ids,
             logprobs=request.wants_logprobs,
             strings=first,
         )
-        if not cached and digest is not None:
-            await self.ledger.keep(read, answer, digest, self.s.cache_body(sent, request))
+        if not cached:
+            await self.sampling.keep(
+                digest, self._number, answer, read.finish_reason, sent, request
+            )
         choice = openai_choice(answer)
         reply = _Reply(sent, own["tools"], answer, read, _clean(_sent_back(choice)))
         self._check_over()
@@ -329,7 +331,7 @@ class Play:
                     raise RolloutError(f"{where} holds {found}; the policy is trained on text")
             return
         content = messages[0].get("content")
-        settings = self.s.settings
+        settings = self.sampling.request
         if len(messages) > 1 or not (isinstance(content, str) or is_ids(content)) or not content:
             raise RolloutError(
                 f"{self.place}: a message of role {PROMPT!r} stands alone, and is a text or a "
@@ -355,15 +357,16 @@ class Play:
     def _request(self, own: Mapping[str, Any], max_tokens: int | None) -> ChatRequest:
         """Return what this reply is asked for with."""
         parameters = {
-            **self.s.request.parameters,
+            **self.sampling.chat_request.parameters,
             **{name: value for name, value in own.items() if value is not None},
         }
-        most = [limit for limit in (max_tokens, self.s.request.max_tokens) if limit is not None][:1]
+        given = (max_tokens, self.sampling.chat_request.max_tokens)
+        most = [limit for limit in given if limit is not None][:1]
         if self.task.limits.tokens is not None:
             most.append(self.task.limits.tokens - self._generated)
         if most:
-            parameters |= self.s.request.limited(min(most))
-        return dataclasses.replace(self.s.request, parameters=parameters)
+            parameters |= self.sampling.chat_request.limited(min(most))
+        return dataclasses.replace(self.sampling.chat_request, parameters=parameters)
 
     def _count_time(self, counts: bool) -> None:
         """Start the rollout's own time anew with each reply, and stop it while the model is
@@ -378,12 +381,11 @@ class Play:
     ) -> str | None:
         """A first request as it would be without a rollout has the digest of that; all others are
         of this task and turn alone, so that no two of them share an answer."""
-        task = self.ledger.job.digest
+        task = self.group.digest
         if task is None:
             return None
-        body = self.s.cache_body(messages, request)
-        same = number == 0 and body == self.s.cache_body(self.ledger.messages)
-        if same:
+        body = self.sampling.cache_body(messages, request)
+        if number == 0 and body == self.sampling.cache_body(self.group.messages):
             return task
         return request_digest({"task": task, "turn": number}, body)
 
@@ -393,27 +395,26 @@ class Play:
         """Return a reply from the cache, else from a server: (answer, digest, whether it was
         cached).
         """
-        job = self.ledger.job
         digest = self._digest(request, messages, number)
-        found = (await self.ledger.from_cache([self.sample], digest))[0]
+        found = (await self.sampling.cached(digest, [self._number]))[0]
         if found is not None:
             return found, digest, True
-        place = job.first + self.sample.sample
-        same = number == 0 and digest == job.digest
+        seed = self._number
+        if number > 0 or digest != self.group.digest:
+            made_of = f"{self._number}/{number}".encode()
+            seed = int.from_bytes(hashlib.sha256(made_of).digest()[:6], "big")
         attempt = _FittingAttempt(
             request=request,
             messages=messages,
-            seed_offset=place
-            if same
-            else int.from_bytes(hashlib.sha256(f"{place}/{number}".encode()).digest()[:6], "big"),
-            on_chunk=self.s.settings.on_chunk,
-            watch=self.ledger.watch([self.sample], messages),
-            count=self.s.count_tokens,
+            seed_offset=seed,
+            on_chunk=self.sampling.request.on_chunk,
+            watch=self.group.watch([self.sample], messages),
+            count=self.sampling.count_tokens,
             place=self.place,
         )
         size = Size.of(messages, 1, request.max_tokens)
         answer = (
-            await self.ledger.send(attempt, [self.sample], size, digest=digest, ticket=self._ticket)
+            await self.group.send(attempt, [self.sample], size, digest=digest, ticket=self._ticket)
         )[0]
         assert answer is not None
         return answer, digest, False
@@ -425,12 +426,12 @@ class Play:
         sample = self.sample
         replies = [reply for reply in self._replies if reply is not None]
         sample.turns = [
-            _turn(replies, number, self.ledger.messages) for number in range(len(replies))
+            _turn(replies, number, self.group.messages) for number in range(len(replies))
         ]
         if not replies:
             return
         first = replies[0].answer
-        usage = self.ledger.usage
+        usage = self.group.usage
         usage.prompt = max(usage.prompt, first.prompt_tokens or len(first.prompt_token_ids or ()))
         reads = [reply.read for reply in replies]
         last = reads[-1]
@@ -438,7 +439,7 @@ class Play:
         sample.opening = last.opening
         sample.finish_reason = last.finish_reason
         sample.cached = all(read.cached for read in reads)
-        if self.s.settings.token_ids:
+        if self.sampling.request.token_ids:
             sample.prompt_token_ids = list(reads[0].prompt_token_ids or ())
             sample.token_ids = [token for read in reads for token in read.token_ids or ()]
         if any(read.logprobs is not None for read in reads):

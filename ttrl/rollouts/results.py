@@ -2,6 +2,7 @@
 what went wrong how often.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from ttrl.system.frames import data_frame
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -237,6 +240,14 @@ class TaskResults(Sequence[TaskResult]):
             f"all {len(samples)} samples of {len(self)} tasks failed, {count} of them with: "
             f"{in_full}"
         )
+
+
+def log_stats(results: TaskResults, description: str) -> None:
+    """Log what a call sampled, and why samples failed."""
+    stats = results.stats
+    logger.info("%s: %s", description, stats.summary())
+    if stats.exceptions:
+        logger.warning("%s: failures: %s", description, stats.failures())
 
 
 def reason(sample: Sample) -> str:

@@ -1,137 +1,158 @@
-"""What the tasks of one call share: its settings, servers, graders, cache, budget and counts."""
+"""A sampling call while it runs: its servers, graders, cache, budget and counts, and its jobs."""
 
 import asyncio
 import contextlib
 import itertools
+import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ttrl.errors import TaskError, UserError, describe
 from ttrl.records import TaskResult
-from ttrl.rollouts.cache.completions import Cache, request_digest
+from ttrl.rollouts.cache.completions import Cache, request_digest, sample_key
+from ttrl.rollouts.client.assembly import STOPPED_EARLY
+from ttrl.rollouts.client.attempts import CountedAttempt
 from ttrl.rollouts.client.chat_completions import ChatRequest
 from ttrl.rollouts.client.transport import answer_identity, transport_for
+from ttrl.rollouts.client.wire import Answer
 from ttrl.rollouts.graders.grading import Graders, Threads
 from ttrl.rollouts.partial import TokenBudget, check_continuable, first_part
 from ttrl.rollouts.progress import Prices, Progress, screen
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.requests_log import RequestsLog
 from ttrl.rollouts.sample_logs import SampleLogs
 from ttrl.rollouts.scheduling.lengths import Lengths
-from ttrl.rollouts.scheduling.servers import Servers
-from ttrl.rollouts.settings import SamplingSettings
+from ttrl.rollouts.scheduling.servers import Servers, Size
 from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
 
+_LIVE_SAMPLES = 16384
+"""Samples of tasks that are begun and not yet handed over, where the server decides how many
+requests are in flight.
+"""
+_NOT_TO_KEEP = frozenset({None, "abort", "error", "unfinished"})
+"""Finish reasons of answers that the model did not end: they never enter a cache."""
+
+
 @dataclass(frozen=True)
-class SamplingJob:
+class Job:
     """One task of a call."""
 
     position: int
+    """Among the tasks of the call."""
     task: Task
     first: int
     """The number of its first sample, for cache keys and seeds: equal tasks of one call must not
     share samples.
     """
-    digest: str | None
-    """Of its request, for cache keys and the requests log; None where there is neither."""
-    kept: TaskResult | None
-    """What an earlier call sampled of it."""
+
+
+def numbered_jobs(tasks: Iterable[Task], n: int) -> Iterator[Job]:
+    """Yield jobs of `n` samples each, whose numbers tell equal tasks apart."""
+    times: Counter[str] = Counter()
+    for position, task in enumerate(tasks):
+        key = json.dumps(task.messages, sort_keys=True)
+        yield Job(position, task, times[key] * n)
+        times[key] += 1
 
 
 class Sampling:
-    """One call of `get_task_results`. Raises UserError for everything that can be known to be wrong
-    before a request is made.
+    """A call of `get_task_results` while it runs: what all of its tasks share.
+
+    Raises UserError for a wrong request before anything is sent.
     """
 
-    def __init__(self, settings: SamplingSettings, total: int | None) -> None:
+    def __init__(self, request: SamplingRequest, total: int | None = None) -> None:
         """total: the number of tasks; None where it is not known."""
-        self.settings = settings
-        self.n = settings.n
-        self.request = ChatRequest.of(
-            settings.model,
-            n=settings.n,
-            params=settings.params,
-            token_ids=settings.token_ids,
-            max_retries=settings.max_retries,
-            stall_timeout=settings.stall_timeout,
+        self.request = request
+        self.chat_request = ChatRequest.of(
+            request.model,
+            params=request.params,
+            token_ids=request.token_ids,
+            stall_timeout=request.stall_timeout,
         )
-        self.budget, self.kept = TokenBudget.of(settings.token_budget), list(settings.unfinished)
+        self.budget = TokenBudget.of(request.token_budget)
+        self.kept = list(request.unfinished)
+        """What an earlier call sampled of the first tasks."""
         self._check_budget()
-        self.first_request = first_part(self.request, self.budget)
+        self.first_request = first_part(self.chat_request, self.budget)
         """What samples without a token are asked for with."""
         # vLLM refuses n > 1 where sampling is greedy; and a choice of many that is ended early
         # would be sampled on.
-        alone = settings.on_chunk is not None or self.request.parameters.get("temperature") == 0
-        self.samples_per_request = settings.samples_per_request or (1 if alone else self.n)
+        is_greedy = self.chat_request.parameters.get("temperature") == 0
+        alone = request.on_chunk is not None or is_greedy
+        self.samples_per_request = request.samples_per_request or (1 if alone else request.n)
+        self.most_live = max(256, _LIVE_SAMPLES // request.n)
+        """Tasks that are begun and not yet handed over."""
         self.sampled = 0
         """New completion tokens so far."""
-        if self.budget is None or self.budget.total is None:
-            self.cut = None
-        else:
-            self.cut = asyncio.Event()
+        self.cut: asyncio.Event | None = None
         """Set when the budget's total has been sampled."""
+        if self.budget is not None and self.budget.total is not None:
+            self.cut = asyncio.Event()
         self.other_failures: Counter[str] = Counter()
         """Of transforms and callbacks; those of samples stand in the samples."""
-        self.cache = Cache.of(settings.cache)
-        if settings.prices is None:
-            self.prices = None
-        else:
-            self.prices = Prices.of(settings.prices)
-        self._transports = [transport_for(client) for client in settings.clients]
+        self.cache = Cache.of(request.cache)
+        self.prices = None if request.prices is None else Prices.of(request.prices)
+        self._early_end: Any = getattr(request.on_chunk, "cache_key", None)
+        """Names an `on_chunk` for the cache, such as InferenceEarlyStop."""
+        self.transports = [transport_for(client) for client in request.clients]
         self._identity = answer_identity(
-            self._transports, settings.weights_digest, has_cache=self.cache is not None
+            self.transports, request.weights_digest, has_cache=self.cache is not None
         )
         self.servers = Servers(
-            self._transports,
-            concurrency=settings.concurrency,
-            max_downtime=settings.max_downtime,
+            self.transports,
+            concurrency=request.concurrency,
+            max_downtime=request.max_downtime,
             lengths=_known_lengths(
-                settings.model, [transport.base_url for transport in self._transports]
+                request.model, [transport.base_url for transport in self.transports]
             ),
         )
         self.graders = Graders(
-            isolated=bool(settings.isolated),
-            timeout=settings.grader_timeout,
-            memory=settings.grader_memory,
+            isolated=bool(request.isolated),
+            timeout=request.grader_timeout,
+            memory=request.grader_memory,
         )
         self.transform_thread = Threads(1)
-        if settings.requests_log is None:
-            self.requests_log = None
-        else:
-            self.requests_log = RequestsLog(settings.requests_log)
-        if settings.log_dir is None:
-            self.sample_logs = None
-        else:
-            self.sample_logs = SampleLogs(settings.log_dir)
+        log = request.requests_log
+        self.requests_log = None if log is None else RequestsLog(log)
+        folder = request.log_dir
+        self.sample_logs = None if folder is None else SampleLogs(folder)
+        self._is_numbered = (
+            self.cache is not None
+            or self.requests_log is not None
+            or self.sample_logs is not None
+            or self.chat_request.seed is not None
+        )
         self.progress = Progress(
-            None if total is None else total * self.n,
-            settings.description,
-            screen() if settings.pbar else None,
+            None if total is None else total * request.n,
+            request.description,
+            screen() if request.pbar else None,
             self.prices,
         )
 
     def _check_budget(self) -> None:
         if self.budget is None and not self.kept:
             return
-        check_continuable(self.request)
+        check_continuable(self.chat_request)
         if not all(isinstance(result, TaskResult) for result in self.kept):
             raise UserError(
                 "unfinished holds something else than TaskResult; give the `unfinished` of an "
                 "earlier call"
             )
-        wrong = [result for result in self.kept if len(result.samples) != self.n]
+        wrong = [result for result in self.kept if len(result.samples) != self.request.n]
         if wrong:
             raise UserError(
                 f"unfinished: task {wrong[0].task_id!r} has {len(wrong[0].samples)} samples, n "
-                f"is {self.n}; give the n of the "
+                f"is {self.request.n}; give the n of the "
                 "call that began them"
             )
-        if not self.settings.token_ids:
+        if not self.request.token_ids:
             raise UserError(
                 "token_budget and unfinished need token ids: completions are continued from "
                 "them; set token_ids=True"
@@ -143,12 +164,12 @@ class Sampling:
         end.
         """
         async with contextlib.AsyncExitStack() as stack:
-            for transport in self._transports:
+            for transport in self.transports:
                 stack.push_async_callback(transport.close)
             await stack.enter_async_context(self.servers)
             for part in (self.graders, self.progress, self.transform_thread):
                 stack.enter_context(part)
-            listeners = (self.settings.on_chunk, self.cut, self.sample_logs)
+            listeners = (self.request.on_chunk, self.cut, self.sample_logs)
             # Else answers are streamed, and counted as they come.
             if all(one is None for one in listeners):
                 stack.callback(self.progress.keep_moving(self.servers.tokens_in_flight))
@@ -166,37 +187,24 @@ class Sampling:
             )
         return task
 
-    def jobs(self, tasks: Iterable[Task]) -> Iterator[SamplingJob]:
-        """Yield the tasks with what an earlier call sampled of them, and with the numbers that tell
-        equal ones apart.
-        """
-        times: Counter[str] = Counter()
+    def jobs(self, tasks: Iterable[Task]) -> Iterator[Job]:
+        """Yield a job for each task, checked when its turn comes."""
         tasks = iter(tasks)
         begun = list(itertools.islice(tasks, len(self.kept)))
         self._check_begun(begun)
-        for position, task in enumerate(map(self.check, itertools.chain(begun, tasks))):
-            if position < len(self.kept):
-                kept = self.kept[position]
-            else:
-                kept = None
-            digest = self.digest(task)
-            if digest is not None:
-                first = times[digest] * self.n
-            else:
-                first = 0
-            if digest is not None:
-                times[digest] += 1
-            yield SamplingJob(position, task, first, digest, kept)
+        checked = map(self.check, itertools.chain(begun, tasks))
+        if self._is_numbered:
+            return numbered_jobs(checked, self.request.n)
+        # Numbers would cost memory for every task of an endless generator.
+        return (Job(position, task, 0) for position, task in enumerate(checked))
 
-    def digest(self, task: Task) -> str | None:
-        """Return what names a task's request, for seeds, cache keys and logs; None where there is
-        none of these.
+    def digest(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the digest of a request, for seeds, cache keys and logs; None where there is none
+        of these.
         """
-        logged = self.requests_log is not None or self.sample_logs is not None
-        numbered = logged or self.cache is not None or self.request.seed is not None
-        if numbered:
-            return request_digest(self._identity, self.cache_body(task.messages))
-        return None
+        if not self._is_numbered:
+            return None
+        return request_digest(self._identity, self.cache_body(messages))
 
     def _check_begun(self, tasks: Sequence[Task]) -> None:
         """Check all of `unfinished` before the first request: a mistake must cost no samples, and
@@ -219,14 +227,102 @@ class Sampling:
         self, messages: Sequence[Mapping[str, Any]], request: ChatRequest | None = None
     ) -> dict[str, Any]:
         """Return what an answer depends on: the request (by default the call's), and what may end
-        it early, where that has a name (an `on_chunk` with a `cache_key`, such as
-        InferenceEarlyStop).
+        it early, where that has a name.
         """
-        body = (request or self.request).cache_body(messages)
-        ended_by = getattr(self.settings.on_chunk, "cache_key", None)
-        if ended_by is None:
+        body = (request or self.chat_request).cache_body(messages)
+        if self._early_end is None:
             return body
-        return {**body, "on_chunk": ended_by}
+        return {**body, "on_chunk": self._early_end}
+
+    # Answers
+
+    async def cached(self, digest: str | None, numbers: Sequence[int]) -> list[Answer | None]:
+        """Look samples up in the cache, by their numbers; hits are logged."""
+        if self.cache is None or digest is None:
+            return [None] * len(numbers)
+        answers = await asyncio.gather(
+            *(self.cache.get(sample_key(digest, number)) for number in numbers)
+        )
+        found = [
+            number for number, answer in zip(numbers, answers, strict=True) if answer is not None
+        ]
+        if found:
+            self._log(digest, found, base_url=self.cache.describe(), hit=True)
+        return answers
+
+    async def send(
+        self,
+        attempt: CountedAttempt,
+        digest: str | None,
+        numbers: Sequence[int],
+        size: Size,
+        *,
+        affinity: Hashable = None,
+        ticket: int | None = None,
+    ) -> list[Answer | None]:
+        """Make the request for samples of these numbers, as `Servers.send` does; log it, however it
+        ends.
+        """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            answers = await self.servers.send(
+                attempt,
+                size=size,
+                max_retries=self.request.max_retries,
+                affinity=affinity,
+                ticket=ticket,
+            )
+        except Exception as error:
+            seconds = loop.time() - began
+            self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, error=error)
+            raise
+        facts: dict[str, Any] = {}
+        got = [answer for answer in answers if answer is not None]
+        if got:
+            facts = {
+                "prompt_tokens": got[0].prompt_tokens,
+                "cached_prompt_tokens": got[0].cached_tokens,
+                "completion_tokens": sum(answer.completion_tokens or 0 for answer in got),
+            }
+            self.progress.add_tokens(0, got[0].prompt_tokens or 0)
+        seconds = loop.time() - began
+        self._log(digest, numbers, base_url=attempt.base_url, seconds=seconds, **facts)
+        return answers
+
+    async def keep(
+        self,
+        digest: str | None,
+        number: int,
+        answer: Answer,
+        ended: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        request: ChatRequest | None = None,
+    ) -> None:
+        """Put an answer into the cache, unless `on_chunk` ended it, which no key can describe.
+
+        ended: its finish reason. messages, request: what was asked, by default the call's request.
+        """
+        if self.cache is None or digest is None or ended in _NOT_TO_KEEP:
+            return
+        if ended == STOPPED_EARLY and self._early_end is None:
+            return
+        await self.cache.put(sample_key(digest, number), answer, self.cache_body(messages, request))
+
+    def _log(
+        self,
+        digest: str | None,
+        numbers: Sequence[int],
+        *,
+        base_url: str,
+        hit: bool = False,
+        **facts: Any,
+    ) -> None:
+        if self.requests_log is not None and digest is not None:
+            model = self.request.model
+            self.requests_log.append(
+                base_url=base_url, model=model, digest=digest, samples=numbers, hit=hit, **facts
+            )
 
     # Counts
 

@@ -5,49 +5,38 @@ A failure is data, not an end: a failed request, a bad completion, a grader or a
 raises costs what it concerns and nothing else. It is kept with its reason (`Sample.error`), counted
 (`TaskResults.stats`) and logged in one line at the end.
 
-The way of a task is in `ttrl.rollouts.group`; admission, balance and retries in `servers`; what is
-sent in `client.attempts`.
+The way of a task is in `ttrl.rollouts.answers`; admission, balance and retries in `servers`; what
+is sent in `client.attempts`.
 """
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
-    Awaitable,
     Callable,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
-from typing import Any, TypeAlias
+from typing import Any
 
 from ttrl.errors import TaskError
 from ttrl.records import TaskResult
+from ttrl.rollouts.answers import sample_group
 from ttrl.rollouts.client.assembly import OnChunk
-from ttrl.rollouts.group import Group, TaskOutcome
-from ttrl.rollouts.ledger import Ledger
+from ttrl.rollouts.group import Group
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
-from ttrl.rollouts.results import TaskResults
-from ttrl.rollouts.sampling import Sampling
-from ttrl.rollouts.settings import CacheLike, Client, SamplingSettings
+from ttrl.rollouts.request import CacheLike, Client, SamplingRequest, Transform
+from ttrl.rollouts.results import TaskResults, log_stats
+from ttrl.rollouts.sampling import Job, Sampling
 from ttrl.tasks.task import Task
 
 __all__ = ["TaskResults", "get_task_results", "iter_task_results"]
-
-logger = logging.getLogger(__name__)
-
-Transform: TypeAlias = Callable[[TaskResult], Any] | Callable[[TaskResult], Awaitable[Any]]
-
-LIVE_SAMPLES = 16384
-"""Samples of tasks that are begun and not yet handed over, where the server decides how many
-requests are in flight.
-"""
 
 
 async def get_task_results(
@@ -142,29 +131,56 @@ async def get_task_results(
     such as Ctrl-C, all requests are ended first, and the CancelledError carries what was finished
     as `results` (a TaskResults).
     """
-    # The arguments.
-    settings = SamplingSettings(
-        **{name: value for name, value in locals().items() if name != "tasks"}
+    request = SamplingRequest(
+        client=client,
+        model=model,
+        n=n,
+        params=params,
+        token_ids=token_ids,
+        cache=cache,
+        weights_digest=weights_digest,
+        weights_version=weights_version,
+        concurrency=concurrency,
+        samples_per_request=samples_per_request,
+        max_retries=max_retries,
+        max_downtime=max_downtime,
+        stall_timeout=stall_timeout,
+        on_chunk=on_chunk,
+        isolated=isolated,
+        grader_timeout=grader_timeout,
+        grader_memory=grader_memory,
+        transform=transform,
+        on_task_done=on_task_done,
+        token_budget=token_budget,
+        unfinished=unfinished,
+        prices=prices,
+        pbar=pbar,
+        pbar_desc=pbar_desc,
+        log_dir=log_dir,
+        requests_log=requests_log,
     )
-    checked = checked_tasks(tasks)
-    sampling = Sampling(settings, len(checked))
-    for task in checked:
-        sampling.check(task)
+    return await sample_tasks(tasks, request)
+
+
+async def sample_tasks(tasks: Iterable[Task], request: SamplingRequest) -> TaskResults:
+    """Sample and grade tasks as `get_task_results` does."""
+    checked = list(_checked(tasks))
+    if not checked:
+        raise TaskError("tasks is empty; give at least one Task")
+    sampling = Sampling(request, len(checked))
+    jobs = list(sampling.jobs(checked))
     start = time.monotonic()
-    outcomes: list[TaskOutcome] = []
+    groups: list[Group] = []
     try:
-        async with contextlib.aclosing(_outcomes(sampling, checked, left=outcomes)) as stream:
-            async for outcome in stream:
-                outcomes.append(outcome)
+        async with contextlib.aclosing(_finished(sampling, iter(jobs), left=groups)) as stream:
+            async for group in stream:
+                groups.append(group)
     except asyncio.CancelledError as cancelled:
         # No subclass with a field: asyncio.timeout looks for this very type.
-        cancelled.results = _collected(sampling, outcomes, start)  # type: ignore[attr-defined]  # see above
+        cancelled.results = _collected(sampling, groups, start)  # type: ignore[attr-defined]  # see above
         raise
-    results = _collected(sampling, outcomes, start)
-    stats = results.stats
-    logger.info("%s: %s", settings.description, stats.summary())
-    if stats.exceptions:
-        logger.warning("%s: failures: %s", settings.description, stats.failures())
+    results = _collected(sampling, groups, start)
+    log_stats(results, request.description)
     return results
 
 
@@ -179,34 +195,32 @@ async def iter_task_results(
     when its turn comes. Leaving the loop ends all requests (`contextlib.aclosing` does so at once).
     What `transform` returns is lost; use `on_task_done`, or the loop's body.
     """
-    settings = SamplingSettings(client=client, model=model, **arguments)
-    sampling = Sampling(settings, len(tasks) if isinstance(tasks, Sequence) else None)
-    async with contextlib.aclosing(
-        _outcomes(sampling, checked_one_by_one(tasks), left=[])
-    ) as stream:
-        async for outcome in stream:
-            yield outcome.result
+    request = SamplingRequest(client=client, model=model, **arguments)
+    sampling = Sampling(request, len(tasks) if isinstance(tasks, Sequence) else None)
+    jobs = sampling.jobs(_checked(tasks))
+    async with contextlib.aclosing(_finished(sampling, jobs, left=[])) as stream:
+        async for group in stream:
+            yield group.result
 
 
-async def _outcomes(
-    sampling: Sampling, tasks: Iterable[Task], *, left: list[TaskOutcome]
-) -> AsyncGenerator[TaskOutcome, None]:
-    """Yield every task's outcome as soon as it is finished; `left` gets those that are finished
-    when it is closed early.
+async def _finished(
+    sampling: Sampling, jobs: Iterator[Job], *, left: list[Group]
+) -> AsyncGenerator[Group, None]:
+    """Yield every group as soon as it is finished; `left` gets those that are finished when it is
+    closed early.
 
     Fewer tasks are begun and not yet handed over than would fill memory; more than can be in
     flight, so that no server waits.
     """
-    concurrency = sampling.settings.concurrency
+    concurrency = sampling.request.concurrency
     if isinstance(concurrency, int):
         live = 4 * concurrency
     else:
-        live = max(256, LIVE_SAMPLES // sampling.n)
-    finished: asyncio.Queue[asyncio.Task[TaskOutcome]] = asyncio.Queue()
-    running: set[asyncio.Task[TaskOutcome]] = set()
+        live = sampling.most_live
+    finished: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
+    running: dict[asyncio.Task[None], Group] = {}
     begun = 0
     async with sampling.running():
-        jobs = sampling.jobs(tasks)
         try:
             while True:
                 while (
@@ -214,11 +228,10 @@ async def _outcomes(
                     and len(running) < live
                     and (job := next(jobs, None)) is not None
                 ):
-                    task = asyncio.create_task(
-                        Group(Ledger(sampling, job)).run(), name=f"task {job.task.id}"
-                    )
+                    group = Group(sampling, job)
+                    task = asyncio.create_task(sample_group(group), name=f"task {job.task.id}")
                     task.add_done_callback(finished.put_nowait)
-                    running.add(task)
+                    running[task] = group
                     begun += 1
                     if begun % 64 == 0:
                         # A generator of a million tasks must not hold up the first ones.
@@ -226,49 +239,42 @@ async def _outcomes(
                 if not running:
                     return
                 task = await finished.get()
-                running.discard(task)
-                yield task.result()  # raises what can only be a fault of ours
+                group = running.pop(task)
+                task.result()  # raises what can only be a fault of ours
+                yield group
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             left += [
-                task.result()
-                for task in running
+                group
+                for task, group in running.items()
                 if not task.cancelled() and task.exception() is None
             ]
 
 
-def _collected(sampling: Sampling, outcomes: Iterable[TaskOutcome], start: float) -> TaskResults:
-    """Return the outcomes in the order of their tasks. start: of the call, on the monotonic
-    clock.
-    """
-    ordered = sorted(outcomes, key=lambda outcome: outcome.position)
+def _collected(sampling: Sampling, groups: Iterable[Group], start: float) -> TaskResults:
+    """Return the groups in the order of their tasks. start: of the call, on the monotonic clock."""
+    ordered = sorted(groups, key=lambda group: group.position)
+    transformed = None
+    if sampling.request.transform is not None:
+        transformed = [group.transformed for group in ordered]
     return TaskResults(
-        [outcome.result for outcome in ordered],
+        [group.result for group in ordered],
         seconds=time.monotonic() - start,
         grading_seconds=sampling.graders.seconds,
-        usage=[outcome.usage for outcome in ordered],
-        transformed=None
-        if sampling.settings.transform is None
-        else [outcome.transformed for outcome in ordered],
+        usage=[group.usage for group in ordered],
+        transformed=transformed,
         other_failures=sampling.other_failures,
         prices=sampling.prices,
     )
 
 
-def checked_tasks(tasks: Iterable[Task]) -> list[Task]:
-    """Return the tasks as a list. Raises TaskError for an empty one, and for what is no Task or
-    cannot be written to a file.
+def _checked(tasks: Iterable[Task]) -> Iterator[Task]:
+    """Yield the tasks, each checked when its turn comes.
+
+    Raises TaskError for what is no Task or cannot be written to a file.
     """
-    checked = list(checked_one_by_one(tasks))
-    if not checked:
-        raise TaskError("tasks is empty; give at least one Task")
-    return checked
-
-
-def checked_one_by_one(tasks: Iterable[Task]) -> Iterator[Task]:
-    """Yield the tasks, each checked when its turn comes."""
     if isinstance(tasks, Task) or not isinstance(tasks, Iterable):
         raise TaskError(
             f"tasks is a {type(tasks).__name__}; give Tasks, in a list or any other iterable"

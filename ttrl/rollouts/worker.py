@@ -10,24 +10,20 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ttrl.errors import TokenizationError, describe
-from ttrl.records import Prepared, Sample, TaskResult, TokenizedResult
-from ttrl.rollouts.client.attempts import Attempt
-from ttrl.rollouts.client.wire import Answer
-from ttrl.rollouts.group import Group, TaskOutcome
-from ttrl.rollouts.ledger import Ledger
+from ttrl.records import Prepared, TaskResult, TokenizedResult
+from ttrl.rollouts.answers import sample_group
+from ttrl.rollouts.group import Group
+from ttrl.rollouts.request import SamplingRequest
 from ttrl.rollouts.results import TaskUsage
-from ttrl.rollouts.sampling import Sampling, SamplingJob
-from ttrl.rollouts.settings import SamplingSettings
-from ttrl.rollouts.task_results import LIVE_SAMPLES
+from ttrl.rollouts.sampling import Job, Sampling
 from ttrl.system.files import json_line
-from ttrl.tasks.task import Task
 
 logger = logging.getLogger(__name__)
 
@@ -54,23 +50,11 @@ again where rows are packed.
 
 
 @dataclass(frozen=True)
-class Job:
-    """One task for a worker."""
-
-    position: int
-    """Among the tasks of all workers."""
-    task: Task
-    first: int
-    """The number of its first sample, see `ttrl.rollouts.sampling.SamplingJob`."""
-
-
-@dataclass(frozen=True)
 class FlatGroup:
     """A finished group whose long lists are a few arrays, which travel between processes without
     being looked at.
     """
 
-    position: int
     usage: TaskUsage
     result: TaskResult
     """Without what is in the arrays."""
@@ -79,9 +63,9 @@ class FlatGroup:
     """Of each sample, by the names of `arrays`; -1 for None."""
 
     @classmethod
-    def of(cls, outcome: TaskOutcome, prepared: Prepared) -> "FlatGroup":
+    def of(cls, group: Group, prepared: Prepared) -> "FlatGroup":
         """Return the group with its lists taken out."""
-        result = outcome.result
+        result = group.result
         arrays = {}
         lengths = {}
         nothing: dict[str, Any] = dict.fromkeys(_LISTS)
@@ -97,12 +81,13 @@ class FlatGroup:
             arrays[name] = np.array(
                 [number for value in values for number in value or ()], dtype=dtype
             )
-        group = TaskResult(
+        flat = TaskResult(
             task_id=result.task_id, messages=result.messages, samples=bare, prepared=prepared
         )
-        return cls(outcome.position, outcome.usage, group, arrays, lengths)
+        flat.position = result.position
+        return cls(group.usage, flat, arrays, lengths)
 
-    def outcome(self) -> TaskOutcome:
+    def restored(self) -> TaskResult:
         """Return the group as it was. Nothing of it refers to the memory in which it came, which
         others may be waiting for.
         """
@@ -122,7 +107,7 @@ class FlatGroup:
             self.result.prepared.sequences = [
                 _copied(sequence) for sequence in self.result.prepared.sequences
             ]
-        return TaskOutcome(self.position, self.result, self.usage, None)
+        return self.result
 
 
 _LISTS = {"prompt_token_ids": np.int32, "token_ids": np.int32, "logprobs": np.float64}
@@ -141,7 +126,7 @@ def _copied(sequence: TokenizedResult) -> TokenizedResult:
 
 
 @dataclass
-class Turn:
+class Report:
     """What a worker has to say since it was last asked."""
 
     groups: list[FlatGroup] = field(default_factory=list)
@@ -153,43 +138,25 @@ class Turn:
     """Of all grades of the call so far."""
 
 
-class _Watched(Ledger):
-    """Tells when the first request of a task is made: until then it is not seen among those that
-    wait.
-    """
-
-    def __init__(self, sampling: Sampling, job: SamplingJob, young: set[int]) -> None:
-        super().__init__(sampling, job)
-        self._young = young
-
-    async def send(
-        self, attempt: Attempt, samples: Sequence[Sample], *rest: Any, **more: Any
-    ) -> list[Answer | None]:
-        self._young.discard(self.job.position)
-        return await super().send(attempt, samples, *rest, **more)
-
-
 class WorkerCall:
     """A worker's part of one sampling call."""
 
-    def __init__(self, settings: SamplingSettings, tokenize: Tokenize | None = None) -> None:
-        """settings: for this worker's servers. Raises UserError for what is wrong with them."""
-        self._sampling = Sampling(settings, None)
+    def __init__(self, request: SamplingRequest, tokenize: Tokenize | None = None) -> None:
+        """request: for this worker's servers. Raises UserError for what is wrong with it."""
+        self._sampling = Sampling(request)
         self._tokenize = tokenize
-        self._running: set[asyncio.Task[TaskOutcome]] = set()
-        self._finished: list[TaskOutcome] = []
+        self._running: dict[asyncio.Task[None], Group] = {}
+        self._finished: list[Group] = []
         self._fault: BaseException | None = None
-        self._young: set[int] = set()
         self._ends = contextlib.AsyncExitStack()
-        self._ahead = max(4, _TASKS_AHEAD * len(settings.clients))
-        self._live = max(256, LIVE_SAMPLES // settings.n)
-        self._requests_each = -(-settings.n // self._sampling.samples_per_request)
+        self._ahead = max(4, _TASKS_AHEAD * len(request.clients))
+        self._requests_each = -(-request.n // self._sampling.samples_per_request)
 
     async def start(self) -> None:
         """Begin to look after the servers."""
         await self._ends.enter_async_context(self._sampling.running())
 
-    async def turn(self, jobs: Iterable[Job], *, more: bool, patience: float = PATIENCE) -> Turn:
+    async def work(self, jobs: Iterable[Job], *, more: bool, patience: float = PATIENCE) -> Report:
         """Take tasks on; return a little after some are finished, or when there is room for more
         and there are `more`.
         """
@@ -204,15 +171,15 @@ class WorkerCall:
                 break
             if self._sampling.servers.away_seconds > AWAY_SECONDS and not self._finished:
                 await self._drop()
-                return Turn(is_away=True, grading_seconds=self._sampling.graders.seconds)
+                return Report(is_away=True, grading_seconds=self._sampling.graders.seconds)
             await asyncio.sleep(_LOOK_SECONDS)
             now = loop.time()
         if self._fault is not None:
             raise self._fault
         finished = self._finished
         self._finished = []
-        groups = [FlatGroup.of(outcome, self._prepared(outcome.result)) for outcome in finished]
-        return Turn(groups, self._wanted(), grading_seconds=self._sampling.graders.seconds)
+        groups = [FlatGroup.of(group, self._prepared(group.result)) for group in finished]
+        return Report(groups, self._wanted(), grading_seconds=self._sampling.graders.seconds)
 
     async def close(self) -> None:
         """End all requests."""
@@ -221,41 +188,37 @@ class WorkerCall:
 
     async def _drop(self) -> None:
         running = self._running
-        self._running = set()
+        self._running = {}
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        self._finished, self._young = [], set()
+        self._finished = []
 
     def _wanted(self) -> int:
         """Return how many tasks it takes for every server to have a few that wait."""
         if self._sampling.servers.away_seconds:
             return 0
-        waiting = -(-self._sampling.servers.waiting // self._requests_each) + len(self._young)
-        return max(0, min(self._ahead - waiting, self._live - len(self._running)))
+        # Until its first request is made, a task is not among those that wait for a server.
+        young = sum(not group.has_asked for group in self._running.values())
+        waiting = -(-self._sampling.servers.waiting // self._requests_each) + young
+        return max(0, min(self._ahead - waiting, self._sampling.most_live - len(self._running)))
 
     def _begin(self, job: Job) -> None:
-        sampling = self._sampling
-        one = SamplingJob(
-            job.position, sampling.check(job.task), job.first, sampling.digest(job.task), None
-        )
-        self._young.add(job.position)
-        task = asyncio.create_task(
-            Group(_Watched(sampling, one, self._young)).run(), name=f"task {job.task.id}"
-        )
-        self._running.add(task)
+        self._sampling.check(job.task)
+        group = Group(self._sampling, job)
+        task = asyncio.create_task(sample_group(group), name=f"task {job.task.id}")
+        self._running[task] = group
         task.add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[TaskOutcome]) -> None:
-        if task not in self._running:  # dropped
+    def _done(self, task: asyncio.Task[None]) -> None:
+        group = self._running.pop(task, None)
+        if group is None:  # dropped
             return
-        self._running.discard(task)
         fault = task.exception()
         if fault is not None:  # it can only be one of ours
             self._fault = fault
         else:
-            self._young.discard(task.result().position)
-            self._finished.append(task.result())
+            self._finished.append(group)
 
     def _prepared(self, result: TaskResult) -> Prepared:
         prepared = Prepared(lines=[json_line(sample.to_json()) for sample in result.samples])

@@ -12,8 +12,10 @@ import pytest
 from ttrl.errors import RequestError, ServerError, TokenizationError, UserError
 from ttrl.rollouts.client import chat_completions
 from ttrl.rollouts.client.attempts import ChatAttempt
-from ttrl.rollouts.client.chat_completions import ChatRequest, request_kwargs
+from ttrl.rollouts.client.chat_completions import ChatRequest, checked_parameters
 from ttrl.rollouts.client.transport import transport_for
+from ttrl.rollouts.request import SamplingRequest
+from ttrl.rollouts.sampling import Sampling
 from ttrl.rollouts.scheduling import servers
 from ttrl.rollouts.single import get_chat_completion
 from ttrl.rollouts.task_results import get_task_results
@@ -130,16 +132,17 @@ def test_where_parameters_go():
         "max_tokens": None,
         "stop": ["\n"],
     }
-    assert request_kwargs(params) == {
+    assert checked_parameters(params) == {
         "temperature": 1,
+        "top_k": 5,
         "stop": ["\n"],
-        "extra_body": {"seed_of_mine": 1, "top_k": 5},
+        "seed_of_mine": 1,
     }
     assert params["extra_body"] == {"seed_of_mine": 1}  # the caller's dict is left alone
-    assert request_kwargs(None) == {}
-    assert request_kwargs({"stop": openai.NOT_GIVEN}) == {}
+    assert checked_parameters(None) == {}
+    assert checked_parameters({"stop": openai.NOT_GIVEN}) == {}
     with pytest.raises(UserError, match="extra_body"):
-        request_kwargs({"something_else_entirely": 1})
+        checked_parameters({"something_else_entirely": 1})
 
 
 class Schema(openai.BaseModel):
@@ -167,7 +170,7 @@ class Schema(openai.BaseModel):
 )
 def test_wrong_parameters(params, words):
     with pytest.raises(UserError, match=words):
-        ChatRequest.of("m", params=params, token_ids=False, max_retries=0)
+        ChatRequest.of("m", params=params, token_ids=False)
 
 
 @pytest.mark.parametrize(
@@ -182,9 +185,8 @@ def test_wrong_parameters(params, words):
     ],
 )
 def test_wrong_arguments(changes):
-    given = {"model": "m", "params": None, "token_ids": True, "max_retries": 0, **changes}
     with pytest.raises(UserError):
-        ChatRequest.of(given.pop("model"), **given)
+        Sampling(SamplingRequest(**{"client": "http://127.0.0.1:9/v1", "model": "m", **changes}))
 
 
 def test_what_is_sent():
@@ -195,7 +197,7 @@ def test_what_is_sent():
         "response_format": Schema(a=1),
         "max_tokens": 5,
     }
-    request = ChatRequest.of("m", params=params, token_ids=True, max_retries=0)
+    request = ChatRequest.of("m", params=params, token_ids=True)
     known = {
         "model": "m",
         "messages": MESSAGES,
@@ -235,7 +237,6 @@ def test_what_is_sent():
         "m",
         params={"extra_body": {"stream_interval": 2}, "logprobs": False},
         token_ids=False,
-        max_retries=0,
     )
     assert own.cache_body(MESSAGES) == {"model": "m", "messages": MESSAGES, "logprobs": False}
     assert own.body(MESSAGES, 1, stream=True, interval=8)["stream_interval"] == 2
@@ -247,7 +248,7 @@ def test_streamed_only_where_somebody_listens(kit):
         async with kit.serving(lambda body, attempt: kit.echo(body)) as server:
             transport = transport_for(f"http://127.0.0.1:{server.port}/v1")
             for token_ids in (True, False):
-                request = ChatRequest.of("m", params=None, token_ids=token_ids, max_retries=0)
+                request = ChatRequest.of("m", params=None, token_ids=token_ids)
                 for listening in (
                     {},
                     {"cut": asyncio.Event()},

@@ -39,8 +39,8 @@ _OF_THE_PROMPT = (
 
 
 @dataclass(kw_only=True)
-class Attempt:
-    """One request. `attempt(transport)` makes it once."""
+class CountedAttempt:
+    """Count the tokens of one request; `attempt(transport)` makes it once."""
 
     n: int = 1
     """Samples that are asked for."""
@@ -99,7 +99,7 @@ class Attempt:
 
 
 @dataclass(kw_only=True)
-class ChatAttempt(Attempt):
+class ChatAttempt(CountedAttempt):
     """A request for n samples of one prompt; streamed with `on_chunk`, `cut` or `watch`."""
 
     request: ChatRequest

@@ -63,8 +63,9 @@ _OURS = {
 
 
 @functools.cache
-def _openai_params() -> frozenset[str]:
-    return frozenset(inspect.signature(AsyncCompletions.create).parameters) - {"self"}
+def _known_parameters() -> frozenset[str]:
+    openai = inspect.signature(AsyncCompletions.create).parameters
+    return VLLM_PARAMS.union(openai) - {"self"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,6 @@ class ChatRequest:
     model: str
     parameters: Mapping[str, Any]
     """Of the body, as plain JSON: everything except messages, n and how it is streamed."""
-    max_retries: int
     wants_logprobs: bool
     token_ids: bool
     stall_timeout: float = STALL_TIMEOUT
@@ -87,10 +87,8 @@ class ChatRequest:
         cls,
         model: str,
         *,
-        n: int = 1,
         params: Mapping[str, Any] | None,
         token_ids: bool,
-        max_retries: int,
         stall_timeout: float = STALL_TIMEOUT,
     ) -> "ChatRequest":
         """Check everything. Raises UserError for whatever can be known to be wrong before a request
@@ -98,16 +96,11 @@ class ChatRequest:
         """
         if not isinstance(model, str) or not model:
             raise UserError(f"model is {model!r}; give the name under which the server serves it")
-        _check_int("n", n, at_least=1)
-        _check_int("max_retries", max_retries, at_least=0)
         if not is_number(stall_timeout) or stall_timeout <= 0:
             raise UserError(
                 f"stall_timeout is {stall_timeout!r}; give a positive number of seconds"
             )
-        kwargs = request_kwargs(params)
-        kwargs.setdefault("logprobs", True)
-        extra_body = kwargs.pop("extra_body", {})
-        parameters = plain({**kwargs, **extra_body}, "params")
+        parameters = plain({"logprobs": True, **checked_parameters(params)}, "params")
         if "tools" in parameters:
             parameters["tools"] = without_nulls(parameters["tools"])
         if token_ids:
@@ -115,7 +108,6 @@ class ChatRequest:
         return cls(
             model=model,
             parameters=parameters,
-            max_retries=max_retries,
             wants_logprobs=bool(parameters["logprobs"]),
             token_ids=token_ids,
             stall_timeout=float(stall_timeout),
@@ -180,12 +172,12 @@ class ChatRequest:
         return body
 
 
-def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Turn sampling parameters into arguments of the OpenAI client: vLLM's own (top_k, min_p, …) go
-    into `extra_body`.
+def checked_parameters(params: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return sampling parameters by name, those of `extra_body` among them.
 
-    Parameters that are None are left to the server. Raises UserError for names that neither knows
-    (vLLM would ignore a misspelt one without a word) and for values that cannot be meant.
+    Parameters that are None are left to the server. Raises UserError for names that neither the
+    OpenAI API nor vLLM knows (vLLM would ignore a misspelt one without a word) and for values that
+    cannot be meant.
     """
     if params is None:
         return {}
@@ -199,42 +191,35 @@ def request_kwargs(params: Mapping[str, Any] | None) -> dict[str, Any]:
         for name, value in params.items()
         if value is not None and not _is_left_out(value)
     }
-    kwargs: dict[str, Any] = {}
     extra_body = given.pop("extra_body", {})
     if not isinstance(extra_body, Mapping):
         raise UserError(f"params['extra_body'] is {extra_body!r}; give a dict")
-    extra_body = dict(extra_body)
-    for name in _OURS.keys() & extra_body.keys():
-        raise UserError(f"params['extra_body'][{name!r}] cannot be set: {_OURS[name]}")
-    for name, value in given.items():
-        if name in _OURS:
-            raise UserError(f"params[{name!r}] cannot be set: {_OURS[name]}")
-        if name in _openai_params():
-            kwargs[name] = value
-        elif name in VLLM_PARAMS:
-            extra_body[name] = value
+    for where, named in (("params", given), ("params['extra_body']", extra_body)):
+        for name in _OURS.keys() & named.keys():
+            raise UserError(f"{where}[{name!r}] cannot be set: {_OURS[name]}")
+    for name in given:
+        if name in _known_parameters():
+            continue
+        near = difflib.get_close_matches(str(name), sorted(_known_parameters()), n=1)
+        if near:
+            hint = f"did you mean {near[0]!r}?"
         else:
-            near = difflib.get_close_matches(str(name), sorted(_openai_params() | VLLM_PARAMS), n=1)
-            if near:
-                hint = f"did you mean {near[0]!r}?"
-            else:
-                hint = "if your server knows it, give it in params['extra_body']"
-            raise UserError(
-                f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}"
-            )
-    _check_number("params['temperature']", kwargs.get("temperature"), 0.0, math.inf)
-    _check_number("params['top_p']", kwargs.get("top_p"), 0.0, 1.0)
+            hint = "if your server knows it, give it in params['extra_body']"
+        raise UserError(
+            f"params[{name!r}] is no sampling parameter of the OpenAI API or of vLLM; {hint}"
+        )
+    _check_number("params['temperature']", given.get("temperature"), 0.0, math.inf)
+    _check_number("params['top_p']", given.get("top_p"), 0.0, 1.0)
     for name in ("max_tokens", "max_completion_tokens"):
-        if name in kwargs:
-            _check_int(f"params[{name!r}]", kwargs[name], at_least=1)
-    if kwargs.get("seed") is not None:
-        _check_int("params['seed']", kwargs["seed"], at_least=-(2**63))
-    if extra_body:
-        kwargs["extra_body"] = extra_body
-    return kwargs
+        if name in given:
+            check_int(f"params[{name!r}]", given[name], at_least=1)
+    if "seed" in given:
+        check_int("params['seed']", given["seed"], at_least=-(2**63))
+    return {**given, **extra_body}
 
 
-def _check_int(name: str, value: object, *, at_least: int) -> None:
+def check_int(name: str, value: object, *, at_least: int) -> None:
+    """Raise UserError for what is no whole number, or a smaller one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
         raise UserError(f"{name} is {value!r}; give a whole number of at least {at_least}")
 

@@ -390,13 +390,9 @@ def choice_of_sample(sample: Sample) -> Choice:
         turn = sample.turns[-1]
         message = {**turn.reply, "content": turn.reply.get("content") or ""}
         finish_reason = turn.finish_reason
-        if logprobs is None:
-            logprobs = None
-        else:
+        if logprobs is not None:
             logprobs = logprobs[len(logprobs) - turn.num_tokens :]
-        if ids is None:
-            ids = None
-        else:
+        if ids is not None:
             ids = ids[len(ids) - turn.num_tokens :]
     fields = {
         "index": sample.sample,

@@ -9,9 +9,9 @@ from typing import Any
 from ttrl.records import raw_prompt
 from ttrl.rollouts.client.attempts import ChatAttempt, without_second_beginning
 from ttrl.rollouts.client.opening import prefilled
-from ttrl.rollouts.client.text_stream import ask, entry
+from ttrl.rollouts.client.text_stream import ask, chat_answer
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Answer, encoded
+from ttrl.rollouts.client.wire import Answer
 
 # They make the prompt of a chat, or read its reply.
 # fmt: off
@@ -45,28 +45,5 @@ async def sample_after_prompt(attempt: ChatAttempt, transport: Transport) -> lis
         transport, body, on_tokens=attempt.add, cut=None, stall_timeout=request.stall_timeout
     )
     ids = piece.prompt_token_ids or (prompt if isinstance(prompt, list) else None)
-    entries = [
-        entry(token, value) for token, value in zip(piece.tokens, piece.logprobs, strict=True)
-    ]
-    choice = {
-        "index": 0,
-        "message": {"role": "assistant", "content": piece.text},
-        "logprobs": {"content": entries} if request.wants_logprobs else None,
-        "finish_reason": piece.finish_reason,
-        "stop_reason": piece.stop_reason,
-        "token_ids": piece.token_ids,
-    }
-    if isinstance(prompt, str) and (opening := prefilled(prompt)):
-        choice["opening"] = opening
-    return [
-        Answer(
-            choice=encoded(choice),
-            completion_id=piece.completion_id,
-            created=piece.created,
-            model=piece.model,
-            prompt_token_ids=ids,
-            prompt_tokens=None if ids is None else len(ids),
-            cached_tokens=piece.cached_tokens,
-            completion_tokens=len(piece.token_ids),
-        )
-    ]
+    opening = prefilled(prompt) if isinstance(prompt, str) else ""
+    return [chat_answer(piece, ids, opening, request.wants_logprobs)]

@@ -13,7 +13,7 @@ from ttrl.rollouts.client.attempts import STREAM_INTERVAL
 from ttrl.rollouts.client.choices import UNKNOWN_LOGPROB
 from ttrl.rollouts.client.stream import broken_stream, read_events
 from ttrl.rollouts.client.transport import Transport
-from ttrl.rollouts.client.wire import Usage, failure, loads
+from ttrl.rollouts.client.wire import Answer, Usage, encoded, failure, loads
 
 
 class Piece(msgspec.Struct):
@@ -106,7 +106,32 @@ async def ask(
     return piece
 
 
-def entry(token: str, logprob: float) -> dict[str, Any]:
+def chat_answer(piece: Piece, prompt_ids: list[int] | None, opening: str, logprobs: bool) -> Answer:
+    """Return a text completion in the shape of a chat's."""
+    entries = [_entry(*pair) for pair in zip(piece.tokens, piece.logprobs, strict=True)]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": piece.text},
+        "logprobs": {"content": entries} if logprobs else None,
+        "finish_reason": piece.finish_reason,
+        "stop_reason": piece.stop_reason,
+        "token_ids": piece.token_ids,
+    }
+    if opening:
+        choice["opening"] = opening
+    return Answer(
+        choice=encoded(choice),
+        completion_id=piece.completion_id,
+        created=piece.created,
+        model=piece.model,
+        prompt_token_ids=prompt_ids,
+        prompt_tokens=None if prompt_ids is None else len(prompt_ids),
+        cached_tokens=piece.cached_tokens,
+        completion_tokens=len(piece.token_ids),
+    )
+
+
+def _entry(token: str, logprob: float) -> dict[str, Any]:
     """Return the log-probability of a token as chat completions have it."""
     value = logprob if logprob == logprob else UNKNOWN_LOGPROB  # JSON has no NaN
     return {

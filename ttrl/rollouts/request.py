@@ -1,8 +1,8 @@
-"""The arguments of one sampling call as one object, checked before anything is sent."""
+"""The request of one sampling call: which model, how many samples, and how they are made."""
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,17 +12,21 @@ from ttrl.errors import UserError
 from ttrl.records import Endpoint, TaskResult
 from ttrl.rollouts.cache.completions import Cache
 from ttrl.rollouts.client.assembly import OnChunk
+from ttrl.rollouts.client.chat_completions import check_int
 from ttrl.rollouts.partial import TokenBudget
 from ttrl.rollouts.progress import Prices
 
 Client: TypeAlias = "AsyncOpenAI | str | Endpoint | Sequence[AsyncOpenAI | str | Endpoint]"
 CacheLike: TypeAlias = "Cache | str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None"
+Transform: TypeAlias = Callable[[TaskResult], Any] | Callable[[TaskResult], Awaitable[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
-    """The arguments of `get_task_results`, which explains them, without its tasks. Raises UserError
-    for values out of range.
+class SamplingRequest:
+    """Ask for samples of any tasks; `get_task_results` explains the fields.
+
+    Raises UserError for wrong callbacks and counts; `Sampling` checks the rest as it opens servers,
+    cache and graders.
     """
 
     client: Client
@@ -42,7 +46,7 @@ class SamplingSettings:
     isolated: bool = False
     grader_timeout: float = 60.0
     grader_memory: int | None = None
-    transform: Callable[[TaskResult], Any] | None = None
+    transform: Transform | None = None
     on_task_done: Callable[[TaskResult], None] | None = None
     token_budget: int | TokenBudget | None = None
     unfinished: Iterable[TaskResult] = ()
@@ -65,6 +69,8 @@ class SamplingSettings:
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise UserError(f"{name} is {function!r}; give a function of {argument}")
+        check_int("n", self.n, at_least=1)
+        check_int("max_retries", self.max_retries, at_least=0)
         most = self.samples_per_request
         if most is not None and (type(most) is not int or most < 1):
             raise UserError(
