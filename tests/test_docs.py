@@ -12,6 +12,7 @@ from pathlib import Path
 import picture_report
 import pytest
 import yaml
+from support.facts import rows_of
 from support.readme import first_task
 
 from ttrl import TrainConfig, plan
@@ -261,7 +262,7 @@ def test_the_logger_for_mlflow_is_one(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "mlflow", fake)
     entry = {"name": "mlflow_logger.MLflow", "experiment": "letters"}
     loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
-    loggers.log([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}])
+    loggers.log(rows_of([{"iteration": 3, "reward": 0.5, "train": {"loss": 0.25}}]))
     loggers.close()
     assert told == ["letters", "started", ({"reward": 0.5, "train/loss": 0.25}, 3), "ended"]
 

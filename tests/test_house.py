@@ -317,7 +317,7 @@ def test_defining_tasks_loads_neither_torch_nor_openai() -> None:
 def test_a_process_that_samples_never_loads_torch() -> None:
     loaded = loaded_by(
         "import ttrl\nfrom ttrl import Task, get_task_results\nimport ttrl.server.vllm, "
-        "ttrl.server.weights"
+        "ttrl.weights.sync"
     )
     assert "openai" in loaded  # it does sample
     assert not loaded & {"torch", "transformers", "vllm", "torchtune"}

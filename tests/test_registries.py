@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.facts import rows_of
 from support.packages import block, install, install_from_the_page
 
 from ttrl import TrainConfig, cli, train
@@ -77,7 +78,7 @@ def test_a_registered_family(vowels: None) -> None:
 def test_a_registered_logger(vowels: None, tmp_path: Path) -> None:
     entry = {"name": "rewards", "file": "own.txt"}
     loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
-    loggers.log([{"iteration": 3, "reward": 0.5}])
+    loggers.log(rows_of([{"iteration": 3, "reward": 0.5}]))
     loggers.close()
     assert (tmp_path / "own.txt").read_text() == "3 0.5\n"
     (problem,) = logger_problems({"name": "rewards", "colour": 1})

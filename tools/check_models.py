@@ -540,7 +540,8 @@ def check_served(folder: Path, out: Path) -> str:
     canary.
     """
     from ttrl.server.vllm import VLLMServer
-    from ttrl.server.weights import sync_weights, verify_weights
+    from ttrl.weights.sync import sync_weights
+    from ttrl.weights.verify import verify_weights
 
     policy = loaded(folder)
     save_checkpoint(out / "before", policy, folder, HERE)
@@ -559,16 +560,15 @@ def check_served(folder: Path, out: Path) -> str:
     ) as server:
         verify_weights(server, out / "before", compare=True)
         report = sync_weights(server, out / "after")
-        _, comparison = verify_weights(server, out / "after", compare=True)
-    unchecked = (
-        ""
-        if comparison is None or not comparison.unchecked
-        else f", {comparison.unchecked:,} numbers by the canary alone"
-    )
+        proof = verify_weights(server, out / "after", compare=True)
+    unchecked = ""
+    if proof.unchecked:
+        unchecked = f", {proof.unchecked:,} numbers by the canary alone"
     restarts = "; restarts" if report.fell_back else ""
-    if report.canary_max_difference > SERVED_LIMIT:
-        return f"no: with the same weights it differs by {report.canary_max_difference:.0e}"
-    return f"{report.canary_max_difference:.0e}{unchecked}{restarts}"
+    difference = report.proof.canary_max_difference
+    if difference > SERVED_LIMIT:
+        return f"no: with the same weights it differs by {difference:.0e}"
+    return f"{difference:.0e}{unchecked}{restarts}"
 
 
 def grade_by_letters(choice: Any) -> float:

@@ -20,7 +20,7 @@ from ttrl.messages import Message, Tool
 
 CANARY_FILE = "canary.json"
 """In a checkpoint: log-probabilities of a fixed text, which a server must reproduce
-(`ttrl.server.canary`).
+(`ttrl.weights.canary`).
 """
 ADAPTER_FOLDER = "adapter"
 """In a checkpoint: what is trained beside a frozen base (`ttrl.training.policy.adapters`)."""

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("ray")
 from ttrl.cluster import broadcast, replicas
 from ttrl.cluster.broadcast import Broadcast, Staged
+from ttrl.server.connection import JoinedServer
 
 
 @pytest.fixture
@@ -50,9 +51,7 @@ def sent(checkpoint, store):
 
 def files(memory):
     return sorted(
-        path.name
-        for path in memory.rglob("*")
-        if not path.is_dir() and path.name != "lock" and path.suffix != ".owner"
+        path.name for path in memory.rglob("*") if not path.is_dir() and path.name != "lock"
     )
 
 
@@ -60,17 +59,16 @@ def test_replicas_of_a_machine_share_a_copy(checkpoint, sent, tmp_path):
     (memory := tmp_path / "shm").mkdir()
     replicas_here = [Staged(str(memory)), Staged(str(memory))]
     folders = [one.put(sent, 1.0) for one in replicas_here]
-    for folder in folders:
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-            path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")
-        }
-    assert len({(folder / "model-1.safetensors").stat().st_ino for folder in folders}) == 1
+    [folder] = set(folders)
+    assert {path.name: path.read_bytes() for path in folder.glob("model*")} == {
+        path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")
+    }
     replicas_here[0].drop(sent.name)
-    assert (folders[1] / "model-1.safetensors").exists() and not folders[0].exists()
+    assert (folder / "model-1.safetensors").exists()
     replicas_here[1].drop("another's")  # that of an earlier sync, which is late
-    assert folders[1].exists()
+    assert folder.exists()
     replicas_here[1].drop(sent.name)
-    assert files(memory) == []
+    assert files(memory) == [] and not folder.exists()
 
 
 def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path):
@@ -79,10 +77,10 @@ def test_what_a_replica_that_is_gone_left_is_removed(checkpoint, sent, tmp_path)
     gone.put(sent, 1.0)
     other = Staged(str(memory))
     other.drop()
-    assert len(files(memory)) == 4
-    gone._owner.close()  # as its process's end does
+    assert len(files(memory)) == 2
+    gone._reading[sent.name].close()  # as its process's end does
     other.drop()
-    assert files(memory) == [] and len(list(memory.rglob("*.owner"))) == 0
+    assert files(memory) == []
 
 
 def test_memory_that_is_full_keeps_nothing(checkpoint, sent, tmp_path, monkeypatch):
@@ -137,6 +135,9 @@ def test_weights_beyond_the_store_are_read_from_files(checkpoint, store, caplog)
     )
 
 
+server = JoinedServer("replica-0", served_model_name="policy", dtype="float32", api_key="k")
+
+
 class Actor:
     """Does what it is told at once."""
 
@@ -160,26 +161,27 @@ def test_a_replica_reads_what_was_brought_until_the_sync_is_over(
 
     monkeypatch.setattr(replicas.ray, "get", answer)
     lead, actor = Broadcast(), Actor(Path("/memory"))
-    server = replicas.ReplicaServer(0, actor, "k", "float32", 0.0, lead)
-    assert server.nearer(checkpoint) == server.nearer(checkpoint) == Path("/memory")  # brought once
-    name = lead._sent.name
-    server.leave()
-    server.leave()
+    link = replicas.Link(0, actor, 0.0, lead)
+    with link.bring(server, checkpoint) as places:
+        assert places == [Path("/memory"), checkpoint]
+        name = lead._sent.name
     assert actor.dropped == [name] and lead._sent is None
-    assert server.nearer(checkpoint) == checkpoint  # it comes later
+    with link.bring(server, checkpoint) as places:
+        assert places == [checkpoint]  # it comes later
     other = shutil.copytree(checkpoint, checkpoint.parent / "other")
     actor.folder = OSError("its weights take 9 GiB")
-    assert server.nearer(other) == other and "reads" in caplog.text and "9 GiB" in caplog.text
-    server.leave()
+    with link.bring(server, other) as places:
+        assert places == [other] and "reads" in caplog.text and "9 GiB" in caplog.text
     assert len(actor.dropped) == 2 and lead._sent is None  # also what may yet arrive
     (third := checkpoint.parent / "third").mkdir()
     shutil.copy(checkpoint / "model-1.safetensors", third)
     monkeypatch.setattr(
         broadcast.ray, "put", lambda piece: answer(OSError(28, "the store is full"), 0)
     )
-    assert server.nearer(third) == third
-    # Few replicas.
-    assert replicas.ReplicaServer(0, actor, "k", "float32", 0.0).nearer(other) == other
+    with link.bring(server, third) as places:
+        assert places == [third]
+    with replicas.Link(0, actor, 0.0).bring(server, other) as places:
+        assert places == [other]  # few replicas
 
 
 def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypatch):
@@ -187,11 +189,10 @@ def test_a_sync_that_is_tried_again_reads_the_files(checkpoint, store, monkeypat
     monkeypatch.setattr(replicas.ray, "get", lambda asked, timeout: asked)
     lead = Broadcast()
     other = lead.send(checkpoint)  # who still reads
-    server = replicas.ReplicaServer(0, Actor(Path("/memory")), "k", "float32", 0.0, lead)
-    assert server.nearer(checkpoint) == Path("/memory")
-    server.leave()
-    assert server.nearer(checkpoint) == checkpoint
-    server.leave()
+    link = replicas.Link(0, Actor(Path("/memory")), 0.0, lead)
+    for places in ([Path("/memory"), checkpoint], [checkpoint]):
+        with link.bring(server, checkpoint) as found:
+            assert found == places
     assert lead._sent is other
     lead.has_read(other.name)
     assert lead._sent is None
@@ -213,7 +214,9 @@ SCRIPT = textwrap.dedent(
 
     class There:
         def put(self, memory, sent):
-            return {path.name: path.read_bytes() for path in Staged(memory).put(sent, 60.0).iterdir()}
+            self.staged = Staged(memory)
+            folder = self.staged.put(sent, 60.0)
+            return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
     address, checkpoint, memory = sys.argv[1:]
     connect(address)

@@ -3,7 +3,7 @@ lost meanwhile.
 
 Long: only this runs vLLM and trainers as actors of Ray. The lead, sampling workers and the weights'
 way are each tried with Ray and without vLLM in test_lead.py, test_workers.py and test_broadcast.py;
-losses of servers on fake parts: tests/launch/test_policy_server.py.
+losses of servers on fake parts: tests/weights/test_policy_server.py.
 """
 
 import json

@@ -24,7 +24,7 @@ class Silent:
 
 
 def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ttrl.cluster.replicas import ReplicaServer
+    from ttrl.cluster.replicas import Link
 
     waited: list[float] = []
 
@@ -33,12 +33,12 @@ def test_a_server_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return [], refs
 
     monkeypatch.setattr(ray, "wait", wait)
-    server = ReplicaServer(3, Silent(), "key", "float32", 0.0)
+    link = Link(3, Silent(), 0.0)
     for _ in range(4):
         with pytest.raises(
             ServerDiedError, match="replica-3 is being started on some machine of the cluster"
         ):
-            server.check()
+            link.find()
     assert waited == [5.0, 0.0, 0.0, 0.0]
 
 

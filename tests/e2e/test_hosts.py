@@ -2,7 +2,7 @@
 trainer process killed.
 
 Long: only this has real servers on hosts of a network, and cuts one off. Joined servers on fake
-parts: tests/launch/test_policy_server.py; whole weights in place: test_sync.py; a rank that dies:
+parts: tests/weights/test_policy_server.py; whole weights in place: test_sync.py; a rank that dies:
 test_resident.py.
 """
 

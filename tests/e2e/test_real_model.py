@@ -27,12 +27,12 @@ from ttrl.data.chat.templates import tokenize_chat, tokenize_completion
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.monitoring.findings import findings
 from ttrl.ready_models import ready_model
-from ttrl.server import weights
-from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import sync_weights
 from ttrl.system.files import read_jsonl
+from ttrl.weights import sync
+from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.sync import sync_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(2400), pytest.mark.usefixtures("one_thread")]
 
@@ -235,8 +235,8 @@ def test_healthy_weights_are_accepted(server, started, checkpoints):
     """
     for checkpoint in (checkpoints[1], checkpoints[0]):
         report = sync_weights(server, checkpoint)
-        assert (report.mode, report.fell_back, report.comparison.unchecked) == ("reload", None, 0)
-        assert report.canary_max_difference > 0  # or bf16 would not have been compared
+        assert (report.mode, report.fell_back, report.proof.unchecked) == ("reload", None, 0)
+        assert report.proof.canary_max_difference > 0  # or bf16 would not have been compared
     # A line for each tensor: fp32 becomes bf16.
     assert "Attempted to load weight" not in started.log_path.read_text()
 
@@ -257,7 +257,7 @@ def test_other_weights_are_refused(server, checkpoints, folder, fault, shows):
     changes what is computed.
 
     Long: only this shows what a canary in bf16 notices. In fp32: test_sync.py; limits in bf16:
-    tests/server/test_weights.py.
+    tests/weights/test_sync.py.
     """
     (folder / "fault.json").write_text(json.dumps(fault))
     with pytest.raises(WeightSyncError, match="what the server holds differs"):
@@ -271,10 +271,10 @@ def test_a_prefix_cache_that_was_not_emptied_is_refused(server, checkpoints, mon
     """Whatever the numbers are: here the cache is even of the same weights.
 
     Long, as it needs the server of the others. In fp32: test_sync.py; where bf16 hides it:
-    tests/server/test_weights.py.
+    tests/weights/test_sync.py.
     """
     sync_weights(server, checkpoints[0])
-    monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
+    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
     with pytest.raises(
         WeightSyncError, match="256 of the canary's 257 tokens came from the prefix cache"
     ):

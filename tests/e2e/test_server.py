@@ -26,11 +26,13 @@ from transformers import AutoModelForCausalLM
 
 from ttrl.errors import ModelFolderError, ServerDiedError, ServerStartError, WeightSyncError
 from ttrl.rollouts.scheduling.capacity import read_metrics
-from ttrl.server import weights
-from ttrl.server.canary import check_canary
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import sync_weights, verify_weights
 from ttrl.system.processes import reap_leftovers
+from ttrl.weights import sync
+from ttrl.weights.canary import check_canary
+from ttrl.weights.source import Files
+from ttrl.weights.sync import sync_weights
+from ttrl.weights.verify import verify_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -142,10 +144,10 @@ def test_chat_completion_equals_transformers(server, first):
 
 
 def test_first_start_and_kv_capacity(server, first):
-    report, _ = verify_weights(server, first, compare=False)
-    assert report.max_difference < 1e-4
+    proof = verify_weights(server, first, compare=False)
+    assert proof.canary_max_difference < 1e-4
     # Its greedy generation has filled the prefix cache.
-    tokens = weights.Canary.load(first).token_ids
+    tokens = sync.Canary.load(first).token_ids
     usage = server.request(
         "POST", "/v1/completions", {"model": "policy", "prompt": tokens, "max_tokens": 1}
     )["usage"]
@@ -188,10 +190,10 @@ def test_reload_to_other_weights(server, first, second):
     for target in (second, first, second):
         report = sync_weights(server, target)
         assert (report.mode, report.fell_back) == ("reload", None)
-        assert report.canary_max_difference < 1e-4
+        assert report.proof.canary_max_difference < 1e-4
     assert server._child.pid == pid
     sync_weights(server, first)
-    assert not check_canary(server, weights.Canary.load(second)).passed
+    assert not check_canary(server, sync.Canary.load(second)).passed
 
 
 @pytest.mark.long
@@ -199,7 +201,7 @@ def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
     """One matrix is not what the trainer computed with: reload and restart both load it, and both
     are refused.
 
-    Long: only this restarts vLLM with wrong weights. A fake one: tests/server/test_weights.py;
+    Long: only this restarts vLLM with wrong weights. A fake one: tests/weights/test_sync.py;
     wrong weights in place: test_sync.py.
     """
     sync_weights(server, first)
@@ -216,30 +218,28 @@ def test_weights_corrupted_on_the_way_are_caught(server, first, second, folder):
 
 @pytest.mark.long
 def test_old_weights_left_in_place_fall_back_to_a_restart(server, first, second, monkeypatch):
-    """Long: only this mends vLLM by a restart. A fake one: tests/server/test_weights.py; a restart:
+    """Long: only this mends vLLM by a restart. A fake one: tests/weights/test_sync.py; a restart:
     the dead engine's below.
     """
     sync_weights(server, first)
     pid, port, key = server._child.pid, server.port, server.api_key
-    monkeypatch.setattr(weights, "load_weights", lambda server, folder: None)
+    monkeypatch.setattr(sync, "load_weights", lambda server, folder: None)
     report = sync_weights(server, second)
     assert report.mode == "restart" and "what the server holds differs" in report.fell_back
-    assert report.canary_max_difference < 1e-4
+    assert report.proof.canary_max_difference < 1e-4
     assert server._child.pid != pid and (server.port, server.api_key) == (port, key)
 
 
 def test_stale_prefix_cache_is_caught(server, first, second, monkeypatch):
     """New weights, but keys and values of the old ones: only the greedy generation sees it."""
     sync_weights(server, first)
-    monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
-    canary = weights.Canary.load(second)
-    report, _, problem = weights._reload(
-        server, second, canary, source=second, compare=True, asleep=False
-    )
-    assert not report.passed and "greedy token" in problem
+    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
+    source = Files.of(second)
+    proof = sync._load_in_place(server, second, source, compare=True, asleep=False)
+    assert "greedy token" in proof.problem
     monkeypatch.undo()
-    weights.reset_prefix_cache(server)
-    assert check_canary(server, canary).passed
+    sync.reset_prefix_cache(server)
+    assert check_canary(server, source.canary).passed
 
 
 @pytest.mark.long
@@ -248,7 +248,7 @@ def test_a_checkpoint_that_vllm_refuses(server, first, folder):
     again.
 
     Long: only this finds the cause in vLLM's own log. With a fake server:
-    tests/server/test_weights.py and test_vllm.py.
+    tests/weights/test_sync.py and test_vllm.py.
     """
     broken = Path(shutil.copytree(first, folder / "broken"))
     (broken / "model.safetensors").write_bytes(b"\0" * 1000)
@@ -303,7 +303,7 @@ def test_tied_embeddings(server, folder):
     verify_weights(server, checkpoints[0], compare=False)
     for checkpoint in checkpoints[1:]:
         report = sync_weights(server, checkpoint)
-        assert report.canary_max_difference < 1e-4
+        assert report.proof.canary_max_difference < 1e-4
         assert (report.mode, report.fell_back) == ("reload", None)
 
 

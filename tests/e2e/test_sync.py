@@ -5,6 +5,7 @@ Only a real vLLM has weights of its own to compare.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,14 +22,8 @@ from support.handing_over import HandingOver
 from ttrl import TrainConfig
 from ttrl.configs import TrainingConfig
 from ttrl.errors import ServerError, WeightSyncError
-from ttrl.launch.policy_server import PolicyServer
-from ttrl.launch.server_member import ServerTools
-from ttrl.server import weights
-from ttrl.server.canary import Canary, check_canary
 from ttrl.server.connection import JoinedServer
-from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import compare_weights, sync_weights
 from ttrl.system.console import Console
 from ttrl.tiny_model import make_tiny_model
 from ttrl.training.canary import compute_canary
@@ -36,6 +31,12 @@ from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
 from ttrl.training.policy.loading import load_policy
+from ttrl.weights import sync
+from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.policy_server import PolicyServer
+from ttrl.weights.source import Files, Handover
+from ttrl.weights.sync import sync_weights
+from ttrl.weights.verify import compare_weights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -71,8 +72,8 @@ def checkpoints(folder):
 def started(tiny_server, folder):
     yield tiny_server
     (folder / "fault.json").unlink(missing_ok=True)
-    weights.load_weights(tiny_server, tiny_server.model_folder)
-    weights.reset_prefix_cache(tiny_server)
+    sync.load_weights(tiny_server, Files(Path(tiny_server.model_folder), None))
+    sync.reset_prefix_cache(tiny_server)
 
 
 @pytest.fixture
@@ -103,7 +104,7 @@ def near(server, started):
 
 
 def handover_of(said, checkpoint):
-    return Handover(**said, canary=json.loads((checkpoint / "canary.json").read_text()))
+    return Handover(**said, canary=Canary.load(checkpoint))
 
 
 @pytest.fixture(scope="module")
@@ -134,17 +135,17 @@ def test_from_memory_and_every_weight_compared(near, checkpoints, handed_over, f
         assert (report.mode, report.fell_back) == (
             "memory",
             None,
-        ) and report.canary_max_difference < 1e-4
-        assert report.comparison.unchecked == 0 and report.comparison.exact
+        ) and report.proof.canary_max_difference < 1e-4
+        assert report.proof.unchecked == 0 and report.proof.exact
     with safe_open(checkpoints[1] / "model.safetensors", "pt") as file:
         total = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert total <= report.comparison.compared <= total + 63 * 64
+    assert total <= report.proof.compared <= total + 63 * 64
     # The trainer writes the next ones there, while the server serves these.
     with open(handover.memory, "r+b") as memory:
         memory.seek(8 + int.from_bytes(memory.read(8), "little"))
         memory.write(bytes(os.path.getsize(handover.memory) - memory.tell()))
     # As the files say.
-    assert compare_weights(near, checkpoints[1], Canary.load(checkpoints[1])).problem is None
+    assert compare_weights(near, Files.of(checkpoints[1])).problem is None
     assert check_canary(near, Canary.load(checkpoints[1])).passed
 
 
@@ -210,23 +211,17 @@ def test_memory_that_changed_after_the_trainer_hashed_it_is_caught(near, checkpo
     )
 
 
-class Replica(JoinedServer):
-    """One to whose machine's memory somebody brings weights, in as many files as they have."""
-
-    folder: Path | None = None
-
-    def nearer(self, checkpoint):
-        return self.folder or checkpoint
-
-    def leave(self):
-        self.folder = None
-
-
 def test_weights_that_were_brought_to_the_servers_machine(
     server, started, checkpoints, tmp_path, caplog
 ):
-    replica = Replica(
-        server.root_url, served_model_name="policy", dtype="float32", api_key=started.api_key
+    """To its memory, in as many files as somebody likes."""
+    near: list[Path] = []
+    replica = JoinedServer(
+        server.root_url,
+        served_model_name="policy",
+        dtype="float32",
+        api_key=started.api_key,
+        bring=lambda server, checkpoint: contextlib.nullcontext(near),
     )
     for number in (1, 0):
         brought = tmp_path / str(number)
@@ -236,25 +231,19 @@ def test_weights_that_were_brought_to_the_servers_machine(
         brought.mkdir()
         for place, half in enumerate(halves):
             save_file(half, brought / f"model-{place}.safetensors", metadata={"format": "pt"})
-        replica.folder = brought
+        near[:] = [brought]
         report = sync_weights(replica, checkpoints[number])
-        assert (
-            report.fell_back is None
-            and report.comparison.unchecked == 0
-            and report.comparison.exact
-        )
-        assert report.comparison.compared >= sum(tensor.numel() for tensor in weights.values())
+        assert report.fell_back is None and report.files_because is None
+        assert report.proof.unchecked == 0 and report.proof.exact
+        assert report.proof.compared >= sum(tensor.numel() for tensor in weights.values())
         # As the files say.
-        assert (
-            compare_weights(server, checkpoints[number], Canary.load(checkpoints[number])).problem
-            is None
-        )
-    replica.folder = brought
+        assert compare_weights(server, Files.of(checkpoints[number])).problem is None
     with pytest.raises(WeightSyncError, match="does not compute with the weights in"):
         sync_weights(replica, checkpoints[1])  # those of the other one were brought
-    replica.folder = tmp_path / "gone"
-    report = sync_weights(replica, checkpoints[1])  # reads the files
-    assert report.fell_back is None and report.comparison.compared and "No such file" in caplog.text
+    for wrong in (brought, tmp_path / "gone"):
+        near[:] = [wrong, checkpoints[1]]
+        report = sync_weights(replica, checkpoints[1])  # reads the files
+        assert report.fell_back is None and report.files_because and report.proof.compared
 
 
 def test_memory_that_cannot_be_mapped(near, checkpoints, handed_over):
@@ -295,8 +284,8 @@ def test_from_the_ranks_of_a_trainer_to_those_of_a_server(started, checkpoints, 
         for number in (1, 0, 1):
             handover = handover_of(trainer.hold_out(checkpoints[number]), checkpoints[number])
             report = sync_weights(server, checkpoints[number], handover=handover)
-            assert report.mode == "memory" and report.canary_max_difference < 1e-4
-            assert report.comparison.is_proof
+            assert report.mode == "memory" and report.proof.canary_max_difference < 1e-4
+            assert report.proof.is_whole
         assert len(handover.parts) > len({name for name, *_ in handover.parts})
         (folder / "fault.json").write_text(json.dumps(damaged))
         with pytest.raises(
@@ -324,12 +313,12 @@ def test_in_place_and_every_weight_compared(server, checkpoints):
         assert (report.mode, report.fell_back) == (
             "reload",
             None,
-        ) and report.canary_max_difference < 1e-4
+        ) and report.proof.canary_max_difference < 1e-4
         with safe_open(checkpoint / "model.safetensors", "pt") as file:
             total = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
         # vLLM pads the vocabulary to a multiple of 64 and fills the rest with zeros
-        assert total <= report.comparison.compared <= total + 63 * 64
-        assert report.comparison.unchecked == 0 and report.comparison.exact
+        assert total <= report.proof.compared <= total + 63 * 64
+        assert report.proof.unchecked == 0 and report.proof.exact
 
 
 def unused_token(checkpoint):
@@ -388,12 +377,12 @@ def test_old_weights_left_in_place_are_caught(server, checkpoints, folder):
 
 
 def test_an_old_prefix_cache_is_caught(server, checkpoints, monkeypatch):
-    monkeypatch.setattr(weights, "reset_prefix_cache", lambda server: None)
+    monkeypatch.setattr(sync, "reset_prefix_cache", lambda server: None)
     with pytest.raises(WeightSyncError, match="greedy token"):
         sync_weights(server, checkpoints[1])
     assert_closed(server)
     monkeypatch.undo()
-    assert sync_weights(server, checkpoints[1]).canary_max_difference < 1e-4
+    assert sync_weights(server, checkpoints[1]).proof.canary_max_difference < 1e-4
 
 
 def test_vllms_own_reload_leaves_the_packed_copy_of_a_tied_head(server, checkpoints):
@@ -402,9 +391,9 @@ def test_vllms_own_reload_leaves_the_packed_copy_of_a_tied_head(server, checkpoi
     """
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoints[1])}}
     server.request("POST", "/collective_rpc", body)
-    weights.reset_prefix_cache(server)
+    sync.reset_prefix_cache(server)
     canary = Canary.load(checkpoints[1])
-    assert "lm_head.weight" in (compare_weights(server, checkpoints[1], canary).problem or "")
+    assert "lm_head.weight" in (compare_weights(server, Files.of(checkpoints[1])).problem or "")
     assert not check_canary(server, canary).passed
 
 
@@ -421,7 +410,7 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
         joined_servers=[started.root_url],
     )
     policy_server = PolicyServer(
-        config, folder / "logs", Console(quiet=True), ServerTools(look_at_others_seconds=1.0)
+        config, folder / "logs", Console(quiet=True), look_at_others_seconds=1.0
     )
 
     async def ask(options):
@@ -439,7 +428,7 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
         assert policy_server.serve(checkpoints[1]) is None
         asyncio.run(ask({}))
         with policy_server._members[0].lock:  # its keeper sees it only afterwards
-            weights.load_weights(server, checkpoints[0])
+            sync.load_weights(server, Files.of(checkpoints[0]))
             server.close_to_all()
             with pytest.raises(openai.InternalServerError, match="other weights"):
                 asyncio.run(ask({"max_retries": 0}))
@@ -447,7 +436,7 @@ def test_a_joined_server_that_was_given_other_weights_comes_back_with_the_right_
         while server.open_version() is None and time.monotonic() < deadline:
             time.sleep(0.2)
         asyncio.run(ask({}))
-        assert compare_weights(server, checkpoints[1], Canary.load(checkpoints[1])).problem is None
+        assert compare_weights(server, Files.of(checkpoints[1])).problem is None
     finally:
         policy_server.stop()
     assert started.is_started  # it is somebody else's

@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 from ttrl import Task, TrainConfig, train
 from ttrl.errors import ModelFolderError, WeightSyncError
 from ttrl.ready_models import ready_model
-from ttrl.server.canary import Canary, check_canary
-from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import sleep, sync_weights
 from ttrl.system.files import read_jsonl
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
+from ttrl.weights.canary import Canary, check_canary
+from ttrl.weights.source import Handover
+from ttrl.weights.sync import sleep, sync_weights
 
 pytestmark = [
     pytest.mark.timeout(400),
@@ -57,8 +57,11 @@ def checkpoints(model, folder):
     """The model, the same with noise, and that out of memory."""
     start, moved, policy = start_and_moved(model, folder, HERE)
     memory = WeightMemory(HERE)
-    canary = json.loads((moved / "canary.json").read_text())
-    yield start, moved, Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
+    yield (
+        start,
+        moved,
+        Handover(**hand_over(memory, policy, moved, "fp32"), canary=Canary.load(moved)),
+    )
     memory.close()
 
 
@@ -155,12 +158,8 @@ def test_weights_come_from_files_and_from_memory_awake_and_asleep(
             None,
             None,
         )
-        assert (
-            report.comparison.unchecked == 0
-            and report.comparison.compared
-            and report.comparison.exact
-        )
-        assert report.canary_max_difference > 0  # or bf16 would not have been compared
+        assert report.proof.unchecked == 0 and report.proof.compared and report.proof.exact
+        assert report.proof.canary_max_difference > 0  # or bf16 would not have been compared
         assert not asleep or freed > 2**31  # the cache alone is as large
         server.open_to("these")
 
@@ -176,7 +175,7 @@ def test_weights_come_from_files_and_from_memory_awake_and_asleep(
     ids=["old weights", "one weight", "values of a layer", "two layers"],
 )
 def test_other_weights_are_noticed(server, checkpoints, folder, fault, monkeypatch):
-    monkeypatch.setattr("ttrl.server.weights._restart", lambda *_: pytest.fail("as expected"))
+    monkeypatch.setattr("ttrl.weights.sync._restart", lambda *_: pytest.fail("as expected"))
     sync_weights(server, checkpoints[0])
     (folder / "fault.json").write_text(json.dumps(fault))
     try:

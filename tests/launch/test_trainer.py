@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 
+import msgspec
 import pytest
 import yaml
+from support.fake_vllm import canary_of
 from support.pretended_tune import PretendedTune
 
 from ttrl import TrainConfig
@@ -18,9 +20,9 @@ from ttrl.launch.nodes import torchrun_arguments
 from ttrl.launch.trainer import Trainer
 from ttrl.launch.tune import TrainerProcess, tune_command
 from ttrl.run_folder.folder import RunFolder
-from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
 from ttrl.system.request_folder import RequestFolder
+from ttrl.weights.source import Handover
 
 # What each test lets happen in an iteration is Python in the setting "do", with the names of this
 # script.
@@ -135,7 +137,11 @@ def test_iterations_leave_their_files(made, form):
     trainer.stop()
 
 
-SAID = {"memory": "/proc/7/fd/3", "parts": [["w", [0], [2], "sha"]], "canary": {}}
+SAID = {
+    "memory": "/proc/7/fd/3",
+    "parts": [["w", [0], [2], "sha"]],
+    "canary": canary_of(0.5),
+}
 
 
 def test_weights_that_are_handed_over_before_they_are_written(made):
@@ -144,7 +150,7 @@ def test_weights_that_are_handed_over_before_they_are_written(made):
     hold.touch()
     wait = f"while os.path.exists({str(hold)!r}): time.sleep(0.01)"
     checkpoint = trainer.make_checkpoint(1, made.config(1, handover=SAID, do_beside=wait))
-    assert trainer.handover(1) == Handover(**SAID) and trainer.handover(0) is None
+    assert trainer.handover(1) == msgspec.convert(SAID, Handover) and trainer.handover(0) is None
     trainer.check()
     assert not checkpoint.exists()
     hold.unlink()

@@ -15,18 +15,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.fake_vllm import canary_of
 from support.world import FakeServer
 
 from ttrl.errors import ServerError, ServerStartError, TrainerDiedError, TrainerError
 from ttrl.launch import trainer, tune
-from ttrl.launch.policy_server import PolicyServer
-from ttrl.launch.server_member import ServerTools
 from ttrl.loop import train as train_module
-from ttrl.server.canary import CanaryReport
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import SyncReport, WeightComparison
 from ttrl.system.files import read_jsonl
 from ttrl.system.request_folder import RequestFolder
+from ttrl.weights.policy_server import PolicyServer
+from ttrl.weights.sync import SyncReport
+from ttrl.weights.verify import Proof
 
 TOTAL, TRAINS, PARKED, ASLEEP = 80, 60, 1, 2  # GB
 
@@ -114,7 +114,8 @@ def run(world, monkeypatch):
                     self._park()
                     if config["packed"] and config["hand_over"]:
                         asked = len(world.requests)
-                        folder.put_handover(number, {"memory": "", "parts": [], "canary": {}})
+                        said = {"memory": "", "parts": [], "canary": canary_of(0.5)}
+                        folder.put_handover(number, said)
                         if config["iteration"] in dies:
                             dies.remove(config["iteration"])
                             while len(world.requests) == asked:
@@ -179,28 +180,27 @@ def run(world, monkeypatch):
                 self.version = version
 
             def request(self, method, path, *_, **__):
-                raise ServerError(f"{method} {path}: 404")
+                if path.startswith("/sleep"):
+                    gpu.hold("server", ASLEEP)
+                elif path not in ("/reset_prefix_cache", "/ttrl/weights"):
+                    raise ServerError(f"{method} {path}: 404")
+                return {"success": True}
 
         def sync(server, folder, *, mode, asleep, **_):
             if mode == "restart":
                 server.stop()
                 server.start()
             gpu.hold("server", promised)
-            return SyncReport(mode, 0.0, 0.0, None)
+            return SyncReport(mode, 0.0, Proof(canary_max_difference=0.0))
 
         class Keeper(PolicyServer):
-            def __init__(self, config, logs, console, _tools):
-                verify = CanaryReport(True, 0.0, None), WeightComparison()
-                asleep = lambda server: gpu.hold("server", ASLEEP)  # noqa: E731
-                tools = ServerTools(
-                    own=ServerOnGpu, sync=sync, verify=lambda *_, **__: verify, sleep=asleep
-                )
-                super().__init__(config, logs, console, tools)
+            def __init__(self, config, logs, console, **_):
+                super().__init__(config, logs, console, own=ServerOnGpu, sync=sync)
 
             def endpoints(self):
                 self.check()
                 fake = type("Server", (FakeServer,), {"world": world})(None, None, None)
-                fake.checkpoint = self._serving[0]
+                fake.checkpoint = self._serving.checkpoint
                 return fake.endpoints()
 
         world.trainer_class = trainer.Trainer

@@ -3,9 +3,9 @@ run makes of that.
 """
 
 import asyncio
+import functools
 import hashlib
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -13,12 +13,14 @@ import pytest
 from support.fake_vllm import write_checkpoint
 
 from ttrl.errors import ServerDiedError, ServerError, UserError, WeightSyncError
+from ttrl.server.connection import JoinedServer
 from ttrl.server.sites import (
     ADAPTERS_PATH,
     ADAPTERS_VARIABLE,
     FetchAdapters,
-    SiteServer,
     base_digests,
+    base_problem,
+    bring_adapter,
     check_store,
 )
 from ttrl.system.mirror_store import MirrorStore
@@ -213,11 +215,11 @@ def joined(monkeypatch, tmp_path):
 
     def publish(folder):
         stored.append(folder)
-        if folder.parts[0] == "full":
+        if folder.parent.name == "full":
             raise OSError("s3://b: could not write: no room")
         return {**files, "iterations/0001/checkpoint/adapter/.nfs0001": (1, "x")}
 
-    class Reached(SiteServer):
+    class Reached(JoinedServer):
         events: list[str] = []  # noqa: RUF012 - each test makes one
         refusal = 0
 
@@ -231,51 +233,59 @@ def joined(monkeypatch, tmp_path):
                 raise ServerError(f"{method} {path}: the server answered {status}: {answer}")
             return answer
 
+    bring = functools.partial(bring_adapter, publish=publish, base=base)
     settings = {"served_model_name": "policy", "dtype": "float32", "api_key": "k"}
-    return Reached("http://h:1", publish=publish, base=base, **settings), site, stored, files
+    server = Reached("http://h:1", serves_adapters=True, bring=bring, **settings)
+    return server, site, stored, files, base
 
 
-def test_a_site_is_given_the_adapter_from_the_mirror(joined):
-    server, site, stored, files = joined
-    folder = server.adapter(Path("run/iterations/0001/checkpoint"))
-    assert (
-        stored == [Path("run/iterations/0001/checkpoint/adapter")] and folder.parent == site.folder
-    )
-    assert (folder / "model.safetensors").read_bytes() == b"weights"
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "iterations/0001/checkpoint"
+    (folder / "adapter").mkdir(parents=True)
+    return folder
+
+
+def test_a_site_is_given_the_adapter_from_the_mirror(joined, checkpoint, tmp_path):
+    server, site, stored, files, _ = joined
+    with server.bring(checkpoint) as (folder,):
+        assert stored == [checkpoint / "adapter"] and folder.parent == site.folder
+        assert (folder / "model.safetensors").read_bytes() == b"weights"
+    with server.bring(tmp_path) as places:
+        assert places == [tmp_path]  # the base alone, which it has
     shutil.rmtree(folder)
     site.store.remove(files)
-    with pytest.raises(ServerDiedError, match=r"could not read .*model.safetensors"):
-        server.adapter(Path("run/iterations/0001/checkpoint"))
-    with pytest.raises(ServerDiedError, match="no room"):
-        server.adapter(Path("full/checkpoint"))
+    with (
+        pytest.raises(ServerDiedError, match=r"could not read .*model.safetensors"),
+        server.bring(checkpoint),
+    ):
+        pass
+    full = checkpoint.rename(tmp_path / "full")
+    with pytest.raises(ServerDiedError, match="no room"), server.bring(full):
+        pass
 
 
-def test_a_site_with_another_base_is_refused(joined):
-    server, site, *_ = joined
-    assert server.base_problem() is None
+def test_a_site_with_another_base_is_refused(joined, checkpoint):
+    server, site, stored, _, base = joined
+    assert base_problem(server, base) is None
     site.fetching._model = shutil.copytree(site.model, site.model.parent / "other")
     (site.fetching._model / "chat_template.jinja").write_text("another")
     (site.fetching._model / "tokenizer.json").unlink()
-    assert re.search(
-        r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ",
-        server.base_problem(),
-    )
+    wrong = r"not the one that the run began with, .*: chat_template.jinja, tokenizer.json differ"
+    with pytest.raises(WeightSyncError, match=wrong), server.bring(checkpoint):
+        pass
+    assert not stored
 
 
-def test_a_server_that_knows_nothing_of_adapters_is_told_from_one_out_of_reach(joined):
+def test_a_server_that_knows_nothing_of_adapters_is_told_from_one_out_of_reach(joined, checkpoint):
     server = joined[0]
-    for ask in (
-        server.base_problem,
-        lambda: server.adapter(Path("run/iterations/0001/checkpoint")),
-    ):
-        server.refusal = 404
-        with pytest.raises(
-            WeightSyncError, match="was not started with `ttrl serve MODEL --adapters ADDRESS`"
-        ):
-            ask()
-        server.refusal = 504
-        with pytest.raises(ServerDiedError, match="answered 504"):
-            ask()
+    server.refusal = 404
+    wrong = "was not started with `ttrl serve MODEL --adapters ADDRESS`"
+    with pytest.raises(WeightSyncError, match=wrong), server.bring(checkpoint):
+        pass
+    server.refusal = 504
+    with pytest.raises(ServerDiedError, match="answered 504"), server.bring(checkpoint):
+        pass
 
 
 def test_a_server_that_was_started_anew_has_no_adapter(joined, tmp_path):

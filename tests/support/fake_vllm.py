@@ -9,6 +9,9 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from ttrl.server.vllm import VLLMServer
 
@@ -64,11 +67,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self.answer(200, {})
         if path == "/collective_rpc":
             if behaviour == "refuse": return self.answer(500, {"error": "shape mismatch"})
-            if body["method"] == "ttrl_share_prompts":
-                state["calls"].append(body["method"])
-                return self.answer(200, {"results": [None]})
             memory = body["kwargs"].get("memory")
-            weight = held(memory or body["kwargs"].get("folder") or body["kwargs"].get("weights_path") or "")
+            place = memory or body["kwargs"].get("folder") or body["kwargs"].get("weights_path")
+            if body["method"] != "ttrl_compare_weights": state["calls"].append(body["method"] + " memory" * bool(memory))
+            if not pathlib.Path(place).exists(): return self.answer(500, {"error": "no such memory"})
+            weight = held(place)
             if body["method"] == "ttrl_compare_weights":
                 equal = behaviour != "differs" and float(weight) == state["weight"]
                 problems = [] if equal or behaviour == "blind" else ["w: 1 elements are not those of the files"]
@@ -79,18 +82,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 result["failed"] = "KeyError: 'w'" if behaviour == "cannot-compare" else None
                 return self.answer(200, {"results": [result, result]})
             assert body["method"] in ("ttrl_load_weights", "reload_weights")
-            state["calls"].append(body["method"])
-            if behaviour not in ("ignore-reload", "blind"): state["weight"] = float(weight)
+            if memory and behaviour == "refuse-memory": return self.answer(500, {"error": "shape mismatch"})
+            ignores = behaviour in ("ignore-reload", "blind") or (memory and behaviour == "ignore-memory")
+            if not ignores: state["weight"] = float(weight)
             return self.answer(200, {"results": [None]})
-        if path == "/init_weight_transfer_engine":
-            state["memory"] = body["init_info"]["memory"]
-            return self.answer(200 if pathlib.Path(state["memory"]).exists() else 500, {"error": "no such memory"})
-        if "weight_update" in path or path in ("/update_weights", "/shutdown_weight_transfer_engine"):
-            state["calls"].append(path)
-            if path == "/update_weights":
-                if behaviour == "refuse-memory": return self.answer(500, {"error": "shape mismatch"})
-                if behaviour != "ignore-memory": state["weight"] = float(held(state["memory"]))
-            return self.answer(200, {})
         if path == "/calls": return self.answer(200, state["calls"])
         if path.startswith(("/sleep", "/wake_up")):
             state["calls"].append(path)
@@ -151,14 +146,10 @@ class FakeVLLM(VLLMServer):
         ]
 
 
-def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
-        (folder / name).write_text("x")
-    (folder / "config.json").write_text('{"model_type": "qwen2"}')
-    (folder / "weight").write_text(str(weight))
+def canary_of(weight: float, margin: float = 1.0) -> dict[str, Any]:
+    """What a trainer computes with a weight."""
     tokens = list(range(3, 40))
-    canary = {
+    return {
         "schema": 1,
         "dtype": "float32",
         "token_ids": tokens,
@@ -167,6 +158,44 @@ def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
         "greedy_logprobs": [-1.0 - 1.1 * weight] * 8,
         "greedy_margins": [margin] * 8,
     }
+
+
+def write_checkpoint(folder: Path, weight: float, margin: float = 1.0) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("model.safetensors", "tokenizer.json", "chat_template.jinja"):
+        (folder / name).write_text("x")
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "weight").write_text(str(weight))
+    canary = canary_of(weight, margin)
     canary["weights"] = {"w": hashlib.sha256(str(weight).encode()).hexdigest()}
     (folder / "canary.json").write_text(json.dumps(canary))
     return folder
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    return write_checkpoint(tmp_path / "old", 0.5), write_checkpoint(tmp_path / "new", 0.75)
+
+
+@pytest.fixture
+def fake_server(tmp_path, checkpoints):
+    """A function that makes a server (not started yet) with a behaviour; all are stopped at the
+    end.
+    """
+    made: list[VLLMServer] = []
+
+    def make(behaviour: str = "fine", **arguments) -> VLLMServer:
+        arguments = {
+            "served_model_name": "m",
+            "log_path": tmp_path / "server.log",
+            "dtype": "float32",
+            **arguments,
+        }
+        server = FakeVLLM(checkpoints[0], **arguments)
+        server.behaviour = behaviour
+        made.append(server)
+        return server
+
+    yield make
+    for server in made:
+        server.stop()

@@ -2,19 +2,17 @@
 extension of its worker.
 """
 
-import contextlib
 import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
-from vllm.model_executor.model_loader.reload import inplace
 
-from ttrl.vllm_worker import WeightSync
-from ttrl.vllm_worker.memory import MemoryEngine
+from ttrl.vllm_worker import WeightSync, weights
 
 
 class FaultyWeightSync(WeightSync):
@@ -23,23 +21,23 @@ class FaultyWeightSync(WeightSync):
     is taken from memory.
     """
 
-    def ttrl_load_weights(self, folder: str) -> None:
+    def ttrl_load_weights(self, folder: str | None = None, memory: str | None = None) -> None:
         fault = _fault()
         if fault.get("old"):
             return
-        with self._ttrl_damaged(fault) if fault else contextlib.nullcontext():
-            super().ttrl_load_weights(folder)
 
-    def _ttrl_damaged(self, fault: dict) -> contextlib.AbstractContextManager[object]:
-        def get_model_loader(config: object) -> object:
-            loader = original(config)
-            read = loader.get_all_weights
+        def read(*source: Any) -> Iterator[tuple[str, Tensor]]:
+            found = _read_weights(*source)
+            if fault.get("break") and memory is not None:
+                yield from itertools.islice(found, 3)
+                raise ValueError("a fault of this test")
+            yield from _damaged(found, fault)
 
-            loader.get_all_weights = lambda *arguments: _damaged(read(*arguments), fault)
-            return loader
+        with mock.patch.object(weights, "read_weights", read):
+            super().ttrl_load_weights(folder, memory)
 
-        original = inplace.get_model_loader
-        return mock.patch.object(inplace, "get_model_loader", get_model_loader)
+
+_read_weights = weights.read_weights
 
 
 def _fault() -> dict:
@@ -63,18 +61,3 @@ def _damaged(weights: Iterable[tuple[str, Tensor]], fault: dict) -> Iterator[tup
             ),
             tensor,
         )
-
-
-_weights = MemoryEngine.weights
-
-
-def _weights_or_what_is_left(engine: MemoryEngine) -> Iterator[tuple[str, Tensor]]:
-    fault = _fault()
-    if fault.get("break"):
-        yield from itertools.islice(_weights(engine), 3)
-        raise ValueError("a fault of this test")
-    if not fault.get("old"):
-        yield from _damaged(_weights(engine), fault)
-
-
-MemoryEngine.weights = _weights_or_what_is_left

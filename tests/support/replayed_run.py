@@ -7,12 +7,12 @@ and "yes" earned 1.
 from support.facts import mark
 
 from ttrl import Sample
-from ttrl.launch.policy_server import PolicyServer
 from ttrl.loop.phases import Phases
 from ttrl.replays.replay import replay
 from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.files import digest, read_jsonl, write_jsonl
+from ttrl.weights.policy_server import PolicyServer
 
 ANSWERS = {
     1: ("yes", "yes", "no", "no"),

@@ -47,7 +47,7 @@ class FakeServer:
 
     world: "World"
 
-    def __init__(self, config: TrainConfig, logs: Path, console: Any, tools: Any = None) -> None:
+    def __init__(self, config: TrainConfig, logs: Path, console: Any, **_: Any) -> None:
         self.checkpoint: Path | None = None
         self.version = 0
 

@@ -6,7 +6,6 @@ GPU meanwhile, as in a run whose trainer keeps its memory.
 """
 
 import gc
-import json
 import shutil
 import time
 from pathlib import Path
@@ -19,12 +18,13 @@ from serving import NAME, first_rank, make_adapter, make_server, memory_of
 from steps import Place
 from support.training_steps import start_and_moved
 
-from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import SyncReport, reset_prefix_cache, sleep, sync_weights
 from ttrl.training.checkpoints import hand_over
 from ttrl.training.parallel.distributed import Ranks
 from ttrl.training.parallel.weight_memory import WeightMemory
+from ttrl.weights.canary import Canary
+from ttrl.weights.source import Handover
+from ttrl.weights.sync import SyncReport, reset_prefix_cache, sleep, sync_weights
 
 
 def servers(place: Place) -> None:
@@ -51,7 +51,7 @@ def plain_server(place: Place, model: Path, folder: Path, here: Ranks) -> Path:
     report = place.report
     start, moved, policy = start_and_moved(model, folder, here)
     memory = WeightMemory(here)
-    canary = json.loads((moved / "canary.json").read_text(encoding="utf-8"))
+    canary = Canary.load(moved)
     handover = Handover(**hand_over(memory, policy, moved, "fp32"), canary=canary)
     before = gpu_memory_used() or 0.0
     try:
@@ -124,11 +124,11 @@ def timed_sleep(server: VLLMServer, level: int = 2) -> float:
 
 def tell_sync(place: Place, name: str, synced: SyncReport) -> None:
     """Report how weights came to a server, and what the comparison said."""
-    compared = synced.comparison
+    proof = synced.proof
     place.report.figure(name, synced.seconds, "s")
-    place.report.figure(f"{name}: canary", synced.canary_max_difference, "nats")
-    problem = synced.fell_back or compared.problem or synced.files_because
-    found = f"{synced.mode}, {compared.compared} weights compared, {compared.unchecked} not"
+    place.report.figure(f"{name}: canary", proof.canary_max_difference, "nats")
+    problem = synced.fell_back or proof.problem or synced.files_because
+    found = f"{synced.mode}, {proof.compared} weights compared, {proof.unchecked} not"
     place.report.check(name, problem is None, problem or found)
 
 

@@ -2,10 +2,10 @@
 others, so that the run's file system is read once and not by every replica.
 
 The lead puts a checkpoint's weights into the store, in pieces. Each replica puts them together as
-files in its machine's memory (/dev/shm), once for all replicas there, from where vLLM's own weight
-transfer loads them (`ttrl.vllm_worker.memory`); they are dropped when the sync is over. What is
-proven is the same: the digests of what the workers read are those that the trainer wrote. Who has
-no room for it, or comes later, reads the checkpoint itself.
+files in its machine's memory (/dev/shm), once for all replicas there. vLLM loads them from that
+folder as from the checkpoint, and they are dropped when the sync is over. The proof is the same:
+the workers read the digests that the trainer wrote. A replica without room for the weights, or one
+that comes later, reads the checkpoint itself.
 """
 
 import fcntl
@@ -15,9 +15,9 @@ import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ray
 
@@ -48,14 +48,13 @@ class Broadcast:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: tuple[Any, ...] = ()
-        """What tells the checkpoint in the store from others, of the same path too: an iteration
-        may be done again.
+        self._asked: tuple[Any, ...] = ()
+        """What tells the checkpoint that was asked for last from others, of the same path too: an
+        iteration may be done again.
         """
         self._sent: Sent | None = None
+        """That checkpoint in the store; None if it was too large, or everybody has read it."""
         self._readers = 0
-        self._over = set[tuple[Any, ...]]()
-        """What was sent, or was too large: who asks for it later reads files."""
 
     def send(self, checkpoint: Path) -> Sent | None:
         """Return the weights of a checkpoint for one reader, who says later that it `has_read`
@@ -63,18 +62,19 @@ class Broadcast:
         files = weight_files(checkpoint)
         stats = [file.stat() for file in files]
         size = sum(stat.st_size for stat in stats)
-        held = (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
+        asked = (checkpoint, *((stat.st_ino, stat.st_mtime_ns) for stat in stats))
         with self._lock:
-            if held in self._over:
-                return None
-            if held != self._held:
-                self._forget()
-                if not self._has_room(checkpoint, size):
-                    self._over.add(held)
-                    return None
-                pieces = {file.name: [ray.put(piece) for piece in _pieces(file)] for file in files}
-                self._held, self._sent = held, Sent(secrets.token_hex(8), pieces, size)
-            self._readers += 1
+            if asked != self._asked:
+                self._sent = None
+                self._readers = 0
+                if self._has_room(checkpoint, size):
+                    pieces = {
+                        file.name: [ray.put(piece) for piece in _pieces(file)] for file in files
+                    }
+                    self._sent = Sent(secrets.token_hex(8), pieces, size)
+                self._asked = asked
+            if self._sent is not None:
+                self._readers += 1
             return self._sent
 
     def has_read(self, name: str) -> None:
@@ -83,14 +83,7 @@ class Broadcast:
             if self._sent is not None and self._sent.name == name:
                 self._readers -= 1
                 if not self._readers:
-                    self._forget()
-
-    def _forget(self) -> None:
-        if self._sent is not None:
-            self._over.add(self._held)
-        self._held = ()
-        self._sent = None
-        self._readers = 0
+                    self._sent = None
 
     def _has_room(self, checkpoint: Path, size: int) -> bool:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
@@ -121,55 +114,51 @@ class Staged:
     """A replica's side: checkpoints in its machine's memory. Its methods may be called by several
     threads.
 
-    memory/ttrl-USER/lock          held by who changes something
-                     ID.owner      held by a process as long as it lives, wherever that is seen from
-                     ID-NAME/      what it has vLLM read: links to the next
-                     NAME-FILE     weights, as long as somebody has a link
+    memory/ttrl-USER/lock       held by a process that changes something
+                     NAME/      the weights of a checkpoint
+                     NAME/lock  held by each process that reads them, until it drops them or ends
     """
 
     def __init__(self, memory: str = "/dev/shm") -> None:
-        self._pool, self._id = Path(memory, f"ttrl-{os.geteuid()}"), secrets.token_hex(8)
-        self._owner: Any = None
+        self._pool = Path(memory, f"ttrl-{os.geteuid()}")
+        self._reading: dict[str, IO[bytes]] = {}
+        """By name of the weights: the open lock."""
 
     def put(self, sent: Sent, seconds: float) -> Path:
-        """Return a folder with the weights. Raises OSError, RayError where that fails, or takes
+        """Return a folder with the weights. Raises OSError, RayError if that fails, or takes
         longer.
         """
+        folder = self._pool / sent.name
         with self._locked():
             self._clean()
             free = min(memory_bytes()[1], shutil.disk_usage(self._pool).free)
-            if not any(self._pool.glob(f"{sent.name}-*")) and sent.size > _ROOM * free:
+            if not folder.is_dir() and sent.size > _ROOM * free:
                 raise OSError(
                     f"its weights take {gib(sent.size)}, and {self._pool} has room for half of "
                     f"{gib(free)}"
                 )
-            if self._owner is None:
-                self._owner = open(self._pool / f"{self._id}.owner", "wb")  # noqa: SIM115 - open as long as this process lives
-                fcntl.flock(self._owner, fcntl.LOCK_EX)
+            folder.mkdir(exist_ok=True)
+            reading = self._reading[sent.name] = open(folder / "lock", "wb")  # noqa: SIM115 - open as long as they are read
+            fcntl.flock(reading, fcntl.LOCK_SH)
             try:
-                return self._fill(self._pool / f"{self._id}-{sent.name}", sent, seconds)
+                for name, references in sent.pieces.items():
+                    if not (folder / name).exists():
+                        _write(folder / name, references, seconds)
             except BaseException:
-                self._remove(sent.name)
+                self._forget(sent.name)
                 raise
-
-    def _fill(self, own: Path, sent: Sent, seconds: float) -> Path:
-        own.mkdir()
-        for file, references in sent.pieces.items():
-            whole = self._pool / f"{sent.name}-{file}"
-            if not whole.exists():
-                with open(unfinished := self._pool / "unfinished", "wb") as output:
-                    for reference in references:
-                        output.write(ray.get(reference, timeout=seconds))
-                unfinished.rename(whole)
-            os.link(whole, own / file)
-        return own
+        return folder
 
     def drop(self, name: str = "") -> None:
-        """Give back the memory of weights that nobody else here reads, and of processes that are
-        gone. Raises OSError.
-        """
+        """Give back the memory of weights that no process here reads any more. Raises OSError."""
         with self._locked():
-            self._remove(name)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        reading = self._reading.pop(name, None)
+        if reading is not None:
+            reading.close()
+        self._clean()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -181,31 +170,19 @@ class Staged:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _remove(self, name: str) -> None:
-        shutil.rmtree(self._pool / f"{self._id}-{name}", ignore_errors=True)
-        self._clean()
-
     def _clean(self) -> None:
-        for path in self._pool.glob("*.owner"):
-            if path.stem != self._id and _is_free(path):
-                for folder in self._pool.glob(f"{path.stem}-*"):
+        """Remove what no process reads."""
+        for folder in self._pool.iterdir():
+            if folder.is_dir():
+                with open(folder / "lock", "wb") as lock, suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder)
-                path.unlink()
-        for path in self._pool.iterdir():
-            if (
-                path.is_file()
-                and path.name != "lock"
-                and path.suffix != ".owner"
-                and path.stat().st_nlink == 1
-            ):
-                path.unlink()
 
 
-def _is_free(path: Path) -> bool:
-    """Return whether the process that held a file is gone."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
+def _write(path: Path, references: list[Any], seconds: float) -> None:
+    """Put a file together; it appears as a whole."""
+    unfinished = path.with_suffix(".unfinished")
+    with open(unfinished, "wb") as output:
+        for reference in references:
+            output.write(ray.get(reference, timeout=seconds))
+    unfinished.rename(path)

@@ -1,8 +1,8 @@
 """A run's servers on a cluster: an actor for each, which owns a vLLM server, keeps it alive, and is
 started elsewhere with it.
 
-To the run they are servers that somebody else started (`ttrl.server.connection.JoinedServer`),
-whose address may change: fence, canary and comparison of weights are the same. One that comes back
+To the run they are servers that somebody else started (`ttrl.server.connection.JoinedServer`). Only
+their addresses may change, and weights are brought to their machines (`Link`). One that comes back
 at another address serves from the next sampling phase on.
 """
 
@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from ttrl.cluster.connection import Words, as_words, begin_actor, from_words, ha
 from ttrl.configs.machines import gpus_of_a_server
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import ServerDiedError
-from ttrl.launch.policy_server import MODEL_NAME, make_server
-from ttrl.server.connection import JoinedServer
+from ttrl.server.connection import JoinedServer, ServerConnection
 from ttrl.server.serve import keep_serving
 from ttrl.server.vllm import seconds_to_start
+from ttrl.weights.policy_server import MODEL_NAME, make_server, served_dtype
 
 logger = logging.getLogger(__name__)
 
@@ -84,91 +85,37 @@ class Replica:
         self._staged.drop(name)
 
 
-class ReplicaServer(JoinedServer):
-    """The lead's side of a replica."""
+class Link:
+    """The lead's side of a replica: where its server is, and how weights come to its machine."""
 
     def __init__(
-        self,
-        number: int,
-        actor: Any,
-        key: str,
-        dtype: str,
-        start_timeout: float,
-        broadcast: Broadcast | None = None,
-        adapters: bool = False,
+        self, number: int, actor: Any, start_timeout: float, broadcast: Broadcast | None = None
     ) -> None:
-        super().__init__(
-            f"replica-{number}", served_model_name=MODEL_NAME, dtype=dtype, api_key=key
-        )
+        self.name = f"replica-{number}"
         self._actor = actor
         self._patience = start_timeout
         self._broadcast = broadcast
-        self.serves_adapters = adapters
-        self._near: tuple[Path, Path] | None = None  # a checkpoint, and where its workers read it
-        self._sent: Sent | None = None
         self._tried = ""  # the name of what was brought last
         self._asked: Any = None  # what it has not answered yet
 
-    def check(self) -> None:
-        """Raise ServerDiedError where it is gone, or being started again. The first time, wait
-        until it has started.
+    def find(self) -> str:
+        """Return the server's address. The first time, wait until it has started. Raises
+        ServerDiedError if it is gone, or being started again.
         """
         deadline = time.monotonic() + self._patience
         self._patience = 0.0
-        while (url := self._find()) is None:
+        while (url := self._ask()) is None:
             if time.monotonic() >= deadline:
                 raise ServerDiedError(
-                    f"{self.root_url} is being started on some machine of the cluster, and does "
-                    "not serve yet"
+                    f"{self.name} is being started on some machine of the cluster, and does not "
+                    "serve yet"
                 )
             time.sleep(0.2)
-        if url != self._root_url:
-            self._root_url, self.api_key = url, ""  # it has to prove anew that it knows the key
-        super().check()
+        return url
 
-    def nearer(self, checkpoint: Path) -> Path:
-        """Bring a checkpoint to the replica's machine, once for each sync; return the folder there,
-        or the checkpoint itself.
-        """
-        if self._near is None or self._near[0] != checkpoint:
-            self.leave()
-            try:
-                self._near = checkpoint, self._bring(checkpoint)
-            except (OSError, ray.exceptions.RayError) as error:
-                logger.warning(
-                    "%s reads %s itself: %s", self.base_url, checkpoint, last_line(error)
-                )
-                self._near = checkpoint, checkpoint
-        return self._near[1]
-
-    def _bring(self, checkpoint: Path) -> Path:
-        if self._broadcast is None or (sent := self._broadcast.send(checkpoint)) is None:
-            return checkpoint
-        # The sync before failed, and what it read may still be on its way out.
-        if sent.name == self._tried:
-            self._broadcast.has_read(sent.name)
-            return checkpoint
-        self._tried = sent.name
-        self._sent, seconds = sent, _STAGE_SECONDS + sent.size / _SLOWEST
-        found: Path = ray.get(self._actor.stage.remote(sent, seconds), timeout=2 * seconds)
-        return found
-
-    def leave(self) -> None:
-        """Give back the memory of weights that were brought."""
-        self._near = None
-        sent = self._sent
-        self._sent = None
-        if sent is not None:
-            self._actor.drop.remote(sent.name)
-            assert self._broadcast is not None
-            self._broadcast.has_read(sent.name)
-
-    def _find(self) -> str | None:
+    def _ask(self) -> str | None:
         # One whose machine is cut off delays the run once.
-        if self._asked is None:
-            seconds = _ANSWER_SECONDS
-        else:
-            seconds = 0.0
+        seconds = _ANSWER_SECONDS if self._asked is None else 0.0
         asked = self._asked = self._asked or self._actor.state.remote()
         try:
             if not ray.wait([asked], timeout=seconds)[0]:
@@ -178,43 +125,70 @@ class ReplicaServer(JoinedServer):
         except ray.exceptions.ActorUnavailableError:
             return None
         except ray.exceptions.RayError as error:
-            raise ServerDiedError(f"{self.root_url}: its actor is gone: {error}") from error
+            raise ServerDiedError(f"{self.name}: its actor is gone: {error}") from error
         if words is not None:
-            raise ServerDiedError(f"{self.root_url}: {from_words(words)}")
-        if url is not None:
-            return str(url)
-        return None
+            raise ServerDiedError(f"{self.name}: {from_words(words)}")
+        return None if url is None else str(url)
+
+    @contextlib.contextmanager
+    def bring(self, server: ServerConnection, checkpoint: Path) -> Iterator[list[Path]]:
+        """Bring a checkpoint's weights to the replica's machine, and give back their memory at the
+        end; yield that folder and the checkpoint itself.
+        """
+        places = [server.reads(checkpoint)]
+        sent: Sent | None = None
+        try:
+            try:
+                if self._broadcast is not None:
+                    sent = self._broadcast.send(checkpoint)
+                # If the sync before failed, what it read may still be on its way out.
+                if sent is not None and sent.name != self._tried:
+                    self._tried = sent.name
+                    seconds = _STAGE_SECONDS + sent.size / _SLOWEST
+                    staged = self._actor.stage.remote(sent, seconds)
+                    places.insert(0, ray.get(staged, timeout=2 * seconds))
+            except (OSError, ray.exceptions.RayError) as error:
+                logger.warning(
+                    "%s reads %s itself: %s", server.base_url, checkpoint, last_line(error)
+                )
+            yield places
+        finally:
+            if sent is not None:
+                assert self._broadcast is not None
+                self._actor.drop.remote(sent.name)
+                self._broadcast.has_read(sent.name)
 
 
-def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[ReplicaServer]:
+def start_replicas(config: TrainConfig, model: Path, logs: Path) -> list[JoinedServer]:
     """Begin to start `config.replicas` servers of a model, or of the base of adapters, spread over
     the cluster; they end with the process that did."""
     key = secrets.token_urlsafe(32)
+    options: dict[str, Any] = {
+        "max_concurrency": 4,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "scheduling_strategy": "SPREAD",
+        "num_cpus": 1,
+    }
     if has_gpus(config):
-        takes = {"num_cpus": 1, "num_gpus": gpus_of_a_server(config.server)}
-    else:
-        takes = {"num_cpus": 1}
+        options["num_gpus"] = gpus_of_a_server(config.server)
     patience = config.start_timeout or seconds_to_start(model)
-    own_engine = any(name.replace("_", "-") == "weight-transfer-config" for name in config.server)
-    if config.replicas > _BY_FILES and not own_engine:
+    broadcast = None
+    if config.replicas > _BY_FILES and not config.gives_adapters:
         broadcast = Broadcast()
-    else:
-        broadcast = None
     found = []
     for number in range(config.replicas):
-        options = {
-            "max_concurrency": 4,
-            "max_restarts": -1,
-            "max_task_retries": 0,
-            "scheduling_strategy": "SPREAD",
-            **takes,
-        }
         actor = begin_actor(Replica, options, config, model, logs / f"server_{number}.log", key)
-        if config.dtype == "bf16":
-            dtype = "bfloat16"
-        else:
-            dtype = "float32"
+        link = Link(number, actor, patience, broadcast)
         found.append(
-            ReplicaServer(number, actor, key, dtype, patience, broadcast, config.gives_adapters)
+            JoinedServer(
+                link.name,
+                served_model_name=MODEL_NAME,
+                dtype=served_dtype(config),
+                api_key=key,
+                serves_adapters=config.gives_adapters,
+                bring=link.bring,
+                find=link.find,
+            )
         )
     return found

@@ -504,7 +504,7 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """
     hand_over: bool = False
     """With `follow`: after an iteration, the new weights are held out in memory, for servers on
-    this machine to take them (`ttrl.server.transfer`), until the next ones are."""
+    this machine to take them (`ttrl.weights.source`), until the next ones are."""
     save: bool = True
     """With `hand_over`: whether checkpoint and state are written. What was not stays in memory
     alone, see `kept`.

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from ttrl.configs.machines import divided_devices
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TrainerDiedError, TrainerError, TtrlError
@@ -28,13 +30,13 @@ from ttrl.launch.tune import (
     meeting_here,
     tune,
     tune_command,
-    visible_devices,
     write_recipe_config,
 )
 from ttrl.run_folder.folder import RunFolder
-from ttrl.server.transfer import Handover
 from ttrl.system.console import Console
+from ttrl.system.gpus import visible_devices
 from ttrl.system.request_folder import LOOK_SECONDS, RequestFolder
+from ttrl.weights.source import Handover
 
 # What a process is made of when it starts; any other setting may differ from request to request.
 PROCESS_SETTINGS = ("device", "num_threads", "tensor_parallel", "cpu_offload")
@@ -182,8 +184,8 @@ class Trainer:
         process.show(answered, pbar=pbar, pbar_desc=pbar_desc)
         if handover.exists():
             said = json.loads(handover.read_text(encoding="utf-8"))
-            self.compared = said.pop("compared", None)
-            self._handed_over = number, Handover(**said)
+            self.compared = said.get("compared")
+            self._handed_over = number, msgspec.convert(said, Handover)
             self._is_writing, self._holding = (
                 True,
                 None if recipe_config.get("save", True) else number,

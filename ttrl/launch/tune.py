@@ -162,16 +162,6 @@ def checkpoint_of(output: Path, log_path: str | os.PathLike[str] | None = None) 
     return checkpoint
 
 
-def visible_devices() -> list[str]:
-    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
-        return given.split(",")
-    import torch
-
-    return [str(number) for number in range(torch.cuda.device_count())]
-
-
 class TrainerProcess(ChildProcess):
     """A trainer, or its torchrun, from its start to its end. It does not outlive ours.
 

@@ -39,9 +39,7 @@ from ttrl.facts import (
     read_facts,
 )
 from ttrl.intervals import Estimate, estimate_mean, pooled
-from ttrl.launch.policy_server import PolicyServer
 from ttrl.launch.trainer import Trainer
-from ttrl.loop.bits import WEIGHTS_FILE, check_bits
 from ttrl.loop.carried import (
     UNFINISHED_FILE,
     groups_of,
@@ -62,7 +60,6 @@ from ttrl.rollouts.early_stop import InferenceEarlyStop
 from ttrl.rollouts.results import TaskResults
 from ttrl.run_folder.folder import RunFolder
 from ttrl.run_folder.metrics import PHASES
-from ttrl.server.transfer import Handover
 from ttrl.system.console import Console, clock
 from ttrl.system.files import (
     atomic_folder,
@@ -73,6 +70,9 @@ from ttrl.system.files import (
     write_jsonl,
 )
 from ttrl.tasks.task import Task
+from ttrl.weights.bits import WEIGHTS_FILE, check_bits
+from ttrl.weights.policy_server import PolicyServer
+from ttrl.weights.source import Handover
 
 logger = logging.getLogger(__name__)
 

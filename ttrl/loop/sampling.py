@@ -13,7 +13,6 @@ from typing import TypeAlias
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import TtrlError
-from ttrl.launch.policy_server import MAX_DOWNTIME, PolicyServer
 from ttrl.loop.carried import is_open, kept_groups, usage_of
 from ttrl.loop.timeline import Timeline
 from ttrl.records import Endpoint, TaskResult
@@ -25,6 +24,7 @@ from ttrl.system.console import Console, clock
 from ttrl.system.coroutines import run_async
 from ttrl.system.files import append_jsonl, json_line
 from ttrl.tasks.task import Task
+from ttrl.weights.policy_server import MAX_DOWNTIME, PolicyServer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,6 @@ import torch
 
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import DriftError, ModelFolderError
-from ttrl.launch.policy_server import PolicyServer
-from ttrl.launch.server_member import ServerTools
 from ttrl.launch.trainer import Trainer
 from ttrl.loop.checks import checked
 from ttrl.loop.iterations import Iterations
@@ -44,14 +42,16 @@ from ttrl.run_folder.pruning import best_policies, prune
 from ttrl.run_folder.reader import read_mapping
 from ttrl.run_folder.redo import redo_asked
 from ttrl.server.chat_template import with_chat_template
+from ttrl.server.connection import JoinedServer
 from ttrl.server.model_folder import check_model_folder, local_folder, merge_adapter, stored_dtype
 from ttrl.server.parsers import parsers_of
-from ttrl.server.sites import SiteServer
+from ttrl.server.sites import bring_adapter
 from ttrl.system.console import Console
 from ttrl.system.frames import data_frame
 from ttrl.system.processes import reap_leftovers
 from ttrl.tasks.task import Task
 from ttrl.text import gib
+from ttrl.weights.policy_server import PolicyServer, joined_servers
 
 if TYPE_CHECKING:
     from ttrl.system.frames import DataFrame
@@ -145,13 +145,19 @@ def train_checked(
         loggers = make_loggers(config.loggers, folder.path, console, config.to_dict())
         with contextlib.ExitStack() as ends:  # each of them, whatever another one's end raises
             ends.callback(loggers.close)
-            tools, of_phases = _elsewhere(config, folder, console, model)
+            others = joined_servers(config)
             if config.adapters == "mirror":
                 assert mirror is not None, "the config's own check asks for it"
-                tools = dataclasses.replace(
-                    tools, joined=functools.partial(SiteServer, publish=mirror.publish, base=model)
+                others = joined_servers(
+                    config, functools.partial(bring_adapter, publish=mirror.publish, base=model)
                 )
-            server = PolicyServer(config, folder.path / "logs", console, tools)
+            replicas, of_phases = _on_cluster(config, folder, console, model)
+            server = PolicyServer(
+                config,
+                folder.path / "logs",
+                console,
+                others=lambda base: [*others, *replicas(base)],
+            )
             ends.callback(server.stop)
             given = {"tasks": tasks, "validation_tasks": validation_tasks, **of_phases}
             phases = Phases(config, folder, model, server=server, console=console, **given)
@@ -208,20 +214,21 @@ def _base_note(config: TrainConfig, folder: RunFolder, model: Path) -> str | Non
     )
 
 
-def _elsewhere(
+def _on_cluster(
     config: TrainConfig, folder: RunFolder, console: Console, model: Path
-) -> tuple[ServerTools, dict[str, Any]]:
-    """Return what `PolicyServer` and `Phases` are given to start servers, trainer and sampling
-    workers on a cluster; nothing particular without one."""
+) -> tuple[Callable[[Path], Sequence[JoinedServer]], dict[str, Any]]:
+    """Return what starts servers on a cluster, given their model, and what `Phases` is given to
+    start trainer and sampling workers there; nothing particular without one.
+    """
     if config.cluster is None:
-        return ServerTools(), {}
+        return lambda base: [], {}
     from ttrl.cluster.replicas import start_replicas
     from ttrl.cluster.trainers import ClusterTrainer
     from ttrl.cluster.workers import start_workers
 
-    tools = ServerTools(elsewhere=lambda model, logs: start_replicas(config, model, logs))
+    replicas = functools.partial(start_replicas, config, logs=folder.path / "logs")
     trainer = Trainer(config, folder, console, ClusterTrainer if config.nnodes > 1 else None)
-    return tools, {"trainer": trainer, "workers": start_workers(config, model)}
+    return replicas, {"trainer": trainer, "workers": start_workers(config, model)}
 
 
 def _chosen(config: TrainConfig, saved: Mapping[str, Any], console: Console) -> TrainConfig:

@@ -195,7 +195,7 @@ def host_needs(
         PARKED: there * config.processes_here,
         "held out to servers": _held_out(model, config, True),
     }
-    # Each server's own: see `ttrl.server.weights.sleep`.
+    # Each server's own: see `ttrl.weights.sync.sleep`.
     if config.server_sleeps and config.gives_adapters:
         counts = sampler_bytes(model, serving_of(model, config, cuda=True))
         parts[SLEEPING] = (_weights(model, config, True) + counts) * config.servers_here

@@ -15,7 +15,6 @@ from typing import Any
 from ttrl.configs.run import TrainConfig
 from ttrl.errors import RunFolderError
 from ttrl.facts import MetricsRow
-from ttrl.launch.policy_server import PolicyServer
 from ttrl.loop.environment import describe_environment
 from ttrl.loop.phases import Phases
 from ttrl.loop.train import local_model
@@ -26,6 +25,7 @@ from ttrl.server.chat_template import with_chat_template
 from ttrl.system.console import Console
 from ttrl.system.files import digest, write_json, write_jsonl
 from ttrl.text import percent
+from ttrl.weights.policy_server import PolicyServer
 
 _FROM_CHECKPOINTS = (
     "Training again, each iteration from the checkpoint of the run that sampled its rollouts."

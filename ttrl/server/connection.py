@@ -1,8 +1,8 @@
 """Talk to a vLLM server, whoever started it: one base URL, one key, and the weights that it is
 believed to have.
 
-`ttrl.server.vllm.VLLMServer` starts one here; `JoinedServer` is one that was started elsewhere
-(`ttrl serve`, on another host).
+`ttrl.server.vllm.VLLMServer` starts one here. A `JoinedServer` was started elsewhere (`ttrl serve`
+on another host, a machine of a Ray cluster).
 """
 
 import hmac
@@ -13,8 +13,10 @@ import secrets
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
 from ttrl.records import ADAPTER_FOLDER, Endpoint
@@ -50,7 +52,7 @@ class ServerConnection:
 
     @property
     def takes_memory(self) -> bool:
-        """Whether it can be given weights from a trainer's memory (`ttrl.server.transfer`)."""
+        """Whether it can map a trainer's memory (`ttrl.weights.source`)."""
         return False
 
     def __init__(self, *, served_model_name: str, dtype: str, api_key: str) -> None:
@@ -68,6 +70,11 @@ class ServerConnection:
     @property
     def root_url(self) -> str:
         """http://HOST:PORT."""
+        raise NotImplementedError
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests may be sent; else `check` comes first."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -91,11 +98,23 @@ class ServerConnection:
     @property
     def has_adapter(self) -> bool:
         """Whether the policy is an adapter next to the model that it was started with."""
-        return (
-            self.serves_adapters
-            and self.policy_folder is not None
-            and Path(self.policy_folder, ADAPTER_FOLDER).is_dir()
-        )
+        if self.policy_folder is None:
+            return False
+        checkpoint = Path(self.policy_folder)
+        return self.reads(checkpoint) != checkpoint
+
+    def reads(self, checkpoint: Path) -> Path:
+        """Return what it reads of a checkpoint on a shared file system: all, or the adapter."""
+        adapter = checkpoint / ADAPTER_FOLDER
+        if self.serves_adapters and adapter.is_dir():
+            return adapter
+        return checkpoint
+
+    def bring(self, checkpoint: Path) -> AbstractContextManager[Sequence[Path]]:
+        """Return where it can read a checkpoint's weights, or its adapter, as long as the context
+        lasts; the fastest place first. Raises ServerError.
+        """
+        return nullcontext([self.reads(checkpoint)])
 
     def endpoint(self, version: str | None = None) -> Endpoint:
         """Return where `get_task_results` asks this server. Requests are for the weights of
@@ -121,6 +140,8 @@ class ServerConnection:
         Raises ServerDiedError when the server is gone, ServerError for any other answer than
         success.
         """
+        if not self.is_ready:
+            self.check()
         try:
             status, text = self._http(method, path, body, timeout, headers=headers)
         except OSError as error:
@@ -135,26 +156,6 @@ class ServerConnection:
             return json.loads(text)
         except ValueError:
             return text
-
-    def nearer(self, checkpoint: Path) -> Path:
-        """Return where its workers read a checkpoint's weights: in the checkpoint, or in a folder
-        of their machine's memory to which somebody brings them."""
-        return checkpoint
-
-    def adapter(self, checkpoint: Path) -> Path:
-        """Return where it reads a checkpoint's adapter: in the checkpoint, unless it is brought
-        there. Raises ServerError.
-        """
-        return checkpoint / ADAPTER_FOLDER
-
-    def base_problem(self) -> str | None:
-        """Return what is wrong with the base that it keeps under adapters, where somebody else
-        chose it. Raises ServerError.
-        """
-        return None
-
-    def leave(self) -> None:
-        """Forget what was brought `nearer`; a sync that is over does so, whatever came of it."""
 
     def close_to_all(self) -> None:
         """Refuse requests that name weights from now on. Call it before weights are changed. Raises
@@ -241,42 +242,54 @@ class ServerConnection:
             raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
+Bring: TypeAlias = Callable[[ServerConnection, Path], AbstractContextManager[Sequence[Path]]]
+"""`ServerConnection.bring`, as a function of the server."""
+
+
 class JoinedServer(ServerConnection):
     """A server that was started elsewhere; its key comes from a file or the environment, never from
     a config.
 
     root_url: "http://10.0.0.7:8000", as `ttrl serve` prints it. api_key: what it must prove to know
     before it is asked anything; it is told one that is derived from it, for this server alone.
+    serves_adapters: it keeps its base and receives adapters. bring: brings checkpoints to its
+    machine; None: both share a file system. find: returns its address of now, and raises
+    ServerDiedError if it has none; None: it stays at `root_url`.
     """
 
-    def __init__(self, root_url: str, *, served_model_name: str, dtype: str, api_key: str) -> None:
+    def __init__(
+        self,
+        root_url: str,
+        *,
+        served_model_name: str,
+        dtype: str,
+        api_key: str,
+        serves_adapters: bool = False,
+        bring: Bring | None = None,
+        find: Callable[[], str] | None = None,
+    ) -> None:
         super().__init__(served_model_name=served_model_name, dtype=dtype, api_key="")
         self._root_url = root_url.rstrip("/").removesuffix("/v1")
         self._key = api_key
+        self.serves_adapters = serves_adapters
+        self._bring = bring
+        self._find = find
 
     @property
     def root_url(self) -> str:
         return self._root_url
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        timeout: float = 300.0,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        """Send a request, as `ServerConnection.request`, once it has proven that it knows the
-        key.
-        """
-        if not self.api_key:
-            self.check()
-        return super().request(method, path, body, timeout, headers)
+    @property
+    def is_ready(self) -> bool:
+        return bool(self.api_key)
 
     def check(self) -> None:
         """Raise ServerDiedError if it does not answer, its engine is dead, or it does not know the
         key; it may be back later.
         """
+        if self._find is not None and (url := self._find()) != self._root_url:
+            self._root_url = url
+            self.api_key = ""  # it has to prove again that it knows the key
         problem: str | None = None
         try:
             status, _ = self._http("GET", "/health", None, 10.0, with_key=False)
@@ -292,6 +305,11 @@ class JoinedServer(ServerConnection):
             raise ServerDiedError(
                 f"the server at {self.base_url}: {problem}; the log is on the host that started it"
             )
+
+    def bring(self, checkpoint: Path) -> AbstractContextManager[Sequence[Path]]:
+        if self._bring is None:
+            return super().bring(checkpoint)
+        return self._bring(self, checkpoint)
 
     def close_to_all(self) -> None:
         if self.serves_adapters and self.open_version() is None:

@@ -15,16 +15,15 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ttrl.errors import ServerDiedError, ServerError, UserError, WeightSyncError
-from ttrl.records import ADAPTER_FOLDER
 from ttrl.server.auth import Receive, Scope, Send, answer
-from ttrl.server.connection import JoinedServer
+from ttrl.server.connection import ServerConnection
 from ttrl.server.model_folder import weight_files
 from ttrl.system.files import TEMPORARY_PREFIX, digest
 from ttrl.system.mirror_store import MirrorStore
@@ -52,64 +51,70 @@ Files = Mapping[str, tuple[int, str]]
 """By key in the store: bytes, SHA-256."""
 
 
-class SiteServer(JoinedServer):
-    """The run's side of such a server.
+@contextmanager
+def bring_adapter(
+    server: ServerConnection,
+    checkpoint: Path,
+    *,
+    publish: Callable[[Path], Files],
+    base: Path,
+) -> Iterator[list[Path]]:
+    """Give such a server a checkpoint's adapter, if there is one; yield where it reads that.
 
-    publish: stores a folder of the run in its mirror, and says what lies where; raises OSError.
-        base: the run's starting model.
+    publish: stores a folder of the run in its mirror, and returns what lies where; raises OSError.
+    base: the run's starting model. Raises WeightSyncError for a server with another base,
+    ServerDiedError.
     """
+    problem = base_problem(server, base)
+    if problem is not None:
+        raise WeightSyncError(f"the server at {server.base_url} cannot serve the run: {problem}")
+    adapter = server.reads(checkpoint)
+    if adapter == checkpoint:
+        yield [checkpoint]
+        return
+    try:
+        stored = publish(adapter)
+    except OSError as error:
+        raise ServerDiedError(
+            f"{server.base_url} cannot be given the adapter in {checkpoint}: {error}"
+        ) from error
+    files = {
+        key: found for key, found in stored.items() if _NAME.fullmatch(PurePosixPath(key).name)
+    }
+    seconds = _FETCH_SECONDS + sum(size for size, _ in files.values()) / _SLOWEST
+    yield [Path(_ask(server, "POST", files, seconds)["folder"])]
 
-    serves_adapters = True
 
-    def __init__(
-        self, root_url: str, *, publish: Callable[[Path], Files], base: Path, **settings: Any
-    ) -> None:
-        super().__init__(root_url, **settings)
-        self._publish = publish
-        self._base = base
+def base_problem(server: ServerConnection, base: Path) -> str | None:
+    """Return what is wrong with the base that a server keeps under adapters. Raises ServerError."""
+    there = _ask(server, "GET", None, _BASE_SECONDS)["base"]
+    try:
+        here = base_digests(base)
+    except OSError as error:
+        return f"the model that the run began with cannot be read any more ({error})"
+    different = sorted(
+        name for name in there.keys() | here.keys() if there.get(name) != here.get(name)
+    )
+    if not different:
+        return None
+    names = ", ".join(different[:5])
+    return (
+        f"its model is not the one that the run began with, {base}: {names} differ; copy the folder"
+    )
 
-    def adapter(self, checkpoint: Path) -> Path:
-        try:
-            stored = self._publish(checkpoint / ADAPTER_FOLDER)
-        except OSError as error:
-            raise ServerDiedError(
-                f"{self.base_url} cannot be given the adapter in {checkpoint}: {error}"
+
+def _ask(server: ServerConnection, method: str, body: Any, seconds: float) -> Any:
+    try:
+        return server.request(method, ADAPTERS_PATH, body, seconds)
+    except ServerDiedError:
+        raise
+    except ServerError as error:
+        if " answered 404" in str(error):
+            raise WeightSyncError(
+                f"{server.base_url} was not started with `ttrl serve MODEL --adapters ADDRESS`"
             ) from error
-        files = {
-            key: found for key, found in stored.items() if _NAME.fullmatch(PurePosixPath(key).name)
-        }
-        seconds = _FETCH_SECONDS + sum(size for size, _ in files.values()) / _SLOWEST
-        return Path(self._ask("POST", files, seconds)["folder"])
-
-    def base_problem(self) -> str | None:
-        there = self._ask("GET", None, _BASE_SECONDS)["base"]
-        try:
-            here = base_digests(self._base)
-        except OSError as error:
-            return f"the model that the run began with cannot be read any more ({error})"
-        different = sorted(
-            name for name in there.keys() | here.keys() if there.get(name) != here.get(name)
-        )
-        if not different:
-            return None
-        names = ", ".join(different[:5])
-        return (
-            f"its model is not the one that the run began with, {self._base}: {names} differ; "
-            "copy the folder"
-        )
-
-    def _ask(self, method: str, body: Any, seconds: float) -> Any:
-        try:
-            return self.request(method, ADAPTERS_PATH, body, seconds)
-        except ServerDiedError:
-            raise
-        except ServerError as error:
-            if " answered 404" in str(error):
-                raise WeightSyncError(
-                    f"{self.base_url} was not started with `ttrl serve MODEL --adapters ADDRESS`"
-                ) from error
-            # Of its store, or of what is between: it may be back.
-            raise ServerDiedError(str(error)) from error
+        # Of its store, or of what is between: it may be back.
+        raise ServerDiedError(str(error)) from error
 
 
 _digesting = threading.Lock()

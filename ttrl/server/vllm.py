@@ -52,7 +52,6 @@ from ttrl.server.cpu import (
 from ttrl.server.model_folder import check_model_folder, merge_adapter
 from ttrl.server.parsers import Parsers, parsers_of
 from ttrl.server.sites import ADAPTERS_VARIABLE
-from ttrl.server.transfer import BACKEND
 from ttrl.system.files import compile_cache
 from ttrl.system.object_store import redact
 from ttrl.system.processes import LOOPBACK, ChildProcess
@@ -161,7 +160,7 @@ class VLLMServer(ServerConnection):
         127.0.0.1.
     api_key: None makes a random one.
     serves_adapters: it keeps `model_folder` as the base and receives adapters
-        (`ttrl.server.weights`).
+        (`ttrl.weights.sync`).
     adapters_from: the address of a store from which it fetches adapters (`ttrl.server.sites`);
         None: it is told their folders.
     """
@@ -362,27 +361,15 @@ class VLLMServer(ServerConnection):
 
     @property
     def takes_memory(self) -> bool:
-        own_engine = "weight-transfer-config" not in self.extra_args
-        return self.worker_extension and own_engine and not self.serves_adapters
+        return self.worker_extension and not self.serves_adapters
 
     @property
     def root_url(self) -> str:
         return f"http://{_bracketed(self.host)}:{self.port}"
 
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: Any = None,
-        timeout: float = 300.0,
-        headers: dict[str, str] | None = None,
-    ) -> Any:
-        """Send a request, as `ServerConnection.request`; says so if the server was never
-        started.
-        """
-        if self._child is None:
-            self.check()
-        return super().request(method, path, body, timeout, headers)
+    @property
+    def is_ready(self) -> bool:
+        return self.is_started
 
     # How it is started
 
@@ -407,8 +394,6 @@ class VLLMServer(ServerConnection):
             "enable-prompt-tokens-details": True,
             "worker-extension-cls": WORKER_EXTENSION,
         }
-        if self.takes_memory:
-            arguments["weight-transfer-config"] = {"backend": BACKEND}
         if self.max_model_len is not None:
             arguments["max-model-len"] = self.max_model_len
         if is_cpu_build():

@@ -50,6 +50,14 @@ def visible_gpus() -> list[Gpu]:
     return [Gpu(name, float(memory)) for name, memory in json.loads(in_child(_ASK_PYTORCH))]
 
 
+def visible_devices() -> list[str]:
+    """Return the names of this process's GPUs, as CUDA_VISIBLE_DEVICES has them."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return given.split(",")
+    return [str(number) for number in range(len(visible_gpus()))]
+
+
 @contextlib.contextmanager
 def visible_handles() -> Iterator[list[Any]]:
     """Give NVML's handles of the GPUs in CUDA_VISIBLE_DEVICES, or of all.

@@ -1,17 +1,19 @@
-"""Load new weights in place inside vLLM's workers, and compare what a worker holds with a
-checkpoint's files.
+"""Load new weights in place inside vLLM's workers, and compare what a worker holds with their
+source: a checkpoint's files, or memory that a trainer holds out on this machine.
 
-Either also makes prompts be computed once for all their samples
+Both methods also make vLLM compute a prompt once for all its samples
 (`ttrl.vllm_worker.shared_prompts`).
 
 vLLM mixes `WeightSync` into its worker class (`--worker-extension-cls
-ttrl.vllm_worker.WeightSync`); its methods are called over /collective_rpc, by
-`ttrl.server.weights`. Written for vLLM 0.32's way to reload
-(`vllm.model_executor.model_loader.reload`).
+ttrl.vllm_worker.WeightSync`). `ttrl.weights` calls its methods over /collective_rpc. Written for
+vLLM 0.32's way to reload (`vllm.model_executor.model_loader.reload`).
 
-Loading. On CPU, vLLM computes linear layers from packed copies, which
-`process_weights_after_loading` makes. Its reload re-runs that for layers that are loaded;
-`ttrl.vllm_worker.reload` does the rest.
+Loading. vLLM's own `load_weights` narrows each tensor to this worker's share. The memory is one
+safetensors file. It is mapped, so a worker reads no more than its share of that either. On a CPU,
+vLLM computes linear layers from packed copies, made by `process_weights_after_loading`. Its reload
+packs the layers again that were loaded; `ttrl.vllm_worker.reload` does the rest. A GPU copies from
+the memory as from a file, also into a server with only its weights awake (sleep of level 2). Has
+run on CPUs and on one H100.
 
 Comparing. `ttrl_compare_weights` passes the checkpoint's tensors to the model's own `load_weights`,
 in a mode in which a copy into a parameter compares and writes nothing. So vLLM's own names, fusing
@@ -34,6 +36,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.config import set_current_vllm_config
@@ -43,6 +46,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import (
     _get_original_loader,
     get_layerwise_info,
@@ -50,7 +54,6 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-from ttrl.vllm_worker.memory import MappedWeights
 from ttrl.vllm_worker.reload import KeepDirectWrites, pack_again, packs_experts, unpack_experts
 
 logger = logging.getLogger(__name__)
@@ -65,26 +68,28 @@ EXACT_FLOPS = 2e10
 PROBES = 8
 _HASH_THREADS = 4
 _MOST_NAMED = 8
+_finish: Callable[..., None] = finalize_layerwise_reload
 _PLAIN = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 class WeightSync:
     """Methods for vLLM's worker; `self` is the worker."""
 
-    def ttrl_share_prompts(self) -> None:
-        """Compute prompts once from now on; for weights that neither of the other methods has
-        loaded or compared.
+    def ttrl_load_weights(self, folder: str | None = None, memory: str | None = None) -> None:
+        """Load the checkpoint in `folder`, or in `memory`, in place of the weights that are there.
+        Raises what vLLM raises; layers that were not reached stay as they were.
         """
-        _share_prompts(self)
-
-    def ttrl_load_weights(self, folder: str) -> None:
-        """Load the checkpoint in `folder` in place of what is there. Raises what vLLM raises."""
         worker: Any = self
         _share_prompts(worker)
         model = worker.model_runner.get_model()
         unpack_experts(model)
-        with KeepDirectWrites(model):
-            worker.reload_weights(weights_path=folder)
+        try:
+            with KeepDirectWrites(model):
+                worker.reload_weights(weights_iterator=read_weights(worker, folder, memory))
+        except BaseException:
+            with set_current_vllm_config(worker.vllm_config):
+                _finish(model, worker.model_config)
+            raise
         with set_current_vllm_config(worker.vllm_config):
             pack_again(model)
 
@@ -109,12 +114,9 @@ class WeightSync:
         _share_prompts(worker)
         with set_current_vllm_config(worker.vllm_config), torch.no_grad():
             try:
-                weights = (
-                    MappedWeights(memory) if memory is not None else _stored(worker, str(folder))
-                )
-                return _compare(
-                    worker, weights, None if parts is None else _share(worker, parts)
-                ) | {"failed": None}
+                weights = read_weights(worker, folder, memory)
+                shares = None if parts is None else _share(worker, parts)
+                return _compare(worker, weights, shares) | {"failed": None}
             # A model or a vLLM that does this differently: there is still the canary.
             except Exception as error:
                 logger.exception("weights cannot be compared")
@@ -139,16 +141,21 @@ def _share_prompts(worker: Any) -> None:
             share_prompts(worker)
 
 
-def _stored(worker: Any, folder: str) -> Iterable[tuple[str, Tensor]]:
+def read_weights(
+    worker: Any, folder: str | None, memory: str | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a checkpoint's tensors under Hugging Face names, from its files or from memory."""
+    if memory is not None:
+        with safe_open(memory, "pt") as mapped:
+            for name in mapped.keys():  # noqa: SIM118 - not a dictionary
+                yield name, mapped.get_tensor(name)
+        return
     config = copy.copy(worker.vllm_config.model_config)
     config.model = folder
     config.model_weights = ""
     config.revision = None
     loader: Any = get_model_loader(worker.vllm_config.load_config)
-    weights: Iterable[tuple[str, Tensor]] = loader.get_all_weights(
-        config, worker.model_runner.get_model()
-    )
-    return weights
+    yield from loader.get_all_weights(config, worker.model_runner.get_model())
 
 
 _Parts = dict[str, list[tuple[str, tuple[slice, ...]]]]

@@ -1,5 +1,5 @@
 """Hold weights out to servers on this machine, in memory that every process here can map: the
-trainer's half of their transfer (`ttrl.server.transfer`).
+trainer's half of their transfer (`ttrl.weights.source`).
 
 The memory is laid out as a safetensors file of whole tensors. Each rank writes the parts that it
 holds to where they belong, and a server's worker reads the parts that it needs, so a model that is
@@ -75,7 +75,7 @@ class WeightMemory:
         """Write the tensors in `dtype`, over those of the iteration before. A collective: each rank
         writes what it holds.
 
-        Returns what servers are told (`ttrl.server.transfer.Handover`), on every rank. Raises
+        Returns what servers are told (`ttrl.weights.source.Handover`), on every rank. Raises
         StorageError where there is no memory for it.
         """
         begins = self._open(tensors, dtype)

@@ -1,11 +1,10 @@
-"""Hold an iteration that is trained again to the bits that it had when servers got its weights.
+"""Compare an iteration trained again with the bits given to servers before.
 
-What no file has is trained again after a kill (`save_every`), and what was sampled from it
-meanwhile stays, so it has to come out the same. Whenever a trainer holds weights out, the digest of
-each tensor goes into the iteration's weights.json before any server is told of them, with the
-settings that bits depend on. With the same rows and settings another digest is an error; so it is
-with others, once the training is marked as done. On GPUs, on which nobody has seen yet that sums
-come out the same twice, it is a warning.
+After a kill, iterations without files are trained again (`save_every`). Their samples stay, so the
+weights have to come out the same. Whenever a trainer holds weights out, the digest of each tensor
+goes into the iteration's weights.json before any server learns of them, with the settings behind
+the bits. With the same rows and settings, another digest is an error. With others, it is an error
+once the training is marked as done. On GPUs it is a warning: sums may differ from run to run there.
 """
 
 import json
@@ -18,30 +17,26 @@ from ttrl.run_folder.folder import IterationFolder
 from ttrl.system.files import write_json
 
 WEIGHTS_FILE = "weights.json"
-_NO_BITS = (
-    *(
-        "model",
-        "state",
-        "packed",
-        "output_dir",
-        "sampler_model",
-        "sampler_version",
-        "reference_model",
-        "lora_base",
-        "save",
-    ),
-    *(
-        "kept",
-        "hand_over",
-        "free_memory",
-        "follow",
-        "profile_steps",
-        "measure_peak",
-        "collective_timeout",
-        "state_format",
-    ),
-)
-"""Settings of the recipe that say where things are and what is done beside training."""
+_NO_BITS = {
+    "model",
+    "state",
+    "packed",
+    "output_dir",
+    "sampler_model",
+    "sampler_version",
+    "reference_model",
+    "lora_base",
+    "save",
+    "kept",
+    "hand_over",
+    "free_memory",
+    "follow",
+    "profile_steps",
+    "measure_peak",
+    "collective_timeout",
+    "state_format",
+}
+"""Settings of the recipe without effect on bits: paths, and work besides training."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +47,8 @@ def check_bits(
     recipe: Mapping[str, Any],
     processes: int,
 ) -> None:
-    """Compare the digests of new weights, by tensor, with those that were recorded; record them
-    where there are none, or where the training was not done yet and is another one now. Raises
-    RunFolderError.
+    """Compare the digests of new weights, by tensor, with the recorded ones. Record them if there
+    are none, or if an unfinished training has other settings now. Raises RunFolderError.
     """
     path = iteration.path / WEIGHTS_FILE
     of = {name: value for name, value in recipe.items() if name not in _NO_BITS} | {

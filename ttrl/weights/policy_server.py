@@ -1,19 +1,19 @@
-"""The run's inference servers: started when first needed, always serving the checkpoint that is
-asked for, and proven to.
+"""Keep the run's inference servers at the policy asked for, with proof. They are started when first
+needed.
 
-Requests name the weights that they are for (`ttrl.server.auth`), so a server that is lost and comes
-back with others cannot answer them. A thread looks after the servers while they serve: one of ours
-that died is started anew, once per policy, with the reason in the log; one that somebody else
-started is synced when it is back. Until then the others serve.
+Requests name their weights (`ttrl.server.auth`), so a server with other weights cannot answer them.
+A thread looks after the servers while they serve. If one of ours died, it is started again, once
+per policy, with the reason in the log. A server of others is synced when it is back. Until then the
+rest serve.
 """
 
 import dataclasses
+import functools
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,21 +21,22 @@ from ttrl.configs.machines import divided_devices, gpus_of_a_server, shares_of_d
 from ttrl.configs.run import TrainConfig
 from ttrl.configs.vllm_arguments import LORA_RANKS, lora_rank_there
 from ttrl.errors import ServerDiedError, ServerError, WeightSyncError
-from ttrl.launch.server_member import ServerMember, ServerTools
-from ttrl.launch.tune import visible_devices
 from ttrl.records import Endpoint
-from ttrl.server.connection import ServerConnection
+from ttrl.server.connection import Bring, JoinedServer, ServerConnection
 from ttrl.server.cpu import is_cpu_build, thread_variables
 from ttrl.server.model_folder import base_of_adapter, merge_adapter
-from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
 from ttrl.system.console import Console
+from ttrl.system.gpus import visible_devices
+from ttrl.weights.member import Member, Policy, in_thread
+from ttrl.weights.source import Handover
+from ttrl.weights.sync import SyncReport, sync_weights
 
 logger = logging.getLogger(__name__)
 
 MODEL_NAME = "policy"
 MAX_DOWNTIME = 240.0
-"""Seconds for which requests of a rollout wait for a server that is being started anew."""
+"""Seconds: requests of a rollout wait so long for a server to be back."""
 
 
 def make_server(
@@ -48,7 +49,7 @@ def make_server(
     kind: type[VLLMServer] = VLLMServer,
 ) -> VLLMServer:
     """Return a server of a run, not started yet. Raises ConfigError for arguments in
-    `config.server` that ttrl sets itself.
+    `config.server` set by ttrl itself.
     """
     extra: dict[str, Any] = {}
     if adapters:
@@ -64,7 +65,7 @@ def make_server(
         model_folder,
         served_model_name=MODEL_NAME,
         log_path=log_path,
-        dtype=_dtype(config),
+        dtype=served_dtype(config),
         extra_args=extra
         | {name: value for name, value in config.server.items() if name != "max_model_len"},
         max_model_len=config.server.get("max_model_len"),
@@ -75,125 +76,147 @@ def make_server(
     )
 
 
-def _dtype(config: TrainConfig) -> str:
+def joined_servers(config: TrainConfig, bring: Bring | None = None) -> list[JoinedServer]:
+    """Return the run's `joined_servers`. bring: brings them adapters; None: they read whole weights
+    on a shared file system.
+    """
+    keys = config.joined_keys()
+    return [
+        JoinedServer(
+            url,
+            served_model_name=MODEL_NAME,
+            dtype=served_dtype(config),
+            api_key=keys[url],
+            serves_adapters=bring is not None,
+            bring=bring,
+        )
+        for url in config.joined_servers
+    ]
+
+
+def served_dtype(config: TrainConfig) -> str:
+    """Return the dtype of a run's servers, as vLLM calls it."""
     if config.dtype == "bf16":
         return "bfloat16"
     return "float32"
 
 
 class PolicyServer:
-    """One vLLM server or several, which follow the run's checkpoints."""
+    """One vLLM server or several at the run's newest policy.
+
+    others: given the model to start with, returns the servers started by others; None: the run's
+    `joined_servers`. own, sync: the class of the servers started here, and the function to bring
+    weights to any server. look_seconds: time between two looks at our servers.
+    """
 
     def __init__(
-        self, config: TrainConfig, logs: Path, console: Console, tools: ServerTools | None = None
+        self,
+        config: TrainConfig,
+        logs: Path,
+        console: Console,
+        *,
+        others: Callable[[Path], Sequence[JoinedServer]] | None = None,
+        own: type[VLLMServer] = VLLMServer,
+        sync: Callable[..., SyncReport] = sync_weights,
+        look_seconds: float = 1.0,
+        look_at_others_seconds: float = 5.0,
     ) -> None:
-        self._config, self._logs, self._console, self._tools = (
-            config,
-            logs,
-            console,
-            tools or ServerTools(),
-        )
-        self._members: list[ServerMember] = []
-        self._folder: Path | None = None
-        self._version: str | None = None
+        self._config = config
+        self._logs = logs
+        self._console = console
+        self._make_others = others
+        self._own = own
+        self._sync = sync
+        self._look_seconds = look_seconds
+        self._look_at_others_seconds = look_at_others_seconds
+        self._members: list[Member] = []
         self._adapters = config.gives_adapters
+        self._proven: Policy | None = None
+        """The last proven policy, until another one is asked for."""
+        self._serving: Policy | None = None
+        """The policy of requests, while it is served. One value: no thread mixes two of them."""
         self._watching: threading.Thread | None = None
         self._over = threading.Event()
-        self._handover: Handover | None = None
-        """Where the trainer holds out the weights of the last checkpoint that was asked for."""
-        self._start_from: Path | None = None
-        self._serving: tuple[Path, str] | None = None
-        """The checkpoint and version of requests, while they are served: one value, so that no
-        thread mixes two of them.
-        """
 
     def start(self, model_folder: Path) -> None:
-        """Begin to start the servers in the background: it takes half a minute, in which the caller
-        can do something else.
-        """
+        """Begin to start the servers in the background. It takes about half a minute."""
         self._merge(model_folder)
+        base = self._base(model_folder)
         if not self._members:
-            self._members = self._make_members(model_folder)
+            self._members = self._make_members(model_folder, base)
         for member in self._members:
-            if not member.is_up:
-                member.start(self._base(model_folder))
+            member.start(base)
 
     def serve(
         self, checkpoint: Path, handover: Handover | None = None, start_from: Path | None = None
     ) -> dict[str, Any] | None:
-        """Make the servers compute with `checkpoint`, all at the same time, and hold each of them
-        to it.
+        """Make the servers compute with `checkpoint`, all at the same time, and prove it for each.
 
-        handover: where a trainer on this machine holds out its weights.
-        start_from: where nobody writes it, another checkpoint of the model, for servers that have
-            to be started.
+        handover: the same weights in the memory of a trainer on this machine.
+        start_from: another checkpoint of the model to start servers with, if this one is not
+            written.
 
-        Returns what the sync has to say (mode, seconds, the canary's largest difference, why it
-        fell back, and for several servers how many serve and what is wrong with the others), None
-        where they had these weights already. A server that fails is left out with a warning while
-        others serve. Raises ServerStartError, ServerDiedError, WeightSyncError where none is left.
+        Returns the facts of the sync (mode, seconds, the canary's largest difference, the reason
+        of a fallback, and for several servers the number of those that serve and the problems of
+        the others), None if they had these weights already. A failed server is left out with a
+        warning while others serve. Raises ServerStartError, ServerDiedError, WeightSyncError if
+        none is left.
         """
+        if handover is not None:
+            handover = dataclasses.replace(handover, is_written=start_from is None)
         if not self._members:
             if handover is not None and start_from is None:
                 handover.wait_for_files(checkpoint)
-            self.start(checkpoint if start_from is None else start_from)
+            self.start(start_from or checkpoint)
         self._merge(checkpoint)
-        if handover is not None:
-            handover = dataclasses.replace(handover, is_written=start_from is None)
         self._serving = None
-        self._handover = handover
-        self._start_from = start_from
-        if checkpoint != self._folder or self._version is None:
-            self._version = secrets.token_hex(16)
-            self._folder = None
+        if self._proven is None or self._proven.checkpoint != checkpoint:
+            self._proven = None
+            version = secrets.token_hex(16)
+        else:
+            version = self._proven.version
+        policy = Policy(checkpoint, version, start_from or self._base(checkpoint), handover)
         if any(member.ours is not None for member in self._members):
             with self._console.waiting("starting the vLLM server"):
                 for member in self._members:  # all of them start at the same time
                     with member.lock:
                         member.wait_for_start()
         had_adapters = self._adapters
-        results = self._for_each(lambda member: self._bring(member, checkpoint))
+        results = self._for_each(lambda member: self._bring(member, policy))
         if had_adapters and not self._adapters:  # requests ask all servers for one name
             self._merge(checkpoint)
-            results = self._for_each(lambda member: self._bring_merged(member, checkpoint))
+            policy = Policy(checkpoint, version, checkpoint)
+            results = self._for_each(lambda member: self._bring_merged(member, policy))
         errors = [result for result in results if isinstance(result, ServerError)]
         if len(errors) == len(results):
             raise errors[0]
-        self._folder = checkpoint
-        assert self._version is not None
-        self._serving = checkpoint, self._version
+        self._proven = policy
+        self._serving = policy
         self._watch()
         return self._facts(results)
 
     def rest(self) -> None:
-        """Free a device that the trainer shares with the servers: they stop, sleep or stay, as
-        `weight_sync` says.
-        """
+        """Free a device for the trainer: the servers stop, sleep or stay, as `weight_sync` says."""
         self._serving = None
-        self._for_each(ServerMember.rest)
+        self._for_each(Member.rest)
 
-    # What rollouts ask. All of it raises ServerError where no server has the policy that was asked
-    # for last.
+    # For rollouts. All of it raises ServerError if no server has the last policy.
 
     @property
     def servers(self) -> list[ServerConnection]:
-        """Return those that are proven now."""
+        """Return the servers proven now."""
         version = self._served_version()
-        return [
-            member.server
-            for member in self._members
-            if member.proven is not None and member.version == version
-        ]
+        return [member.server for member in self._members if member.proven == version]
 
     @property
     def model_name(self) -> str:
-        """Return what requests ask for."""
+        """Return the name of the model in requests."""
         return self._any().model_name
 
     def endpoints(self) -> list[Endpoint]:
-        """Return where all servers are asked: also those that are out, which take part when they
-        are back with these weights. Requests are for these weights, so none goes to a server that
-        may not know what that means.
+        """Return the addresses of all servers, also of those that are out: they take part again
+        when they are back with these weights. A server without a fence would answer requests with
+        any weights, so it is left out.
         """
         version = self._served_version()
         return [member.server.endpoint(version) for member in self._members if member.is_fenced]
@@ -207,7 +230,7 @@ class PolicyServer:
         return self._any().weights_digest()
 
     def check(self) -> None:
-        """Raise ServerDiedError where all of them are gone, with what is known of each."""
+        """Raise ServerDiedError if all of them are gone, with the problem of each."""
         self._served_version()
         gone = []
         for member in self._members:
@@ -233,17 +256,16 @@ class PolicyServer:
         serving = self._serving
         if serving is None:
             raise ServerError("no server runs; serve() starts one")
-        return serving[1]
+        return serving.version
 
     def stop(self) -> None:
-        """End the servers, also those that are just starting. Harmless when there are none."""
+        """End the servers, also in the middle of their start. Harmless if there are none."""
         self._serving = None
+        self._proven = None
         self._over.set()
         members = self._members
         self._members = []
-        self._folder = None
-        self._version = None
-        for member in members:  # first of all: whatever waits for one of them ends, too
+        for member in members:  # first of all: requests to them end, too
             if member.ours is not None:
                 member.ours.stop()
         for member in members:
@@ -261,8 +283,13 @@ class PolicyServer:
 
     # Inside
 
-    def _make_members(self, model_folder: Path) -> list[ServerMember]:
+    def _make_members(self, model_folder: Path, base: Path) -> list[Member]:
         config = self._config
+        mode: Literal["reload", "restart", "sleep"] = "reload"
+        if config.weight_sync == "restart":
+            mode = "restart"
+        elif config.server_sleeps:
+            mode = "sleep"
         own = [
             make_server(
                 config,
@@ -270,68 +297,47 @@ class PolicyServer:
                 self._logs / ("server.log" if config.servers_here == 1 else f"server_{number}.log"),
                 env=env,
                 adapters=self._adapters,
-                kind=self._tools.own,
+                kind=self._own,
             )
             for number, env in enumerate(_environments(config))
         ]
-        keys = config.joined_keys()
-        tools = self._tools
-        others = [
-            tools.joined(url, served_model_name=MODEL_NAME, dtype=_dtype(config), api_key=keys[url])
-            for url in config.joined_servers
-        ]
+        others = joined_servers(config) if self._make_others is None else self._make_others(base)
         compare = config.weight_check == "all"
-        others += (
-            [] if tools.elsewhere is None else tools.elsewhere(self._base(model_folder), self._logs)
-        )
-        mode: Literal["reload", "restart", "sleep"]
-        if config.server_sleeps:
-            mode = "sleep"
-        else:
-            mode = "reload"
-        if config.weight_sync == "restart":
-            mode = "restart"
-        return [ServerMember(server, mode=mode, compare=compare, tools=tools) for server in own] + [
-            ServerMember(server, mode="reload", compare=compare, tools=tools) for server in others
+        return [
+            Member(
+                server,
+                mode=mode if isinstance(server, VLLMServer) else "reload",
+                compare=compare,
+                sync=self._sync,
+            )
+            for server in [*own, *others]
         ]
 
     def _base(self, model_folder: Path) -> Path:
-        """Return what a server is started with: the base of the run's adapters where it is given
-        those, another checkpoint where this one is not written."""
-        if self._start_from is not None:
-            return self._start_from
+        """Return the model to start a server with: with adapters, their base."""
         of_this_run = model_folder.absolute().is_relative_to(
             Path(self._config.run, "iterations").absolute()
         )
-        if self._adapters and of_this_run:
-            base = base_of_adapter(model_folder)
-        else:
-            base = None
-        # A starting model may be what was merged once.
-        if base is None:
-            return model_folder
-        return base
+        if not (self._adapters and of_this_run):
+            return model_folder  # a starting model may be merged from an adapter of another run
+        return base_of_adapter(model_folder) or model_folder
 
     def _merge(self, checkpoint: Path) -> None:
         if not self._adapters:
             merge_adapter(checkpoint)
 
-    def _bring(self, member: ServerMember, checkpoint: Path) -> dict[str, Any] | None:
-        assert self._version is not None
+    def _bring(self, member: Member, policy: Policy) -> dict[str, Any] | None:
         try:
-            return member.bring(checkpoint, self._version, self._base(checkpoint), self._handover)
+            return member.bring(policy)
         except ServerError as error:
-            fetched = self._config.adapters == "mirror"  # nobody there would find merged weights
-            if (
-                member.ours is None
-                and member.server.serves_adapters
-                and isinstance(error, WeightSyncError)
-                and not fetched
-            ):
+            fetched = self._config.adapters == "mirror"  # merged weights would not be found there
+            if not member.server.serves_adapters or fetched:
+                raise
+            if member.ours is None and isinstance(error, WeightSyncError):
                 raise WeightSyncError(
                     f'{error}; if vLLM does not serve this adapter, say adapters="merged"'
                 ) from error
-            if member.ours is None or not member.server.serves_adapters or fetched:
+            if member.ours is None:
                 raise
             logger.warning(
                 "vLLM does not serve this run's adapters; it is given merged weights from now "
@@ -341,18 +347,17 @@ class PolicyServer:
             self._adapters = False
             return None
 
-    def _bring_merged(self, member: ServerMember, checkpoint: Path) -> dict[str, Any] | None:
-        assert self._version is not None
+    def _bring_merged(self, member: Member, policy: Policy) -> dict[str, Any] | None:
         member.serve_merged()
-        facts = member.bring(checkpoint, self._version, checkpoint)
+        facts = member.bring(policy)
         if facts is None:
             return None
         return facts | {"fell_back": "vLLM does not serve this run's adapters"}
 
-    def _for_each(self, work: Callable[[ServerMember], Any]) -> list[Any]:
+    def _for_each(self, work: Callable[[Member], Any]) -> list[Any]:
         """Do some work for all members concurrently; a ServerError is a result like any other."""
 
-        def one(member: ServerMember) -> Any:
+        def one(member: Member) -> Any:
             with member.lock:
                 try:
                     return work(member)
@@ -361,19 +366,10 @@ class PolicyServer:
 
         if len(self._members) <= 1:
             return [one(member) for member in self._members]
-        done: dict[ServerMember, Future[Any]] = {member: Future() for member in self._members}
-
-        def settle(member: ServerMember) -> None:
-            try:
-                done[member].set_result(one(member))
-            except BaseException as error:  # noqa: BLE001 - raised below
-                done[member].set_exception(error)
-
-        # Threads of their own: Ctrl-C and the end of the program do not wait for them, as they
-        # would for those of a pool.
-        for member in done:
-            threading.Thread(target=settle, args=(member,), name="server sync", daemon=True).start()
-        return [future.result() for future in done.values()]
+        done = [
+            in_thread(functools.partial(one, member), "server sync") for member in self._members
+        ]
+        return [future.result() for future in done]
 
     def _facts(self, results: list[Any]) -> dict[str, Any] | None:
         left_out = {}
@@ -410,20 +406,20 @@ class PolicyServer:
 
     def _look_after_all(self, over: threading.Event) -> None:
         looked_at_others = time.monotonic()
-        while not over.wait(self._tools.look_seconds):
-            others_too = time.monotonic() - looked_at_others >= self._tools.look_at_others_seconds
+        while not over.wait(self._look_seconds):
+            others_too = time.monotonic() - looked_at_others >= self._look_at_others_seconds
             for member in list(self._members):
                 if (member.ours is None and not others_too) or not member.lock.acquire(
                     blocking=False
                 ):
                     continue
-                # What is to be served is read with the lock held: whoever changes it waits for the
-                # lock before it syncs.
+                # Read the policy with the lock held: `serve` changes it, and waits for the lock
+                # before it syncs.
                 try:
                     serving = self._serving
                     if serving is not None and not over.is_set():
-                        member.look_after(*serving, self._base(serving[0]), self._handover)
-                except Exception:  # the thread must not end; the loop will find what is wrong
+                        member.look_after(serving)
+                except Exception:  # the thread must not end; the loop will meet the problem
                     logger.exception("looking after %s failed", member.server.base_url)
                 finally:
                     member.lock.release()
@@ -432,9 +428,7 @@ class PolicyServer:
 
 
 def _environments(config: TrainConfig) -> list[dict[str, str]]:
-    """Return, for each of our servers, the environment variables that give it its share of this
-    machine.
-    """
+    """Return environment variables for each of our servers: its share of this machine."""
     split = config.placement == "split" and not is_cpu_build()
     servers = config.servers_here
     if servers == 0 or (servers == 1 and not split):

@@ -11,16 +11,17 @@ Two requests, since each sees what the other cannot:
 
 A change in any weight that all tokens pass through changes them; a row of the embeddings that no
 token of the canary uses does not, and a tiny change may stay within the tolerance. So what a worker
-holds is also compared with the files (`ttrl.server.weights`).
+holds is also compared with the files (`ttrl.weights.verify`).
 """
 
 import json
 import math
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from ttrl.errors import ModelFolderError, ServerError
 from ttrl.records import CANARY_FILE
@@ -29,13 +30,20 @@ from ttrl.server.connection import ServerConnection
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far |server − trainer| may be, in nats: at any position, on average, and at the 99th
-    percentile.
+    """How far |server − trainer| may be, in nats: on average, at the 99th percentile, and at any
+    position.
     """
 
-    maximum: float
     mean: float
     p99: float
+    maximum: float = math.inf
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for what is no distance."""
+        if not (0 <= self.mean < math.inf and 0 <= self.p99 < math.inf):
+            raise ValueError(
+                f"mean {self.mean} and p99 {self.p99} nats; both must be finite and not negative"
+            )
 
 
 # float32: the same numbers but for the order of additions; 1e-5 is typical, and one step of
@@ -43,14 +51,14 @@ class Tolerance:
 FLOAT32 = Tolerance(maximum=1e-3, mean=1e-3, p99=1e-3)
 # Half precision rounds on both sides, by how much depends on the model, and unlikely tokens move
 # most; without a measure of it:
-HALF = Tolerance(maximum=math.inf, mean=0.15, p99=1.5)
+HALF = Tolerance(mean=0.15, p99=1.5)
 # With one: |bf16 - fp32| of the trainer. Trainer and server round differently, so they are about √2
 # times as far apart. For SmolLM2-135M 1.3 to 1.7 times on average (0.050 / 0.035 nats on a text)
 # and 1.3 to 2.5 at the 99th percentile, where a layer's values put to zero give 21 and 18 times.
 _TIMES_MEAN = 3.0
 _TIMES_P99 = 4.0
 # Models that hardly round: other kernels may round more.
-_LEAST = Tolerance(maximum=math.inf, mean=0.01, p99=0.1)
+_LEAST = Tolerance(mean=0.01, p99=0.1)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class Canary:
     first is None.
     """
 
+    schema: int
     dtype: str
     token_ids: list[int]
     logprobs: list[float | None]
@@ -79,79 +88,37 @@ class Canary:
     def load(cls, checkpoint_folder: str | os.PathLike[str]) -> "Canary":
         """Read canary.json. Raises ModelFolderError if it is missing or damaged."""
         path = Path(checkpoint_folder, CANARY_FILE)
-        way_out = (
-            "without it nobody can tell whether a server computes with these weights; train the "
-            "checkpoint again"
-        )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), cls)
         except FileNotFoundError:
-            raise ModelFolderError(f"{path} does not exist; {way_out}") from None
+            problem = "does not exist"
+        except msgspec.ValidationError as error:
+            problem = f"is damaged ({error})"
         except (OSError, ValueError) as error:
-            raise ModelFolderError(f"{path} cannot be read ({error}); {way_out}") from error
-        try:
-            return cls._checked(content)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFolderError(
-                f"{path} is damaged ({type(error).__name__}: {error}); {way_out}"
-            ) from error
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> "Canary":
-        """Return what a trainer said of weights that are no files yet. Raises ModelFolderError."""
-        try:
-            return cls._checked(content)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFolderError(
-                f"the trainer's canary is damaged ({type(error).__name__}: {error})"
-            ) from error
-
-    @classmethod
-    def _checked(cls, content: dict[str, Any]) -> "Canary":
-        if content["schema"] != 1:
-            raise ValueError(f"schema {content['schema']!r}, this version reads 1")
-        canary = cls(
-            dtype=str(content["dtype"]),
-            token_ids=[int(token) for token in content["token_ids"]],
-            logprobs=[None if value is None else float(value) for value in content["logprobs"]],
-            greedy_token_ids=[int(token) for token in content["greedy_token_ids"]],
-            greedy_logprobs=[float(value) for value in content["greedy_logprobs"]],
-            greedy_margins=[float(value) for value in content["greedy_margins"]],
-            half_precision=_measured(content.get("half_precision")),
-            weights={
-                str(name): str(value) for name, value in dict(content.get("weights") or {}).items()
-            },
+            problem = f"cannot be read ({error})"
+        raise ModelFolderError(
+            f"{path} {problem}; without it nobody can tell whether a server computes with these "
+            "weights; train the checkpoint again"
         )
-        if len(canary.token_ids) < 2 or len(canary.token_ids) != len(canary.logprobs):
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for lists that do not belong together, and for what is no number."""
+        if self.schema != 1:
+            raise ValueError(f"schema {self.schema}, this version reads 1")
+        if len(self.token_ids) < 2 or len(self.token_ids) != len(self.logprobs):
             raise ValueError(
-                f"{len(canary.token_ids)} token ids and {len(canary.logprobs)} logprobs; at "
-                "least 2, and as many of each"
+                f"{len(self.token_ids)} token ids and {len(self.logprobs)} logprobs; at least 2, "
+                "and as many of each"
             )
-        lengths = {
-            len(canary.greedy_token_ids),
-            len(canary.greedy_logprobs),
-            len(canary.greedy_margins),
-        }
+        greedy = (self.greedy_token_ids, self.greedy_logprobs, self.greedy_margins)
+        lengths = sorted({len(values) for values in greedy})
         if len(lengths) != 1 or 0 in lengths:
             raise ValueError(
-                f"greedy lists of lengths {sorted(lengths)}; they must have one length, at least 1"
+                f"greedy lists of lengths {lengths}; they must have one length, at least 1"
             )
-        numbers = [*canary.logprobs[1:], *canary.greedy_logprobs, *canary.greedy_margins]
+        numbers = [*self.logprobs[1:], *self.greedy_logprobs, *self.greedy_margins]
         if not all(value is not None and math.isfinite(value) for value in numbers):
             raise ValueError("a log-probability that is not a finite number")
-        return canary
-
-
-def _measured(content: dict[str, Any] | None) -> Tolerance | None:
-    if content is None:
-        return None
-    mean = float(content["mean"])
-    p99 = float(content["p99"])
-    if not (0 <= mean < math.inf and 0 <= p99 < math.inf):
-        raise ValueError(
-            f"half_precision: mean {mean} and p99 {p99} nats; both must be finite and not negative"
-        )
-    return Tolerance(maximum=math.inf, mean=mean, p99=p99)
 
 
 def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolerance]:
@@ -164,7 +131,7 @@ def tolerance_for(canary: Canary, server_dtype: str | None) -> tuple[str, Tolera
         return "half", HALF
     mean = max(_TIMES_MEAN * known.mean, _LEAST.mean)
     p99 = max(_TIMES_P99 * known.p99, _LEAST.p99)
-    return "half", Tolerance(maximum=math.inf, mean=mean, p99=p99)
+    return "half", Tolerance(mean, p99)
 
 
 @dataclass(frozen=True)
@@ -173,12 +140,16 @@ class CanaryReport:
     positions.
     """
 
-    passed: bool
     max_difference: float
     problem: str | None
     """Where and by how much it failed, with both numbers."""
-    stale: bool = False
+    stale: bool
     """Whether it took keys and values of old weights from its prefix cache."""
+
+    @property
+    def passed(self) -> bool:
+        """Return whether the server computes with these weights."""
+        return self.problem is None
 
 
 def check_canary(
@@ -200,17 +171,15 @@ def check_canary(
     for position in range(1, len(canary.token_ids)):
         where = f"prompt position {position} (token {canary.token_ids[position]})"
         rows.append((where, prompt_logprobs[position], canary.logprobs[position] or 0.0))
-    token_problem = None
+    problem = None
     for step, (token, expected) in enumerate(zip(greedy_ids, canary.greedy_token_ids, strict=True)):
         if token != expected:
             margin = canary.greedy_margins[step]
             if margin > min(tolerance.maximum, tolerance.p99):
-                token_problem = (
+                problem = (
                     f"greedy token {step} after {len(canary.token_ids)} prompt tokens: server "
-                    f"{token} (logprob "
-                    f"{greedy_logprobs[step]:.6f}), trainer {expected} (logprob "
-                    f"{canary.greedy_logprobs[step]:.6f}, {margin:.6f} "
-                    "above its second)"
+                    f"{token} (logprob {greedy_logprobs[step]:.6f}), trainer {expected} (logprob "
+                    f"{canary.greedy_logprobs[step]:.6f}, {margin:.6f} above its second)"
                 )
             # A tie may be broken either way, but what follows another token cannot be compared.
             break
@@ -218,44 +187,30 @@ def check_canary(
             (f"greedy token {step} ({token})", greedy_logprobs[step], canary.greedy_logprobs[step])
         )
     stale = cache_is_empty and cached > 0
-    if stale:
-        token_problem = token_problem or (
-            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the prefix "
-            "cache, which was emptied: keys and "
-            "values of the old weights"
+    if stale and problem is None:
+        problem = (
+            f"{cached} of the canary's {len(canary.token_ids)} tokens came from the prefix cache, "
+            "which was emptied: keys and values of the old weights"
         )
-    return _compare(rows, tolerance, name, token_problem, stale)
-
-
-def _compare(
-    rows: Sequence[tuple[str, float, float]],
-    tolerance: Tolerance,
-    name: str,
-    token_problem: str | None,
-    stale: bool,
-) -> CanaryReport:
     differences = [
-        abs(server - trainer) if math.isfinite(server) else math.inf for _, server, trainer in rows
+        abs(served - trained) if math.isfinite(served) else math.inf for _, served, trained in rows
     ]
-    mean = sum(differences) / len(differences)
     largest = max(differences)
-    p99 = sorted(differences)[min(len(differences) - 1, math.ceil(0.99 * len(differences)) - 1)]
+    p99 = sorted(differences)[math.ceil(0.99 * len(differences)) - 1]
     limits = [
         ("largest", largest, tolerance.maximum),
-        ("mean", mean, tolerance.mean),
+        ("mean", sum(differences) / len(differences), tolerance.mean),
         ("99th percentile", p99, tolerance.p99),
     ]
-    exceeded = next(((kind, value, limit) for kind, value, limit in limits if value > limit), None)
-    problem = token_problem
-    if exceeded is not None:
-        worst = differences.index(largest)
-        where, server, trainer = rows[worst]
-        problem = (
-            f"{exceeded[0]} |logprob difference| of the canary {exceeded[1]:.6g} > "
-            f"{exceeded[2]:g} ({name}); it is largest at "
-            f"{where}: server {server:.6f}, trainer {trainer:.6f}"
-        )
-    return CanaryReport(problem is None, largest, problem, stale)
+    for kind, value, limit in limits:
+        if value > limit:
+            where, served, trained = rows[differences.index(largest)]
+            problem = (
+                f"{kind} |logprob difference| of the canary {value:.6g} > {limit:g} ({name}); it "
+                f"is largest at {where}: server {served:.6f}, trainer {trained:.6f}"
+            )
+            break
+    return CanaryReport(largest, problem, stale)
 
 
 def _completion(server: ServerConnection, canary: Canary, **parameters: Any) -> dict[str, Any]:

@@ -19,20 +19,15 @@ from ttrl.errors import (
     ServerStartError,
     WeightSyncError,
 )
-from ttrl.launch import policy_server
-from ttrl.launch.policy_server import PolicyServer, make_server
-from ttrl.launch.server_member import ServerTools
 from ttrl.launch.trainer import Trainer
 from ttrl.run_folder.folder import RunFolder
-from ttrl.server.transfer import Handover
 from ttrl.server.vllm import VLLMServer
-from ttrl.server.weights import SyncReport, WeightComparison
 from ttrl.system.console import Console
-
-
-@dataclass
-class Canary:
-    max_difference: float = 1e-6
+from ttrl.weights import policy_server
+from ttrl.weights.policy_server import PolicyServer, make_server
+from ttrl.weights.source import Handover
+from ttrl.weights.sync import SyncReport
+from ttrl.weights.verify import Proof
 
 
 class FakeServer:
@@ -43,6 +38,7 @@ class FakeServer:
     """The address of the one that writes prompts with another chat template."""
     without_weights: str | None = None
     """The address of the one that knows nothing of weights."""
+    sleepless = False
 
     def __init__(self, base_url, *, serves_adapters=False, **arguments):
         self.base_url, self.arguments, self.serves_adapters = base_url, arguments, serves_adapters
@@ -65,6 +61,16 @@ class FakeServer:
     def check_chat_template(self, model):
         if self.base_url == self.other_template:
             raise WeightSyncError(f"{self.base_url} has another chat template")
+
+    def request(self, method, path, body=None, timeout=0.0):
+        if path.startswith("/sleep"):
+            if self.sleepless:
+                raise ServerError("sleep mode is not enabled")
+            self.events.append("sleep")
+        return {"success": True}
+
+    def close_to_all(self):
+        self.version = None
 
     def weights_digest(self):
         return f"digest of {self.policy_folder}"
@@ -113,7 +119,7 @@ class FakeVLLM(FakeServer, VLLMServer):
 class Syncs:
     events: list[tuple[str, str]] = field(default_factory=list)
     fail: dict[str, BaseException] = field(default_factory=dict)
-    """What the next sync of a server raises; "sleep": the next sleep of any."""
+    """What the next sync of a server raises."""
 
     def step(self, what, server, folder):
         self.events.append((what, str(folder)))
@@ -124,22 +130,17 @@ class Syncs:
         server.policy_folder = folder
 
     def sync(self, server, folder, *, mode, compare=True, asleep=False, handover=None):
+        if handover is not None and mode != "reload":
+            handover.wait_for_files(folder)
         if mode == "restart":
             server.stop()
             server.model_folder = folder
             server.start()
+        if mode == "start" and server.serves_adapters:
+            mode = "reload"
         how = (" from sleep" if asleep else "") + (" from memory" if handover else "")
         self.step(f"sync by {mode}{how}", server, folder)
-        return SyncReport(mode, 0.5, 1e-6, None, WeightComparison(7, 1))
-
-    def sleep(self, server):
-        if (error := self.fail.pop("sleep", None)) is not None:
-            raise error
-        server.events.append("sleep")
-
-    def verify(self, server, folder, *, compare=True):
-        self.step("verify", server, folder)
-        return Canary(), WeightComparison(7, 1)
+        return SyncReport(mode, 0.5, Proof(None, 1e-6, compared=7, unchecked=1))
 
 
 @pytest.fixture
@@ -164,18 +165,21 @@ def make(syncs, tmp_path):
     made = []
 
     def make(look_seconds=0.01, console=None, **settings):
-        tools = ServerTools(
-            FakeVLLM,
-            FakeServer,
-            syncs.sync,
-            syncs.verify,
-            syncs.sleep,
-            look_seconds,
-            look_at_others_seconds=0.0,
-        )
+        config = config_of(**settings)
+        keys = config.joined_keys()
         made.append(
             PolicyServer(
-                config_of(**settings), tmp_path / "logs", console or Console(quiet=True), tools
+                config,
+                tmp_path / "logs",
+                console or Console(quiet=True),
+                others=lambda base: [
+                    FakeServer(url, api_key=keys[url], serves_adapters=config.adapters == "mirror")
+                    for url in config.joined_servers
+                ],
+                own=FakeVLLM,
+                sync=syncs.sync,
+                look_seconds=look_seconds,
+                look_at_others_seconds=0.0,
             )
         )
         return made[-1]
@@ -246,7 +250,11 @@ def test_every_change_of_weights_is_proven_and_nothing_else(make, syncs):
     assert asked(server)[1] == client.version != version
     assert server.serve(B) is None
     server.serve(A)
-    assert syncs.events == [("verify", "A"), ("sync by reload", "B"), ("sync by reload", "A")]
+    assert syncs.events == [
+        ("sync by start", "A"),
+        ("sync by reload", "B"),
+        ("sync by reload", "A"),
+    ]
     assert server.servers == FakeVLLM.made and server.weights_digest() == "digest of A"
 
 
@@ -256,31 +264,7 @@ def test_started_ahead_from_the_folder_that_the_checkpoint_links_to(make, syncs)
     with pytest.raises(ServerError, match="no server runs"):
         server.endpoints()  # started is not proven
     assert server.serve(B)["mode"] == "start"
-    assert syncs.events == [("verify", "B")] and len(FakeVLLM.made) == 1
-
-
-def test_started_ahead_with_another_policy(make, syncs, tmp_path):
-    """As where a run one step off policy is continued: the newest policy waits for its validation,
-    an older one samples first.
-    """
-    older, newest, link = (tmp_path / name for name in ("older", "newest", "link"))
-    for folder in (older, newest, link):
-        folder.mkdir()
-    for folder in (older, newest):
-        (folder / "model.safetensors").write_text("each has its own")
-    (link / "model.safetensors").symlink_to(newest / "model.safetensors")
-    server = make()
-    server.start(newest)
-    assert server.serve(older)["mode"] == "reload"
-    assert (
-        syncs.events == [("sync by reload", str(older))] and asked(server)[0].policy_folder == older
-    )
-    server.stop()
-    server.start(newest)
-    syncs.fail["http://server-1/v1"] = WeightSyncError("the canary differs")
-    # What did not come out well at a start is tried once more.
-    assert server.serve(link)["mode"] == "reload"
-    assert syncs.events[1:] == [("verify", str(link)), ("sync by reload", str(link))]
+    assert syncs.events == [("sync by start", "B")] and len(FakeVLLM.made) == 1
 
 
 @pytest.mark.parametrize("error", [WeightSyncError("differs"), KeyboardInterrupt()])
@@ -320,15 +304,15 @@ def test_a_look_that_began_under_the_last_policy_does_not_spend_the_next_ones_re
     server.serve(A)
     [made], [member] = FakeVLLM.made, server._members
     with member.lock:  # the thread that looks after it can't
+        began = server._serving  # what a look reads before `serve` begins
         made.dead = True
-        member.look_after(A, member.version, A)
+        member.look_after(began)
         made.dead = True
-        began = A, member.version, A  # what a look reads before `serve` begins
         asked_for = threading.Thread(target=lambda: served.append(server.serve(B)))
         served = []
         asked_for.start()
-        wait_until(lambda: server._serving is None and server._version != began[1])
-        member.look_after(*began)
+        wait_until(lambda: server._serving is None)
+        member.look_after(began)
         assert member.proven is None and made.events.count("start A") == 2
     asked_for.join()
     assert served[0]["mode"] == "restart" and made.events.count("start B") == 1
@@ -380,7 +364,7 @@ def test_stop(make, syncs):
     with pytest.raises(ServerError):
         server.endpoints()
     server.serve(A)  # the same folder, another server: proven anew
-    assert syncs.events == [("verify", "A"), ("verify", "A")]
+    assert syncs.events == [("sync by start", "A"), ("sync by start", "A")]
 
 
 def no_thread_is_left():
@@ -415,7 +399,7 @@ def test_interrupted_while_waiting_for_the_start(make):
     [
         ("reload", ["start A"], [("sync by reload", "B")]),
         ("sleep", ["start A", "sleep"], [("sync by reload from sleep", "B")]),
-        ("restart", ["start A", "stop", "start B"], [("verify", "B")]),
+        ("restart", ["start A", "stop", "start B"], [("sync by start", "B")]),
         ("memory", ["start A", "sleep"], [("sync by reload from sleep", "B")]),
     ],
 )
@@ -426,7 +410,7 @@ def test_rest(make, syncs, weight_sync, events, how):
     with pytest.raises(ServerError, match="no server runs"):
         server.endpoints()
     server.serve(B)
-    assert FakeVLLM.made[0].events == events and syncs.events == [("verify", "A"), *how]
+    assert FakeVLLM.made[0].events == events and syncs.events == [("sync by start", "A"), *how]
 
 
 def test_weights_in_memory_are_for_servers_on_this_machine(make, syncs, tmp_path, monkeypatch):
@@ -487,9 +471,9 @@ def test_a_trainer_that_ends_before_it_has_written_what_another_server_needs(
 
 
 def test_one_that_does_not_sleep_is_stopped(make, syncs):
-    syncs.fail["sleep"] = ServerError("sleep mode is not enabled")
     server = make(weight_sync="sleep")
     server.serve(A)
+    FakeVLLM.made[0].sleepless = True
     server.rest()
     assert server.serve(A)["mode"] == "start" and FakeVLLM.made[0].events == [
         "start A",
@@ -515,7 +499,7 @@ def test_all_are_synced_and_used(make, syncs, key, tmp_path):
     facts = server.serve(checkpoint)
     assert (facts["servers"], facts["left_out"]) == (4, {})
     assert sorted(syncs.events) == sorted(
-        [("verify", str(checkpoint))] * 2 + [("sync by reload", str(checkpoint))] * 2
+        [("sync by start", str(checkpoint))] * 2 + [("sync by reload", str(checkpoint))] * 2
     )
     clients = asked(server)
     assert [client.base_url for client, _ in clients] == [
@@ -569,7 +553,7 @@ def test_one_that_was_only_out_of_reach_is_not_synced_again(make, syncs, key):
     _, one, _ = [client for client, _ in asked(server)]
     before, member = list(syncs.events), server._members[1]
     for one.dead in (True, True, False):
-        member.look_after(A, one.version, A)
+        member.look_after(server._serving)
         assert (one in server.servers) != one.dead
     assert syncs.events == before  # requests that it was answering go on
 
@@ -658,7 +642,7 @@ def test_adapters_are_served_beside_the_base(make, syncs, tmp_path):
 def test_adapters_that_vllm_refuses_are_served_merged(make, syncs, tmp_path, caplog, monkeypatch):
     merged = []
     monkeypatch.setattr(
-        "ttrl.launch.policy_server.merge_adapter",
+        "ttrl.weights.policy_server.merge_adapter",
         lambda folder: merged.append((folder, len(syncs.events))),
     )
     tuned = adapted(tmp_path / "tuned", "/base")
