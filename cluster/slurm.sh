@@ -4,7 +4,7 @@
 #
 #   sbatch --nodes 3 --gpus-per-node 8 cluster/slurm.sh recipes/gsm8k.py --data /shared/gsm8k --set nnodes=2 servers=1 device=cuda
 #
-# The same command continues the run. See docs/several_machines.md. Has run on SLURM 22.05, without GPUs.
+# The same command continues the run. See docs/how-to/several_machines.md. Has run on SLURM 22.05, without GPUs.
 #SBATCH --job-name=ttrl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1

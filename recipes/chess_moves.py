@@ -9,9 +9,9 @@
     python recipes/chess_moves.py --tiny --data PATH  # tries everything out, on a laptop
 
 The data is lichess's puzzle table, a test suite in EPD, rows with fen and best moves, or
-RookWorld's text (docs/tasks.md). A legal move that is not the best earns 0.05, or its points where
-they are known. The last line says how often a random legal move is the best, too. The settings are
-for one GPU with 80 GB; they have not been run.
+RookWorld's text (docs/reference/families.md). A legal move that is not the best earns 0.05, or its
+points where they are known. The last line says how often a random legal move is the best, too. The
+settings are for one GPU with 80 GB; they have not been run.
 
 --preset rookworld: RookWorld-LM-124M, a GPT-2 trained on chess alone, with its text format and the
 settings of its GRPO log: 8 positions with 12 samples each at temperature 0.5; KL over the whole

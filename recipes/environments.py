@@ -5,7 +5,7 @@ are mixed.
     python recipes/environments.py --tasks openenv:http://127.0.0.1:8000,verifiers:my-taskset
     python recipes/environments.py --tiny  # tries everything out, on a laptop
 
-What each name needs is in docs/environments.md; without --tasks these are sums of reasoning-gym.
+docs/how-to/environments.md says what each name needs. The default is sums of reasoning-gym.
 `ttrl eval MODEL --tasks NAME` says how hard an environment is for a model before it is trained. The
 settings are for one GPU with 80 GB; they have not been run.
 """

@@ -4,9 +4,9 @@
         [--run runs/nyt_connections]
     python recipes/nyt_connections.py --tiny --data PATH  # tries everything out, on a laptop
 
-The data is a file of puzzles, which are the newspaper's and so are not shipped: see docs/tasks.md
-for the formats that are read. Reward: the share of groups that are exactly right. The settings are
-for one GPU with 80 GB; they have not been run.
+The data is a file of puzzles. They belong to the newspaper, so ttrl does not ship them;
+docs/reference/families.md lists the formats. Reward: the share of groups that are exactly right.
+The settings are for one GPU with 80 GB; they have not been run.
 """
 
 from ttrl.cli.recipe_script import mistakes_together, recipe_config, run_recipe, script_arguments

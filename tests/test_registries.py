@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.facts import rows_of
 from support.packages import block, install, install_from_the_page
 
 from ttrl import TrainConfig, cli, train
@@ -34,7 +35,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def vowels(site: Path) -> Iterator[None]:
-    """The package of docs/registering.md, installed."""
+    """The package of docs/how-to/register.md, installed."""
     install_from_the_page(site)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "ttrl_vowels"]:
@@ -77,7 +78,7 @@ def test_a_registered_family(vowels: None) -> None:
 def test_a_registered_logger(vowels: None, tmp_path: Path) -> None:
     entry = {"name": "rewards", "file": "own.txt"}
     loggers = make_loggers([entry], tmp_path, Console(quiet=True), {})
-    loggers.log([{"iteration": 3, "reward": 0.5}])
+    loggers.log(rows_of([{"iteration": 3, "reward": 0.5}]))
     loggers.close()
     assert (tmp_path / "own.txt").read_text() == "3 0.5\n"
     (problem,) = logger_problems({"name": "rewards", "colour": 1})

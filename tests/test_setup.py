@@ -474,8 +474,8 @@ def needed_by(path: Path) -> set[str]:
     return found - set(sys.stdlib_module_names)
 
 
-@pytest.mark.long(but=["docs/machines.md"])
-@pytest.mark.parametrize("page", ["README.md", "docs/machines.md"])
+@pytest.mark.long(but=["docs/start/install.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/install.md"])
 def test_what_a_gpu_user_is_told_to_install_is_all_that_the_recipes_need(page: str) -> None:
     """Not by what one of the packages happens to bring.
 

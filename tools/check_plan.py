@@ -2,7 +2,7 @@
 both. Takes about three minutes.
 
     python tools/check_plan.py [--iterations 8] [--run FOLDER] [--tolerance 0.25] [--only-compare]
-    # Prints the tables of docs/machines.md and writes them there; a test compares both:
+    # Prints the tables of docs/reference/what_fits.md and writes them there; a test compares both:
     python tools/check_plan.py --machines
 
 Each line is planned / measured; memory is the highest resident size seen, over all processes of
@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.text import gib
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "sort_letters.py"
-MACHINES_PAGE = Path(__file__).parents[1] / "docs" / "machines.md"
+MACHINES_PAGE = Path(__file__).parents[1] / "docs" / "reference" / "what_fits.md"
 MACHINES = ((1, 24), (2, 24), (1, 80), (2, 80), (4, 80), (8, 80))
 MODELS = {
     **{f"{size}B": f"qwen2.5_{size.lower()}b" for size in ("0.5", "1.5", "3", "7", "14", "32")},
@@ -107,7 +108,7 @@ def cell(made: Choices, prefix: str = "") -> str:
 
 
 def tables() -> str:
-    """The tables of docs/machines.md, in Markdown."""
+    """Return the tables of docs/reference/what_fits.md, in Markdown."""
     kinds: list[tuple[str, dict[str, Any], tuple[tuple[str, dict[str, Any]], ...]]] = [
         ("All weights trained", {}, (("", WHOLE),)),
         (
@@ -127,7 +128,7 @@ def tables() -> str:
     for title, settings, ways in kinds:
         machines = [one for one in MACHINES if not settings or one[0] > 1]
         lines += [
-            f"{title}:",
+            textwrap.fill(f"{title}:", 100, break_on_hyphens=False),
             "",
             "| | " + " | ".join(f"{n} × {size} GB" for n, size in machines) + " |",
         ]
@@ -150,7 +151,7 @@ def tables() -> str:
 
 
 def page_with_tables(page: str) -> str:
-    """docs/machines.md with its tables made anew."""
+    """Return docs/reference/what_fits.md with new tables."""
     return re.sub(
         r"(<!-- tables -->\n).*(<!-- end -->)",
         lambda found: found[1] + tables() + found[2],
@@ -172,7 +173,7 @@ def main() -> int:
     parser.add_argument(
         "--machines",
         action="store_true",
-        help="print the tables of docs/machines.md, write them there, and end",
+        help="print the tables of docs/reference/what_fits.md, write them there, and end",
     )
     arguments = parser.parse_args()
     if arguments.machines:

@@ -1,12 +1,13 @@
 """How does a run's throughput grow from 1 to 1,000 replicas, and where does each design stop?
 
-    python tools/simulate_scale.py [--out docs/scale.svg]
+    python tools/simulate_scale.py [--out docs/explanation/scale.svg]
 
 A discrete-event simulation of iterations: samples of lognormal lengths (a long tail) go to the
 emptiest of n replicas, which fail and come back; whoever sends the requests is a queue with one
 server, its CPU, and so is the lead of several. Then rows are packed, the trainer works, and weights
 go to all replicas. The trainer grows with the replicas, so that it takes half as long as sampling
-would without tails. docs/scale.md says where the constants are from, and what is left out.
+would without tails. docs/explanation/scale.md gives the sources of the constants
+and lists what is left out.
 """
 
 import argparse

@@ -192,7 +192,7 @@ class StepNoise(Facts):
 
 
 class GradientNoise(Facts):
-    """The noise over the last steps: see `ttrl.instruments.gradient_noise.recent_noise`."""
+    """The noise over the last steps: see `ttrl.run_folder.recent_noise`."""
 
     steps: Count = None
     prompts: Number = None

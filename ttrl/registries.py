@@ -6,8 +6,8 @@ entries are in the tables below. Another package adds its entries in its pyproje
     [project.entry-points."ttrl.objectives"]
     mine = "my_package.entries:MINE"    # a ttrl.Objective
 
-The groups are `ttrl.objectives`, `ttrl.tasks` and `ttrl.loggers` (docs/registering.md). An entry of
-another package is loaded when somebody uses its name, so a broken package harms nobody else.
+The groups are `ttrl.objectives`, `ttrl.tasks` and `ttrl.loggers` (docs/how-to/register.md). ttrl
+loads an entry of another package when a run uses its name, so a broken package harms no other run.
 """
 
 import functools

@@ -1,5 +1,5 @@
 """The examples of TRL's documentation (GRPOTrainer, rewards, OpenEnv; 1.16), in words of our own:
-docs/tasks.md has the table.
+docs/how-to/trl.md has the table.
 
 Those with reward functions alone are in test_trl.py. https://huggingface.co/docs/trl/grpo_trainer,
 /rewards, /openenv

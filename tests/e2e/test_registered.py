@@ -1,4 +1,4 @@
-"""An objective, tasks and a logger of another package, that of docs/registering.md, in real
+"""An objective, tasks and a logger of another package, that of docs/how-to/register.md, in real
 processes, which get its folder as PYTHONPATH.
 
 What is wrong with entries: tests/test_registries.py. Workers of Ray: tests/cluster/test_workers.py.

@@ -1,4 +1,4 @@
-"""docs/hardware.md: which results count, which are refused, and that it is up to date."""
+"""docs/reference/hardware.md: which results count, which are refused, and that it is up to date."""
 
 import json
 import subprocess

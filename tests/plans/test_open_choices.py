@@ -601,7 +601,7 @@ def test_a_run_chooses_remembers_and_refuses(world, monkeypatch, capsys):
 
 def test_the_tables_of_the_machines_page_are_up_to_date():
     tool = runpy.run_path(str(ROOT / "tools" / "check_plan.py"))
-    page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "what_fits.md").read_text(encoding="utf-8")
     assert page == tool["page_with_tables"](page), (
         "make them again: python tools/check_plan.py --machines"
     )

@@ -450,7 +450,7 @@ def test_a_chat_is_numbered_as_its_sample(kit, arguments):
 
 
 def test_the_examples_of_the_guide(kit):
-    guide = (Path(__file__).parents[2] / "docs" / "multi_turn.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "conversations.md").read_text()
     game, tool, *_ = (block.split("```")[0] for block in guide.split("```python\n")[1:])
     names = {}
     exec(game, names)

@@ -5,7 +5,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "docs" / "registering.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "register.md"
 
 
 def install(
@@ -30,7 +30,7 @@ def block(language: str) -> str:
 
 
 def install_from_the_page(folder: Path) -> None:
-    """Put the package of docs/registering.md into a folder for sys.path."""
+    """Put the package of docs/how-to/register.md into a folder for sys.path."""
     project = tomllib.loads(block("toml"))["project"]
     install(folder, project["name"], project["entry-points"])
     for code in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):

@@ -1,9 +1,9 @@
-"""Turn results into docs/hardware.md: `python tools/gpu_day/table.py [RESULTS ...]`
+"""Turn results into docs/reference/hardware.md: `python tools/gpu_day/table.py [RESULTS ...]`
 
 Reads measured.jsonl, which is kept in the tree, and the files that are named; prints the page.
-`--write` adds the new lines to measured.jsonl and writes docs/hardware.md. Of several results for a
-step on the same card and commit, the last one counts. Lines of a rehearsal say nothing of hardware:
-with `--write` they are refused, and printed they are marked.
+`--write` adds the new lines to measured.jsonl and writes docs/reference/hardware.md. Of several
+results for a step on the same card and commit, the last one counts. Lines of a rehearsal say
+nothing of hardware: with `--write` they are refused, and printed they are marked.
 """
 
 import argparse
@@ -16,18 +16,18 @@ from record import append_line, read_lines
 
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "measured.jsonl"
-PAGE = HERE.parents[1] / "docs" / "hardware.md"
+PAGE = HERE.parents[1] / "docs" / "reference" / "hardware.md"
 HEAD = """\
 # What ran on which hardware
 
-Each section is one card at one commit, as measured there; what has no section has not run.
-`python tools/gpu_day/table.py --write RESULTS` writes this page from the results of
-[a day with a GPU](gpu_day.md). Figures that were entered by hand name their source. Nothing here
-comes from a CPU that stood in for a GPU.
+Each section shows one card at one commit, as measured there. Hardware without a section has not
+run. `python tools/gpu_day/table.py --write RESULTS` writes this page from the results of
+[a day with a GPU](../how-to/gpu_day.md). Figures entered by hand name their source. No figure comes
+from a CPU in place of a GPU.
 
-"Of 989 TFLOP/s" is the share of an H100's dense bf16 by its data sheet, "of the best product" the
-share of the fastest matrix product on the same card. FLOPs are exact and count nothing twice:
-recomputation is left out.
+"Of 989 TFLOP/s" is the share of an H100's dense bf16 speed, by its data sheet. "Of the best
+product" is the share of the fastest matrix product on the same card. FLOPs are exact and leave
+recomputation out.
 """
 REHEARSED = "**Rehearsed on a CPU with stand-ins: no figure here says anything of a GPU.**"
 
@@ -107,7 +107,7 @@ def step_text(line: dict) -> str:
 
 def wrapped(text: str) -> str:
     """Return a paragraph of lines that are as short as those of the other pages."""
-    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False) + "\n\n"
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False) + "\n\n"
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

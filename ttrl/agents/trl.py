@@ -11,7 +11,7 @@ What differs:
 - an environment that makes its own tasks (no `train_dataset`) needs `n`, as there is no
   `max_steps`;
 - there is no `trainer_state`, and a reward function cannot be a model's name (serve it: see
-  docs/tasks.md);
+  docs/how-to/trl.md);
 - where all functions return None, the sample has no reward and fails, instead of being trained with
   an advantage of 0.
 """

@@ -1,4 +1,4 @@
-"""`ttrl config NAME`: what a setting means; without a name, all of them, as in docs/settings.md."""
+"""Explain one setting (`ttrl config NAME`), or print all of them (docs/reference/settings.md)."""
 
 import argparse
 import difflib
@@ -7,9 +7,10 @@ from ttrl.errors import UserError
 
 _ABOUT = """# Settings
 
-Every setting of a run, of the recipes and of an evaluation: name, type, default, meaning. This page is what `ttrl config` prints
-(`ttrl config > docs/settings.md`), made from the source; `ttrl config NAME` explains one setting, and
-`help(ttrl.TrainConfig)` all of a class. A config with mistakes is refused before anything starts, with all of them."""  # noqa: E501
+Every setting of a run, of the recipes and of an evaluation: name, type, default, meaning. `ttrl
+config` makes this page from the source (`ttrl config > docs/reference/settings.md`). `ttrl config
+NAME` explains one setting, and `help(ttrl.TrainConfig)` all settings of a class. All mistakes in a
+config are listed at once, before anything starts."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ def run_list(_: argparse.Namespace) -> int:
     print("tiny model. Several GPUs have not been tried.")
     print(
         "Nearly all other text models are trained through transformers' own class: "
-        "docs/models.md lists what was checked, with"
+        "docs/reference/models.md lists what was checked, with"
     )
     print("tiny versions on CPU. `ttrl doctor --model MODEL` says whether ttrl trains a model.")
     return 0

@@ -120,7 +120,7 @@ def script_arguments(
         parser.add_argument(
             "--preset",
             choices=presets,
-            help="with the settings of an experiment; see docs/tasks.md",
+            help="with the settings of an experiment; see docs/reference/families.md",
         )
     others = "other settings of the run or of ttrl/grpo_recipe: lr=1e-6 nnodes=2"
     parser.add_argument(

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _ANSWER_SECONDS = 5.0
 _BY_FILES = 4
 """With up to so many servers, reading one file system takes no longer than two further copies would
-(docs/scale.md).
+(docs/explanation/scale.md).
 """
 _STAGE_SECONDS = 60.0
 _SLOWEST = 2e7

@@ -32,7 +32,7 @@ class ObjectiveConfig(Config):
     """The policy loss. ppo: clipped ratio; reinforce: -A·log π; tanh: -A·tanh(log ratio); gspo:
     clipped ratio of whole samples; cispo: clipped ratio as a constant weight; clip_cov, kl_cov:
     ratio with the tokens of highest covariance left out or held. Other packages add more
-    (docs/registering.md).
+    (docs/how-to/register.md).
     """
     clip_low: float | None = None
     """The probability ratio is clipped below at 1 - clip_low …"""
@@ -45,12 +45,11 @@ class ObjectiveConfig(Config):
     its paper. None: no bound.
     """
     covariance_share: float = 2e-4
-    """For "clip_cov" and "kl_cov": the share of a step's trained tokens that is chosen (at least
-    one token).
+    """For "clip_cov" and "kl_cov": the share of a step's trained tokens to choose (at least one
+    token).
     """
     covariance_bounds: tuple[float, float] = (1.0, 5.0)
-    """For "clip_cov": tokens are chosen at random among those whose covariance lies between these.
-    """
+    """For "clip_cov": tokens are chosen at random among those with a covariance between these."""
     kl_cov_coefficient: float = 1.0
     """For "kl_cov": weight of the penalty on the chosen tokens."""
 
@@ -67,31 +66,33 @@ class ObjectiveConfig(Config):
     """
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: added to each token's loss, with its gradient. reward: subtracted from each token's
-    reward, as a number, and spread over the tokens before it by `gamma`."""
+    reward, as a number, and spread over the tokens before it by `gamma`.
+    """
     kl_after_steps: int = 0
-    """The coefficient is 0 for the first optimizer steps of the run, as many as this."""
+    """The coefficient is 0 for this many first optimizer steps of the run."""
     watch_kl: bool = False
-    """Measure KL to the reference also where the coefficient is 0, on a twelfth of an iteration's
-    rows (of few rows, one in every so many iterations). That takes about 3% of a step, besides
-    loading the reference's weights (adapters are switched off).
+    """Measure KL to the reference even if the coefficient is 0, on a twelfth of an iteration's rows
+    (of few rows, one in every so many iterations). This takes about 3% of a step, plus the loading
+    of the reference's weights (adapters are switched off).
     """
 
     entropy_coefficient: float = 0.0
-    """Weight of the entropy bonus: the loss of a token is lowered by this times the entropy of its
-    distribution, in nats.
+    """Weight of the entropy bonus: this times the entropy of a token's distribution, in nats, is
+    subtracted from its loss.
     """
     entropy_schedule: Literal["constant", "linear"] = "constant"
     """linear: the coefficient falls to 0 at `entropy_until_step`, and stays there."""
     entropy_from_step: int = 0
-    """Optimizer step of the run at which the linear schedule begins to fall."""
+    """Optimizer step of the run at which the linear schedule starts to fall."""
     entropy_until_step: int | None = None
     """Optimizer step of the run, for the linear schedule."""
 
     off_policy: Literal["none", "token", "sequence", "mask"] = "none"
     """How losses are corrected for the difference between the sampler's and the trainer's
-    probabilities, with w = π_trainer/π_sampler at the start of the iteration. none: not at all; the
-    sampler's log-probabilities are the old ones of every ratio. token, sequence: times min(w, cap)
-    of the token, or of the whole sample. mask: times w where floor <= w <= cap, else 0."""
+    probabilities, with w = π_trainer/π_sampler at the start of the iteration. none: no correction;
+    the sampler's log-probabilities are the old ones of every ratio. token, sequence: times min(w,
+    cap) of the token, or of the whole sample. mask: times w if floor <= w <= cap, else 0.
+    """
     off_policy_cap: float = 2.0
     """The cap of `off_policy`; at least 1."""
     off_policy_floor: float = 0.5
@@ -111,16 +112,17 @@ class ObjectiveConfig(Config):
     value_coefficient: float = 0.5
     """Weight of the value loss."""
     value_clip: float | None = None
-    """Values that have moved by more than this in an iteration get no gradient to move further;
-    None: no clipping.
+    """The largest change of a value in an iteration: beyond it, no gradient moves the value
+    further. None: no clipping.
     """
     value_lr: float | None = None
     """Learning rate of the value head; None: the policy's."""
     value_grad_in_decoder: bool = False
-    """Let the value loss train the decoder as well, not the head alone."""
+    """Let the value loss train the decoder as well, not only the head."""
     gamma: float = 1.0
     """Discount, from token to token, of token rewards: KL in the reward, implicit rewards, the
-    value head's returns. 0 makes each token answer only for itself."""
+    value head's returns. With 0, each token answers only for itself.
+    """
     lam: float = 1.0
     """λ of generalised advantage estimation."""
 

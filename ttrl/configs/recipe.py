@@ -94,14 +94,15 @@ class TrainingConfig(Config):
     are lost; not for small learning rates.
     """
     context: int | None = None
-    """The longest sequence that the server accepts, in tokens (vLLM's max_model_len), on which RoPE
-    of the type longrope depends; None: the model's max_position_embeddings, as in vLLM."""
+    """The longest sequence that the server accepts, in tokens (vLLM's max_model_len); RoPE of the
+    type longrope depends on it. None: the model's max_position_embeddings, as in vLLM.
+    """
     num_threads: int | None = None
-    """CPU threads of each process; None leaves it to PyTorch. Part of what makes a run repeatable
-    bit for bit.
+    """CPU threads of each process; None leaves it to PyTorch. Repeating a run bit for bit needs the
+    same number.
     """
     seed: int = 0
-    """Of everything random, with iteration and rank: dropout, the order of rows."""
+    """The seed of all randomness, with iteration and rank: dropout, the order of rows."""
 
     # Optimizer
 
@@ -116,19 +117,19 @@ class TrainingConfig(Config):
     cpu_offload.
     """
     optimizer_in_backward: bool = False
-    """Step each parameter and free its gradient as soon as the backward pass has it, so that only
-    one layer's gradients are held at a time. Excludes clipping, and more than one microbatch per
-    step. If a step is skipped because a gradient is not finite, the parameters with finite
-    gradients have been stepped all the same.
+    """Step each parameter and free its gradient as soon as the backward pass has it, so that memory
+    holds only one layer's gradients at a time. Excludes clipping, and more than one microbatch per
+    step. If a gradient that is not finite skips a step, parameters with finite gradients have
+    already been stepped.
     """
     lr: float = 1e-5
     """Learning rate of an optimizer step."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate goes on after `warmup_steps`: it stays, or falls to zero at `total_steps`."""
+    """The learning rate after `warmup_steps`: it stays, or falls to zero at `total_steps`."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly to `lr`."""
     total_steps: int | None = None
-    """Where linear and cosine schedules reach zero, in optimizer steps of the whole run."""
+    """The end of linear and cosine schedules, in optimizer steps of the whole run."""
     beta1: float = 0.9
     """AdamW: decay per step of the mean of gradients; in [0, 1)."""
     beta2: float = 0.95
@@ -142,9 +143,9 @@ class TrainingConfig(Config):
     """Global norm to which gradients are clipped; None: no clipping."""
     state_format: Literal["auto", "whole", "sharded"] = "auto"
     """How the optimizer's state is stored. "whole": one safetensors file by parameter name, each
-    tensor gathered and written by the first rank. "sharded": each rank writes its part, and a table
-    of where it belongs, into a folder that all ranks must see. "auto": sharded if there are several
-    ranks and the state is above 8 GB. Either loads with any number of ranks.
+    tensor gathered and written by the first rank. "sharded": each rank writes its part and a table
+    of its place into a folder visible to all ranks. "auto": sharded if there are several ranks and
+    the state is above 8 GB. Either loads with any number of ranks.
     """
 
     # Memory and speed
@@ -158,8 +159,9 @@ class TrainingConfig(Config):
     Code is compiled for each new length, so `compile` wants few of them (128 or more)."""
     num_output_chunks: int | None = None
     """Chunks in which the trained positions of a microbatch pass through the output projection;
-    only one chunk's logits are ever held. None: chunks of 128 positions on the CPU and of 1024
-    elsewhere, however many that makes; larger ones are hardly faster."""
+    memory holds only one chunk's logits. None: chunks of 128 positions on the CPU and of 1024
+    elsewhere; larger ones are hardly faster.
+    """
     activation_checkpointing: bool = False
     """Recompute layers in the backward pass instead of keeping their activations."""
     checkpoint_every: int = 1
@@ -168,15 +170,18 @@ class TrainingConfig(Config):
     """
     checkpoint_keeps: Literal["nothing", "products"] = "nothing"
     """With activation_checkpointing: "products" keeps the results of matrix products and of
-    attention, and recomputes only what is cheap: norms, activations, rotations."""
+    attention, and recomputes only cheap operations: norms, activations, rotations.
+    """
     activation_offloading: bool = False
     """Keep activations in the CPU's memory until the backward pass needs them. CUDA only."""
     decoder: Decoder = "auto"
-    """Whose code computes the model. "torchtune": ours, for the families that it knows.
-    "transformers": transformers' own class, unmodified. "auto": ours where it knows the family."""
+    """The code that computes the model. "torchtune": ours, for the families it knows.
+    "transformers": transformers' own class, unmodified. "auto": ours if it knows the family.
+    """
     compile: bool = False
-    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off when many steps share
-    few row lengths. Not with tensor_parallel."""
+    """torch.compile, layer by layer; needs a C++ compiler on CPU. Pays off if many steps share few
+    row lengths. Not with tensor_parallel.
+    """
 
     # Several processes
 
@@ -194,59 +199,63 @@ class TrainingConfig(Config):
     them again for its backward pass. False is faster and needs room for all parameters."""
     collective_timeout: int | None = None
     """With several processes: seconds that one waits for the others in any one exchange before it
-    fails. A process that was killed is noticed at once; a machine that was cut off from the network
-    only by this. Must be longer than it takes to compile, and for the first process to make
-    checkpoint or state durable on the shared folder, while all others wait. None: 600, and one for
-    each 25 MB of the model's files (7B in bf16: 20 minutes).
+    fails. A killed process is noticed at once; a machine cut off from the network only by this.
+    Must be longer than compilation, and longer than the first process needs to make checkpoint or
+    state durable on the shared folder, while all others wait. None: 600, and one for each 25 MB of
+    the model's files (7B in bf16: 20 minutes).
     """
 
-    # Adapters: what is trained while the model itself stays frozen. The formulas:
+    # Adapters: trained while the model itself stays frozen. The formulas:
     # `ttrl.training.policy.lora`.
 
     lora_rank: int | None = None
-    """Rank of the adapters; the base is then frozen, and only adapters have gradients, optimizer
-    state and files of their own. None: no adapters, all parameters are trained."""
+    """Rank of the adapters. The base is then frozen, and only adapters have gradients, optimizer
+    state and files of their own. None: no adapters; all parameters are trained.
+    """
     lora_alpha: float = 16.0
     """Adapters are scaled by lora_alpha / lora_rank."""
     lora_dropout: float = 0.0
-    """Dropout of the adapters' inputs, in passes with a gradient only; above 0, what is trained is
-    not quite what samples.
+    """Dropout of the adapters' inputs, in passes with a gradient only; above 0, the trained model
+    differs slightly from the sampling one.
     """
     lora_targets: list[LoRATarget] = field(default_factory=_every_layer_matrix)
-    """Which matrices get adapters: attention's four, the feed-forward layer's w1 (gate), w2 (down)
-    and w3 (up), and "output", the head. Those that a model does not have are ignored."""
+    """The matrices with adapters: attention's four, the feed-forward layer's w1 (gate), w2 (down)
+    and w3 (up), and "output", the head. Matrices absent from a model are ignored.
+    """
     lora_kind: Literal["lora", "dora"] = "lora"
-    """"dora" trains the length of each row of a matrix apart from its direction (arXiv 2402.09353).
+    """"dora" trains the length of each row of a matrix separately from its direction (arXiv
+    2402.09353).
     """
     lora_base: str | None = None
     """Folder of the frozen base, if `model` is an earlier iteration's checkpoint; None: the folder
-    that its adapter names.
+    named by its adapter.
     """
     lora_base_dtype: Literal["auto", "fp32", "bf16", "nf4"] = "auto"
-    """How the frozen base is held in memory. "auto" keeps each tensor in the 16 bits of its file,
-    or else in fp32. Results equal those of "fp32" bit for bit, as 16 bits widen without loss where
+    """Dtype of the frozen base in memory. "auto" keeps each tensor in the 16 bits of its file, or
+    else in fp32. Results equal those of "fp32" bit for bit, as 16 bits widen without loss if
     products are computed in fp32. "bf16" rounds files in fp32 to half their size, as a server in
-    bf16 does; for `dtype` bf16. "nf4" holds the adapted matrices in 4 bits (QLoRA, arXiv
+    bf16 does; for `dtype` bf16. "nf4" stores the adapted matrices in 4 bits (QLoRA, arXiv
     2305.14314), and the rest as "auto"; several processes share them by FSDP2 or by
     tensor_parallel, not both.
     """
     lora_merge: bool = True
-    """Checkpoints hold the merged model, ready to be served, with the adapter next to it in
-    adapter/. False: the adapter only, which `python -m ttrl.training.merge` merges later, and
-    whatever serves it (`ttrl eval`, `ttrl chat`).
+    """Write the merged model to checkpoints, ready to be served, with the adapter next to it in
+    adapter/. False: only the adapter; `python -m ttrl.training.merge`, `ttrl eval` or `ttrl chat`
+    merges it later.
     """
 
-    # What is watched
+    # Monitoring
 
     max_skipped_steps: int = 2
-    """Optimizer steps in a row that may be skipped for a loss or gradient that is NaN or infinite;
-    one more stops the run.
+    """The most optimizer steps in a row to skip for a loss or gradient that is NaN or infinite; one
+    more stops the run.
     """
     measure_peak: bool = True
-    """Measure once per process, for a twentieth of a second, how fast the machine computes the
-    model's largest matrix product; train.jsonl then says what share of that a step reached."""
+    """Measure once per process, for a twentieth of a second, the speed of the model's largest
+    matrix product; train.jsonl then has the share of it that a step reached.
+    """
     profile_steps: int = 0
-    """Write a trace of the first optimizer steps, as many as this, to output_dir/profile/."""
+    """Write a trace of this many first optimizer steps to output_dir/profile/."""
 
     @classmethod
     def elsewhere(cls, name: str) -> str | None:
@@ -437,10 +446,9 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     """One iteration of `tune run ttrl/grpo_recipe`."""
 
     packed: str = required()
-    """The packed.safetensors to train on. Reference log-probabilities that it holds are used
-    instead of `reference_model`, which may then be left out; if it is given, it must be the model
-    that they come from. "": nothing is trained, and the model in `output_dir`/checkpoint gets its
-    canary.
+    """The packed.safetensors to train on. If it holds reference log-probabilities, they are used
+    instead of `reference_model`, which is then optional and must be the model they come from. "":
+    nothing is trained, and the model in `output_dir`/checkpoint gets its canary.
     """
     state: str | None = None
     """Folder of the optimizer state to continue from; None starts afresh."""
@@ -449,39 +457,40 @@ class GRPOConfig(ObjectiveConfig, TrainingConfig):
     updates_per_iteration: int = 1
     """Optimizer steps over the packed rows; each row is used in one of them."""
     lr_rows: int | None = None
-    """`lr` is for a step of this many packed rows; a step of R rows is taken with lr·R/lr_rows.
-    None: `lr` as it is.
+    """`lr` is for a step of this many packed rows; a step of R rows uses lr·R/lr_rows. None: `lr`
+    as it is.
     """
     temperature: float = 1.0
-    """The sampler's: log-probabilities are those of the distribution that it drew from."""
+    """The sampler's temperature: log-probabilities are those of the sampled distribution."""
     drift_tolerance: float | None = None
-    """How far sampler and trainer may be apart at a token, in nats, before it counts as outside;
-    None: by the dtype (`ttrl.training.sampler_drift`)."""
+    """The largest normal distance between sampler and trainer at a token, in nats; above it, the
+    token counts as outside. None: by the dtype (`ttrl.training.sampler_drift`).
+    """
     drift_rows: Literal["all", "first_update"] = "all"
-    """With several optimizer steps: compare sampler and trainer on all rows, which takes a forward
-    pass of its own, or on those of the first step, which takes none. What is trained is the same.
-    An off-policy correction, token rewards and dropout need that pass anyway."""
+    """With several optimizer steps: compare sampler and trainer on all rows, with a forward pass of
+    its own, or on those of the first step, without one. It does not change the training. An
+    off-policy correction, token rewards and dropout need that pass anyway.
+    """
     router_replay: bool = False
-    """Train mixtures of experts with the experts that vLLM chose for each token, where rounding
-    would have the trainer's routers choose others. A token's experts take layers × experts per
-    token bytes in each answer (30B-A3B: 384).
+    """Train mixtures of experts with vLLM's choice of experts for each token, since rounding can
+    make the trainer's routers choose others. A token's experts take layers × experts per token
+    bytes in each answer (30B-A3B: 384).
     """
     sampler_model: str | None = None
     """Folder of the policy that sampled the rollouts, if it is not `model`. Differences under
-    `model` then come from training, so some rows are compared under the sampler's own weights as
-    well, which are swapped in for it.
+    `model` then come from training, so some rows are also compared under the sampler's own weights,
+    which are swapped in for it.
     """
     sampler_version: int | None = None
-    """The weights version of `sampler_model` in the pack: only its tokens are compared in that way.
-    """
+    """The weights version of `sampler_model` in the pack: only its tokens are compared that way."""
     sampler_rows: int = 4
-    """On how many rows of the first optimizer step: those with the most such tokens, equally many
-    on each rank; 0: none.
+    """The number of rows of the first optimizer step to compare that way: those with the most such
+    tokens, equally many on each rank; 0: none.
     """
     gradient_noise: bool = True
-    """Measure how much of each step's gradient is noise, from the gradients of its microbatches and
-    ranks as they pass by (`ttrl.instruments.gradient_noise`). Not with tensor_parallel,
-    optimizer_in_backward and optimizer_on_cpu.
+    """Measure the noise in each step's gradient, from the gradients of its microbatches and ranks
+    (`ttrl.instruments.gradient_noise`). Not with tensor_parallel, optimizer_in_backward and
+    optimizer_on_cpu.
     """
     follow: str | None = None
     """Folder in which the configs of iterations appear one after the other
@@ -584,11 +593,10 @@ class SFTConfig(TrainingConfig):
     assistant are trained.
     """
     steps: int | None = None
-    """Optimizer steps; None where `flops` says when to end."""
+    """Optimizer steps; None if `flops` sets the end."""
     flops: float | None = None
-    """Instead of `steps`: ends where the FLOPs of all forward and backward passes, as train.jsonl
-    counts them (`flops`), are nearest to this, which is within half a step. What is computed a
-    second time does not count.
+    """Instead of `steps`: end at the step nearest to this many FLOPs of all forward and backward
+    passes, as counted in train.jsonl (`flops`), within half a step. Recomputation does not count.
     """
     state: str | None = None
     """Folder of the optimizer state to continue from, with the conversations that follow those of

@@ -65,93 +65,89 @@ class TrainConfig(Config):
     the hub.
     """
     iterations: int
-    """How many times to sample, grade and train."""
+    """The number of iterations: sample, grade, train."""
     seed: int = 0
-    """Of the order of tasks, dropout and sampling. What vLLM draws also depends on timing, unless
+    """The seed of task order, dropout and sampling. vLLM's samples also depend on timing, unless
     sampling={"seed": 1} is set.
     """
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the trainer computes; "auto": on CUDA where there is a GPU. vLLM serves on the device
-    that it was built for.
+    """The trainer's device; "auto": CUDA if there is a GPU. vLLM serves on the device of its build.
     """
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Dtype of servers and trainer; "auto" is bf16 on CUDA and fp32 on CPU."""
 
     chat_template: str | None = None
-    """Another chat template than the model's, a file or the text, for servers, tokenization and
-    every checkpoint.
+    """A file or the text of a chat template, to replace the model's. It is used for servers,
+    tokenization and every checkpoint.
     """
 
     # Sampling
 
     tasks_per_iteration: int = 32
-    """Tasks that an iteration samples, in a shuffled order that begins anew when all had their
-    turn.
-    """
+    """Tasks sampled in an iteration. Their order is shuffled, and reshuffled every epoch."""
     samples_per_task: int = 16
-    """Completions of each task: the group whose rewards are compared. At least 2."""
+    """Completions of each task: a group, whose rewards are compared. At least 2."""
     max_tokens: int = 1024
     """The longest completion, in tokens."""
     tokens_per_iteration: int | None = None
-    """Completion tokens to sample in an iteration; None: until every completion has ended. What is
-    unfinished by then is continued in the next iteration, by its policy, before new tasks are
-    begun. Only whole groups are trained on, and at least one: if none is finished, another such
-    budget is spent. Requests under way add a few tokens more.
+    """Completion tokens to sample in an iteration; None: until every completion has ended. The next
+    iteration continues unfinished completions under its own policy, before new tasks. Only whole
+    groups are trained on, and at least one: if none is finished, the budget is spent again.
+    Requests in flight add a few more tokens.
     """
     max_staleness: int | None = None
-    """With `tokens_per_iteration`: unfinished groups whose oldest token is older than this many
-    iterations are dropped.
+    """With `tokens_per_iteration`: drop unfinished groups whose oldest token is older than this
+    many iterations.
     """
     temperature: float = 1.0
-    """Of training's samples: logits are divided by it, for sampler and trainer alike. Above 0."""
+    """Sampling temperature in training: sampler and trainer divide logits by it. Above 0."""
     sampling: dict[str, Any] = field(default_factory=dict)
     """Further sampling parameters of the OpenAI API or of vLLM, such as {"stop": ["</answer>"]}.
-    Those that change the distribution (top_p, penalties, …) are refused: the trainer could not tell
-    how likely the sampled tokens were.
+    Parameters that change the distribution (top_p, penalties, …) are refused: the trainer could not
+    compute the probability of the sampled tokens.
     """
     early_stop: dict[str, float] | None = None
-    """End completions of training that the model itself finds unlikely, such as babble: {"alpha":
-    0.992, "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all
-    end by themselves. What is ended early is graded and trained on as it is. Completions are
-    streamed for it, each in a request of its own, which costs the client several times the CPU.
+    """End completions that the model itself finds unlikely, such as babble: {"alpha": 0.992,
+    "threshold": -3.0}, see `ttrl.InferenceEarlyStop`, or {} for its defaults; None: let all end by
+    themselves. Completions ended early are graded and trained on as they are. They are streamed,
+    each in a request of its own, at several times the client's CPU time.
     """
     off_policy_steps: Literal[0, 1] = 0
-    """1: while the trainer works on an iteration, the servers sample the rollouts of the next one,
-    with the weights from before that update, so the trained policy is one update ahead of the one
-    that sampled. If servers and trainer have devices of their own, they hardly wait for each other.
-    `training["off_policy"]` is then "token" (truncated importance sampling) unless given. 0: each
-    iteration samples from the newest policy.
+    """1: while the trainer works on an iteration, the servers sample the next one with the weights
+    from before the update, so the trained policy is one update ahead of the sampling one. On
+    devices of their own, servers and trainer hardly wait for each other. The default of
+    `training["off_policy"]` is then "token" (truncated importance sampling). 0: each iteration
+    samples from the newest policy.
     """
     dynamic_sampling: int | None = None
     """Sample further tasks until this many groups of an iteration have a signal (DAPO); None:
-    sample `tasks_per_iteration` tasks, whatever comes of them. With `tokens_per_iteration`, only
-    while the budget lasts.
+    sample exactly `tasks_per_iteration` tasks. With `tokens_per_iteration`, only while the budget
+    lasts.
     """
     max_extra_tasks: int | None = None
-    """With `dynamic_sampling`: how many further tasks an iteration may have; None: twice
+    """With `dynamic_sampling`: the most further tasks of an iteration; None: twice
     `tasks_per_iteration`.
     """
     curriculum: bool = False
-    """Choose tasks by how the policy did on them: one whose samples all got the same reward
-    (solved, or hopeless) misses the next round of all tasks, and after more such turns in a row up
-    to 3, 7, 15. Tasks that were never sampled come first.
+    """Choose tasks by their last results. If all samples of a task got the same reward (solved, or
+    hopeless), it misses the next round of all tasks, and after more such turns in a row up to 3, 7,
+    15. Tasks never sampled come first.
     """
     level_up_at: float = 0.7
-    """Of tasks with levels (`ttrl.tasks.task.in_levels`), the lowest are sampled at first. The next
-    level is opened when the last `tasks_per_iteration` groups of the highest open one have this
-    mean `validation_metric` (reward, where training's graders have no such metric); from then on,
-    every other task is of that level.
+    """For tasks with levels (`ttrl.tasks.task.in_levels`). The lowest level is sampled first. The
+    next level opens when the last `tasks_per_iteration` groups of the highest open one have this
+    mean `validation_metric` (the reward, if training's graders have no such metric). From then on,
+    every other task is of the new level.
     """
     cache: list[str] = field(default_factory=list)
     """Where completions are stored and looked up: folders or URLs of object stores, such as
-    "s3://bucket/rollouts". A run that is repeated with the same seed, settings and weights is
-    served from there.
+    "s3://bucket/rollouts". A repeated run with the same seed, settings and weights reads from them.
     """
 
     sample_files: bool = False
     """Write each completion of training to a text file while it is sampled, in the iteration's
-    folder samples/ (tail -F shows them). A task that comes up again replaces its files. Completions
-    are streamed, which costs several times the CPU.
+    folder samples/ (tail -F shows them). A repeated task replaces its files. Completions are
+    streamed, at several times the CPU time.
     """
     requests_log: bool = False
     """Append a line for each request, its cost and its end, to logs/requests.jsonl
@@ -161,19 +157,19 @@ class TrainConfig(Config):
     # Validation
 
     validate_every: int = 1
-    """Validate every validate_every-th policy, besides the first and the last; with many held-out
-    tasks, validation can take as long as everything else."""
+    """Validate every validate_every-th policy, and the first and the last. With many held-out
+    tasks, validation can take as long as everything else.
+    """
     validation_samples: int = 1
-    """Completions of each validation task; of k > 1, "pass@k" stands beside the metrics: at least
-    one of them is right.
+    """Completions of each validation task. For k > 1, the metrics include "pass@k": at least one of
+    them is right.
     """
     validation_temperature: float | None = None
     """None: 0, greedy, so that held-out results do not depend on luck; with several
     `validation_samples`, `temperature`.
     """
     validation_metric: str = "reward"
-    """What the run's progress is measured by: "reward", or the name of one of the grader's metrics.
-    """
+    """The measure of the run's progress: "reward", or the name of one of the grader's metrics."""
     stop_at: float | None = None
     """End the run after the iteration whose validation metric reaches this value."""
 
@@ -184,8 +180,9 @@ class TrainConfig(Config):
     (Dr. GRPO); "leave_one_out": reward - mean of the group's other samples (RLOO); "batch": reward
     - group mean, divided by the standard deviation of that over all groups (REINFORCE++)."""
     advantage_std_floor: float = 1e-6
-    """With "std" and "batch": the smallest standard deviation to divide by (a warning says where it
-    takes effect), so that rewards that hardly differ count for less than those that do."""
+    """With "std" and "batch": the smallest standard deviation to divide by, so that rewards with
+    hardly any difference count for less. A warning says if it takes effect.
+    """
     advantage_clip: float | None = None
     """Advantages are clipped to [-advantage_clip, advantage_clip]; None: no clipping."""
     reward_power: float = 1.0
@@ -193,10 +190,9 @@ class TrainConfig(Config):
     for more.
     """
     surprise_bonus: float = 0.0
-    """b: after that, rewards become (1 - b)·r + b·r·s, where s is the completion's mean
-    -log-probability in nats, so that correct but unlikely answers count for more. Groups in which
-    every answer is correct then have a signal too, however small: with "std", set an
-    `advantage_std_floor`.
+    """b: after that, rewards become (1 - b)·r + b·r·s, with s the completion's mean
+    -log-probability in nats, so that correct but unlikely answers count for more. Groups with only
+    correct answers then have a small signal too: with "std", set an `advantage_std_floor`.
     """
     surprise_until: str | None = None
     """Name of a grader's metric that counts the characters up to the end of the final answer; s is
@@ -209,21 +205,21 @@ class TrainConfig(Config):
     together.
     """
     too_long: TooLong = "drop"
-    """What happens to a sample that is longer than a row: "drop" leaves it out, "truncate" cuts off
-    its end (and with it the end-of-turn token), "extend" gives it a row as long as it needs,
-    "error" ends the run. The metrics count them (`pack.dropped`)."""
+    """What to do with a sample longer than a row: "drop" leaves it out, "truncate" cuts off its end
+    (and with it the end-of-turn token), "extend" gives it a row as long as it needs, "error" ends
+    the run. The metrics count such samples (`pack.dropped`).
+    """
     share: Share = "tree"
-    """Which beginnings of samples are stored once per row: all that they have in common, of
-    whatever tasks ("tree"), those of the same prompt ("prompt"), or none, for measurements. What is
-    trained is the same.
+    """Beginnings of samples to store once per row: everything in common, across tasks ("tree"),
+    identical prompts ("prompt"), or none, for measurements. It does not change the training.
     """
 
     # Training
 
     training: dict[str, Any] | TrainingConfig | str = field(default_factory=dict)
     """Settings of the recipe: {"lr": 1e-6, "kl_coefficient": 0.01}, or GRPOConfig(lr=1e-6,
-    kl_coefficient=0.01), of which those are taken that it is given, or a file with them, such as
-    one of recipe_configs/. See `ttrl.GRPOConfig`.
+    kl_coefficient=0.01), which sets only the arguments you pass, or a file with them, such as one
+    of recipe_configs/. See `ttrl.GRPOConfig`.
     """
     aggregation: Literal["token", "sequence", "constant"] | None = None
     """How the loss weighs tokens: all equally, all samples equally, or divided by `constant_length`
@@ -233,10 +229,11 @@ class TrainConfig(Config):
     as `max_tokens`.
     """
     placement: Literal["auto", "colocated", "split"] = "auto"
-    """Which GPUs train and which serve: "colocated", the same ones, in turn; "split", the trainer
-    has the first `nproc_per_node` and the servers the others. "auto": split where
-    `off_policy_steps` has both work at the same time and there are several GPUs, else colocated. On
-    CPUs this does nothing. What else is left out is chosen to fit the GPUs: see docs/machines.md.
+    """The GPUs of trainer and servers: "colocated", the same ones, in turn; "split", the first
+    `nproc_per_node` for the trainer and the others for the servers. "auto": split if
+    `off_policy_steps` makes both work at the same time and there are several GPUs, else colocated.
+    No effect on CPUs. ttrl chooses missing settings to fit the GPUs: see
+    docs/reference/what_fits.md.
     """
     nproc_per_node: int | None = None
     """Trainer processes on this machine, one per GPU; more than one shards the model over them.
@@ -244,117 +241,116 @@ class TrainConfig(Config):
     num_threads: int | None = None
     """CPU threads of each trainer process; None: the machine's cores divided by the processes."""
     trainer: Literal["resident", "once"] = "resident"
-    """"resident": one trainer process for the whole run, which keeps model, optimizer and compiled
-    code warm; "once": a new process for each iteration. Both produce the same weights."""
+    """"resident": one trainer process for the whole run, with model, optimizer and compiled code
+    warm; "once": a new process for each iteration. Both produce the same weights.
+    """
     trainer_memory: Literal["auto", "keep", "free"] = "auto"
-    """What a resident trainer does between iterations: "keep" everything in place, or "free" the
-    GPU's memory for the servers (model and optimizer wait in the CPU's). "auto": "free" where both
+    """The resident trainer's memory between iterations: "keep" everything in place, or "free" the
+    GPU's memory for the servers (model and optimizer wait in the CPU's). "auto": "free" if both
     share GPUs; "keep" on CPU and on a cluster.
     """
     trainer_restarts: int = 2
-    """How often in an iteration a trainer that was killed, or lost contact to another machine, is
-    restarted.
+    """How often to restart a trainer in one iteration, after it was killed or lost contact to
+    another machine.
     """
 
-    # Servers. None of these changes what is trained, so all of them may change when a run is
-    # continued.
+    # Servers. None of these changes the training, so a continued run may change all of them.
 
     servers: int | None = None
-    """How many vLLM servers ttrl starts on this machine. Several share its GPUs (each gets
+    """The number of vLLM servers to start on this machine. Several share its GPUs (each gets
     `tensor_parallel_size` × `pipeline_parallel_size`) or its cores. 0: use joined servers only.
     None: as many as there are GPUs for, or on CPUs one.
     """
     server: dict[str, Any] = field(default_factory=dict)
     """Further arguments of vLLM, such as {"gpu_memory_utilization": 0.6, "max_model_len": 8192}."""
     weight_sync: Literal["auto", "reload", "restart", "sleep", "memory"] = "auto"
-    """How new weights reach the servers: "reload" in place; "restart" with a new server, which is
-    stopped while the trainer works; "sleep" in place, with servers that free their GPU's memory
-    while the trainer works (vLLM's sleep, level 2); "memory" in place, out of a resident trainer's
-    memory on this machine, and from files where that is not possible; servers sleep as well where
-    they share GPUs with a trainer that works while they do not. "auto": "memory", where nobody
-    needs files and, with GPUs, the machine has the memory; else "sleep" where they take turns; else
-    "reload".
+    """How new weights reach the servers. "reload": in place. "restart": with a new server; the old
+    one is stopped while the trainer works. "sleep": in place, with servers that free their GPU's
+    memory while the trainer works (vLLM's sleep, level 2). "memory": in place, from a resident
+    trainer's memory on this machine, or from files if that is impossible; servers sleep as well if
+    they take turns with the trainer on the same GPUs. "auto": "memory", if files are not needed
+    and, with GPUs, the machine has the memory; else "sleep" if they take turns; else "reload".
     """
     save_every: int = 1
-    """Where servers take weights out of memory: write checkpoint and state of every n-th iteration
-    only, and of the last one. A run that was killed trains again from the last that was written, to
-    the same bits; nothing is sampled again for it. What is kept of checkpoints (`keep_best`, too)
-    is kept of those.
+    """With weights from memory: write checkpoint and state of every n-th iteration only, and of the
+    last one. A killed run trains again from the last written one, to the same bits, without new
+    samples. `keep_checkpoints` and `keep_best` apply to written checkpoints.
     """
     joined_servers: list[str] = field(default_factory=list)
-    """Servers that were started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts
-    find this run folder at the same path, unless `adapters` is "mirror". Their key is in the
-    environment variable TTRL_SERVER_KEY, and never written here.
+    """Servers started elsewhere with `ttrl serve`: ["http://10.0.0.7:8000"]. Their hosts find this
+    run folder at the same path, unless `adapters` is "mirror". Their key is in the environment
+    variable TTRL_SERVER_KEY, and never written here.
     """
     adapters: Literal["auto", "merged", "mirror"] = "auto"
     """With `training["lora_rank"]`: "auto", servers keep the starting model and receive each
-    iteration's adapter, where vLLM can do so (not with DoRA, 4 bits, adapters on the head, or
-    joined servers); "merged", they receive merged weights; "mirror", joined servers, too, keep the
-    model, and fetch adapters from the `mirror`: their hosts need no file system of the run's.
+    iteration's adapter, if vLLM can do so (not with DoRA, 4 bits, adapters on the head, or joined
+    servers); "merged", they receive merged weights; "mirror", servers, joined ones too, keep the
+    model and fetch adapters from the `mirror`: their hosts need not share the run's file system.
     """
     weight_check: Literal["all", "canary"] = "all"
-    """How a server is verified after each sync: "all", every one of its weights is compared with
-    the checkpoint's files, and the canary; "canary", the canary alone (for very large models, whose
+    """How a server is verified after each sync: "all", every weight is compared with the
+    checkpoint's files, and the canary; "canary", only the canary (for very large models, whose
     files take long to read a second time).
     """
     start_timeout: float | None = None
-    """Seconds within which a server must be healthy; None: 300, and one for each 100 MB of the
-    model's files.
+    """Seconds for a server to become healthy; None: 300, and one for each 100 MB of the model's
+    files.
     """
 
     # Several machines. As with `nproc_per_node`, the update is the same for any number, up to
     # rounding.
 
     cluster: str | None = None
-    """A Ray cluster that the run runs on: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and,
-    with `nnodes` above 1, the trainer start on machines of it; it outlives the program that began
-    it (docs/several_machines.md). None: without Ray.
+    """The Ray cluster of the run: "auto", "HOST:PORT" or "ray://HOST:PORT". Servers and, with
+    `nnodes` above 1, the trainer start on its machines. The run outlives the program that started
+    it (docs/how-to/several_machines.md). None: without Ray.
     """
     sampling_workers: int | None = None
     """On a `cluster`: processes that sample, grade and tokenize for the run, each with a share of
     the servers. 0: the run does it itself, as always with `tokens_per_iteration`. None: 1 for 16
-    servers, 0 where there are no more than 32 of them.
+    servers, 0 for up to 32 of them.
     """
     nnodes: int = 1
-    """Machines of the `cluster` that train together. The run folder lies on a file system that all
-    of them share.
+    """Machines of the `cluster` that train together. They share the file system of the run folder.
     """
     join_timeout: int = 600
-    """Seconds that the trainer waits for all nodes when it starts; after that the run ends, and the
-    same command continues it.
+    """Seconds the trainer waits for all nodes at its start; then the run ends, and the same command
+    continues it.
     """
 
-    # What is kept, and who is told. None of these changes what is trained either.
+    # Storage and reports. None of these changes the training either.
     keep_checkpoints: int = 3
-    """How many of the newest checkpoints and states are kept, besides the best and the last; at
-    least 3, so that either of the last two iterations can be trained again from its inputs."""
+    """The number of newest checkpoints and states to keep, in addition to the best and the last. At
+    least 3, so that either of the last two iterations can be trained again from its inputs.
+    """
     keep_best: int = 1
-    """How many of the best checkpoints by `validation_metric` are kept, besides the newest
+    """The number of best checkpoints by `validation_metric` to keep, in addition to the newest
     `keep_checkpoints`.
     """
     keep_every: int | None = None
     """Keep the checkpoint of every n-th iteration for good; None: of none."""
     mirror: str | None = None
-    """Where the run folder is copied to during the run, phase by phase: an object store, such as
-    "s3://bucket/runs/name", or a folder. The same call on another machine that lacks the run folder
+    """A copy of the run folder, made phase by phase during the run: an object store, such as
+    "s3://bucket/runs/name", or a folder. On another machine without the run folder, the same call
     continues from that copy. If `run` is such an address itself, the run works in the local folder
     runs/name, and the address is the mirror.
     """
     drift: Literal["stop", "warn"] = "stop"
-    """What happens when sampler and trainer are further apart than rounding explains
-    (`drift_limits`): "stop" ends the run with the worst tokens and the likely causes, "warn"
-    reports them and goes on.
+    """What to do if sampler and trainer are further apart than rounding explains (`drift_limits`):
+    "stop" ends the run with the worst tokens and the likely causes, "warn" reports them and goes
+    on.
     """
     drift_limits: dict[str, Any] = field(default_factory=dict)
     """Replaces the limits by dtype and device (ttrl/monitoring/drift.py): {"mean": nats, "p999":
-    nats, "ess": share, "outside": share}; null for no limit. Only tokens that were compared under
-    the weights that sampled them are held to them.
+    nats, "ess": share, "outside": share}; null for no limit. The limits apply only to tokens
+    compared under the weights that sampled them.
     """
     loggers: list[Any] = field(default_factory=list)
     """Where each iteration's metrics go besides metrics.jsonl: "stdout", "tensorboard", "wandb", or
     a mapping with arguments, such as {"name": "wandb", "project": "sorting", "mode": "offline"} or,
     with torchtune's names for its own loggers, {"_component_":
-    "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See docs/watching.md.
+    "torchtune.training.metric_logging.TensorBoardLogger", "log_dir": "logs"}. See
+    docs/how-to/watch.md.
     """
 
     gone: ClassVar[Mapping[str, str]] = {
@@ -624,7 +620,7 @@ class TrainConfig(Config):
         if self.cluster is None:
             found.append(
                 f"nnodes is {self.nnodes}, which needs a Ray cluster: set `cluster` "
-                "(docs/several_machines.md)"
+                "(docs/how-to/several_machines.md)"
             )
         if self.trainer != "resident":
             found.append(

@@ -1,8 +1,8 @@
 """What every setting means: read from the source of its class, where a docstring follows each
 field.
 
-For help(), `ttrl config` and docs/settings.md. A comment line between two fields is the heading of
-those below it.
+For help(), `ttrl config` and docs/reference/settings.md. A comment line between two
+fields is the heading of those below it.
 """
 
 import ast
@@ -167,7 +167,7 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
         for setting in settings_of(cls):
             if setting.heading not in ("", heading):
                 heading = setting.heading
-                lines.append(f"**{heading}**")
+                lines.append(textwrap.fill(f"**{heading}**", WIDTH))
             if setting.default:
                 default = f" = `{setting.default}`"
             else:
@@ -178,7 +178,7 @@ def as_markdown(about: str, classes: Sequence[tuple[str, type]]) -> str:
             lines.append(
                 textwrap.fill(
                     entry,
-                    130,
+                    WIDTH,
                     subsequent_indent="  ",
                     break_on_hyphens=False,
                     break_long_words=False,

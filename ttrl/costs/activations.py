@@ -10,7 +10,7 @@ On the CPU, soft caps, and windows that are shorter than the samples, go through
 that grow with the row's length as well.
 
 CUDA: from the same operations and FlexAttention's saved tensors; held to an H100
-(docs/training.md).
+(docs/explanation/speed.md).
 
 Layers of transformers' own classes (`described_layer_bytes`) keep what their parts say, with copies
 of a token for each of its experts.

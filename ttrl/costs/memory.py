@@ -19,7 +19,7 @@ some 5% of the CPU time.
 
 On CUDA it is the memory of one device, with an allowance for the context, the allocator's gaps and,
 where several GPUs work together, NCCL's buffers: on an H100 within 5% of what was allocated, in ten
-settings of models of 0.5B and 1.5B (docs/training.md).
+settings of models of 0.5B and 1.5B (docs/explanation/speed.md).
 
 Letters: D width, V vocabulary, N trained positions of a microbatch, n of a chunk.
 """

@@ -65,27 +65,26 @@ class EvalConfig(Config):
     """The settings of an evaluation."""
 
     model: str
-    """A model folder or a name on the hub, for which a vLLM server is started and stopped; or the
+    """A model folder or a name on the hub, for which ttrl starts and stops a vLLM server; or the
     address of a server.
     """
     tasks: "str | Sequence[str] | Mapping[str, Sequence[Task]]"
-    """Families as text, "gsm8k=data/gsm8k,mmlu" (see `ttrl.evaluation.families`), with files of
-    one's own, "my_task.py"; or tasks by name."""
-    n: int | None = None
-    """At most so many tasks of each family; None: all, or 200 of generated ones and of a file of
-    one's own.
+    """Families as text, "gsm8k=data/gsm8k,mmlu" (see `ttrl.evaluation.families`), with your own
+    files, "my_task.py"; or tasks by name.
     """
+    n: int | None = None
+    """The most tasks of each family; None: all, or 200 of generated ones and of your own files."""
     seed: int = 0
-    """Which tasks of a train split; validation and test are the same for every seed."""
+    """The seed that draws tasks of a train split; validation and test are the same for every seed.
+    """
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of families: {"gsm8k.style": "r1"}."""
+    """Options of families: {"gsm8k.style": "r1"}."""
     samples_per_task: int = 1
     """Replies to each task."""
     temperature: float | None = None
-    """Of sampling; None: 0 for one sample a task, 1 for several."""
+    """Sampling temperature; None: 0 for one sample a task, 1 for several."""
     top_p: float | None = None
-    """Samples come from the likeliest tokens that together have this probability; None: from all.
-    """
+    """Sample from the likeliest tokens that together have this probability; None: from all."""
     max_tokens: int | None = None
     """Tokens of one reply; None: as many as fit the model's context."""
     params: Mapping[str, Any] = field(default_factory=dict)
@@ -95,30 +94,30 @@ class EvalConfig(Config):
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """For the model's chat template, such as {"enable_thinking": False}."""
     name: str | None = None
-    """The model's name at an address; None: the first that it lists."""
+    """The model's name at an address; None: the first in its list."""
     key_variable: str = KEY_VARIABLE
-    """The environment variable with an address's key. There is no other way to give a key, and none
+    """The environment variable with an address's key. There is no other way to pass a key, and none
     is ever written down.
     """
     dtype: str | None = None
-    """Of a server that is started: "fp32", "bf16", "auto" or vLLM's own names; None: fp32 on CPU,
+    """Dtype of a started server: "fp32", "bf16", "auto" or vLLM's own names; None: fp32 on CPU,
     else vLLM's choice.
     """
     max_model_len: int | None = None
-    """The same: tokens of prompt and reply; None: the model's context."""
+    """Tokens of prompt and reply at a started server; None: the model's context."""
     server_args: Mapping[str, Any] = field(default_factory=dict)
-    """Of vLLM, such as {"tensor_parallel_size": 2}."""
+    """Arguments of vLLM for a started server, such as {"tensor_parallel_size": 2}."""
     chat_template: str | None = None
-    """The same: another chat template than the model's, as text or as the file that it is in."""
+    """Another chat template than the model's, as text or as a file, for a started server."""
     server_log: str | os.PathLike[str] | None = None
-    """The file that a server started here logs to; None: one that is deleted with it."""
+    """The log file of a started server; None: one that is deleted with it."""
     cache: str | os.PathLike[str] | None = None
-    """Where completions are kept: a folder, "s3://…". The same evaluation, or one of more tasks,
-    goes on with what is there.
+    """Where completions are stored: a folder, "s3://…". The same evaluation, or one of more tasks,
+    continues from them.
     """
     weights_digest: str | None = None
-    """Names what an address on this machine serves, for the cache; a model folder is named by its
-    contents.
+    """A name for the weights at an address on this machine, for the cache; a model folder is
+    identified by its contents.
     """
     concurrency: int | None = None
     """Requests at a time; None: as many as fit the server's KV cache."""
@@ -133,7 +132,7 @@ class EvalConfig(Config):
     samples_per_task.
     """
     confidence: float = 0.95
-    """Of the intervals."""
+    """Confidence of the intervals."""
     output: str | os.PathLike[str] | None = None
     """The JSON, rewritten after each family."""
     samples_file: str | os.PathLike[str] | None = None

@@ -4,7 +4,7 @@ try.
     findings(rows, config) → [Finding, …], the most serious first; none for a healthy run
 
 To add one: a function here under `@rule(severity, advice, examples)`, with the reason of its limit;
-a line in SICK of tests/monitoring/test_findings.py, and one in the table of docs/watching.md.
+a line in SICK of tests/monitoring/test_findings.py, and one in the table of docs/how-to/watch.md.
 Nothing else knows the rules by name.
 
 Everything is judged over the last RECENT iterations, against the first ones or against a limit. A

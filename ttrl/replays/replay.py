@@ -97,7 +97,7 @@ def replay(
         `ttrl.replays.training`.
     from_checkpoints: with `train`, start each iteration from the run's own checkpoint instead.
 
-    What a choice holds, and which samples are graded: docs/replay.md.
+    What a choice holds, and which samples are graded: docs/how-to/replay.md.
 
     Raises UserError, TaskError, RunFolderError and ModelFolderError for what is wrong with the
     arguments, GraderError where every rollout of an iteration fails in the grader, TrainerError and

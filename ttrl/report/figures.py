@@ -455,8 +455,8 @@ def _apart(run: RunData) -> str:
     )
     text = (
         "|difference| of the log-probabilities that both give the sampled tokens, nats. Rounding "
-        "makes some, more in larger models and in bf16: docs/watching.md lists what healthy runs "
-        "have."
+        "makes some, more in larger models and in bf16: docs/explanation/drift.md lists what "
+        "healthy runs have."
     )
     if beyond:
         text += f" For this run's dtype and device, {beyond} mean other weights or settings"

@@ -456,7 +456,7 @@ def with_local_run(config: TrainConfig) -> TrainConfig:
     # They would stand in config.yaml, and in the mirror.
     problems = [
         f"{name} {redact(address)!r} carries credentials; give them in the environment only, see "
-        "docs/cache.md"
+        "docs/reference/cache.md"
         for name, address in addresses.items()
         if address is not None and redact(address) != address
     ]

@@ -1,4 +1,5 @@
-"""Chat templates as the model families of docs/models.md document them, written here from their
+"""Chat templates as the model families of docs/reference/models.md document them,
+written here from their
 rules: with two questions and thinking, each turn is trained once, after the prompt that a server
     would have sent.
 

@@ -15,10 +15,9 @@ from ttrl.text import gib, one_line
 _NO_PARSER = re.compile(r"tool[ _]choice.* requires .*--tool-call-parser to be set")
 _NAME_A_PARSER = (
     "this server has no parser for the model's tool calls, which a request with tools needs; at "
-    "its "
-    "start ttrl said why none was chosen. If the model's chat template shows it no tools, set "
-    "chat_template to one that "
-    "does (docs/chat_templates.md). Else name the parser that reads its calls, such as hermes: "
+    "its start ttrl said why none was chosen. If the model's chat template shows it no tools, set "
+    "chat_template to one that does (docs/how-to/chat_templates.md). Else name the parser that "
+    "reads its calls, such as hermes: "
     'server={"tool_call_parser": "hermes"} in a run, server_args (--server-args) elsewhere, '
     "--vllm tool_call_parser=hermes for `ttrl serve`"
 )

@@ -4,7 +4,7 @@ one address alone.
 torchrun's own way (c10d) listens on all interfaces, and each agent unpickles, and so runs, what
 anybody has written there. Here numbers are exchanged: the leading machine is 0, the others are
 counted as they come. The store has no password all the same: who can reach it can end the training,
-or take part in it, so it belongs in a private network (docs/security.md).
+or take part in it, so it belongs in a private network (docs/explanation/security.md).
 
 torchrun finds this by the entry point "ttrl" of the group "torchrun.handlers" (pyproject.toml):
 `--rdzv-backend ttrl`, with `--rdzv-conf is_host=true` on the leading machine.
