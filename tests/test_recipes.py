@@ -18,6 +18,7 @@ from ttrl.cli.recipe_script import with_plain_template
 from ttrl.errors import ConfigError, UserError
 from ttrl.loop.checks import checked
 from ttrl.plans.open_choices import choose
+from ttrl.system.files import write_jsonl
 from ttrl.tiny_model import make_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -103,7 +104,7 @@ Trained = list[tuple[TrainConfig, list[Task], list[Task]]]
 
 
 @pytest.fixture
-def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Trained:
     """Record what recipes would train. Each run has two iterations without any progress."""
     seen: Trained = []
 
@@ -117,9 +118,10 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
             {"iteration": number, "validation_reward": 0.25, "validation": metrics}
             for number in range(2)
         ]
-        return types.SimpleNamespace(
-            metrics=[*rows, {"iteration": 2}], report="report.html", checkpoint="checkpoint"
-        )
+        run = tmp_path / "trained"
+        run.mkdir(exist_ok=True)
+        write_jsonl(run / "metrics.jsonl", [*rows, {"iteration": 2}])
+        return types.SimpleNamespace(run=run, report="report.html", checkpoint="checkpoint")
 
     monkeypatch.setattr("ttrl.cli.recipe_script.train", train)
     monkeypatch.setattr("ttrl.cli.recipe_script.make_tiny_model", lambda folder, **settings: folder)

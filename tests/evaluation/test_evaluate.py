@@ -524,7 +524,7 @@ def test_a_file_of_a_family_is_none_of_ours(
 ) -> None:
     monkeypatch.setenv("TTRL_INSPECT_AI_PYTHON", str(tmp_path / "python"))
     for name in ("inspect_ai:my_evals.py:sums", "inspect-ai:my_evals.py"):
-        with pytest.raises(ConfigError, match=f"No such file or directory: '{tmp_path}/python'"):
+        with pytest.raises(ConfigError, match=f"cannot start '{tmp_path}/python': No such file"):
             evaluate("http://127.0.0.1:9/v1", name, pbar=False)
 
 

@@ -335,7 +335,8 @@ def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, be
         ".partial-1-validation.jsonl",
         "done/.partial-1-validate.json",
     ]
-    there, train = [], beside.train
+    there = []
+    make_checkpoint = beside.make_checkpoint
 
     def dying_once(self, number, recipe_config):
         folder = world.run / f"iterations/{number:04d}"
@@ -346,9 +347,9 @@ def test_a_trainer_that_starts_again_leaves_what_validation_is_writing(world, be
                     (folder / name).touch()
                 beside.dies[2] = TrainerDiedError(DEAD)
             there.append([name for name in left if (folder / name).exists()])
-        return train(self, number, recipe_config)
+        return make_checkpoint(self, number, recipe_config)
 
-    monkeypatch.setattr(beside, "train", dying_once)
+    monkeypatch.setattr(beside, "make_checkpoint", dying_once)
     world.train(weight_sync="memory", iterations=2)
     assert there == [left, left[1:]]
 

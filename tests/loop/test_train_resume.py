@@ -20,6 +20,9 @@ from ttrl.run_folder.folder import RunFolder
 from ttrl.system.console import Console
 from ttrl.system.files import read_jsonl
 
+METHODS = {"train": "train_policy"}
+"""Of `Phases`, where they have another name than the phase."""
+
 
 class BoomError(Exception):
     pass
@@ -115,7 +118,8 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
 
     with monkeypatch.context() as patch:
         for name in ("rollouts", "pack", "train", "validate"):
-            patch.setattr(Phases, name, watched(name, getattr(Phases, name)))
+            method = METHODS.get(name, name)
+            patch.setattr(Phases, method, watched(name, getattr(Phases, method)))
         if moment == "before its marker":
             from ttrl.run_folder.folder import IterationFolder
 
@@ -132,7 +136,8 @@ def test_interrupted_anywhere_it_continues_there(world, monkeypatch, phase, mome
     assert world.events[-1] == "stop"  # nothing is left running
     finished = list(done)
     for name in ("rollouts", "pack", "train", "validate"):
-        monkeypatch.setattr(Phases, name, counting(name, getattr(Phases, name), done))
+        method = METHODS.get(name, name)
+        monkeypatch.setattr(Phases, method, counting(name, getattr(Phases, method), done))
     world.events.append("again")
     world.train(iterations=2)
     whole = [("validate", 0)] + [

@@ -12,7 +12,8 @@ def install(
     folder: Path, name: str, entry_points: Mapping[str, Mapping[str, str]], **modules: str
 ) -> None:
     """Put modules, and the metadata of a package, into a folder for sys.path."""
-    information = folder / f"{name}-1.0.dist-info"
+    # As pip does: importlib.metadata takes the first dash of this name for the end of the package's.
+    information = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     information.mkdir(parents=True)
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
     lines = []

@@ -147,7 +147,7 @@ def test_what_is_moved_to_the_cpu_comes_back_before_the_next_microbatch(
 
 @pytest.mark.long(but=["gspo-entropy-kl-limit1"])
 @pytest.mark.parametrize(
-    ("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 4})]
+    ("objective", "limit"), [("ppo-k3", {}), ("gspo-entropy-kl", {"_unique2": 2})]
 )
 def test_what_a_microbatch_waits_for(objective, limit, tmp_path, monkeypatch):
     """Twelve results at least it was before. Ratios of sequences look for the samples of a
